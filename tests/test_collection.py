@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mucudnn.passes.planning.search.collection import rarely_collected
+from mucudnn.passes.planning.search.collection import gc_relaxed
 
 
 @pytest.fixture(autouse=True)
@@ -17,26 +17,26 @@ def _restored():
 
 
 def test_thresholds_are_raised_within_and_restored():
-    with rarely_collected():
+    with gc_relaxed():
         assert gc.get_threshold()[0] > 700
-        with rarely_collected():
+        with gc_relaxed():
             assert gc.get_threshold()[0] > 700
         assert gc.get_threshold()[0] > 700
     assert gc.get_threshold() == (700, 10, 10)
 
 
 def test_an_error_restores_them_too():
-    with pytest.raises(ValueError, match="inside"), rarely_collected():
+    with pytest.raises(ValueError, match="inside"), gc_relaxed():
         raise ValueError("inside")
     assert gc.get_threshold() == (700, 10, 10)
-    with rarely_collected():
+    with gc_relaxed():
         assert gc.get_threshold()[0] > 700
 
 
 @pytest.mark.parametrize("first", [0, 10_000_000])
 def test_what_is_off_or_rarer_stays(first):
     gc.set_threshold(first, 5, 5)
-    with rarely_collected():
+    with gc_relaxed():
         assert gc.get_threshold() == (first, 5, 5)
     assert gc.get_threshold() == (first, 5, 5)
 
@@ -44,12 +44,12 @@ def test_what_is_off_or_rarer_stays(first):
 def test_threads_that_overlap_leave_what_was_there():
     entered, leave = threading.Event(), threading.Event()
 
-    @rarely_collected()
+    @gc_relaxed()
     def other():
         entered.set()
         leave.wait(300)
 
-    with rarely_collected():
+    with gc_relaxed():
         thread = threading.Thread(target=other)
         thread.start()
         assert entered.wait(300)

@@ -28,11 +28,11 @@ from mucudnn.passes.graph.layouts.choice import (
     LayoutCosts,
     cheapest_layouts,
     convolutions_last,
-    turned_bytes,
+    transposed_bytes,
 )
 from mucudnn.passes.graph.layouts.trials import layout_trials
 from mucudnn.passes.graph.slicing.axis import along_height
-from mucudnn.passes.minimum_cut import SINK, SOURCE, Pipes
+from mucudnn.passes.minimum_cut import SINK, SOURCE, FlowNetwork
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import close, stale
 from tests.mirror_cases import cases
@@ -236,7 +236,7 @@ def test_what_has_one_pixel_or_one_channel_is_turned_for_nothing():
     assert [node.op for node in turned.nodes if node.name.endswith("turn")] == [
         *["reshape"] * 4
     ]
-    assert set(turned_bytes(graph).values()) == {0, 2 * 4 * 2 * 3 * 16}
+    assert set(transposed_bytes(graph).values()) == {0, 2 * 4 * 2 * 3 * 16}
 
 
 def test_strips_need_channels_first():
@@ -258,9 +258,9 @@ def test_a_cheapest_cut_is_found(data):
     sizes = data.draw(
         st.dictionaries(st.sampled_from(pairs), st.integers(1, 9), max_size=14)
     )
-    pipes = Pipes()
+    network = FlowNetwork()
     for (start, end), size in sizes.items():
-        pipes.add(start, end, size)
+        network.add(start, end, size)
 
     def cost(behind):
         return sum(n for (a, b), n in sizes.items() if a not in behind and b in behind)
@@ -270,7 +270,7 @@ def test_a_cheapest_cut_is_found(data):
     ]
     least = min(map(cost, ways))
     fewest = min(len(way) for way in ways if cost(way) == least)
-    found = pipes.behind_cut() | {SINK}
+    found = network.sink_side() | {SINK}
     assert cost(found) == least
     assert len(found) == fewest
 

@@ -23,7 +23,7 @@ from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
-from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
+from mucudnn.passes.scheduling.transfers import Clock, earliest_ends, latest_starts
 from tests.examples import examples
 from tests.schedule_oracle import verify
 
@@ -94,7 +94,7 @@ def test_copies_back_begin_as_late_as_their_link_admits():
         ResidencyInterval("a", 20, 0, 9, 0, 2, copied_out=True),
         ResidencyInterval("b", 10, 0, 9, 0, 3, copied_out=True),
     ]
-    assert first_ends(out, clock, 10.0) == {0: 5, 1: 6}
+    assert earliest_ends(out, clock, 10.0) == {0: 5, 1: 6}
 
 
 @pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])

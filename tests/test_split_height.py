@@ -14,7 +14,7 @@ from mucudnn.models.unet import narrow_unet2d
 from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.slicing.axis import along_height, cuttable
-from mucudnn.passes.graph.slicing.order import line_by_line
+from mucudnn.passes.graph.slicing.order import interleave_slices
 from mucudnn.passes.graph.split import split_batch, split_height
 from mucudnn.passes.liveness import peak_bytes
 from mucudnn.passes.planning.splitting.cutting import Cutting, couples_batch
@@ -262,7 +262,7 @@ def test_strips_run_as_far_ahead_as_windows_reach():
         [{"a": stop + 1} for stop in ends],
         [{"b": stop + 1} for stop in ends],
     ]
-    order = list(line_by_line(reads, [{name: ends} for name in names]))
+    order = list(interleave_slices(reads, [{name: ends} for name in names]))
     assert order[:6] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
     assert order[6:9] == [(0, 3), (1, 2), (2, 1)]
     assert len(set(order)) == len(order) == 12
@@ -270,7 +270,7 @@ def test_strips_run_as_far_ahead_as_windows_reach():
 
 def test_without_halos_slices_run_one_after_the_other():
     reads = [[{}, {}], [{"a": 2}, {"a": 4}]]
-    order = list(line_by_line(reads, [{"a": [2, 4]}, {"b": [2, 4]}]))
+    order = list(interleave_slices(reads, [{"a": [2, 4]}, {"b": [2, 4]}]))
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 

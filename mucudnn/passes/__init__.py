@@ -1,1 +1,1 @@
-"""Decide: pure functions from values to values. No arrays, no clock, no I/O."""
+"""Planning passes: pure functions from values to values, no arrays, clock or I/O."""

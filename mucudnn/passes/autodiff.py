@@ -1,4 +1,4 @@
-"""The training step of a network, under the name that others import it by."""
+"""Public import path of `training_graph`."""
 
 from mucudnn.passes.graph.autodiff import training_graph
 

@@ -1,4 +1,4 @@
-"""CBC, the solver of linear programs with integers that PuLP ships, as plans use it."""
+"""Access to CBC, the integer linear programming solver that PuLP ships."""
 
 from typing import Any
 
@@ -6,13 +6,11 @@ __all__ = ["cbc", "import_pulp", "solver_errors"]
 
 
 def import_pulp() -> Any:
-    """PuLP, imported on first use: that takes longer than planning, and few need it.
-
-    It keeps what importing absent solvers raised; the tracebacks are taken away, as
-    they hold whoever asked first, and a trainer's memory with them.
-    """
+    """Import PuLP on first use, as the import takes longer than most plans."""
     import pulp
 
+    # PuLP keeps the exceptions of absent solvers. Their tracebacks would keep the first
+    # caller's frames alive, and with them a trainer's memory.
     for solver in vars(pulp.apis).values():
         if isinstance(error := getattr(solver, "err", None), BaseException):
             error.__traceback__ = None
@@ -20,12 +18,13 @@ def import_pulp() -> Any:
 
 
 def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
-    """CBC, bounded by its nodes, by no clock: a program has one answer everywhere.
+    """Return a CBC solver limited by nodes, not by time, so that results reproduce.
 
     Args:
-        most_nodes: Of its tree; then it returns the best it has.
-        gap: How far from the best possible is good enough, as a fraction.
-        mip: Whether to keep integers whole.
+        most_nodes: Limit of the branch-and-bound tree; the best solution so far is
+            returned when it is reached.
+        gap: Relative optimality gap at which the search may stop.
+        mip: Whether to enforce integrality.
     """
     return import_pulp().PULP_CBC_CMD(
         msg=False,
@@ -38,7 +37,7 @@ def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
 
 
 def solver_errors() -> tuple[type[Exception], ...]:
-    """What is raised where CBC cannot be run."""
+    """Return the exceptions raised where CBC cannot be run."""
     try:
         from pulp import PulpError
     except ImportError:

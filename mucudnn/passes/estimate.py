@@ -1,12 +1,11 @@
-"""A profile out of published figures: every node at its roofline.
+"""Estimate a profile from a device's published figures by the roofline model.
 
-A node takes as long as its arithmetic or its memory traffic, whichever is longer (the
-roofline of Williams et al. 2009), and a launch. Convolutions have up to three
-algorithms: without workspace, with patches laid out for a matrix product, and
-Winograd's with 2 x 2 outputs a tile. The more they need the faster they are, so that
-the trade between workspace and time is there, at the price of real shapes and sizes. On
-tensor cores those whose channels come first also take the time that turning their
-images does, to channels last and back.
+A node takes the longer of its arithmetic and its memory traffic (Williams et al. 2009),
+and a launch. Convolutions have up to three algorithms: implicit GEMM without workspace,
+GEMM over explicit patches, and Winograd with 2 x 2 outputs per tile. Faster algorithms
+need more workspace, so the estimate has the trade-off that planners exploit. On tensor
+cores, channels-first convolutions also pay for transposing their images to channels
+last and back.
 """
 
 import math
@@ -22,7 +21,7 @@ __all__ = ["conv_table", "estimate"]
 
 _NO_LIMIT = 1 << 62
 _TILE = 2
-"""Outputs a side of a Winograd tile; its input is two wider for 3 x 3 filters."""
+"""Outputs per side of a Winograd tile; its input is two larger for 3 x 3 filters."""
 
 
 def estimate(
@@ -34,19 +33,20 @@ def estimate(
     batch_policy: BatchPolicy = "powers_of_two",
     assumed: Assumed = ASSUMED,
 ) -> Profile:
-    """Estimate what a graph costs on a device.
+    """Estimate the profile of a graph on a device.
 
     Args:
-        graph: Of a step, in types that the device's figures are for.
+        graph: Graph of a step, in dtypes the device's figures cover.
         device: A name in `DEVICES`, or figures.
-        fronts: Convolution -> plans from measurements; they replace the estimates.
-        workspaces: Node -> bytes of scratch memory, of nodes that are no convolutions.
+        fronts: Measured plans of convolutions, which replace the estimates.
+        workspaces: Scratch bytes of nodes that are not convolutions.
         batch_policy: Micro-batch sizes of convolutions.
-        assumed: Shares of peaks.
+        assumed: Efficiencies relative to the device's peaks.
 
     Raises:
-        ValueError: The device is not known, or its figures are not for a
-            convolution's type.
+            ValueError: The device is unknown, or its figures do not cover the dtype of
+            a
+                convolution.
     """
     figures = get_device(device) if isinstance(device, str) else device
     known = dict(fronts or {})
@@ -67,7 +67,10 @@ def estimate(
             once_more_ms[node.name] = _node_ms(graph, again, figures, assumed)
     return Profile(
         node_ms=node_ms,
-        workspaces=_temporaries(graph) | dict(workspaces or {}),
+        workspaces={
+            n.name: nbytes for n in graph.nodes if (nbytes := n.traits.temporaries)
+        }
+        | dict(workspaces or {}),
         fronts=of_node,
         out_bytes_per_ms=figures.out.value / 1e3,
         in_bytes_per_ms=figures.back.value / 1e3,
@@ -76,24 +79,16 @@ def estimate(
     )
 
 
-def _temporaries(graph: Graph) -> dict[str, int]:
-    return {
-        node.name: node.traits.temporaries
-        for node in graph.nodes
-        if node.traits.temporaries
-    }
-
-
 def conv_table(
     problem: ConvProblem,
     figures: DeviceFigures,
     batch_policy: BatchPolicy = "powers_of_two",
     assumed: Assumed = ASSUMED,
 ) -> PerfTable:
-    """Estimates of every algorithm at every micro-batch size.
+    """Estimate every algorithm at every micro-batch size.
 
     Raises:
-        ValueError: The figures are not for the problem's type.
+        ValueError: The figures do not cover the convolution's dtype.
     """
     if problem.dtype not in figures.dtypes:
         known = ", ".join(n for n, d in DEVICES.items() if problem.dtype in d.dtypes)
@@ -114,12 +109,12 @@ def _algorithms(
     problem: ConvProblem, figures: DeviceFigures, assumed: Assumed
 ) -> Iterator[AlgoPerf]:
     traffic = sum(operand.nbytes for operand in problem.operands())
-    turned_ms = _turned_ms(problem, figures, assumed)
+    transpose_ms = _transpose_ms(problem, figures, assumed)
 
     def row(algo: str, flops: float, share: float, workspace: int) -> AlgoPerf:
-        # What is laid out in the workspace is written once and read once.
+        # The workspace is written once and read once.
         nbytes = traffic + 2 * workspace
-        ms = _roofline(flops, share, nbytes, figures, assumed) + turned_ms
+        ms = _roofline(flops, share, nbytes, figures, assumed) + transpose_ms
         return AlgoPerf(algo=algo, batch=problem.batch, time_ms=ms, workspace=workspace)
 
     if math.prod(problem.w_shape[2:]) == 1:
@@ -133,8 +128,10 @@ def _algorithms(
         yield row("WINOGRAD", problem.flops / gain, assumed.matmul, workspace)
 
 
-def _turned_ms(problem: ConvProblem, figures: DeviceFigures, assumed: Assumed) -> float:
-    """What turning its images takes, by copies before and behind the products."""
+def _transpose_ms(
+    problem: ConvProblem, figures: DeviceFigures, assumed: Assumed
+) -> float:
+    """Return the time of transposing the images before and after the product."""
     if not figures.turns or problem.layout == "NHWC":
         return 0.0
     elements = math.prod(problem.x_shape) + math.prod(problem.y_shape)
@@ -143,7 +140,7 @@ def _turned_ms(problem: ConvProblem, figures: DeviceFigures, assumed: Assumed) -
 
 
 def _patch_bytes(problem: ConvProblem) -> int:
-    """Bytes of a matrix with a row of inputs for every output position."""
+    """Return the bytes of a matrix with a row of inputs per output position."""
     n, _, *positions = problem.y_shape
     patch = problem.groups * math.prod(problem.w_shape[1:])
     return n * math.prod(positions) * patch * problem.itemsize
@@ -159,7 +156,7 @@ def _winograd_suits(problem: ConvProblem) -> bool:
 
 
 def _tile_bytes(problem: ConvProblem) -> int:
-    """Bytes of transformed inputs, outputs and filters."""
+    """Return the bytes of transformed inputs, outputs and filters."""
     n, k, *positions = problem.y_shape
     c = problem.x_shape[1]
     tiles = math.prod(-(-size // _TILE) for size in positions)
@@ -175,14 +172,14 @@ def _node_ms(
     again = (node.inputs[index] for index in node.traits.rereads)
     touched = (*node.tensors, *node.mutates, *again)
     nbytes = sum(graph.tensors[name].nbytes for name in touched)
-    if "parts" in node.attrs:  # some rows of what it reads, which it writes
+    if "parts" in node.attrs:  # it reads only the rows that it writes
         nbytes = 2 * sum(graph.tensors[name].nbytes for name in node.outputs)
     flops = _matmul_flops(graph, node) if node.op == "matmul" else 0.0
     return _roofline(flops, assumed.matmul, nbytes, figures, assumed)
 
 
 def _matmul_flops(graph: Graph, node: Node) -> float:
-    """Twice M N K, for (M, K) x (K, N): the root of the product of all three sizes."""
+    """Return 2 M N K, where (M N K)² is the product of the three operands' sizes."""
     a, b, out = (math.prod(graph.tensors[name].shape) for name in node.tensors)
     return 2.0 * math.sqrt(a * b * out)
 

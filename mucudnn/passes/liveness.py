@@ -1,10 +1,10 @@
-"""When is each storage needed? Liveness over a straight line of nodes.
+"""Liveness analysis over a straight line of nodes: when each storage is needed.
 
-Views and results in place have no bytes of their own: their uses are uses of their
-storage. A storage is needed from the node that first writes it to the last that
-touches it under any name. Parameters, state and what the caller lends are always there,
-inputs from the start, and what the caller asked for stays to the end: outputs, and
-gradients that no update of the same graph has used up.
+Views and in-place results have no bytes of their own: their uses are uses of their
+storage. A storage is live from the first node that writes it to the last node that
+touches it under any name. Parameters, state and borrowed tensors are always live,
+inputs from the start, and results to the end: outputs, and gradients that no update of
+the same graph consumes.
 """
 
 import itertools
@@ -31,18 +31,17 @@ __all__ = [
 ]
 
 ALIGNMENT = 512
-"""Bytes that every size and offset in an arena is a multiple of, as CUDA's own
-allocator guarantees."""
+"""Alignment of all sizes and offsets in an arena, in bytes; as in CUDA's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRange:
-    """The nodes during which a storage is in use.
+    """Live range of a storage.
 
     Attributes:
         storage: The tensor that owns the bytes.
-        first: Position of the first node that needs it; 0 if it is there at the start.
-        last: Position of the last; the number of nodes if it outlives them all.
+        first: Position of the first node; 0 if live at the start.
+        last: Position of the last node; the number of nodes if live at the end.
     """
 
     storage: str
@@ -51,16 +50,16 @@ class LiveRange:
 
 
 class Use(NamedTuple):
-    """When the bytes of a storage are touched.
+    """Uses of a storage.
 
     Attributes:
-        storage: Its name.
-        nbytes: Its size, rounded up.
-        positions: Nodes that read or write it, ascending; for an input also the first
-            node, before which it arrives, and for a result the end.
-        writes: Those of them that write it.
-        period: Nodes of a step, if it outlives the step: after its last use comes, that
-            many nodes later than in this step, its first use in the next. Else 0.
+        storage: Name of the storage.
+        nbytes: Aligned size in bytes.
+        positions: Nodes that read or write the storage, ascending; for an input also
+            position 0, for a result also the number of nodes.
+        writes: The positions that write.
+        period: For a storage that outlives the step, the number of nodes of a step: its
+            next use after the last one is its first use, `period` nodes later. Else 0.
     """
 
     storage: str
@@ -71,14 +70,14 @@ class Use(NamedTuple):
 
     @property
     def persistent(self) -> bool:
-        """Whether it outlives the step: a parameter, or state."""
+        """True if the storage outlives the step: a parameter, or state."""
         return self.period > 0
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Pairs of uses with nodes in between.
+        """Return pairs of successive uses with nodes in between.
 
-        Of what outlives the step also the last use and the first of the next step, with
-        the latter's position counted on.
+        For a persistent storage this includes the last use and the first use in the
+        next step, whose position is increased by the period.
         """
         positions, period = self.positions, self.period
         found = [(i, j) for i, j in itertools.pairwise(positions) if j - i > 1]
@@ -88,7 +87,7 @@ class Use(NamedTuple):
 
 
 def kept(graph: Graph) -> frozenset[str]:
-    """Storages still needed when the last node has run, persistent ones included."""
+    """Return the storages live at the end of the step, persistent ones included."""
     used_up = {
         name
         for node in graph.nodes
@@ -101,7 +100,7 @@ def kept(graph: Graph) -> frozenset[str]:
 
 
 def last_uses(graph: Graph) -> dict[str, int]:
-    """Storage -> the last node of its live range."""
+    """Return the last position of each storage's live range."""
     storages, end = graph.storages, len(graph.nodes)
     last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
@@ -118,9 +117,9 @@ def last_uses(graph: Graph) -> dict[str, int]:
 
 
 def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
-    """The live range of every storage; what is declared but unused has none.
+    """Return the live range of every used storage.
 
-    An input that nobody reads is there for the whole step: it is fed all the same.
+    An unread input is live for the whole step, as it is fed all the same.
     """
     first, last = _first_uses(graph), last_uses(graph)
     return {
@@ -131,7 +130,6 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
 
 
 def _first_uses(graph: Graph) -> dict[str, int]:
-    """Storage -> the first node of its live range."""
     storages = graph.storages
     first: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
@@ -148,16 +146,16 @@ def _first_uses(graph: Graph) -> dict[str, int]:
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
-    """The uses of every storage, in order of first use; those of none come last."""
+    """Return the uses of every storage, in order of first use; unused ones last."""
     return uses_by(graph, *touches(graph))
 
 
 Positions = dict[str, list[int]]
-"""Storage -> positions of nodes, ascending."""
+"""Positions of nodes for each storage, ascending."""
 
 
 def touches(graph: Graph) -> tuple[Positions, Positions]:
-    """Where every storage is used, and where it is written: see `Use`."""
+    """Return the positions at which each storage is used, and written; see `Use`."""
     count, storages = len(graph.nodes), graph.storages
     positions: Positions = {}
     writes: Positions = {}
@@ -185,7 +183,7 @@ def touches(graph: Graph) -> tuple[Positions, Positions]:
 
 
 def uses_by(graph: Graph, positions: Positions, writes: Positions) -> Mapping[str, Use]:
-    """The uses of every storage that is named, by where it is touched."""
+    """Return the uses of storages from their positions and writes."""
     period, tensors, nothing = max(1, len(graph.nodes)), graph.tensors, ()
     return {
         storage: Use(
@@ -206,13 +204,7 @@ def memory_curve(
     *,
     granularity: int = 1,
 ) -> tuple[int, ...]:
-    """Bytes in use while each node runs, if storages are freed after their last use.
-
-    Args:
-        graph: What is run.
-        workspaces: Node -> bytes of scratch memory while it runs.
-        granularity: Sizes are rounded up to multiples of this many bytes.
-    """
+    """Return the bytes in use at each node, freeing storages after their last use."""
     workspaces = workspaces or {}
     end = len(graph.nodes)
     change = [0] * (end + 1)
@@ -230,12 +222,12 @@ def memory_curve(
 def peak_bytes(
     graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
 ) -> int:
-    """The most memory in use at once; without nodes, what is always there."""
+    """Return the peak memory in bytes; without nodes, that of resident tensors."""
     always = (rounded(graph.tensors[s].nbytes, granularity) for s in live_ranges(graph))
     curve = memory_curve(graph, workspaces, granularity=granularity)
     return max(curve) if curve else sum(always)
 
 
 def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:
-    """A size rounded up to a multiple."""
+    """Return a size rounded up to a multiple of `granularity`."""
     return -(-nbytes // granularity) * granularity

@@ -1,8 +1,8 @@
-"""What is in device memory when: a planned step, second by second.
+"""Timeline of device memory over a simulated step.
 
-The simulator says when every node and copy runs; the program says between which of them
-memory is taken and given back. Together they give every storage's intervals, and a
-curve whose highest point is the schedule's peak.
+The simulator gives the times of nodes and copies, the schedule the order of allocations
+and frees. Together they give every storage's intervals and a memory curve whose maximum
+is the schedule's peak.
 """
 
 import itertools
@@ -17,22 +17,22 @@ from mucudnn.passes.simulate import Lane
 __all__ = ["WORKSPACE", "Interval", "memory_intervals", "memory_points", "stalls"]
 
 WORKSPACE = "workspace of "
-"""Before a node's name: its scratch memory."""
+"""Prefix of the names of nodes' workspaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bytes in device memory from one moment to another.
+    """Bytes in device memory during a time interval.
 
     Attributes:
         name: Storage, or `WORKSPACE` and a node.
-        nbytes: Rounded up as they are allocated.
-        start_ms: When they are taken.
-        stop_ms: When they are given back.
-        first: Position among all changes of memory, ascending.
-        last: Position of giving back; later than of everything that overlaps.
-        persistent: Whether they are parameters or state that never leave.
-        kept: Whether they are still there when the step is over.
+        nbytes: Aligned size in bytes.
+        start_ms: Time of the allocation.
+        stop_ms: Time of the free.
+        first: Position of the allocation among all allocations and frees.
+        last: Position of the free among all allocations and frees.
+        persistent: Whether the bytes belong to resident parameters or state.
+        kept: Whether the bytes are still in use at the end of the step.
     """
 
     name: str
@@ -46,29 +46,29 @@ class Interval:
 
 
 def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
-    """Everything that is ever in device memory, in order of arrival."""
+    """Return all intervals of a step, in order of allocation."""
     resident = set(plan.schedule.resident)
     counter = itertools.count()
-    taken: dict[str, Interval] = {}
+    allocated: dict[str, Interval] = {}
     found: list[Interval] = []
 
-    def give_back(name: str, now: float, *, kept: bool = False) -> None:
+    def free(name: str, now: float, *, kept: bool = False) -> None:
         last = next(counter)
-        found.append(replace(taken.pop(name), stop_ms=now, last=last, kept=kept))
+        found.append(replace(allocated.pop(name), stop_ms=now, last=last, kept=kept))
 
     for name, nbytes, now in _changes(plan):
         if nbytes is None:
-            give_back(name, now)
+            free(name, now)
         else:
             first, persistent = next(counter), name in resident
-            taken[name] = Interval(name, nbytes, now, now, first, first, persistent)
-    for name in tuple(taken):
-        give_back(name, plan.prediction.step_ms, kept=True)
+            allocated[name] = Interval(name, nbytes, now, now, first, first, persistent)
+    for name in tuple(allocated):
+        free(name, plan.prediction.step_ms, kept=True)
     return tuple(sorted(found, key=lambda interval: interval.first))
 
 
 def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
-    """Memory taken (name, bytes) or given back (name, None), and when."""
+    """Yield allocations (name, bytes, time) and frees (name, None, time)."""
     schedule, lanes = plan.schedule, iter(plan.prediction.lanes)
     tensors = schedule.graph.tensors
     resident = set(schedule.resident)
@@ -96,7 +96,7 @@ def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
 
 
 def memory_points(intervals: Sequence[Interval]) -> tuple[tuple[float, int], ...]:
-    """(time in ms, bytes from then on) at every change, in order."""
+    """Return (time in ms, bytes from then on) at every change, in order."""
     changes = sorted(
         [(i.first, i.start_ms, i.nbytes) for i in intervals]
         + [(i.last, i.stop_ms, -i.nbytes) for i in intervals if not i.kept]
@@ -106,7 +106,7 @@ def memory_points(intervals: Sequence[Interval]) -> tuple[tuple[float, int], ...
 
 
 def stalls(lanes: Sequence[Lane]) -> tuple[tuple[float, float], ...]:
-    """(from, to) in ms of every pause between one node and the next."""
+    """Return (start, stop) in ms of every gap between consecutive nodes."""
     compute = [lane for lane in lanes if lane.engine == "compute"]
     pauses = zip([0.0, *(lane.stop_ms for lane in compute)], compute, strict=False)
     return tuple(

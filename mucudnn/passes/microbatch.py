@@ -1,9 +1,9 @@
 """Divide mini-batches into micro-batches within a workspace limit.
 
-`workspace_reuse` gives every kernel the whole limit: right when kernels run one after
-another and share one arena. `workspace_division` shares one total out among all
-kernels: right when each owns its buffer or kernels may overlap. A planner is a
-function of the measurements; `minimum_workspace` shows how little a new one takes.
+`workspace_reuse` gives every kernel the whole limit, for kernels that run one after
+another in a shared workspace. `workspace_division` divides one total among all kernels,
+for kernels that own their buffers or may overlap. A planner is a function of the
+measurements; see `minimum_workspace` for a short example.
 """
 
 import math
@@ -47,7 +47,7 @@ BatchPolicy = (
 
 
 BATCH_POLICIES: Strategies[Callable[[int], Sequence[int]]] = Strategies("batch policy")
-"""Which micro-batch sizes to measure for a mini-batch; more join by `register`."""
+"""Policies for the micro-batch sizes to measure; `register` adds more."""
 
 BATCH_POLICIES.register(lambda batch: (batch,), name="undivided")
 BATCH_POLICIES.register(
@@ -57,13 +57,11 @@ BATCH_POLICIES.register(lambda batch: tuple(range(1, batch + 1)), name="all")
 
 
 def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring for a mini-batch of `batch`, ascending.
-
-    The whole mini-batch is always among them.
+    """Return the micro-batch sizes to measure, ascending, the mini-batch included.
 
     Raises:
-        ValueError: No policy has that name, the mini-batch is empty, or a function
-            names a size that is none.
+        ValueError: The policy is unknown, the mini-batch is empty, or a function
+            returns an invalid size.
         TypeError: The policy is neither a name nor a function.
     """
     found = BATCH_POLICIES.resolve(policy)
@@ -79,10 +77,10 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
 def aligned_batches(
     problem: ConvProblem, sizes: Sequence[int], alignment: int
 ) -> tuple[int, ...]:
-    """The sizes after which the next micro-batch still starts at an aligned address.
+    """Return the sizes after which the next micro-batch starts at an aligned address.
 
-    Micro-batches are slices of both tensors that have a batch axis. The whole
-    mini-batch is always among them.
+    Micro-batches are slices of the two tensors with a batch axis. The whole mini-batch
+    is always included.
     """
     quantum = 1
     for shape in (problem.x_shape, problem.y_shape):
@@ -92,15 +90,15 @@ def aligned_batches(
 
 
 class Planner(Protocol):
-    """A way to divide mini-batches."""
+    """A function that divides mini-batches into micro-batches."""
 
     def __call__(
         self, tables: Sequence[PerfTable], workspace_limit: int
     ) -> tuple[ConvPlan, ...]:
-        """One plan per table, in order, within `workspace_limit` bytes.
+        """Return one plan per table, in order, within `workspace_limit` bytes.
 
         Raises:
-            PlanningError: Nothing fits; the message says how much would.
+            PlanningError: Nothing fits; the message has the smallest feasible limit.
         """
         ...
 
@@ -108,7 +106,7 @@ class Planner(Protocol):
 def undivided(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
-    """What plain cuDNN does: one call, the fastest algorithm that fits."""
+    """Run each kernel in one call by the fastest algorithm that fits, like cuDNN."""
     plans = []
     for table in tables:
         perf = fastest_undivided(table, workspace_limit)
@@ -123,14 +121,14 @@ def undivided(
 def workspace_reuse(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
-    """Cheapest division of each kernel, every kernel given the whole limit."""
+    """Divide each kernel at the least cost, with the whole limit for every kernel."""
     return tuple(fastest_division(table, workspace_limit) for table in tables)
 
 
 def minimum_workspace(
     tables: Sequence[PerfTable], workspace_limit: int, slowdown: float = 0.05
 ) -> tuple[ConvPlan, ...]:
-    """Least workspace that costs at most `slowdown` more than the best in the limit."""
+    """Minimise workspace at a slowdown of at most `slowdown` over the best plan."""
     plans = []
     for table in tables:
         best = fastest_division(table, workspace_limit)
@@ -144,14 +142,14 @@ def minimum_workspace(
 def workspace_division(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
-    """Cheapest divisions whose workspaces add up to the limit at most, by ILP."""
+    """Divide one total workspace among all kernels at the least cost, by an ILP."""
     return divide(tables, workspace_limit, solver="ilp").plans
 
 
 def workspace_division_exact(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
-    """The same as `workspace_division`, by merging Pareto fronts, with no solver."""
+    """Divide like `workspace_division`, by merging Pareto fronts without a solver."""
     return divide(tables, workspace_limit, solver="exact").plans
 
 
@@ -166,18 +164,18 @@ PLANNERS: Strategies[Planner] = Strategies(
     ),
     group="mucudnn.planners",
 )
-"""How mini-batches are divided; more join by `register` or by an entry point."""
+"""Planners by name; `register` or an entry point adds more."""
 
 
 def divided_by(
     planner: str | Planner, tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
-    """What a planner decides, checked: it may be somebody's own.
+    """Run a planner, possibly a user's, and check its plans.
 
     Raises:
         PlanningError: Nothing fits.
-        TypeError: It returned something else than plans.
-        ValueError: There is not one plan a table, or one is of another problem.
+        TypeError: The planner did not return plans.
+        ValueError: The plans do not match the tables.
     """
     found: object = PLANNERS.resolve(planner)(tables, workspace_limit)
     name = name_of(planner)

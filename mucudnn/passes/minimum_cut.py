@@ -1,94 +1,96 @@
-"""The cheapest way to part a network of pipes in two (Dinic, 1970).
+"""Minimum cut of a flow network, by Dinic's algorithm (1970).
 
-Pipes are filled along shortest ways from the source until none is left; then those that
-are full part the two ends, and no cheaper cut does (Ford and Fulkerson, 1956).
+Flow is augmented along shortest paths from the source to the sink until none is left;
+the saturated edges are then a minimum cut (Ford and Fulkerson, 1956).
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable
 from itertools import pairwise
 
-__all__ = ["SINK", "SOURCE", "Pipes"]
+__all__ = ["SINK", "SOURCE", "FlowNetwork"]
 
 SOURCE, SINK = "source", "sink"
 
-_NOTHING = 1e-12
-"""Of the largest capacity: what is left of less is a rounding."""
+_ROUNDING = 1e-12
+"""Residual capacities below this part of the largest capacity are rounding errors."""
 
 
-class Pipes:
-    """Capacities between points, the `SOURCE` and the `SINK` among them."""
+class FlowNetwork:
+    """A flow network; its vertices include `SOURCE` and `SINK`."""
 
     def __init__(self) -> None:
-        self._left: dict[Hashable, dict[Hashable, float]] = defaultdict(dict)
+        self._residual: dict[Hashable, dict[Hashable, float]] = defaultdict(dict)
         self._largest = 0.0
 
     def add(self, start: Hashable, end: Hashable, capacity: float) -> None:
-        """Let more through in one direction; infinity for a pipe that is not cut."""
-        ways = self._left[start]
+        """Add capacity to a directed edge; an infinite edge is never cut."""
+        ways = self._residual[start]
         ways[end] = ways.get(end, 0.0) + capacity
-        self._left[end].setdefault(start, 0.0)
+        self._residual[end].setdefault(start, 0.0)
         if capacity != float("inf"):
             self._largest = max(self._largest, capacity)
 
-    def behind_cut(self) -> set[Hashable]:
-        """Points on the sink's side of a cheapest cut, the fewest if several are.
+    def sink_side(self) -> set[Hashable]:
+        """Return the sink's side of a minimum cut, the smallest if there are several.
 
-        Nothing else may be called after it: what is left is changed.
+        The network is consumed: no other method may be called afterwards.
         """
         while (depth := self._depths()).get(SINK):
-            ways = {point: list(ends) for point, ends in self._left.items()}
-            while self._fill(depth, ways):
+            ways = {vertex: list(ends) for vertex, ends in self._residual.items()}
+            while self._augment(depth, ways):
                 pass
-        return self._reaching_sink()
+        return self._vertices_reaching_sink()
 
-    def _open(self, start: Hashable, end: Hashable) -> bool:
-        return self._left[start][end] > _NOTHING * self._largest
+    def _has_residual(self, start: Hashable, end: Hashable) -> bool:
+        return self._residual[start][end] > _ROUNDING * self._largest
 
     def _depths(self) -> dict[Hashable, int]:
-        """Points that can be reached, and over how many pipes."""
+        """Return the vertices reachable from the source, with their distances."""
         depth: dict[Hashable, int] = {SOURCE: 0}
         queue: deque[Hashable] = deque([SOURCE])
         while queue:
-            point = queue.popleft()
-            for end in self._left[point]:
-                if end not in depth and self._open(point, end):
-                    depth[end] = depth[point] + 1
+            vertex = queue.popleft()
+            for end in self._residual[vertex]:
+                if end not in depth and self._has_residual(vertex, end):
+                    depth[end] = depth[vertex] + 1
                     queue.append(end)
         return depth
 
-    def _fill(
+    def _augment(
         self, depth: dict[Hashable, int], ways: dict[Hashable, list[Hashable]]
     ) -> bool:
-        """Fill one shortest way; `ways` loses those that lead nowhere."""
+        """Augment one shortest path; dead ends are removed from `ways`."""
         path: list[Hashable] = [SOURCE]
         while path[-1] != SINK:
-            point = path[-1]
-            while ways[point]:
-                end = ways[point][-1]
-                if depth.get(end) == depth[point] + 1 and self._open(point, end):
+            vertex = path[-1]
+            while ways[vertex]:
+                end = ways[vertex][-1]
+                if depth.get(end) == depth[vertex] + 1 and self._has_residual(
+                    vertex, end
+                ):
                     path.append(end)
                     break
-                ways[point].pop()
+                ways[vertex].pop()
             else:
                 if len(path) == 1:
                     return False
                 path.pop()
                 ways[path[-1]].pop()
         pairs = list(pairwise(path))
-        amount = min(self._left[start][end] for start, end in pairs)
+        amount = min(self._residual[start][end] for start, end in pairs)
         for start, end in pairs:
-            self._left[start][end] -= amount
-            self._left[end][start] += amount
+            self._residual[start][end] -= amount
+            self._residual[end][start] += amount
         return True
 
-    def _reaching_sink(self) -> set[Hashable]:
+    def _vertices_reaching_sink(self) -> set[Hashable]:
         found: set[Hashable] = {SINK}
         queue: deque[Hashable] = deque([SINK])
         while queue:
-            point = queue.popleft()
-            for start in self._left[point]:
-                if start not in found and self._open(start, point):
+            vertex = queue.popleft()
+            for start in self._residual[vertex]:
+                if start not in found and self._has_residual(start, vertex):
                     found.add(start)
                     queue.append(start)
         return found

@@ -1,4 +1,4 @@
-"""Named strategies: wherever a name is accepted, a callable is accepted too."""
+"""Registries of named strategies; wherever a name is accepted, so is a callable."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 __all__ = ["ALL", "Strategies", "by_name", "name_of"]
 
 ALL = "all"
-"""What stands for every name of a table on the command line."""
+"""Command-line word for all names of a registry."""
 
 _LAMBDA = "<lambda>"
 
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def name_of(choice: object) -> str:
-    """What to call a strategy: its name, a function's own, or that of its type."""
+    """Return the name of a strategy: itself, its function's name, or its type's."""
     if isinstance(choice, str):
         return choice
     while (inner := getattr(choice, "func", None)) is not None:  # functools.partial
@@ -27,10 +27,10 @@ def name_of(choice: object) -> str:
 
 
 def by_name(kind: str, choices: Iterable[str | F]) -> Mapping[str, str | F]:
-    """Strategies under what they are called, for tables that show several.
+    """Return strategies by name.
 
     Raises:
-        ValueError: Two different ones are called the same.
+        ValueError: Two different strategies have the same name.
     """
     found: dict[str, str | F] = {}
     for choice in choices:
@@ -41,13 +41,13 @@ def by_name(kind: str, choices: Iterable[str | F]) -> Mapping[str, str | F]:
 
 
 class Strategies(Generic[F]):
-    """A table from names to functions of one signature.
+    """A registry of functions of one signature, by name.
 
     Args:
-        kind: What they are, for messages.
-        functions: Those that ship, under their own names.
-        group: Entry points of installed distributions that join when asked for.
-        reserved: Names that mean something else.
+        kind: What the functions are called in messages.
+        functions: Built-in functions, under their own names.
+        group: Entry point group of plugins, loaded on demand.
+        reserved: Names that cannot be registered.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Strategies(Generic[F]):
             self.register(fn)
 
     def register(self, fn: F, *, name: str | None = None) -> F:
-        """Add `fn`, under its own name if no other is given. Usable as a decorator.
+        """Register `fn`, by default under its own name; usable as a decorator.
 
         Raises:
-            TypeError: It is no function.
-            ValueError: The name is taken, or is none.
+            TypeError: `fn` is not callable.
+            ValueError: The name is taken or invalid.
         """
         if not callable(fn):
             raise TypeError(f"a {self._kind} is a function, got {fn!r}")
@@ -88,13 +88,13 @@ class Strategies(Generic[F]):
         return fn
 
     def resolve(self, choice: "str | F") -> F:
-        """The function named `choice`, or `choice` itself if it is callable.
+        """Return the function named `choice`, or `choice` itself if it is callable.
 
-        A name that is not in the table is looked for among what is installed.
+        A name that is not registered is looked up among the installed plugins.
 
         Raises:
-            ValueError: No strategy has that name; the message lists those that exist.
-            TypeError: It is neither a name nor a function.
+            ValueError: The name is unknown; the message lists the valid ones.
+            TypeError: `choice` is neither a name nor a function.
         """
         if not isinstance(choice, str):
             return self._checked(choice)
@@ -113,23 +113,23 @@ class Strategies(Generic[F]):
         return cast(F, choice)
 
     def unknown(self, name: str) -> ValueError:
-        """What to raise where a name is not known."""
+        """Return the error for an unknown name."""
         valid = ", ".join(sorted({*self.names} - {name}))
         return ValueError(f"unknown {self._kind} {name!r}; choose one of: {valid}")
 
     @property
     def table(self) -> Mapping[str, F]:
-        """Every registered strategy, by name; nothing that is only installed."""
+        """Registered strategies by name, without plugins."""
         return MappingProxyType(dict(self._table))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What `resolve` knows: registered strategies, then installed ones."""
+        """Names that `resolve` accepts: registered strategies, then plugins."""
         installed = () if self._group is None else plugin_names(self._group)
         return tuple(dict.fromkeys([*self._table, *installed]))
 
     def _installed(self, name: str) -> F | None:
-        """The entry point of a name; None, and a warning, where it is of no use."""
+        """Return the plugin of a name; None, with a warning if it cannot be used."""
         plugin = None if self._group is None else find_plugin(self._group, name)
         if plugin is None:
             return None

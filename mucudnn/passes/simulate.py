@@ -1,10 +1,10 @@
-"""What a schedule will cost: discrete events over compute and the copy engines.
+"""Simulate a schedule: discrete events over compute and copy engines.
 
-Of those there are two, one a direction, for each tier that storages leave to. Each
-works through its own queue. A copy begins when its engine is free and the compute
-before it in the program is done; compute waits where the program says `Wait`.
-Where a copy slows computation down, what it takes is taken when it is begun.
-Where storages are live across iterations, the third step in a row is what counts.
+Each memory tier has two copy engines, one per direction, each with its own queue. A
+copy starts when its engine is free and the compute before it in the program is done;
+compute waits at `Wait` instructions. If a copy slows compute down, the slowdown is
+added when the copy starts. If storages are live across steps, the third consecutive
+step counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ _STEPS_BEFORE = 2
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One thing that an engine does.
+    """One operation of an engine.
 
     Attributes:
         engine: `compute`, `out` or `in`.
-        name: Node or storage.
-        start_ms: When it begins.
-        stop_ms: When it ends.
-        tier: Number of the tier that a copy goes to or comes from.
+        name: Name of the node or storage.
+        start_ms: Start time.
+        stop_ms: End time.
+        tier: Number of the memory tier of a copy.
     """
 
     engine: str
@@ -39,7 +39,7 @@ class Lane:
     tier: int = 0
 
     def earlier(self, ms: float) -> "Lane":
-        """The same, by a clock that started that much later."""
+        """Return the operation moved to an earlier time."""
         start_ms, stop_ms = self.start_ms - ms, self.stop_ms - ms
         return replace(self, start_ms=start_ms, stop_ms=stop_ms)
 
@@ -49,19 +49,15 @@ class Prediction:
     """A simulated step.
 
     Attributes:
-        step_ms: Until compute and copies are done; where copies reach into the next
-            step, from the end of one step's compute to the end of the next one's.
-        compute_ms: Sum of the nodes.
-        stalls_ms: Time that compute waits, by cause: `operand` for what has not come
-            back yet, `memory` for what has not left yet; and, where copies slow it
-            down, `copies` for what it takes longer.
-        out_bytes: Copied to the host.
-        in_bytes: Copied back.
-        lanes: Everything that happens, in program order.
-        schedule: What was simulated.
-        profile: With which times.
-        placement: Which tier each storage goes to; None if there is one only, with the
-            links of the profile.
+        step_ms: Time until compute and copies are done; if copies overlap with the next
+            step, the period from one step's end of compute to the next.
+        compute_ms: Sum of the nodes' times.
+        stalls_ms: Stalls of compute by cause: `operand` (prefetches), `memory`
+            (offloads), and `copies` (slowdown by copies), if there is any.
+        out_bytes: Offloaded bytes. in_bytes: Prefetched bytes. lanes: All operations,
+        in program order. schedule: The simulated schedule. profile: Times of nodes, and
+        link rates. placement: Tier of each storage; None for a single tier with the
+        profile's links.
     """
 
     step_ms: float
@@ -76,19 +72,19 @@ class Prediction:
 
     @property
     def bound_ms(self) -> float:
-        """No schedule that moves these bytes is faster; see the function."""
+        """Lower bound of any schedule that moves these bytes; see `bound_ms`."""
         return bound_ms(self.schedule, self.profile, self.placement)
 
 
 def simulate(
     schedule: Schedule, profile: Profile, placement: TierPlacement | None = None
 ) -> Prediction:
-    """Predict one step.
+    """Simulate one step of a schedule.
 
     Args:
-        schedule: What runs.
-        profile: Node times of its graph (`rematerialize`d copies included) and links.
-        placement: Tiers, each with links of its own, and which storage goes where.
+        schedule: The schedule to run.
+        profile: Times of its nodes (recomputed ones included), and link rates.
+        placement: Memory tiers with links of their own, and the tier of each storage.
     """
     engines = _Engines(schedule, profile, placement)
     for _ in range(_STEPS_BEFORE if schedule.live_across else 0):
@@ -110,11 +106,11 @@ def simulate(
 
 
 Link = tuple[str, int]
-"""`out` or `in`, and the number of a tier."""
+"""Direction (`out` or `in`) and number of a tier."""
 
 
 class _Links:
-    """Which link a copy takes, and how fast it is."""
+    """Links of copies, and their rates."""
 
     def __init__(self, profile: Profile, placement: TierPlacement | None) -> None:
         self._places = {} if placement is None else placement.places
@@ -125,12 +121,12 @@ class _Links:
         self.rates |= {("in", i): tier.in_bytes_per_ms for i, tier in enumerate(tiers)}
 
     def of(self, engine: str, storage: str) -> Link:
-        """The link of a copy."""
+        """Return the link of a copy."""
         return engine, self._places[storage][0] if storage in self._places else 0
 
 
 class _Engines:
-    """The clocks of compute and of all links, from step to step."""
+    """Clocks of compute and of all links over successive steps."""
 
     def __init__(
         self, schedule: Schedule, profile: Profile, placement: TierPlacement | None
@@ -143,16 +139,16 @@ class _Engines:
         self._profile = profile
         self._links = _Links(profile, placement)
         self._free = dict.fromkeys(self._links.rates, 0.0)
-        self._left: dict[str, float] = {}  # when the copy on the host is complete
-        self._done: dict[str, tuple[str, float]] = {}  # last copy: what waits, until
+        self._offloaded: dict[str, float] = {}  # end of the last copy to the host
+        self._done: dict[str, tuple[str, float]] = {}  # last copy: cause of stall, end
 
     @property
     def all_done(self) -> float:
-        """When compute and all copies are done."""
+        """Time at which compute and all copies are done."""
         return max(self.now, *self._free.values())
 
     def run(self) -> list[Lane]:
-        """One step; what it did."""
+        """Simulate one step; return its timeline."""
         self.stalls = {"operand": 0.0, "memory": 0.0}
         if self._profile.lost_ms(1.0):
             self.stalls["copies"] = 0.0
@@ -166,11 +162,11 @@ class _Engines:
                     self.now += ms
                 case SwapOut(name):
                     lane = self._copy("out", name, 0.0)
-                    self._left[name] = lane.stop_ms
+                    self._offloaded[name] = lane.stop_ms
                     self._done[name] = "memory", lane.stop_ms
                     lanes.append(lane)
                 case SwapIn(name):
-                    left = self._left.get(name, 0.0)
+                    left = self._offloaded.get(name, 0.0)
                     lane = self._copy("in", name, left)
                     self._done[name] = "operand", lane.stop_ms
                     lanes.append(lane)
@@ -196,25 +192,24 @@ class _Engines:
 def bound_ms(
     schedule: Schedule, profile: Profile, placement: TierPlacement | None = None
 ) -> float:
-    """A time that the instructions of a schedule cannot be faster than.
+    """Return a lower bound of the time of a schedule's instructions.
 
-    Between the forward and the backward pass lies a moment before which the forward
-    nodes have run and the copies out that were waited for are done, and after which the
-    backward nodes run and the copies in begun since then are made. What leaves in the
-    forward pass and returns in the backward pass thus takes at least
-    max(C_f, D / B_out) + max(C_b, D / B_in). Copies that straddle the moment count only
-    towards what each link moves in all.
+    Between the forward and the backward pass is a moment before which all forward nodes
+    and all awaited offloads are done, and after which all backward nodes and later
+    prefetches run. Offload in the forward pass and prefetch in the backward pass
+    therefore take at least max(C_f, D / B_out) + max(C_b, D / B_in). Copies that
+    straddle the moment count only towards the total of each link.
 
-    Where copies may straddle the end of the step as well, the same holds of those that
-    do not. Let the step begin at b, the moment be m and the next step begin at e. No
-    copy starts before the compute that precedes its instruction is done, and `Wait`
-    holds compute up until it is done. So a copy begun and waited for by the
-    instructions before the moment occupies its link within [b, m], and one begun and
-    waited for by those after it within [m, e], whatever the copies of other steps do; a
-    link makes one copy at a time, and the sums of both parts are no longer than m - b
-    and e - m. What is waited for in the next step counts for neither.
+    If copies may also straddle the end of the step, the same holds for those that do
+    not. Let the step begin at b, the moment be m and the next step begin at e. No copy
+    starts before the compute that precedes its instruction is done, and `Wait` blocks
+    compute until the copy is done. A copy that is started and awaited before the moment
+    thus occupies its link within [b, m], and one that is started and awaited after it
+    within [m, e], whatever the copies of other steps do. A link makes one copy at a
+    time, so the sums of both parts are at most m - b and e - m. Copies awaited in the
+    next step count for neither part.
 
-    All this holds of each link, where there are several tiers: the busiest one counts.
+    With several tiers, all this holds for each link, and the busiest one counts.
     """
     links = _Links(profile, placement)
     program = schedule.instructions
@@ -227,7 +222,7 @@ def bound_ms(
 
 
 def _boundary(schedule: Schedule) -> int:
-    """How many instructions come before the forward/backward boundary."""
+    """Return the number of instructions before the forward/backward boundary."""
     nodes = schedule.graph.by_name
     boundary = 0
     leaving: set[str] = set()
@@ -254,15 +249,7 @@ def _busy(
     *,
     awaited: bool,
 ) -> float:
-    """What the busiest of compute and links has to do for some instructions, in ms.
-
-    Args:
-        schedule: What the instructions are of.
-        profile: Times of its graph's nodes.
-        links: Which copies take how long.
-        program: The instructions.
-        awaited: Whether only copies count that are waited for among them.
-    """
+    """Return the load in ms of the busiest of compute and links; see `bound_ms`."""
     compute, sums = 0.0, dict.fromkeys(links.rates, 0)
     pending: dict[str, tuple[Link, int]] = {}
     for instruction in program:

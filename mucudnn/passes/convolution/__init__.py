@@ -1,1 +1,1 @@
-"""Plans of convolutions: fronts, divisions of one workspace among kernels, reasons."""
+"""Convolution plans: Pareto fronts, workspace division and explanations."""

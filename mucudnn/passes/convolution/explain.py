@@ -1,11 +1,8 @@
-"""Why a plan is what it is, and why algorithms were left out, in plain words.
+"""Explain in words why a convolution plan was chosen and algorithms were excluded.
 
-Each function here answers one question about a table and a plan, as lines of text;
-`explain` puts them together. Speed-ups are against the fastest undivided algorithm
-within the limit: what a library without micro-batches would run.
-
-A library may have dozens of algorithms for one convolution, and most may be left out
-for the same reason. Reasons are counted, not repeated.
+Speed-ups are relative to the fastest undivided algorithm within the limit, which a
+library without micro-batches would run. A library may have dozens of algorithms for one
+convolution, excluded for a few reasons, so reasons are counted rather than repeated.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,10 +29,10 @@ __all__ = [
 ]
 
 _LEAST_GAIN = 1.05
-"""A further limit is worth a line if it is this much faster than the one before."""
+"""Speed-up over the previous limit that makes a larger limit worth listing."""
 
 _MOST_LINES = 6
-"""More algorithms, offers or reasons than that are not read."""
+"""Algorithms, limits or reasons listed at most; the rest are counted."""
 
 _MOST_TEXT = 100
 _MOST_FAILURES = 12
@@ -43,12 +40,12 @@ _MOST_FAILURES = 12
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of a division when it was run together with the undivided call.
+    """A division and its time relative to the undivided call, measured side by side.
 
     Attributes:
         plan: The division.
-        ratio: Its time over the other's, 1 where it did not win (`Verdict.ratio`); None
-            where they were not run together.
+        ratio: Time of the division over time of the undivided call, 1 if the division
+            did not win (`Verdict.ratio`); None if the two were not run together.
     """
 
     plan: ConvPlan
@@ -61,13 +58,13 @@ def explain(
     workspace_limit: int | None = None,
     trial: Trial | None = None,
 ) -> str:
-    """What the plan does, what it is better than, and what more workspace would buy.
+    """Explain a plan, its alternatives, and the gain of larger workspace limits.
 
     Args:
-        table: What was measured.
-        plan: A plan of the table's problem.
-        workspace_limit: Bytes the plan was made for, if it does not know.
-        trial: What became of the plan, or of the division it was preferred to.
+        table: Measurements of the convolution.
+        plan: A plan for the table's convolution.
+        workspace_limit: Limit in bytes; by default the plan's own.
+        trial: Validation of the plan, or of the division that lost against the plan.
     """
     problem = table.problem
     if workspace_limit is None:
@@ -88,7 +85,6 @@ def explain(
 
 
 def _undivided_line(table: PerfTable, whole: AlgoPerf | None) -> str:
-    """What would run without dividing."""
     if whole is not None:
         return f"- Undivided, {_needs(whole)}, the fastest that fits."
     least = min((p.workspace for p in whole_batch(table)), default=None)
@@ -100,7 +96,6 @@ def _undivided_line(table: PerfTable, whole: AlgoPerf | None) -> str:
 def _plan_lines(
     table: PerfTable, plan: ConvPlan, whole: AlgoPerf | None, trial: Trial | None
 ) -> Iterator[str]:
-    """What the plan runs, and how it compares."""
     known = {(perf.algo, perf.batch) for perf in table.perfs}
     if any((step.algo, step.batch) not in known for step in plan.steps):
         yield "- The plan is of other measurements than those it is compared with."
@@ -125,7 +120,6 @@ def _plan_lines(
 
 
 def _gain(whole: AlgoPerf, trial: Trial) -> str:
-    """How a division compares, by the verdict if there is one."""
     alone = f"{_ratio(whole.time_ms, trial.plan.time_ms):.2f}×"
     if trial.ratio is None:
         return (
@@ -148,7 +142,7 @@ def _parts(plan: ConvPlan) -> str:
 def _excluded_lines(
     table: PerfTable, whole: AlgoPerf | None, workspace_limit: int
 ) -> Iterator[str]:
-    """Algorithms that would be faster over the whole batch, were there more room."""
+    """Yield a line for each faster undivided algorithm that exceeds the limit."""
     faster = sorted(
         (
             perf
@@ -172,7 +166,7 @@ def _excluded_lines(
 def _further_limit_lines(
     table: PerfTable, plan: ConvPlan, whole: AlgoPerf | None, workspace_limit: int
 ) -> Iterator[str]:
-    """What the next useful limits would buy, from the Pareto front of divisions."""
+    """Yield a line on the speed-ups at larger limits, from the Pareto front."""
     most = max((p.workspace for p in candidates(table)), default=0)
     worth: list[ConvPlan] = []
     best = plan.time_ms
@@ -196,10 +190,7 @@ def _further_limit_lines(
 
 
 def _failure_lines(table: PerfTable) -> Iterator[str]:
-    """Which algorithms cannot run or were not accepted, and why.
-
-    Those that were not accepted take one line, and so do the others if they are many.
-    """
+    """Yield lines on refused and failing algorithms; many failures share one line."""
     kept_out = [(p.algo, p.error or "") for p in table.perfs if refused(p)]
     if kept_out:
         yield f"- {_number(kept_out)} not accepted: {counted(kept_out)}."
@@ -223,21 +214,17 @@ def _failure_lines(table: PerfTable) -> Iterator[str]:
 
 
 def refused(perf: AlgoPerf) -> bool:
-    """Whether the numerics that were asked for kept it out, rather than a failure."""
+    """Return whether the requested numerics excluded the algorithm."""
     return perf.status is RowStatus.REFUSED
 
 
 def hopeless(perf: AlgoPerf) -> bool:
-    """Whether it was not timed, as another algorithm is far ahead."""
+    """Return whether timing was skipped because another algorithm is far ahead."""
     return perf.status is RowStatus.HOPELESS
 
 
 def counted(failures: Iterable[tuple[str, str]]) -> str:
-    """`it rounds float32 to TF32 (9), it is not deterministic (3)`.
-
-    Args:
-        failures: (algorithm, reason), in any order; an algorithm counts once a reason.
-    """
+    """Count the algorithms of each reason: `it rounds float32 to TF32 (9), …`."""
     algos: dict[str, set[str]] = {}
     for algo, reason in failures:
         algos.setdefault(_shortened(RowStatus.REFUSED.reason(reason)), set()).add(algo)
@@ -249,9 +236,9 @@ def counted(failures: Iterable[tuple[str, str]]) -> str:
 
 
 def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
-    """(who, why) of all failed rows: few algorithms each by its name, many in a count.
+    """Return (algorithms, reason) of all failed rows; many algorithms are counted.
 
-    Algorithms that were refused are always one entry.
+    Refused algorithms always share one entry.
     """
     failing = [perf for perf in perfs if not hopeless(perf)]
     rows = [(perf, perf.error) for perf in failing if perf.error is not None]
@@ -268,7 +255,7 @@ def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
 
 
 def _number(failures: Iterable[tuple[str, str]]) -> str:
-    """`12 algorithms`: how many different ones."""
+    """Return a count of distinct algorithms: `12 algorithms`."""
     number = len({algo for algo, _ in failures})
     return f"{number} algorithm{'' if number == 1 else 's'}"
 

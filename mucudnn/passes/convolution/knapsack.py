@@ -1,15 +1,15 @@
-"""Choose one item of every group, cheapest in sum, within one capacity.
+"""Solve the multiple-choice knapsack: one item per group, least cost, one capacity.
 
-The multiple-choice knapsack of workspace division: a group is a kernel, an item a point
-of its Pareto front. Its linear relaxation is solved greedily over the groups' lower
-convex hulls and yields a price per byte. At that price the cheapest items bound every
-solution from below, and each other item raises the bound by its reduced cost: items
-that raise it over a known solution are in no better one (Sinha and Zoltners, "The
-Multiple-Choice Knapsack Problem", Operations Research 27, 1979). What survives is the
-core, usually a handful of items, which `merge` or an ILP finishes.
+In workspace division a group is a kernel and an item is a point of the kernel's Pareto
+front. The linear relaxation is solved greedily over the groups' lower convex hulls and
+yields a price per byte. At that price the cheapest items give a lower bound, and every
+other item raises the bound by its reduced cost. Items that raise the bound above the
+incumbent are in no better solution (Sinha and Zoltners, "The Multiple-Choice Knapsack
+Problem", Operations Research 27, 1979). The remaining core, usually a handful of items,
+is solved by `merge` or an ILP solver.
 
-`merge` is exact: it adds group after group to the Pareto front of (workspace, cost) of
-all choices so far, and drops states that are dominated or bounded away.
+`merge` is an exact dynamic program: it adds one group after another to the Pareto front
+of (workspace, cost) states and drops states that are dominated or exceed a bound.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,25 +20,24 @@ from typing import NamedTuple
 __all__ = ["Core", "Item", "Selection", "merge", "reduce_to_core"]
 
 _EFFORT = (20_000, 100_000)
-"""Extensions of states spent, one pass after another, on a good first selection."""
+"""State extensions allowed in each pass that looks for a good incumbent."""
 
 _MOST_EFFORT = 8_000_000
-"""Extensions of states after which `merge` gives up being exact: a few seconds."""
+"""State extensions after which `merge` stops being exact: a few seconds."""
 
 _CLOSED = 1e-9
-"""A selection this close to the bound, relatively, is called optimal."""
+"""Relative gap to the lower bound at which a selection counts as optimal."""
 
 _AROUND = (0.8, 1.25)
-"""Other prices that states are bounded at, times the relaxation's: any price bounds,
-and these do so better where a state has used too little or too much by then."""
+"""Further prices for bounding states, relative to the relaxation's price. Any price
+gives a valid bound; these are tighter for states that used little or much capacity."""
 
 _SLACK = 1e-12
-"""Bounds are compared with this much of the largest sum involved to spare: far above
-the rounding of some hundred additions."""
+"""Relative slack when bounds are compared: above the rounding of hundreds of sums."""
 
 
 class Item(NamedTuple):
-    """A way to run one kernel."""
+    """One way to run a kernel: workspace in bytes and cost in milliseconds."""
 
     workspace: int
     cost: float
@@ -46,11 +45,11 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One item of every group.
+    """A choice of one item in every group.
 
     Attributes:
         picks: Index of the chosen item in each group.
-        optimal: Whether no other selection is known to be possibly cheaper.
+        optimal: Whether the selection is proven optimal.
     """
 
     picks: tuple[int, ...]
@@ -59,16 +58,16 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A knapsack and what its linear relaxation tells about it.
+    """A knapsack reduced by its linear relaxation.
 
     Attributes:
-        groups: All items; workspaces are counted from their group's smallest, so that
+        groups: All items; workspaces are relative to the group's smallest, so that
             the price times the capacity is no larger than the costs.
-        capacity: Sum of workspaces allowed, counted likewise.
-        price: Cost a byte is worth, from the relaxation.
-        bound: No selection costs less.
-        incumbent: The best selection known.
-        open: For every group, the items that may be in a better selection, and the
+        capacity: Limit of the sum of relative workspaces, in bytes.
+        price: Cost per byte, from the relaxation.
+        bound: Lower bound of the cost of any selection.
+        incumbent: Picks of the best known selection.
+        open: Items of each group that may be in a better selection, and the
             incumbent's.
     """
 
@@ -80,20 +79,20 @@ class Core:
     open: tuple[tuple[int, ...], ...]
 
     def cost(self, picks: Sequence[int]) -> float:
-        """Sum of the chosen items' costs."""
+        """Return the sum of the chosen items' costs."""
         return sum(g[i].cost for g, i in zip(self.groups, picks, strict=True))
 
     def workspace(self, picks: Sequence[int]) -> int:
-        """Sum of the chosen items' workspaces."""
+        """Return the sum of the chosen items' workspaces."""
         return sum(g[i].workspace for g, i in zip(self.groups, picks, strict=True))
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is left to choose: the incumbent is optimal."""
+        """True if every group has one open item: the incumbent is optimal."""
         return all(len(items) == 1 for items in self.open)
 
     def improved(self, picks: tuple[int, ...]) -> "Core":
-        """With a better incumbent, and without the items that cannot beat it."""
+        """Return the core with a better incumbent, less items that cannot beat it."""
         picks = self._filled(picks)
         core = replace(self, incumbent=picks)
         best = core.cost(picks)
@@ -108,7 +107,7 @@ class Core:
         return replace(core, open=tuple(kept))
 
     def _filled(self, picks: tuple[int, ...]) -> tuple[int, ...]:
-        """Spend the capacity left over, on the largest saving that fits, repeatedly."""
+        """Spend unused capacity on the largest saving that fits, repeatedly."""
         filled = list(picks)
         room = self.capacity - self.workspace(filled)
         while True:
@@ -128,18 +127,18 @@ class Core:
 
     @property
     def threshold(self) -> float:
-        """Bounds above this are worse than the incumbent, whatever the rounding."""
+        """Cost above which a bound excludes a better selection despite rounding."""
         largest = sum(abs(group[0].cost) for group in self.groups)
         return self.cost(self.incumbent) + _SLACK * largest
 
 
 def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
-    """Solve the relaxation, find a good selection, and drop what cannot beat it.
+    """Solve the relaxation, find a good incumbent, and drop items that cannot beat it.
 
     Args:
-        groups: Items with workspaces ascending and costs descending; no group empty,
-            and the least workspaces fit together.
-        capacity: Sum of workspaces allowed.
+        groups: Items with workspaces ascending and costs descending; no group is empty,
+            and the smallest items fit together.
+        capacity: Limit of the sum of workspaces, in bytes.
     """
     frozen = tuple(
         tuple(Item(nbytes - group[0].workspace, cost) for nbytes, cost in group)
@@ -158,16 +157,11 @@ def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
 def merge(
     core: Core, *, effort: int = _EFFORT[-1], most_effort: int = _MOST_EFFORT
 ) -> Selection:
-    """Cheapest selection, by merging the groups' fronts one after another.
+    """Return the cheapest selection by merging the groups' fronts one after another.
 
-    Fronts are cut to the states with the best bounds, first narrowly, then less so:
-    each better selection leaves fewer items. The pass that cut nothing has the optimum;
-    if the effort runs out before, the selection is the best seen.
-
-    Args:
-        core: What to choose from.
-        effort: Extensions of states that were spent before, and found no optimum.
-        most_effort: The most that a pass may spend.
+    Each pass truncates fronts to the states with the best bounds, at first narrowly; a
+    better incumbent leaves fewer items to the next, wider pass. A pass that truncated
+    nothing is exact; otherwise the best selection found is returned.
     """
     selection = Selection(core.incumbent, core.closed)
     while not selection.optimal and effort < most_effort:
@@ -181,13 +175,13 @@ def merge(
 def _merge(core: Core, effort: int) -> Selection:
     most_states = 1 + effort // sum(len(items) for items in core.open)
     price = core.price
-    # Groups with nothing to choose first: they do not multiply the states.
+    # Groups with a single open item come first, as they do not multiply the states.
     order = sorted(
         range(len(core.groups)),
         key=lambda g: (len(core.open[g]) > 1, -len(core.open[g])),
     )
     open_items = [[(*core.groups[g][i], i) for i in core.open[g]] for g in order]
-    # What the groups still to come need at least, and cost at least at the price.
+    # Lower bounds on the workspace and the priced cost of the remaining groups.
     least = _suffix_sums(min(w for w, _, _ in items) for items in open_items)
     allowed = _allowed(core, open_items, price)
     around = [(f * price, _allowed(core, open_items, f * price)) for f in _AROUND]
@@ -211,7 +205,7 @@ def _merge(core: Core, effort: int) -> Selection:
             states = sorted(states[:most_states])
         stages.append(states)
     picks = list(core.incumbent)
-    # A front ends with its cheapest state; a cut one may have lost every good one.
+    # Follow parents back from the cheapest state; a truncated front may have lost it.
     at = len(states) - 1
     for g, stage in zip(reversed(order), reversed(stages), strict=True):
         if not stage:
@@ -225,9 +219,9 @@ def _merge(core: Core, effort: int) -> Selection:
 def _allowed(
     core: Core, open_items: Sequence[Sequence[tuple[int, float, int]]], price: float
 ) -> list[float]:
-    """After each group, the most a state may have cost, its bytes at a price counted.
+    """Return the limit of a state's priced cost after each group.
 
-    What costs more ends above the incumbent, as the groups to come cost no less than
+    A state above it ends above the incumbent, as the remaining groups cost no less than
     their cheapest items at that price.
     """
     cheapest = _suffix_sums(
@@ -252,7 +246,7 @@ def _undominated(
 def _relax(
     groups: Sequence[Sequence[Item]], capacity: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Price of a byte in the linear relaxation, and its solution rounded down."""
+    """Return the relaxation's price per byte, and its solution rounded down."""
     room = capacity
     steps = []
     for g, group in enumerate(groups):
@@ -275,7 +269,7 @@ def _relax(
 
 
 def _convex_hull(group: Sequence[Item]) -> list[int]:
-    """Indices of the items on the lower left hull: savings per byte descend."""
+    """Return indices of the items on the lower left convex hull, ascending."""
     hull: list[int] = []
     for i, item in enumerate(group):
         while len(hull) > 1:

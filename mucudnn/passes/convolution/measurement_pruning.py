@@ -1,20 +1,20 @@
-"""Measure only what could enter a good division, at whatever workspace limit.
+"""Select the (algorithm, size) points worth measuring for all workspace limits.
 
-Workspaces are known exactly before anything is timed; times are guessed from those
-already measured. The Pareto front of divisions under the guesses is an estimate of the
-best there is at every limit at once, and the front of what was measured is what a
-planner can have. Where the second is notably behind the first, the guessed steps of
-the first are measured next, until the fronts meet.
+Workspaces are known exactly before any timing; times of unmeasured points are predicted
+from measured ones. The Pareto front of divisions under the predictions estimates the
+best plan at every limit; the front of the measured rows is what a planner can use.
+Where the measured front is notably behind the predicted one, the predicted steps of the
+latter are measured next, until the fronts meet.
 
-A guess has two factors. One is a law of time against size, `start + slope * size` with
-the size rounded up to a wave: an accelerator (or a pool of threads) takes the samples
-of a wave together, so times rise in steps; a wave of one sample is a plain affine law.
-Several wave lengths may fit equally well, and the guess is the most hopeful. The other
-is how far the nearest measured sizes are off that law, less a part of their spread: an
-algorithm with surprising sizes is looked at more closely than one without.
+A prediction has two factors. The first is an affine law of time against size,
+`start + slope * size`, with the size rounded up to a wave: an accelerator (or a thread
+pool) runs the samples of a wave together, so times rise in steps. Several wave lengths
+may fit about equally well; the fastest prediction counts. The second factor is the
+deviation of the nearest measured sizes from the law, less a part of its standard
+deviation: algorithms with irregular times are explored more closely.
 
-Fewer distinct sizes do if plans that want "about that size" agree on one. So sizes that
-make up the batch evenly, and multiples of eight, are preferred by a little.
+Sizes that divide the batch evenly and multiples of eight are preferred slightly, so
+that plans that want about the same size share one measurement.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,24 +31,24 @@ from mucudnn.passes.convolution.race import Point, race
 __all__ = ["next_measurements"]
 
 _TOLERANCE = 0.006
-"""How far behind the guessed front the measured one may stay, as a fraction."""
+"""Relative distance allowed between the measured and the predicted front."""
 
 _ODD_SIZE = 0.006
-"""How much more a size that fits no pattern is taken to cost."""
+"""Relative penalty of sizes that neither divide the batch nor are multiples of 8."""
 
-_HOPE = 0.5
-"""Standard deviations by which guesses are better than the nearest measurements."""
+_OPTIMISM = 0.5
+"""Standard deviations by which predictions are optimistic."""
 
 _NEIGHBOURS = 3
-"""Measurements on either side that tell how far off the law a size is."""
+"""Measurements on either side of a size that correct its law."""
 
 _AS_GOOD = 1.3
-"""Laws whose error is at most this much larger than the best one's are as good."""
+"""Factor on the least error within which other laws count as fitting."""
 
 _MOST_LAWS = 8
 _MOST_PLANS = 12
 _DISTINCT = 1.08
-"""Plans wanted in one round differ by at least this factor in workspace."""
+"""Workspace ratio by which the plans measured in one round differ at least."""
 
 
 def next_measurements(
@@ -59,20 +59,19 @@ def next_measurements(
     launch_overhead_ms: float = 0.0,
     limits: LimitRange = ANY_LIMIT,
 ) -> tuple[Point, ...]:
-    """What to measure next; call again with the results until nothing is returned.
+    """Return the points to measure next; call again until none is returned.
 
-    At first powers of two and the whole batch are raced. What is returned is as good
-    for any of the limits.
+    The first rounds race the powers of two and the whole batch.
 
     Args:
         sizes: Candidate micro-batch sizes; the largest is the mini-batch.
-        workspaces: Bytes for every algorithm and size that may be measured.
-        measured: Results so far; failures count as measured.
-        launch_overhead_ms: What each micro-batch after the first costs.
-        limits: Of workspace, that plans will be asked for under.
+        workspaces: Workspace in bytes of every point that may be measured.
+        measured: Results so far, failures included.
+        launch_overhead_ms: Cost of each micro-batch after the first.
+        limits: Workspace limits that plans will be requested for.
 
     Returns:
-        Points not measured yet, largest sizes first.
+        Unmeasured points, largest sizes first.
     """
     known = {(perf.algo, perf.batch) for perf in measured}
     anchors = _anchors(sizes)
@@ -81,16 +80,22 @@ def next_measurements(
     if not wanted:
         rows = [p for p in measured if p.error is None and isfinite(p.cost_ms)]
         inside = {point: n for point, n in workspaces.items() if n <= limits.most}
-        guesses = _guesses(sizes, inside, rows, known)
+        predictions = _predicted_rows(sizes, inside, rows, known)
         batch = max(sizes)
-        have = pareto_divisions(batch, rows, launch_overhead_ms)
-        hope = pareto_divisions(batch, [*rows, *guesses], launch_overhead_ms)
-        wanted = _missing(have, hope, launch_overhead_ms) - known - {*raced.hopeless}
+        measured_front = pareto_divisions(batch, rows, launch_overhead_ms)
+        predicted_front = pareto_divisions(
+            batch, [*rows, *predictions], launch_overhead_ms
+        )
+        wanted = (
+            _missing(measured_front, predicted_front, launch_overhead_ms)
+            - known
+            - {*raced.hopeless}
+        )
     return tuple(sorted(wanted, key=lambda point: (-point[1], point[0])))
 
 
 def _anchors(sizes: Sequence[int]) -> set[int]:
-    """The whole batch, and for each power of two the first size that is no smaller."""
+    """Return the whole batch and, per power of two, the first size no smaller."""
     ascending = sorted(sizes)
     powers = (1 << i for i in range(ascending[-1].bit_length()))
     return {ascending[bisect_left(ascending, power)] for power in powers} | {
@@ -99,19 +104,21 @@ def _anchors(sizes: Sequence[int]) -> set[int]:
 
 
 def _missing(
-    have: Sequence[tuple[AlgoPerf, ...]],
-    hope: Sequence[tuple[AlgoPerf, ...]],
+    measured_front: Sequence[tuple[AlgoPerf, ...]],
+    predicted_front: Sequence[tuple[AlgoPerf, ...]],
     launch_overhead_ms: float,
 ) -> set[Point]:
-    """Steps of the hoped-for divisions that the ones at hand are furthest behind."""
-    limits = [_workspace(steps) for steps in have]
+    """Return the points of predicted divisions that beat measured ones the most."""
+    limits = [_workspace(steps) for steps in measured_front]
     behind = []
-    for steps in hope:
+    for steps in predicted_front:
         at = bisect_right(limits, _workspace(steps)) - 1
-        cost = division_cost_ms(have[at], launch_overhead_ms) if at >= 0 else inf
-        hoped = division_cost_ms(steps, launch_overhead_ms)
-        if cost > hoped * (1 + _TOLERANCE):
-            behind.append((cost / hoped if hoped > 0 else inf, steps))
+        cost = (
+            division_cost_ms(measured_front[at], launch_overhead_ms) if at >= 0 else inf
+        )
+        predicted = division_cost_ms(steps, launch_overhead_ms)
+        if cost > predicted * (1 + _TOLERANCE):
+            behind.append((cost / predicted if predicted > 0 else inf, steps))
     behind.sort(key=lambda entry: -entry[0])
     chosen: list[int] = []
     points: set[Point] = set()
@@ -129,29 +136,29 @@ def _workspace(steps: Sequence[AlgoPerf]) -> int:
     return max(step.workspace for step in steps)
 
 
-def _guesses(
+def _predicted_rows(
     sizes: Sequence[int],
     workspaces: Mapping[Point, int],
     rows: Iterable[AlgoPerf],
     known: set[Point],
 ) -> list[AlgoPerf]:
-    """A row for everything not measured, of algorithms that ran at some size."""
+    """Return predicted rows for unmeasured points of algorithms with measurements."""
     batch = max(sizes)
     preferred = {-(-batch // k) for k in range(1, batch + 1)}
     preferred |= {batch // k for k in range(1, batch + 1)}
     by_algo: dict[str, list[AlgoPerf]] = {}
     for row in sorted(rows, key=lambda row: row.batch):
         by_algo.setdefault(row.algo, []).append(row)
-    guesses = []
+    predictions = []
     for algo, own in by_algo.items():
         laws = _laws([(row.batch, row.cost_ms) for row in own], batch)
         for size in sizes:
             if (algo, size) in known or (algo, size) not in workspaces:
                 continue
-            time_ms = _guess(laws, own, size)
+            time_ms = _predict_ms(laws, own, size)
             if size % 8 and size not in preferred:
                 time_ms *= 1 + _ODD_SIZE
-            guesses.append(
+            predictions.append(
                 replace(
                     own[0],
                     batch=size,
@@ -160,11 +167,11 @@ def _guesses(
                     workspace=workspaces[algo, size],
                 )
             )
-    return guesses
+    return predictions
 
 
 class _Law(NamedTuple):
-    """Time against size: `start_ms`, and `slope_ms` for each sample of each wave."""
+    """Time in terms of size: `start_ms`, and `slope_ms` per sample of each wave."""
 
     error: float
     wave: int
@@ -175,20 +182,20 @@ class _Law(NamedTuple):
         return self.start_ms + self.slope_ms * self.wave * -(-size // self.wave)
 
 
-def _guess(laws: Sequence[_Law], own: Sequence[AlgoPerf], size: int) -> float:
+def _predict_ms(laws: Sequence[_Law], own: Sequence[AlgoPerf], size: int) -> float:
     at = bisect_left([row.batch for row in own], size)
     near = own[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
-    guesses = []
+    predictions = []
     for law in laws:
         off = [row.cost_ms / law.time_ms(row.batch) for row in near]
         mean = sum(off) / len(off)
         spread = sqrt(sum((x - mean) ** 2 for x in off) / len(off))
-        guesses.append(law.time_ms(size) * (mean - _HOPE * spread))
-    return max(0.0, min(guesses))
+        predictions.append(law.time_ms(size) * (mean - _OPTIMISM * spread))
+    return max(0.0, min(predictions))
 
 
 def _laws(points: Sequence[tuple[int, float]], batch: int) -> list[_Law]:
-    """Laws that fit the (size, time) points about equally well, best first."""
+    """Return laws that fit the (size, time) points about equally well, best first."""
     laws = [_fit(points, wave) for wave in range(1, max(1, batch // 2) + 1)]
     laws.sort()
     most = laws[0].error * _AS_GOOD + 0.002
@@ -196,13 +203,13 @@ def _laws(points: Sequence[tuple[int, float]], batch: int) -> list[_Law]:
 
 
 def _fit(points: Sequence[tuple[int, float]], wave: int) -> _Law:
-    """Least squares in relative error; neither coefficient may be negative."""
+    """Fit a law by least squares of relative errors, without negative coefficients."""
     xs = [1 / max(time_ms, 1e-9) for _, time_ms in points]
     ys = [wave * -(-n // wave) * x for (n, _), x in zip(points, xs, strict=True)]
     xx, yy = sum(x * x for x in xs), sum(y * y for y in ys)
     xy, x1, y1 = sum(x * y for x, y in zip(xs, ys, strict=True)), sum(xs), sum(ys)
     det = xx * yy - xy * xy
-    # One distinct wave count leaves no slope to tell: time in proportion to the size.
+    # With one distinct wave count the slope is undetermined: assume no start-up time.
     start = (x1 * yy - y1 * xy) / det if det > 1e-12 * xx * yy else 0.0
     slope = (y1 - start * xy) / yy
     if start < 0:

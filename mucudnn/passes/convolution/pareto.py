@@ -1,7 +1,7 @@
 """Divisions of one mini-batch: the cheapest within a limit, and the Pareto front.
 
 Micro-batches run one after another in the same workspace, so a division costs the sum
-of its parts (and one launch for every part after the first) and needs the largest of
+of its parts (plus one launch for every part after the first) and needs the largest of
 their workspaces. Over the sizes n = 1 … N,
 
     T(n) = min( t(n),  min over s <= n / 2 of  t(s) + T(n - s) )
@@ -10,9 +10,9 @@ where t(s) is the cheapest algorithm at size s within the limit: a division with
 than one part has a part of at most n / 2 ("Workspace Reuse" in Oyama, Ben-Nun, Hoefler
 and Matsuoka, "Accelerating Deep Learning Frameworks with Micro-batches", CLUSTER 2018).
 
-Every float is a fraction over a power of two, so costs are brought to one denominator
-and added as integers. Sums are exact then, and the number of parts rides in the lowest
-bits: of two divisions that cost the same, the one with fewer parts is smaller.
+Every float is a fraction with a power of two as denominator, so costs are scaled to one
+denominator and added as integers. Sums are exact, and the lowest bits count the parts:
+of two divisions that cost the same, the one with fewer parts is smaller.
 """
 
 from collections.abc import Sequence
@@ -40,18 +40,18 @@ __all__ = [
 
 _MOST_SAMPLES = 1 << 17
 _MOST_WORK = 1 << 24
-"""Samples times sizes: a division is found in seconds, or not looked for."""
+"""Limit of samples times sizes, so that a division takes seconds."""
 
 
 def check_divisible(batch: int, sizes: int) -> None:
-    """Refuse early what would be planned for minutes or hours.
+    """Refuse a batch whose division would take minutes or hours to plan.
 
     Args:
-        batch: Samples, counted in the largest unit that all sizes are multiples of.
-        sizes: How many sizes there are.
+        batch: Samples, in units of the greatest common divisor of all sizes.
+        sizes: Number of micro-batch sizes.
 
     Raises:
-        PlanningError: They are too many.
+        PlanningError: There are too many samples for this number of sizes.
     """
     most = min(_MOST_SAMPLES, _MOST_WORK // max(1, sizes))
     if sizes > 1 and batch > most:
@@ -63,17 +63,17 @@ def check_divisible(batch: int, sizes: int) -> None:
 
 
 def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
-    """What planners minimise: times, their noise, and the extra launches."""
+    """Return the planners' objective: times, their noise, and extra launches."""
     return division_cost_ms(plan.steps, launch_overhead_ms)
 
 
 def division_cost_ms(steps: Sequence[AlgoPerf], launch_overhead_ms: float) -> float:
-    """What a plan of these steps costs."""
+    """Return the cost of a plan that consists of these steps."""
     return sum(s.cost_ms for s in steps) + (len(steps) - 1) * launch_overhead_ms
 
 
 def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:
-    """Rows a division may use: succeeded, finite, no larger than the mini-batch."""
+    """Return rows a division may use: succeeded, finite, not above the mini-batch."""
     return tuple(
         perf
         for perf in table.usable
@@ -82,21 +82,23 @@ def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:
 
 
 def whole_batch(table: PerfTable) -> tuple[AlgoPerf, ...]:
-    """Candidates that take the mini-batch undivided."""
+    """Return the candidates that run the mini-batch undivided."""
     return tuple(p for p in candidates(table) if p.batch == table.problem.batch)
 
 
 def fastest_undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None:
-    """The cheapest algorithm for the whole mini-batch; None if none fits."""
+    """Return the cheapest algorithm for the whole mini-batch; None if none fits."""
     fits = (p for p in whole_batch(table) if p.workspace <= workspace_limit)
     return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
 
 
 def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
-    """Cheapest division within the limit; ties: fewer parts, then less workspace.
+    """Return the cheapest division within the limit.
+
+    Ties are broken by fewer parts, then by less workspace.
 
     Raises:
-        PlanningError: Nothing fits; the message says how much would.
+        PlanningError: Nothing fits; the message has the smallest feasible limit.
     """
     sweep = _Sweep(table.problem.batch, candidates(table), table.launch_overhead_ms)
     sweep.lower(workspace_limit)
@@ -110,7 +112,7 @@ def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
 
 
 def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]:
-    """Divisions no other beats in both cost and workspace, within the limit.
+    """Return the Pareto front (workspace, cost) of plans within the limit.
 
     Returns:
         Plans with workspaces ascending and costs strictly descending; none if nothing
@@ -123,12 +125,12 @@ def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]
 
 
 class Divided(NamedTuple):
-    """A division on a front, before it is a plan: fronts are long, and few are run.
+    """A division on a Pareto front, cheaper to make than a `ConvPlan`.
 
     Attributes:
-        workspace: Bytes: its largest part's.
-        cost_ms: What planners minimise; see `plan_cost_ms`.
-        steps: Its parts.
+        workspace: Bytes of the largest part.
+        cost_ms: Objective of the planners; see `plan_cost_ms`.
+        steps: Algorithm and size of every part.
     """
 
     workspace: int
@@ -137,13 +139,13 @@ class Divided(NamedTuple):
 
 
 def pareto_front(table: PerfTable, workspace_limit: int) -> list[Divided]:
-    """What `pareto_plans` makes plans of."""
+    """Return the Pareto front of divisions within the limit, workspaces ascending."""
     rows = [p for p in candidates(table) if p.workspace <= workspace_limit]
     launch = table.launch_overhead_ms
     front: list[Divided] = []
     for steps in pareto_divisions(table.problem.batch, rows, launch):
         cost_ms = division_cost_ms(steps, launch)
-        # A gain smaller than the rounding of the sum is no gain.
+        # A gain below the rounding of the sum does not count.
         if not front or cost_ms < front[-1].cost_ms:
             workspace = max(step.workspace for step in steps)
             front.append(Divided(workspace, cost_ms, steps))
@@ -153,15 +155,10 @@ def pareto_front(table: PerfTable, workspace_limit: int) -> list[Divided]:
 def pareto_divisions(
     batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
 ) -> list[tuple[AlgoPerf, ...]]:
-    """The Pareto front of divisions of `batch` samples, workspaces ascending.
+    """Return the Pareto front of divisions of `batch` samples, workspaces ascending.
 
-    The limit falls from one optimal division to just below its workspace, so there are
-    as many dynamic programs as points on the front, however many workspaces there are.
-
-    Args:
-        batch: Samples to cover.
-        rows: Finite times at sizes of 1 to `batch`.
-        launch_overhead_ms: Cost of each part after the first.
+    The limit is lowered to just below the workspace of each optimal division, so there
+    is one dynamic program per point on the front.
     """
     sweep = _Sweep(batch, rows, launch_overhead_ms)
     if (whole := sweep.undivided()) is not None:
@@ -177,16 +174,12 @@ def pareto_divisions(
 
 
 def least_workspace(table: PerfTable) -> int | None:
-    """Bytes the smallest division needs, or None if no sizes add up to the batch.
-
-    Raises:
-        PlanningError: There are too many samples to be divided.
-    """
+    """Return the bytes the smallest division needs; None if no sizes add up."""
     rows = candidates(table)
     unit = gcd(table.problem.batch, *(p.batch for p in rows))
     whole = table.problem.batch // unit
     smallest: dict[int, int] = {}
-    for perf in sorted(rows, key=lambda p: -p.workspace):  # of a size, the least last
+    for perf in sorted(rows, key=lambda p: -p.workspace):  # the smallest one wins
         smallest[perf.batch // unit] = perf.workspace
     check_divisible(whole, len(smallest))
     needs: list[int | None] = [0]
@@ -201,13 +194,7 @@ def least_workspace(table: PerfTable) -> int | None:
 
 
 def no_plan(table: PerfTable, workspace_limit: int, least: int | None) -> PlanningError:
-    """The error for a table without a plan within the limit.
-
-    Args:
-        table: What was measured.
-        workspace_limit: Bytes given.
-        least: Bytes the smallest plan needs; None if there is none at any limit.
-    """
+    """Return the error for a table without a plan within the limit."""
     if not candidates(table):
         errors = sorted({f"{p.algo}: {p.error}" for p in table.perfs if p.error})
         reason = "; ".join(errors) or "nothing was measured"
@@ -225,7 +212,7 @@ def no_plan(table: PerfTable, workspace_limit: int, least: int | None) -> Planni
 
 
 class _Stair(NamedTuple):
-    """The cheapest algorithm at one size, from `workspace` bytes upwards."""
+    """The cheapest algorithm of one size for limits of at least `workspace` bytes."""
 
     workspace: int
     cost: int
@@ -233,12 +220,12 @@ class _Stair(NamedTuple):
 
 
 class _Sweep:
-    """The cheapest division of one table while the workspace limit falls."""
+    """The cheapest division of one table under a falling workspace limit."""
 
     def __init__(
         self, batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
     ) -> None:
-        # In the largest unit that all sizes share: a whole batch alone is one step.
+        # Count in the greatest common divisor: a whole batch alone is one unit.
         unit = gcd(batch, *(p.batch for p in rows))
         batch //= unit
         check_divisible(batch, len({p.batch for p in rows}))
@@ -262,7 +249,7 @@ class _Sweep:
 
     @property
     def feasible(self) -> bool:
-        """Whether any division fits."""
+        """True if a division fits."""
         return self.total < self._never
 
     @property
@@ -276,13 +263,13 @@ class _Sweep:
         return self.total >> self._part_bits
 
     def undivided(self) -> list[tuple[AlgoPerf, ...]] | None:
-        """The front where all rows are of the whole batch, so that none is divided."""
+        """Return the front if all rows are of the whole batch, else None."""
         if self._batch > 1:
             return None
         return [(stair.perf,) for stair in self._stairs.get(1, [])]
 
     def lower(self, limit: int) -> None:
-        """Forget algorithms that need more than `limit` bytes."""
+        """Drop algorithms that need more than `limit` bytes, and solve again."""
         first = None
         for size, stairs in self._stairs.items():
             if stairs and stairs[-1].workspace > limit:
@@ -293,7 +280,7 @@ class _Sweep:
             self._solve(first)
 
     def _solve(self, first: int) -> None:
-        # Sizes below `first` are as they were: only the tail is computed again.
+        # Sizes below `first` are unchanged: only the tail is computed again.
         best = self._best
         del best[first:]
         parts = [(size, cost) for size, cost in self._parts if size < first]
@@ -307,14 +294,14 @@ class _Sweep:
             )
             stairs = self._stairs.get(n)
             if stairs and stairs[-1].cost < divided:
-                # Only a size cheaper whole than divided is ever worth using as a part.
+                # Only a size that is cheaper whole than divided is worth using.
                 parts.append((n, stairs[-1].cost))
                 divided = stairs[-1].cost
             best.append(min(divided, self._never))
         self._parts = parts
 
     def steps(self) -> tuple[AlgoPerf, ...]:
-        """The cheapest division, largest parts first."""
+        """Return the cheapest division, largest parts first."""
         best, steps, n = self._best, list[AlgoPerf](), self._batch
         while n > 0:
             size = next(

@@ -1,22 +1,24 @@
-"""Which algorithms are still in the race at which sizes, by what smaller sizes took.
+"""Exclude algorithms from timing at sizes where smaller sizes show them to be slow.
 
-An algorithm is hopeless at a size where another one takes a small part of its time and
-fits wherever it would be asked for: then no plan, divided or not, needs it. Its own
-time is taken to be the least that other sizes allow (beyond the largest, each sample
-takes what it took between the last two: a start-up that many samples share, such as a
-transform of the filter, is forgiven), the other's the most. So what is worth timing is
-known before it starts. What turns out to fail is ahead of nobody. What needs more than
-any limit is worth timing only if it may be faster than what needs no more.
+An algorithm is hopeless at a size if another algorithm takes a small part of its time
+and fits within every limit at which the first would be considered: no plan needs it.
+Its own time is bounded from below (beyond the largest measured size each sample takes
+the time per sample between the last two, so that a shared start-up such as a filter
+transform is not held against it), the other's from above. Failing algorithms exclude
+nobody. An algorithm that needs more than the largest limit is timed only if it may be
+faster than those that need no more.
 
-Sizes are raced in stages: the smallest, which tells cheaply what all will take; those
-up to an eighth of the mini-batch, of which nobody misses the second smallest, as it
-takes two times to tell a start-up; the mini-batch itself, whose times all plans are
-compared with, but after an eighth of it, which tells more of the start-up than the
-smallest sizes do; and what lies between, where both neighbours are known.
+Sizes are raced in stages, so that cheap timings decide about expensive ones:
+
+1. the smallest size;
+2. sizes up to an eighth of the mini-batch. The second smallest is timed for every
+   algorithm, as a start-up shows only in two times;
+3. the mini-batch itself, the reference of all plans;
+4. the sizes in between, where both neighbours are known.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from mucudnn.ir.conv import AlgoPerf
@@ -28,19 +30,19 @@ Point = tuple[str, int]
 """(algorithm, micro-batch size)."""
 
 _HOPELESS = 2.0
-"""How many times the other's time is too much."""
+"""Factor on another algorithm's time from which an algorithm is hopeless."""
 
 _FIRST_SHARE = 8
-"""Sizes up to this part of the mini-batch come before it."""
+"""Sizes up to this fraction of the mini-batch are timed before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What is to be timed yet.
+    """Points to time, and points that need not be timed.
 
     Attributes:
-        points: In the race, by stage; those of the first stage are to be timed next.
-        hopeless: Out of it, each with the algorithm that is ahead.
+        points: Points to time, by stage; the first stage is next.
+        hopeless: Excluded points, with the algorithm that is ahead.
     """
 
     points: tuple[tuple[Point, ...], ...]
@@ -54,41 +56,46 @@ def race(
     *,
     limits: LimitRange = ANY_LIMIT,
 ) -> Race:
-    """Ask again with the results, until no points are left.
+    """Return the points to time next; call again with results until none are left.
 
     Args:
-        sizes: To be timed at; the largest is the mini-batch.
-        workspaces: Bytes of every algorithm at every size that may be timed.
-        measured: Results so far, at these or other sizes; a failure counts as one.
-        limits: Of workspace, that plans will be asked for under. An algorithm matters
-            where it fits, so of limits below its own workspace is the least.
+        sizes: Sizes to time; the largest is the mini-batch.
+        workspaces: Workspace in bytes of every point that may be timed.
+        measured: Results so far, failures included, at these or other sizes.
+        limits: Workspace limits that plans will be requested for.
     """
     rows = list(measured)
     known = {(row.algo, row.batch) for row in rows}
-    times = _Times.of(row for row in rows if row.error is None)
+    times = _Times(row for row in rows if row.error is None)
     first = sorted(sizes)[:2]
     largest = max(sizes, default=1)
     wanted: list[Point] = []
-    vague: list[str] = []
+    uncertain: list[str] = []
     hopeless: dict[Point, str] = {}
     for batch in sorted(sizes, reverse=True):
         here = {algo: n for (algo, size), n in workspaces.items() if size == batch}
-        able = [a for a in here if (a, batch) not in known or batch in times.known(a)]
+        running = [
+            a for a in here if (a, batch) not in known or batch in times.rows_of(a)
+        ]
         for algo, nbytes in here.items():
             if (algo, batch) in known:
                 continue
-            fits = [b for b in able if here[b] <= max(nbytes, limits.least)]
-            ahead = min(fits, key=lambda b: times.most(b, batch), default=algo)
-            least = times.least(algo, batch) if ahead != algo else 0.0
+            fits = [b for b in running if here[b] <= max(nbytes, limits.least)]
+            ahead = min(fits, key=lambda b: times.most_ms(b, batch), default=algo)
+            least = times.least_ms(algo, batch) if ahead != algo else 0.0
             enough = _HOPELESS if nbytes <= limits.most else 1.0
-            enough *= times.most(ahead, batch)
+            enough *= times.most_ms(ahead, batch)
             if least > enough and not (batch in first and batch < largest):
                 hopeless[algo, batch] = ahead
                 continue
             wanted.append((algo, batch))
-            if ahead != algo and batch == largest and times.most(algo, batch) > enough:
-                vague.append(algo)
-    for point in _probes(vague, times, sizes):
+            if (
+                ahead != algo
+                and batch == largest
+                and times.most_ms(algo, batch) > enough
+            ):
+                uncertain.append(algo)
+    for point in _probes(uncertain, times, sizes):
         if hopeless.pop(point, None) is not None:
             wanted.append(point)
     stages: dict[int, list[Point]] = {}
@@ -99,12 +106,12 @@ def race(
 
 
 def _probes(
-    vague: Iterable[str], times: "_Times", sizes: Sequence[int]
+    uncertain: Iterable[str], times: "_Times", sizes: Sequence[int]
 ) -> Iterator[Point]:
-    """What to time of algorithms whose start-up the smallest sizes do not tell."""
+    """Yield a mid-size point of algorithms whose start-up is still unclear."""
     probe = max((n for n in sizes if n * _FIRST_SHARE <= max(sizes)), default=0)
-    for algo in vague:
-        if len(times.known(algo)) > 1 and max(times.known(algo)) < probe:
+    for algo in uncertain:
+        if len(times.rows_of(algo)) > 1 and max(times.rows_of(algo)) < probe:
             yield algo, probe
 
 
@@ -116,35 +123,30 @@ def _stage(batch: int, first: Sequence[int], largest: int) -> int:
     return 1 if batch in first or batch * _FIRST_SHARE <= largest else 3
 
 
-@dataclass(frozen=True, slots=True)
 class _Times:
-    """Size -> time, ascending, of each algorithm."""
+    """Measured times of each algorithm, by ascending size."""
 
-    by_algo: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: Iterable[AlgoPerf]) -> "_Times":
-        by_algo: dict[str, dict[int, float]] = {}
+    def __init__(self, rows: Iterable[AlgoPerf]) -> None:
+        self._by_algo: dict[str, dict[int, float]] = {}
         for row in sorted(rows, key=lambda row: row.batch):
-            by_algo.setdefault(row.algo, {})[row.batch] = row.time_ms
-        return cls(by_algo)
+            self._by_algo.setdefault(row.algo, {})[row.batch] = row.time_ms
 
-    def known(self, algo: str) -> Mapping[int, float]:
-        """What is known of one algorithm."""
-        return self.by_algo.get(algo, {})
+    def rows_of(self, algo: str) -> Mapping[int, float]:
+        """Return the measured times of one algorithm, by size."""
+        return self._by_algo.get(algo, {})
 
-    def most(self, algo: str, batch: int) -> float:
-        """What it takes at the most: no more than a larger size, or smaller ones."""
-        own = self.known(algo)
+    def most_ms(self, algo: str, batch: int) -> float:
+        """Return an upper bound: the time of a larger size, or of repeated smaller."""
+        own = self.rows_of(algo)
         if batch in own:
             return own[batch]
         above = [time for size, time in own.items() if size > batch]
         below = [time * -(-batch // size) for size, time in own.items() if size < batch]
         return min((*above, *below[-1:]), default=inf)
 
-    def least(self, algo: str, batch: int) -> float:
-        """What it takes at the least; 0 where nothing is known."""
-        own = self.known(algo)
+    def least_ms(self, algo: str, batch: int) -> float:
+        """Return a lower bound by extrapolation; 0 if no smaller size is measured."""
+        own = self.rows_of(algo)
         below = [(size, time) for size, time in own.items() if size < batch]
         above = [(size, time) for size, time in own.items() if size > batch]
         if not below:

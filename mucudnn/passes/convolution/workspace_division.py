@@ -1,20 +1,20 @@
-"""Share one total of workspace among kernels that each own their buffer.
+"""Divide one total workspace among kernels that each own their buffer.
 
-Each kernel's desirable divisions are its Pareto front of (workspace, cost); one is
-chosen per kernel. The knapsack is reduced to its core first, which leaves the solver a
-handful of variables; whatever solver is asked, its answer is checked in bytes, and a
-solver that fails is replaced by the exact merging of fronts.
+One point of the Pareto front of (workspace, cost) is chosen for every kernel. The
+knapsack is reduced to its core first, which leaves the solver a handful of variables.
+Every solver's answer is checked in bytes; if a solver fails, the fronts are merged
+exactly instead.
 
-What is left of the knapsack is a 0-1 integer linear program ("Workspace Division" in
-Oyama et al., CLUSTER 2018):
+The core is a 0-1 integer linear program ("Workspace Division" in Oyama et al.,
+CLUSTER 2018):
 
     minimise    sum of cost[k, c] x[k, c]
     subject to  sum over c of x[k, c] = 1 for every kernel k
                 sum of workspace[k, c] x[k, c] <= total
 
-Bytes and milliseconds are some twelve orders of magnitude apart, which a floating-point
-solver takes badly. So both rows are written as what an item takes beyond its kernel's
-smallest item, on scales where the total is 1e4 and the dearest item 1e6.
+Bytes and milliseconds are some twelve orders of magnitude apart, too much for a
+floating-point solver. Both rows are therefore relative to the kernel's smallest item
+and scaled so that the total is 1e4 and the most expensive item 1e6.
 """
 
 import logging
@@ -44,7 +44,7 @@ from mucudnn.passes.registry import Strategies, name_of
 __all__ = ["SOLVERS", "Division", "Solver", "divide", "ilp"]
 
 Solver = Callable[[Core], Selection | None]
-"""A selection from a core, or None if it has none to offer."""
+"""A solver returns a selection from a core, or None if it found none."""
 
 _CAPACITY = 1e4
 _DEAREST = 1e6
@@ -54,15 +54,11 @@ _log = logging.getLogger(__name__)
 
 
 def ilp(core: Core, *, most_nodes: int = _MOST_NODES) -> Selection | None:
-    """Solve with CBC as PuLP ships it.
-
-    Args:
-        core: What to choose from.
-        most_nodes: Of CBC's tree.
+    """Solve the knapsack with CBC, as PuLP ships it.
 
     Returns:
-        The selection, or None (and the reason in the log) if no solver can be run or it
-        found nothing in so many nodes.
+        The selection, or None (and the reason in the log) if CBC cannot be run or
+        found nothing within the limit.
     """
     try:
         with warnings.catch_warnings():
@@ -116,7 +112,7 @@ def _by_cbc(core: Core, solver: Any) -> Selection | None:
 
 
 def exact(core: Core) -> Selection:
-    """Merge the kernels' fronts. Bounded by a number of states, not by a time."""
+    """Merge the kernels' fronts, limited by a number of states, not by time."""
     return merge(core)
 
 
@@ -125,15 +121,15 @@ SOLVERS: Strategies[Solver] = Strategies("solver", (ilp, exact))
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Plans that share one total, and how good they are known to be.
+    """Plans that share one total workspace, with a proven bound of their cost.
 
     Attributes:
-        plans: One a kernel, in order.
-        cost_ms: Sum of the plans' times, noise and launches: what was minimised.
-        lower_bound_ms: No division within the total costs less.
-        solver: What found it: a solver's name, or `relaxation` where the linear
-            relaxation left nothing to choose.
-        status: `optimal`, or `feasible` where the solver had to stop early.
+        plans: One plan per kernel, in order.
+        cost_ms: Sum of the plans' times, noise and launches: the objective.
+        lower_bound_ms: Lower bound of the cost of any division within the total.
+        solver: Name of the solver, or `relaxation` if the linear relaxation left
+            nothing to choose.
+        status: `optimal`, or `feasible` if the solver stopped early.
     """
 
     plans: tuple[ConvPlan, ...]
@@ -144,17 +140,17 @@ class Division:
 
     @property
     def time_ms(self) -> float:
-        """Sum of the plans' times."""
+        """Sum of the plans' times in milliseconds."""
         return sum(plan.time_ms for plan in self.plans)
 
     @property
     def workspace(self) -> int:
-        """Bytes of workspace of all kernels together."""
+        """Total workspace of all kernels in bytes."""
         return sum(plan.workspace for plan in self.plans)
 
     @property
     def gap(self) -> float:
-        """How far from optimal the cost may be, as a fraction of it."""
+        """Relative optimality gap of the cost."""
         excess = self.cost_ms - self.lower_bound_ms
         return max(0.0, excess / self.cost_ms) if self.cost_ms else 0.0
 
@@ -162,21 +158,21 @@ class Division:
 def divide(
     tables: Sequence[PerfTable], total: int, *, solver: str | Solver = "ilp"
 ) -> Division:
-    """Cheapest divisions of all kernels whose workspaces add up to at most `total`.
+    """Choose the cheapest divisions whose workspaces add up to at most `total` bytes.
 
     Args:
-        tables: Measurements, one a kernel; equal tables are examined once.
+        tables: Measurements, one table per kernel; equal tables are examined once.
         total: Bytes of workspace for all kernels together.
         solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
 
     Raises:
-        PlanningError: The total is too small; the message says by how much.
-        ValueError: Unknown solver.
+        PlanningError: The total is too small; the message has the shortfall.
+        ValueError: The solver is unknown.
     """
     solve = SOLVERS.resolve(solver)
     if not tables:
         return Division((), 0.0, 0.0, "relaxation", "optimal")
-    numbers: dict[PerfTable, int] = {}  # a table takes long to hash
+    numbers: dict[PerfTable, int] = {}  # hash every table once, as it takes long
     which = [numbers.setdefault(table, len(numbers)) for table in tables]
     shared = [pareto_front(table, total) for table in numbers]
     fronts = [shared[number] for number in which]
@@ -211,7 +207,7 @@ def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
     if selection is None:
         _log.warning("solver %s gave no division; merging fronts instead", name)
         selection, name = merge(core), "exact"
-    # A solver stopped early, or working to a tolerance, may know less than we do.
+    # A solver that stopped early or has a tolerance may be worse than the incumbent.
     if core.cost(core.incumbent) < core.cost(selection.picks):
         selection = Selection(core.incumbent, selection.optimal)
     return selection, name

@@ -1,4 +1,4 @@
-"""How a mini-batch is shared out among unequal devices that wait for each other."""
+"""Load balancing: share a mini-batch among unequal devices that wait for each other."""
 
 from mucudnn.passes.fleet.baselines import (
     best_rate,

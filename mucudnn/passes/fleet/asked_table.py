@@ -1,10 +1,10 @@
-"""A table that is measured only at the sizes that sharing out asks for.
+"""A step table measured on demand, only at the sizes that load balancing asks for.
 
-Where a size takes long to measure, as where a step has to be planned within a budget
-first, few are worth it. A fixed cost makes times concave in the size: a line through
-two measured sizes says no less than what a larger one takes. So a table begins with its
-smallest size and an equal share, and ends on such a line; every share that is planned
-by it is measured before it counts, until all that are planned are.
+Few sizes are worth measuring where each takes long, as where a step has to be planned
+within a budget first. A fixed cost makes times concave in the size, so a line through
+two measured sizes overestimates larger ones. A table therefore starts with its smallest
+size and an equal share, and is extrapolated on that line; each planned share is
+measured, and the split planned again, until all planned shares are measured.
 """
 
 from collections.abc import Callable
@@ -15,37 +15,37 @@ from mucudnn.ir.fleet import StepPoint, StepTable
 __all__ = ["AskedTable", "Told"]
 
 _FINE = 16
-"""How exactly sizes are asked for, as a fraction."""
+"""Sizes within 1 / _FINE of each other count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank tells the others.
+    """The step table a rank reports to the others.
 
     Attributes:
-        table: Its end may not be measured.
-        measured: Sizes that are.
+        table: Times by size; the last may be extrapolated.
+        measured: Sizes that were measured.
     """
 
     table: StepTable
     measured: frozenset[int]
 
     def knows(self, samples: int) -> bool:
-        """Whether a share fits, and was measured, or one that is hardly another."""
+        """Return whether a share fits and was measured, up to 1 / _FINE of its size."""
         near = any(abs(n - samples) <= samples // _FINE for n in self.measured)
         return near and samples <= max(self.measured)
 
 
 class AskedTable:
-    """The table of one rank, as far as it was asked for.
+    """The step table of one rank, measured on demand.
 
     Args:
-        device: What is measured.
-        least: The smallest size, which has to fit.
-        most: The largest.
-        measure: Called with a size.
-        unfitting: What `measure` raises of a size that does not fit; of the smallest
-            it is raised again.
+        device: Name of the device.
+        least: Smallest size, which has to fit.
+        most: Largest size.
+        measure: Function that measures a size.
+        unfitting: Exceptions `measure` raises for sizes that do not fit; for the
+            smallest size they are propagated.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class AskedTable:
         self._known = {least: measure(least)}
 
     def told(self) -> Told:
-        """What is known, and a line up to the largest size that may fit."""
+        """Return the table, extrapolated to the largest size that may fit."""
         points = [self._known[samples] for samples in sorted(self._known)]
         if points[-1].samples < self._most:
-            points.append(_on_line(points, self._most))
+            points.append(_extrapolate(points, self._most))
         return Told(StepTable(self._device, tuple(points)), frozenset(self._known))
 
     def ask(self, samples: int) -> None:
-        """Measure a size; where it does not fit, the largest that does."""
+        """Measure a size; if it does not fit, search for the largest that does."""
         if samples in self._known or self._fits(samples):
             return
         most, beyond = max(n for n in self._known if n < samples), samples
@@ -91,8 +91,8 @@ class AskedTable:
         return True
 
 
-def _on_line(points: list[StepPoint], samples: int) -> StepPoint:
-    """A point behind the last two; behind one, as long for every sample."""
+def _extrapolate(points: list[StepPoint], samples: int) -> StepPoint:
+    """Extrapolate from the last two points, or in proportion from a single one."""
     last = points[-1]
     slope = last.time_ms / last.samples
     if len(points) > 1:

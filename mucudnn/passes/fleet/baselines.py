@@ -1,4 +1,4 @@
-"""What a planned split is compared with: what people do, and what nobody can beat."""
+"""Baselines and a lower bound that load-balanced splits are compared with."""
 
 from mucudnn.ir.fleet import Fleet
 from mucudnn.passes.fleet.plan import FleetPlan, plan_of, times_of
@@ -8,22 +8,15 @@ __all__ = ["best_rate", "equal_shares", "proportional_shares", "step_bound_ms"]
 
 
 def equal_shares(fleet: Fleet, batch: int) -> FleetPlan:
-    """The same for everybody, as data-parallel training usually has it.
-
-    Raises:
-        PlanningError: A share does not fit.
-    """
+    """Give every rank the same share, as data-parallel training usually does."""
     each, more = divmod(batch, len(fleet.ranks))
     return plan_of(fleet, [each + (i < more) for i in range(len(fleet.ranks))])
 
 
 def proportional_shares(fleet: Fleet, batch: int) -> FleetPlan:
-    """In proportion to each rank's speed at an equal share.
+    """Share in proportion to each rank's speed at an equal share.
 
-    What is left by rounding goes to those who lost the most by it.
-
-    Raises:
-        PlanningError: A share does not fit.
+    Samples left by rounding go to the ranks that lost the most.
     """
     times = times_of(fleet, batch)
     equal = -(-batch // len(times))
@@ -37,13 +30,13 @@ def proportional_shares(fleet: Fleet, batch: int) -> FleetPlan:
 
 
 def step_bound_ms(fleet: Fleet, batch: int) -> float:
-    """No way to share out the batch is faster: everybody at its best rate, always."""
+    """Return a lower bound of the step: every rank at its best throughput."""
     rates = sum(best_rate(of) for of in times_of(fleet, batch))
     return batch / rates + fleet.all_reduce_ms
 
 
 def best_rate(times: ShareTimes) -> float:
-    """The most samples a millisecond, at any share."""
+    """Return the highest throughput at any share, in samples per millisecond."""
     rates = (_speed(times, n) for n in times.corners())
     return max(rates, default=0.0)
 

@@ -1,4 +1,4 @@
-"""A mini-batch shared out, and what that costs."""
+"""Split of a mini-batch among ranks, and its cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ __all__ = ["FleetPlan", "Share", "plan_of", "times_of"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank does of a mini-batch.
+    """One rank's share of a mini-batch.
 
     Attributes:
-        samples: Its part; 0 where the others are faster without it.
-        passes: Steps that it runs as; their gradients are summed.
-        time_ms: Of all of them.
+        samples: Number of samples; 0 if the others are faster without this rank.
+        passes: Number of steps the share runs as, with accumulated gradients.
+        time_ms: Time of all these steps.
     """
 
     samples: int
@@ -28,11 +28,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """A mini-batch shared out.
+    """A mini-batch shared among ranks.
 
     Attributes:
-        shares: One a rank.
-        all_reduce_ms: What summing the gradients takes.
+        shares: One share per rank.
+        all_reduce_ms: Time of the gradients' all-reduce.
     """
 
     shares: tuple[Share, ...]
@@ -40,37 +40,37 @@ class FleetPlan:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Of each rank."""
+        """Samples of each rank."""
         return tuple(share.samples for share in self.shares)
 
     @property
     def batch(self) -> int:
-        """Samples of all ranks."""
+        """Total number of samples."""
         return sum(self.samples)
 
     @property
     def compute_ms(self) -> float:
-        """Until the slowest rank has its gradients."""
+        """Time until the slowest rank has its gradients."""
         return max(share.time_ms for share in self.shares)
 
     @property
     def step_ms(self) -> float:
-        """Until all have the sum of all gradients."""
+        """Time of the step, all-reduce included."""
         return self.compute_ms + self.all_reduce_ms
 
     @property
     def idle_ms(self) -> tuple[float, ...]:
-        """How long each rank waits for the slowest."""
+        """Time each rank waits for the slowest."""
         return tuple(self.compute_ms - share.time_ms for share in self.shares)
 
     @property
     def samples_per_s(self) -> float:
-        """Of the fleet."""
+        """Throughput of the fleet in samples per second."""
         return 1e3 * self.batch / self.step_ms
 
 
 def times_of(fleet: Fleet, most: int) -> tuple[ShareTimes, ...]:
-    """The times of each rank's shares; ranks that are alike have one object."""
+    """Return the share times of each rank; equal ranks share one object."""
     known: dict[Any, ShareTimes] = {}
     found = []
     for rank in fleet.ranks:
@@ -84,17 +84,7 @@ def times_of(fleet: Fleet, most: int) -> tuple[ShareTimes, ...]:
 def plan_of(
     fleet: Fleet, samples: Sequence[int], times: Sequence[ShareTimes] | None = None
 ) -> FleetPlan:
-    """What given shares cost.
-
-    Args:
-        fleet: Who takes them.
-        samples: One number a rank.
-        times: Of each rank's shares, if they are known.
-
-    Raises:
-        ValueError: There are more or fewer shares than ranks.
-        PlanningError: A share does not fit.
-    """
+    """Return the plan of given shares; `times` are those of the ranks, if known."""
     if len(samples) != len(fleet.ranks):
         raise ValueError(
             f"there are {len(samples)} shares for {len(fleet.ranks)} ranks"

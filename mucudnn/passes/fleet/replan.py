@@ -1,4 +1,4 @@
-"""Whether it pays to share out a mini-batch anew, when ranks are not what they were."""
+"""Share a mini-batch anew where ranks drift from their measured times."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,19 +10,14 @@ from mucudnn.passes.fleet.split import split_batch
 __all__ = ["GAIN", "TOLERANCE", "drifted", "replanned"]
 
 TOLERANCE = 0.15
-"""How far a rank's time may be from its table's, as a fraction, and be as planned."""
+"""Relative drift of a rank's time that is ignored."""
 
 GAIN = 0.05
-"""What another split must save of a step, as a fraction, to be worth the change."""
+"""Fraction of the step that another split must save to be worth the change."""
 
 
 def drifted(fleet: Fleet, factors: Sequence[float]) -> Fleet:
-    """The fleet as it is now.
-
-    Args:
-        fleet: As it was measured.
-        factors: How many times as long as its table says each rank takes.
-    """
+    """Return the fleet with each rank's times scaled by its factor."""
     ranks = (
         replace(rank, table=rank.table.scaled(factor))
         for rank, factor in zip(fleet.ranks, factors, strict=True)
@@ -39,18 +34,18 @@ def replanned(
     tolerance: float = TOLERANCE,
     gain: float = GAIN,
 ) -> FleetPlan | None:
-    """Another split, where ranks have left their tables and it pays; else None.
+    """Return a better split if ranks drifted and the change pays; else None.
 
-    Two thresholds keep a split from swinging: a rank within the tolerance is taken as
-    it was measured, and a change that saves less than the gain is not made.
+    Two thresholds keep the split from oscillating: drift within the tolerance is
+    ignored, and a change that saves less than the gain is not made.
 
     Args:
-        fleet: As it was measured.
-        samples: The split as it is.
-        factors: How many times as long as its table says each rank takes.
-        at_least: Samples of every rank.
-        tolerance: Of factors, as a fraction.
-        gain: Of a step's time, as a fraction.
+        fleet: The fleet as it was measured.
+        samples: The current split.
+        factors: Current time of each rank over the time in its table.
+        at_least: Minimum samples of every rank.
+        tolerance: Relative drift that is ignored.
+        gain: Fraction of the step's time that a change must save.
     """
     low, high = 1 / (1 + tolerance), 1 + tolerance
     seen = [1.0 if low <= factor <= high else factor for factor in factors]

@@ -1,8 +1,8 @@
-"""What a share of the mini-batch takes on one rank, whatever its size.
+"""Time of a share of the mini-batch on one rank, as a function of its size.
 
-A table is a few lines. A share that runs as p equal steps takes p times what a p-th of
-it takes, so it is on the same lines, p times as long and high: times of all shares are
-a few lines for each number of steps. Nothing is computed share by share.
+A step table is piecewise linear. A share that runs as p equal steps takes p times as
+long as a p-th of it, so it lies on the same segments, scaled by p. The times of all
+shares are a few segments per number of steps; no share is computed by itself.
 """
 
 import operator
@@ -21,7 +21,7 @@ class _Line:
     """Times of shares of `start` to `stop` samples: `ms` at `base`, then by `slope`.
 
     Attributes:
-        floor: The longest time of any share up to the first.
+        floor: Lower limit: the longest time of any smaller share.
     """
 
     start: int
@@ -37,15 +37,15 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShareTimes:
-    """Times of shares of 0, 1, … samples; an object is equal to itself alone.
+    """Non-decreasing times of shares of 0, 1, … samples; compared by identity.
 
-    They never fall: where a table's do, which is noise or a size that its device is
-    bad at, a share counts as long as the longest of the smaller ones. So no share
-    takes longer than is said here, and what fits into a time is an interval.
+    Where a table's times fall (noise, or a size that the device handles badly), a share
+    counts as long as the longest smaller one. The shares that fit into a time are
+    therefore a contiguous range.
 
     Attributes:
-        lines: Behind each other, from no samples on.
-        firsts: The time of the first share of each.
+        lines: Segments in order, from 0 samples on.
+        firsts: Time of the first share of each segment.
         at_once: Samples of the largest step that fits; larger shares run as several.
     """
 
@@ -55,37 +55,37 @@ class ShareTimes:
 
     @property
     def most(self) -> int:
-        """The largest share that can be taken."""
+        """Largest feasible share."""
         return self.lines[-1].stop
 
     @property
     def times_ms(self) -> tuple[float, ...]:
-        """Of each size; of 0 it is 0."""
+        """Time of each size, from 0 samples on."""
         return tuple(
             line.at(n) for line in self.lines for n in range(line.start, line.stop + 1)
         )
 
     def time_ms(self, samples: int) -> float:
-        """Of a share, no larger than can be taken."""
-        place = bisect_right(self.lines, samples, key=_start) - 1
+        """Return the time of a feasible share."""
+        place = bisect_right(self.lines, samples, key=lambda line: line.start) - 1
         return self.lines[place].at(samples)
 
     def most_by(self, time_ms: float) -> int:
-        """The largest share that takes no longer."""
+        """Return the largest share that takes at most this time."""
         place = bisect_right(self.firsts, time_ms) - 1
         return _last(self.lines[place], time_ms, operator.le) if place >= 0 else -1
 
     def most_before(self, time_ms: float) -> int:
-        """The largest share that takes less; -1 if none does."""
+        """Return the largest share that takes less than this time; -1 if none does."""
         place = bisect_left(self.firsts, time_ms) - 1
         return _last(self.lines[place], time_ms, operator.lt) if place >= 0 else -1
 
     def passes(self, samples: int) -> int:
-        """How many steps a share runs as."""
+        """Return the number of steps a share runs as."""
         return -(-samples // self.at_once) if samples else 0
 
     def corners(self) -> Iterator[int]:
-        """Shares among which is the one with the most samples a millisecond."""
+        """Yield shares among which is the one with the highest throughput."""
         for line in self.lines[1:]:
             yield line.start
             yield self.most_by(line.at(line.start))
@@ -93,14 +93,14 @@ class ShareTimes:
 
 
 def share_times(rank: Rank, most: int) -> ShareTimes:
-    """The times of a rank's shares of up to `most` samples.
+    """Return the times of a rank's shares of up to `most` samples.
 
-    A share that does not fit runs as the fewest steps that do, as equal as can be.
+    A share that does not fit runs as the fewest steps that do, as equal as possible.
     """
     at_once = min(rank.most_at_once, most)
     lines = [_Line(0, 0, 0, 0.0, 0.0, 0.0)]
     largest = (most if rank.accumulates else at_once) if at_once else 0
-    sides = _sides(rank.table)
+    sides = _segments(rank.table)
     longest = 0.0
     for first in range(1, largest + 1, max(1, at_once)):
         last, passes = min(first + at_once - 1, largest), -(-first // at_once)
@@ -119,8 +119,8 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
     )
 
 
-def _sides(table: StepTable) -> Sequence[tuple[int, int, float, float]]:
-    """The lines of a table: first and last size, time at the first, slope."""
+def _segments(table: StepTable) -> Sequence[tuple[int, int, float, float]]:
+    """Return a table's segments: first and last size, time at the first, slope."""
     found = [(0, table.points[0].samples, table.points[0].time_ms, 0.0)]
     for before, after in pairwise(table.points):
         slope = (after.time_ms - before.time_ms) / (after.samples - before.samples)
@@ -128,12 +128,8 @@ def _sides(table: StepTable) -> Sequence[tuple[int, int, float, float]]:
     return found
 
 
-def _start(line: _Line) -> int:
-    return line.start
-
-
 def _last(line: _Line, time_ms: float, fits: Callable[[float, float], bool]) -> int:
-    """The largest share of a line, whose first one fits, that fits into a time."""
+    """Return the largest share of a segment that fits into a time."""
     if fits(line.at(line.stop), time_ms) or line.slope <= 0:
         return line.stop
     found = line.base + int((time_ms - line.ms) / line.slope)

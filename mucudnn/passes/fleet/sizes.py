@@ -1,4 +1,4 @@
-"""At how few sizes a step has to be measured for its table to be right in between."""
+"""Measure a step at few sizes such that its table is accurate in between."""
 
 import math
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from mucudnn.ir.fleet import StepPoint, StepTable
 __all__ = ["TOLERANCE", "measured_table"]
 
 TOLERANCE = 0.03
-"""Of a time, what a line between two sizes may be off."""
+"""Relative error allowed for interpolated times."""
 
 _FINE = 16
-"""How exactly the largest size that fits is looked for, as a fraction."""
+"""The largest size that fits is found up to 1 / _FINE of it."""
 
 
 def measured_table(
@@ -23,22 +23,14 @@ def measured_table(
     tolerance: float = TOLERANCE,
     unfitting: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> StepTable:
-    """A table from as few measurements as its shape takes.
+    """Measure a table with as few sizes as its shape requires.
 
-    The ends come first. A range is halved, in ratio, at a size whose time then is not
-    on the line between its ends; where it is, the times in between are taken to be on
-    that line too: fixed costs make a step's time concave in its size, and a concave
-    curve that meets its chord in the middle is the chord. Where the largest does not
-    fit, the table ends with one that does, next to it or by a sixteenth less.
-
-    Args:
-        device: What is measured.
-        least: The smallest size.
-        most: The largest.
-        measure: Called with a size.
-        tolerance: Of a time, what the line may be off.
-        unfitting: What `measure` raises of a size that does not fit; of the smallest
-            it is raised again.
+    The two ends are measured first. A range is bisected (geometrically) until the time
+    of its middle is on the line between its ends. Fixed costs make a step's time
+    concave in its size, and a concave curve that meets its chord in the middle is the
+    chord. If the largest size does not fit, the table ends with the largest one that
+    does, up to a sixteenth. `unfitting` are the exceptions `measure` raises for sizes
+    that do not fit; for the smallest size they are propagated.
     """
     known: dict[int, StepPoint] = {}
 

@@ -1,13 +1,13 @@
-"""The fastest way to share out a mini-batch: everybody ends at the same time.
+"""Split a mini-batch among ranks such that the slowest rank ends as early as possible.
 
     minimise    max of t_i(n_i) + all-reduce
     subject to  sum of n_i = N,  at_least <= n_i <= what rank i can take
 
-("Accelerating Deep Learning Frameworks with Micro-batches", Oyama et al., CLUSTER 2018,
-trains on unequal devices so; how it divides is not published.) Times never fall with
-the share, so within a time T rank i takes at most c_i(T) samples, and T is enough if
-and only if those add up to N. The least such T is one of the times of the tables; it is
-bisected down to the last bit, so the result is exact.
+Oyama et al., "Accelerating Deep Learning Frameworks with Micro-batches", CLUSTER 2018,
+train on unequal devices this way, but do not publish how they divide. Times never fall
+with the share, so within a time T rank i takes at most c_i(T) samples, and T is enough
+if and only if these add up to N. The least such T is one of the times of the tables; it
+is bisected down to the last bit, so the result is exact.
 """
 
 from collections import Counter
@@ -25,19 +25,16 @@ _MOST = 1 << 20
 
 
 def split_batch(fleet: Fleet, batch: int, *, at_least: int = 0) -> FleetPlan:
-    """Share out a mini-batch so that a step takes the least time.
-
-    Of all ways that take no longer, no rank but the slowest has more than it can do in
-    less time than the slowest takes.
+    """Split a mini-batch so that a step takes the least time.
 
     Args:
-        fleet: Who takes part.
+        fleet: The ranks.
         batch: Samples of all ranks together.
-        at_least: Samples of every rank; with 0 a slow one may have none.
+        at_least: Minimum samples of every rank; with 0 a slow rank may have none.
 
     Raises:
-        ValueError: The batch has fewer samples than that.
-        PlanningError: It does not fit on the fleet.
+        ValueError: The batch has fewer samples than the ranks require.
+        PlanningError: The batch does not fit on the fleet.
     """
     an_integer("batch", batch, 1, _MOST)
     times = times_of(fleet, batch)
@@ -46,22 +43,14 @@ def split_batch(fleet: Fleet, batch: int, *, at_least: int = 0) -> FleetPlan:
     level = _least_time(kinds, batch, at_least)
     base = [max(at_least, of.most_before(level)) for of in times]
     room = [of.most_by(level) - n for of, n in zip(times, base, strict=True)]
-    samples = _filled(base, room, batch - sum(base))
+    samples = _distribute(base, room, batch - sum(base))
     return plan_of(fleet, samples, times)
 
 
 def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> FleetPlan:
-    """The mini-batch of a range that trains the most samples a second, shared out.
+    """Choose and split the mini-batch with the highest throughput in a range.
 
-    Args:
-        fleet: Who takes part.
-        least: The smallest that is wanted.
-        most: The largest.
-        at_least: Samples of every rank.
-
-    Raises:
-        ValueError: The range is empty, or too small for `at_least`.
-        PlanningError: Not even the smallest fits on the fleet.
+    Errors are those of `split_batch`.
     """
     an_integer("least", least, 1, _MOST)
     an_integer("most", most, least, _MOST)
@@ -71,7 +60,7 @@ def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> Fle
     floor = max(of.time_ms(at_least) for of in kinds)
     best, chosen = -1.0, least
     for level in sorted({ms for of in kinds for ms in of.times_ms}):
-        taken = min(most, _taken(kinds, level, at_least))
+        taken = min(most, _samples_within(kinds, level, at_least))
         if taken < least:
             continue
         rate = taken / (max(level, floor) + fleet.all_reduce_ms)
@@ -104,28 +93,28 @@ def _check(
         )
 
 
-def _taken(kinds: Counter[ShareTimes], level: float, at_least: int) -> int:
-    """Samples that a fleet takes within a time, of every rank at least so many."""
+def _samples_within(kinds: Counter[ShareTimes], level: float, at_least: int) -> int:
+    """Return the samples a fleet takes within a time, at least `at_least` per rank."""
     return sum(n * max(at_least, of.most_by(level)) for of, n in kinds.items())
 
 
 def _least_time(kinds: Counter[ShareTimes], batch: int, at_least: int) -> float:
-    """The least time in which the fleet takes a batch; one of the tables' times."""
+    """Return the least of the tables' times in which the fleet takes a batch."""
     low = 0.0
-    if _taken(kinds, low, at_least) >= batch:
+    if _samples_within(kinds, low, at_least) >= batch:
         return low
     high = max(of.time_ms(of.most) for of in kinds)
     while low < (middle := low + (high - low) / 2) < high:
-        if _taken(kinds, middle, at_least) >= batch:
-            # Nothing happens between the times of the tables.
+        if _samples_within(kinds, middle, at_least) >= batch:
+            # Only the times of the tables matter: step down to the next one.
             high = max(of.time_ms(of.most_by(middle)) for of in kinds)
         else:
             low = middle
     return high
 
 
-def _filled(base: Sequence[int], room: Sequence[int], left: int) -> list[int]:
-    """Share out what is left among those that have room, as evenly as can be."""
+def _distribute(base: Sequence[int], room: Sequence[int], left: int) -> list[int]:
+    """Distribute the remaining samples evenly among ranks that have room."""
     samples = list(base)
     open_ranks = sorted((i for i, n in enumerate(room) if n > 0), key=room.__getitem__)
     for place, i in enumerate(open_ranks):

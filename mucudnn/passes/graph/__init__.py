@@ -1,1 +1,1 @@
-"""Graph in, graph out: what a training step consists of."""
+"""Graph-to-graph passes that build and transform training steps."""

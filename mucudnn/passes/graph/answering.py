@@ -1,4 +1,4 @@
-"""A network that only answers: no loss, no gradients, no labels."""
+"""Inference graphs: a forward graph without loss, gradients and labels."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -9,18 +9,10 @@ __all__ = ["up_to"]
 
 
 def up_to(graph: Graph, *outputs: str) -> Graph:
-    """The nodes of a forward graph that some of its tensors follow from.
-
-    Args:
-        graph: A forward graph.
-        outputs: Its tensors, which become its results.
-
-    Raises:
-        ValueError: It has no such tensor.
-    """
+    """Return the part of a forward graph that computes some of its tensors."""
     for name in outputs:
         if name not in graph.tensors:
-            raise ValueError(f"there is no tensor {name!r}")
+            raise ValueError(f"the graph has no tensor {name!r}")
     wanted, nodes = set(outputs), []
     for node in reversed(graph.nodes):
         if not wanted.isdisjoint(node.outputs):

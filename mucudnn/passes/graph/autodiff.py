@@ -17,21 +17,21 @@ __all__ = ["LOSS_SCALE", "RULES", "Tape", "training_graph"]
 def training_graph(
     forward: Graph, loss: str | None = None, *, loss_scale: float | None = 1.0
 ) -> Graph:
-    """The forward graph followed by the gradients of a loss.
+    """Return the forward graph followed by the gradients of a loss.
 
     Args:
         forward: A network.
-        loss: A scalar of it; the first output if not given.
-        loss_scale: The gradient of the loss itself. None makes it an input called
+        loss: A scalar tensor of the network; by default its first output.
+        loss_scale: Gradient of the loss itself. None makes it an input called
             `loss_scale`, for mixed precision.
 
     Returns:
-        The training graph; its `gradients` name that of every parameter the loss
-        depends on. The forward graph's outputs stay its outputs.
+        The training graph; its `gradients` map every parameter the loss depends on to
+        the parameter's gradient. The outputs are those of the forward graph.
 
     Raises:
-        ValueError: The loss is no scalar of the graph.
-        PlanningError: An operation on the way has no gradient.
+        ValueError: The loss is not a computed scalar of the graph.
+        PlanningError: An operation on the path has no gradient.
     """
     loss = forward.outputs[0] if loss is None else loss
     if loss not in forward.producers or forward.tensors[loss].shape != ():

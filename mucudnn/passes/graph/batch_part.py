@@ -1,9 +1,9 @@
-"""The step of one rank, whose batch is some rows of that of all ranks together.
+"""Adapt a training step to one rank, whose batch is a row range of the global batch.
 
-A rank's graph is built for its own rows. What it draws at random follows from an
-element's position, so it is told where in the whole batch its rows begin: it draws what
-one device draws for them. Batch normalisation may fall into pieces, between which the
-statistics of all ranks can be merged.
+A rank's graph is built for its own rows. Random numbers depend on an element's position
+in the global batch, so that a rank draws the same numbers as a single device. Batch
+normalisation may be decomposed, so that the statistics of all ranks can be merged in
+between.
 """
 
 from dataclasses import replace
@@ -17,18 +17,13 @@ __all__ = ["drawing_rows", "in_pieces"]
 
 
 def drawing_rows(graph: Graph, rows: Rows) -> Graph:
-    """A step with the random numbers of its rows of a larger batch.
-
-    Args:
-        graph: A training graph for that many rows, without updates.
-        rows: Which they are.
-    """
+    """Return a step that draws the random numbers of a row range of a larger batch."""
     nodes = tuple(_drawing(graph, node, rows) for node in graph.nodes)
     return replace(graph, nodes=nodes)
 
 
 def in_pieces(graph: Graph) -> Graph:
-    """A step whose nodes fall into pieces where their samples depend on each other."""
+    """Return a step whose cross-sample operations are decomposed."""
     tensors = dict(graph.tensors)
     nodes: list[Node] = []
     for node in graph.nodes:

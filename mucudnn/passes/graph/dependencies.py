@@ -1,9 +1,9 @@
-"""Which nodes must stay before which: everything that fixes the result of a graph.
+"""Dependencies between nodes: every order that respects them computes the same bits.
 
-A node waits for the one that writes a tensor it reads. Where several nodes write the
-same bytes (results in place, state that a step changes), it waits as well for the last
-of them before it, and one that overwrites waits for all who read what was there. An
-order that keeps these pairs computes the same bits.
+A node depends on the writers of the tensors that it reads. Where several nodes write
+the same bytes (in-place results, state that a step changes), it also depends on the
+last of them before it, and a node that overwrites depends on all readers of the bytes'
+previous contents.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def written(graph: Graph, node: Node) -> tuple[str, ...]:
-    """Storages whose bytes a node changes."""
+    """Return the storages whose bytes a node changes."""
     outputs = () if node.traits.view else node.outputs
     storages = graph.storages
     if len(outputs) == 1 and not node.mutates:  # most nodes
@@ -30,15 +30,12 @@ def written(graph: Graph, node: Node) -> tuple[str, ...]:
 
 
 def last_writes(graph: Graph) -> dict[str, int]:
-    """Storage -> the position of the last node that changes its bytes."""
+    """Return the position of the last node that changes each storage."""
     return {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
 
 
 def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
-    """Tensor -> the position of the last node that changes it, or makes a view of it.
-
-    What no node makes or changes is there at -1.
-    """
+    """Return the position of each tensor's last change; -1 if no node changes it."""
     writes = last_writes(graph)
     made = {t: i for i, node in enumerate(graph.nodes) for t in node.outputs}
     return {
@@ -48,12 +45,7 @@ def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
 
 
 def writes_before(graph: Graph, readers: Mapping[str, int]) -> dict[str, int]:
-    """Storage -> the last node that changes its bytes before one that reads it.
-
-    Args:
-        graph: Of a step.
-        readers: Storage -> the position of the reader.
-    """
+    """Return the position of the last write of each storage before its reader."""
     found: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         for storage in written(graph, node):
@@ -65,7 +57,7 @@ def writes_before(graph: Graph, readers: Mapping[str, int]) -> dict[str, int]:
 def with_nodes_after(
     graph: Graph, more: Mapping[int, Sequence[Node]]
 ) -> tuple[Node, ...]:
-    """The nodes of a graph and others right behind them; behind -1 is before all."""
+    """Return a graph's nodes with others inserted behind positions; -1 is the front."""
     nodes = [*more.get(-1, ())]
     for position, node in enumerate(graph.nodes):
         nodes += (node, *more.get(position, ()))
@@ -73,7 +65,7 @@ def with_nodes_after(
 
 
 def dependencies(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """For every node the positions of those it waits for, ascending."""
+    """Return the positions of the nodes that each node depends on, ascending."""
     storages = graph.storages
     producer: dict[str, int] = {}
     writer: dict[str, int] = {}

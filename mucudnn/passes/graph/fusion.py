@@ -1,12 +1,12 @@
-"""Let one kernel do what several elementwise ones behind each other do.
+"""Fuse chains of elementwise operations into single kernels.
 
 A ReLU behind a batch normalisation, a bias or a sum, and a sum behind a normalisation,
-read what was just written and write it again. One node does all of it: the tensors
-between are never there. Which chains of operations there are kernels for is a table
-(`FUSIONS`). The pass works on a forward graph; gradients of the fused nodes follow from
-rules of their own, which apply the ReLU's gradient where the next gradient reads it.
-Nothing but the last result of a chain may be read by anybody else. A convolution that
-a library computes with bias and ReLU in one reads the bias as a third operand.
+read a tensor that was just written and write it again. A fused node never writes the
+intermediate tensors. The table `FUSIONS` lists the chains that have kernels. The pass
+works on a forward graph; fused nodes have gradient rules of their own, which apply the
+ReLU's gradient where the next gradient reads it. Only the last result of a chain may
+have other readers. A convolution with a library kernel for bias and ReLU reads the bias
+as a third operand.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,36 +21,30 @@ from mucudnn.ir.tensor import TensorSpec
 __all__ = ["Offers", "fused"]
 
 Offers = Callable[[ConvProblem, str], bool]
-"""(forward convolution, data type of a bias) -> whether there is a kernel that adds the
-bias and applies a ReLU as well."""
+"""(forward convolution, dtype of a bias) -> whether a kernel also adds the bias and
+applies a ReLU."""
 
 Chain = tuple[Node, ...]
-"""Nodes of which each reads the first result of the one before."""
+"""Nodes that each read the first result of the node before."""
 
 
 def fused(graph: Graph, offers: Offers | None = None) -> Graph:
-    """The same network in fewer nodes.
+    """Return the network with chains of operations fused.
 
-    Results are those of the network as it was, within a rounding; names of nodes are
-    those of the first that each stands for.
-
-    Args:
-        graph: A forward graph.
-        offers: Which forward convolutions do a bias and a ReLU as well.
+    Results are equal up to rounding; a fused node has the name of its chain's first.
     """
-    graph = _chained(graph)
+    graph = _fuse_chains(graph)
     return graph if offers is None else _with_epilogues(graph, offers)
 
 
 def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
-    """Convolutions that do what bias and ReLU behind them did.
+    """Fuse bias and ReLU into convolutions.
 
-    A bias that no kernel takes as it is may be cast to what the convolution computes
-    in, as its filter is.
+    A bias whose dtype no kernel takes may be cast to the convolution's, as filters are.
     """
-    within: dict[str, tuple[Node, str]] = {}  # node -> what does it, type of the bias
+    within: dict[str, tuple[Node, str]] = {}  # epilogue -> convolution, dtype of bias
     for node in graph.nodes:
-        before = _only_for(graph, node.inputs[0], node) if node.inputs else None
+        before = _fusable_producer(graph, node.inputs[0], node) if node.inputs else None
         if before is None or (before.op, node.op) != EPILOGUE:
             continue
         problem, own = before.attrs["problem"], graph.tensors[node.inputs[1]].dtype
@@ -58,22 +52,22 @@ def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
             kinds = (k for k in (own, problem.dtype) if offers(problem, k))
             if (kind := next(kinds, None)) is not None:
                 within[node.name] = before, kind
-    gone = {before.name for before, _ in within.values()}
+    removed = {before.name for before, _ in within.values()}
     tensors, nodes = dict(graph.tensors), list[Node]()
     for node in graph.nodes:
-        if node.name in gone:
+        if node.name in removed:
             del tensors[node.outputs[0]]
         elif node.name in within:
-            nodes += _taken_in(tensors, *within[node.name], node)
+            nodes += _conv_with_epilogue(tensors, *within[node.name], node)
         else:
             nodes.append(node)
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
 
 
-def _taken_in(
+def _conv_with_epilogue(
     tensors: dict[str, TensorSpec], conv: Node, kind: str, behind: Node
 ) -> Iterator[Node]:
-    """A convolution with what was behind it, and a cast of the bias before it."""
+    """Yield a convolution with its epilogue, and before it a cast of the bias."""
     bias = behind.inputs[1]
     if tensors[bias].dtype != kind:
         name, spec = f"{bias}:{kind}", tensors[bias]
@@ -86,22 +80,22 @@ def _taken_in(
     yield make_node(tensors, *made)
 
 
-def _chained(graph: Graph) -> Graph:
+def _fuse_chains(graph: Graph) -> Graph:
     chains: dict[str, Chain] = {}
-    gone: set[str] = set()
+    removed: set[str] = set()
     for node in graph.nodes:
         for chain in _chains(graph, (node,)):
             names = {member.name for member in chain}
-            if gone.isdisjoint(names) and _may_move(graph, chain):
+            if removed.isdisjoint(names) and _can_run_at_end(graph, chain):
                 chains[node.name] = chain
-                gone |= names
+                removed |= names
                 break
     if not chains:
         return graph
     nodes = [
-        _one(graph, chains[node.name]) if node.name in chains else node
+        _fused_node(graph, chains[node.name]) if node.name in chains else node
         for node in graph.nodes
-        if node.name in chains or node.name not in gone
+        if node.name in chains or node.name not in removed
     ]
     between = {node.outputs[0] for chain in chains.values() for node in chain[:-1]}
     tensors = {n: spec for n, spec in graph.tensors.items() if n not in between}
@@ -109,17 +103,14 @@ def _chained(graph: Graph) -> Graph:
 
 
 def _chains(graph: Graph, behind: Chain) -> Iterator[Chain]:
-    """Chains that there is a kernel for and that end so, the longest first.
-
-    Of two that differ in what they begin with, the one that begins later comes first.
-    """
+    """Yield chains with a kernel that end in `behind`, longest and latest first."""
     operations = tuple(node.op for node in behind)
     if not any(chain[-len(operations) :] == operations for chain in FUSIONS):
         return
     found = [
         before
         for name in dict.fromkeys(behind[0].inputs)
-        if (before := _only_for(graph, name, behind[0])) is not None
+        if (before := _fusable_producer(graph, name, behind[0])) is not None
     ]
     for before in sorted(found, key=lambda node: -graph.positions[node.name]):
         yield from _chains(graph, (before, *behind))
@@ -127,8 +118,8 @@ def _chains(graph: Graph, behind: Chain) -> Iterator[Chain]:
         yield behind
 
 
-def _only_for(graph: Graph, name: str, reader: Node) -> Node | None:
-    """What writes a tensor that one node alone reads, once, and that keeps its type."""
+def _fusable_producer(graph: Graph, name: str, reader: Node) -> Node | None:
+    """Return the producer of a tensor whose only use is one read in the same dtype."""
     node = graph.producers.get(name)
     if node is None or name != node.outputs[0] or name in graph.outputs:
         return None
@@ -147,8 +138,8 @@ def _only_for(graph: Graph, name: str, reader: Node) -> Node | None:
     return None if shared else node
 
 
-def _one(graph: Graph, chain: Chain) -> Node:
-    """The node that a chain becomes: what it reads, in order, but what is between."""
+def _fused_node(graph: Graph, chain: Chain) -> Node:
+    """Return the fused node of a chain; it reads all inputs except intermediates."""
     first, last = chain[0], chain[-1]
     between = {node.outputs[0] for node in chain[:-1]}
     inputs = tuple(
@@ -166,8 +157,8 @@ def _one(graph: Graph, chain: Chain) -> Node:
     )
 
 
-def _may_move(graph: Graph, chain: Sequence[Node]) -> bool:
-    """Whether all may run where the last does: nothing between them minds."""
+def _can_run_at_end(graph: Graph, chain: Sequence[Node]) -> bool:
+    """Return whether a whole chain may run at the position of its last node."""
     positions, storages = graph.positions, graph.storages
     read = {storages[name] for node in chain for name in node.inputs}
     changed = {storages[name] for node in chain for name in node.mutates}

@@ -1,7 +1,7 @@
-"""One update from several mini-batches: their gradients are summed in between.
+"""Gradient accumulation: one update from the summed gradients of several mini-batches.
 
-It takes two graphs: one adds the gradients to totals that outlive a step, the other
-adds the last ones, updates by the mean, and clears the totals.
+There are two graphs: one adds gradients to totals that persist between steps, the other
+adds the last gradients, updates by the mean, and clears the totals.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ class Accumulating:
 
     Attributes:
         micro_step: Adds to the totals; runs for all mini-batches but the last.
-        last_step: Adds the last one, updates the parameters, clears the totals. It
-            declares all persistent tensors of the other, and the optimizer's.
+        last_step: Adds the last gradients, updates the parameters, clears the totals.
+            It declares all persistent tensors of both graphs and of the optimizer.
     """
 
     micro_step: Graph
@@ -41,21 +41,17 @@ def accumulating(
     gradient_scale: float = 1.0,
     scaling: DynamicLossScale | None = None,
 ) -> Accumulating:
-    """Graphs that update by the mean of the gradients of several mini-batches.
+    """Build the graphs that update by the mean gradient of several mini-batches.
 
-    Args:
-        graph: A training graph of one of them.
-        optimizer: How to update.
-        mini_batches: How many; at least 2.
-        when: See `with_updates`.
-        gradient_scale: Factor of gradients, beside that of the mean.
-        scaling: See `with_updates`.
+    The other arguments are those of `with_updates`.
 
     Raises:
         ValueError: As `with_updates`, or fewer than 2 mini-batches.
     """
     if mini_batches < 2:
-        raise ValueError(f"accumulation takes 2 mini-batches, got {mini_batches}")
+        raise ValueError(
+            f"accumulation takes at least 2 mini-batches, got {mini_batches}"
+        )
     micro = _with_totals(graph)
     scale = gradient_scale / mini_batches
     totals = MappingProxyType({w: _total(w) for w in graph.gradients})
@@ -71,7 +67,7 @@ def accumulating(
 
 
 def updated_by(graph: Graph) -> tuple[str, ...]:
-    """What parameters are updated by: totals where there are some, or gradients."""
+    """Return the tensors that updates read: totals if there are any, else gradients."""
     totals = ((_total(w), gradient) for w, gradient in graph.gradients.items())
     return tuple(total if total in graph.tensors else g for total, g in totals)
 
@@ -81,7 +77,7 @@ def _total(parameter: str) -> str:
 
 
 def _with_totals(graph: Graph) -> Graph:
-    """Each gradient is added to its total as soon as it is known."""
+    """Add each gradient to its total as soon as it is final."""
     tensors, initializers = dict(graph.tensors), dict(graph.initializers)
     known = finished(graph, graph.gradients.values())
     ready: dict[int, list[Node]] = {}
@@ -110,10 +106,10 @@ def _with_totals(graph: Graph) -> Graph:
 
 
 def _with_clearing(graph: Graph) -> Graph:
-    """Totals are zero again behind the updates, the last to read them.
+    """Clear totals behind the updates, their last readers.
 
-    By a fill: infinity times zero is no number. Updates that follow one another stay
-    together: they may be one launch.
+    Totals are filled with zeros, as infinity times zero is not a number. Consecutive
+    updates stay together, so that they may be one launch.
     """
     tensors = dict(graph.tensors)
     totals = set(graph.gradients.values())
@@ -122,15 +118,15 @@ def _with_clearing(graph: Graph) -> Graph:
     done: list[str] = []
     for node in graph.nodes:
         if node.phase is not Phase.UPDATE:
-            nodes += (_cleared(tensors, total) for total in done)
+            nodes += (_clear(tensors, total) for total in done)
             done = []
         nodes.append(node)
         done += (t for t in node.inputs if t in totals and last[t] is node)
-    nodes += (_cleared(tensors, total) for total in done)
+    nodes += (_clear(tensors, total) for total in done)
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
 
 
-def _cleared(tensors: dict[str, TensorSpec], total: str) -> Node:
+def _clear(tensors: dict[str, TensorSpec], total: str) -> Node:
     name = f"{total}.cleared"
     tensors[name] = replace(tensors[total], name=name, role=Role.GRADIENT, alias=total)
     attrs = MappingProxyType({"value": 0.0})

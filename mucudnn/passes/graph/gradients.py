@@ -1,7 +1,7 @@
-"""How each operation passes its gradient on: one rule an operation.
+"""Gradient rules, one per operation.
 
-A rule appends nodes to a tape. It reads what the forward pass still has: the result
-rather than the input where the input may have been overwritten.
+A rule appends gradient nodes to a tape. It reads an operation's result rather than its
+input where the input may have been overwritten in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,23 +18,23 @@ Rule = Callable[[Tape, Node], None]
 
 
 def _conv(tape: Tape, node: Node) -> None:
-    """Each of the three kernels is linear in both operands: the other two follow."""
+    # Every kernel is linear in both operands; the other two kernels are its gradients.
     (a, w, *bias), dy = node.inputs, tape.of(node)
     problem: ConvProblem = node.attrs["problem"]
-    if bias:  # and a ReLU, which let through what the result has
+    if bias:  # bias and ReLU are fused: the result tells where the ReLU was active
         (y,) = node.outputs
         dy = tape.emit_within("bias_relu_grad", (y, dy), y, tuple(bias))
 
-    def turned(direction: Direction) -> ConvProblem:
+    def with_direction(direction: Direction) -> ConvProblem:
         return replace(problem, direction=direction)
 
-    to_filter = turned(Direction.BACKWARD_FILTER)
+    to_filter = with_direction(Direction.BACKWARD_FILTER)
     if problem.direction is Direction.FORWARD:
         tape.emit("conv", (a, dy), w, problem=to_filter)
-        tape.emit("conv", (dy, w), a, problem=turned(Direction.BACKWARD_DATA))
-    else:  # a transposed convolution: what it takes is the other's output gradient
+        tape.emit("conv", (dy, w), a, problem=with_direction(Direction.BACKWARD_DATA))
+    else:  # a transposed convolution: its input is an output gradient
         tape.emit("conv", (dy, a), w, problem=to_filter)
-        tape.emit("conv", (dy, w), a, problem=turned(Direction.FORWARD))
+        tape.emit("conv", (dy, w), a, problem=with_direction(Direction.FORWARD))
 
 
 def _bias(tape: Tape, node: Node) -> None:
@@ -56,12 +56,12 @@ def _matmul(tape: Tape, node: Node) -> None:
         tape.emit("matmul", (dy, b), a, transpose_a=False, transpose_b=not tb)
 
 
-def _reading(op: str, *operands: str) -> Rule:
-    """One node, for the gradient of the first input.
+def _single_node_rule(op: str, *operands: str) -> Rule:
+    """Return a rule with one node, for the gradient of the first input.
 
     Args:
-        op: What it computes; its attributes are those of the forward node.
-        operands: What it reads: `dy`, an input (`x0`, `x1`) or a result (`y0`, `y1`).
+        op: Operation of the node, with the attributes of the forward node.
+        operands: Inputs: `dy`, a forward input (`x0`, `x1`) or result (`y0`, `y1`).
     """
 
     def rule(tape: Tape, node: Node) -> None:
@@ -74,7 +74,7 @@ def _reading(op: str, *operands: str) -> Rule:
     return rule
 
 
-def _normalised(op: str) -> Rule:
+def _norm_rule(op: str) -> Rule:
     def rule(tape: Tape, node: Node) -> None:
         x, gamma, beta = node.inputs[:3]
         _, mean, inv_std = node.outputs
@@ -86,7 +86,7 @@ def _normalised(op: str) -> Rule:
 
 
 def _batch_norm_relu(tape: Tape, node: Node) -> None:
-    """What the ReLU let through follows from the input: its result is not kept."""
+    # The ReLU's mask is computed from the input again: the result is not saved.
     x, gamma, beta = node.inputs[:3]
     inputs = (x, tape.of(node), gamma, beta, *node.outputs[1:])
     tape.emit("batch_norm_relu_grad", inputs, (x, gamma, beta))
@@ -167,38 +167,38 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": _add,
         "add_relu": _add_relu,
-        "avg_pool": _reading("avg_pool_grad", "dy"),
-        "batch_norm": _normalised("batch_norm_grad"),
+        "avg_pool": _single_node_rule("avg_pool_grad", "dy"),
+        "batch_norm": _norm_rule("batch_norm_grad"),
         "batch_norm_add_relu": _batch_norm_add_relu,
         "batch_norm_relu": _batch_norm_relu,
         "bias": _bias,
         "bias_relu": _bias_relu,
-        "cast": _reading("cast", "dy"),
+        "cast": _single_node_rule("cast", "dy"),
         "concat": _concat,
         "conv": _conv,
-        "dropout": _reading("dropout", "dy", "x1"),
-        "gelu": _reading("gelu_grad", "x0", "dy"),
-        "group_norm": _normalised("group_norm_grad"),
-        "leaky_relu": _reading("leaky_relu_grad", "y0", "dy"),
-        "lrn": _reading("lrn_grad", "x0", "y0", "dy"),
+        "dropout": _single_node_rule("dropout", "dy", "x1"),
+        "gelu": _single_node_rule("gelu_grad", "x0", "dy"),
+        "group_norm": _norm_rule("group_norm_grad"),
+        "leaky_relu": _single_node_rule("leaky_relu_grad", "y0", "dy"),
+        "lrn": _single_node_rule("lrn_grad", "x0", "y0", "dy"),
         "matmul": _matmul,
-        "max_pool": _reading("max_pool_grad", "dy", "y1"),
+        "max_pool": _single_node_rule("max_pool_grad", "dy", "y1"),
         "mean_squared_error": _mean_squared_error,
         "multiply": _multiply,
         "pad": _pad,
-        "relu": _reading("relu_grad", "y0", "dy"),
+        "relu": _single_node_rule("relu_grad", "y0", "dy"),
         "reshape": _reshape,
-        "scale": _reading("scale", "dy"),
-        "sigmoid": _reading("sigmoid_grad", "y0", "dy"),
+        "scale": _single_node_rule("scale", "dy"),
+        "sigmoid": _single_node_rule("sigmoid_grad", "y0", "dy"),
         "slice": _slice,
-        "softmax_cross_entropy": _reading(
+        "softmax_cross_entropy": _single_node_rule(
             "softmax_cross_entropy_grad", "y1", "x1", "dy"
         ),
-        "tanh": _reading("tanh_grad", "y0", "dy"),
-        "to_channels_first": _reading("to_channels_last", "dy"),
-        "to_channels_last": _reading("to_channels_first", "dy"),
-        "upsample_bilinear": _reading("upsample_bilinear_grad", "dy"),
-        "upsample_nearest": _reading("upsample_nearest_grad", "dy"),
+        "tanh": _single_node_rule("tanh_grad", "y0", "dy"),
+        "to_channels_first": _single_node_rule("to_channels_last", "dy"),
+        "to_channels_last": _single_node_rule("to_channels_first", "dy"),
+        "upsample_bilinear": _single_node_rule("upsample_bilinear_grad", "dy"),
+        "upsample_nearest": _single_node_rule("upsample_nearest_grad", "dy"),
     }
 )
-"""Operation -> what appends its gradient; those without one end the backward pass."""
+"""Gradient rule of each operation; operations without one end the backward pass."""

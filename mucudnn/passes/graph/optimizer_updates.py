@@ -1,9 +1,8 @@
-"""Append to a training graph what updates its parameters.
+"""Append parameter updates to a training graph.
 
-An update needs its gradient and overwrites its parameter: it comes after both are done
-with. Run as early as that, it lets the gradient go at once; run at the end, all
-gradients are alive together, which is what a norm over all of them needs, and a loss
-scale that follows what overflows.
+An update reads its gradient and overwrites its parameter, so it follows their last
+other use. Run as early as possible, it frees the gradient at once; run at the end, all
+gradients are alive together, which a global norm and dynamic loss scaling require.
 """
 
 from dataclasses import replace
@@ -33,10 +32,10 @@ __all__ = [
 ]
 
 LEARNING_RATE = "lr"
-"""The scalar input that holds the learning rate."""
+"""Name of the scalar input with the learning rate."""
 
 STEP = "step"
-"""The scalar int64 input that counts steps from 0."""
+"""Name of the scalar int64 input that counts steps from 0."""
 
 When = Literal["early", "late"]
 
@@ -49,25 +48,28 @@ def with_updates(
     gradient_scale: float = 1.0,
     scaling: DynamicLossScale | None = None,
 ) -> Graph:
-    """A training graph with an update of every parameter that has a gradient.
+    """Return a training graph with an update of every parameter that has a gradient.
 
     Adds the scalar input `lr`, for Adam also `step`, and the optimizer's state, which
     starts at zero.
 
     Args:
         graph: A training graph.
-        optimizer: How to update.
-        when: "early": as soon as a parameter and its gradient are done with;
+        optimizer: The update rule.
+        when: "early": as soon as a parameter and its gradient have no further use;
             "late": after all other nodes.
         gradient_scale: Factor of gradients, such as 1 / loss scale.
-        scaling: How the scale of the loss changes that the graph has as state; updates
-            then run at the end, for any gradient may overflow.
+        scaling: Policy of the loss scale in the graph's state; updates then run at
+            the end, as any gradient may overflow.
 
     Raises:
-        ValueError: The graph has no gradients, `when` is neither, or a tensor with one
-            of the names needed is there already and something else.
+        ValueError: The graph has no gradients, `when` is unknown, or the graph has
+            another tensor under a name that updates need.
     """
-    _check(graph, when)
+    if not graph.gradients:
+        raise ValueError("the graph has no gradients; pass it to training_graph first")
+    if when not in ("early", "late"):
+        raise ValueError(f'updates run "early" or "late", not {when!r}')
     draft = _Draft(graph, scaling)
     for w, gradient in graph.gradients.items():
         draft.update(optimizer, w, gradient, gradient_scale)
@@ -75,24 +77,14 @@ def with_updates(
 
 
 def updates_last(graph: Graph) -> Graph:
-    """The same step with its updates behind all other nodes, in the same order.
-
-    There they follow one another, and may be one launch.
-    """
+    """Return the step with its updates at the end, where they may be one launch."""
     others = [node for node in graph.nodes if node.phase is not Phase.UPDATE]
     updates = [node for node in graph.nodes if node.phase is Phase.UPDATE]
     return replace(graph, nodes=(*others, *updates))
 
 
-def _check(graph: Graph, when: str) -> None:
-    if not graph.gradients:
-        raise ValueError("the graph has no gradients; pass it to training_graph first")
-    if when not in ("early", "late"):
-        raise ValueError(f'updates run "early" or "late", not {when!r}')
-
-
 def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """Operation, the state it keeps for each parameter, and its hyperparameters."""
+    """Return the update's operation, state per parameter, and hyperparameters."""
     match optimizer:
         case Sgd():
             return "sgd", (), {}
@@ -109,7 +101,7 @@ def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]
 
 
 class _Draft:
-    """A graph that updates are being added to."""
+    """A graph being extended by updates."""
 
     def __init__(self, graph: Graph, scaling: DynamicLossScale | None) -> None:
         self._graph = graph
@@ -122,7 +114,7 @@ class _Draft:
     def update(
         self, optimizer: Optimizer, w: str, gradient: str, gradient_scale: float
     ) -> None:
-        """Update a parameter."""
+        """Add the update of a parameter."""
         op, slots, attrs = _kernel(optimizer)
         spec = self._graph.tensors[w]
         inputs = [w, gradient, self._input(LEARNING_RATE, spec.dtype)]
@@ -152,7 +144,7 @@ class _Draft:
         self._updates.append((w, gradient, node))
 
     def build(self, when: When) -> Graph:
-        """The graph with the updates in it."""
+        """Return the graph with its updates."""
         return replace(
             self._graph,
             tensors=MappingProxyType(self._tensors),
@@ -164,9 +156,11 @@ class _Draft:
         updates = tuple(node for _, _, node in self._updates)
         if self._scaling is None:
             return (*self._graph.nodes, *updates)
-        looking = looking_for_overflow(self._graph, (g for _, g, _ in self._updates))
+        overflow_checks = looking_for_overflow(
+            self._graph, (g for _, g, _ in self._updates)
+        )
         last = adjusting(self._graph, self._scaling)
-        return (*self._graph.nodes, *looking, *updates, last)
+        return (*self._graph.nodes, *overflow_checks, *updates, last)
 
     def _early(self) -> tuple[Node, ...]:
         storages, nodes = self._graph.storages, self._graph.nodes

@@ -1,4 +1,4 @@
-"""A node as the nodes that it falls into."""
+"""Decomposition of a node into simpler nodes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,7 +13,7 @@ __all__ = ["pieces_of"]
 def pieces_of(
     tensors: Mapping[str, TensorSpec], node: Node
 ) -> tuple[tuple[TensorSpec, ...], tuple[Node, ...]]:
-    """Tensors between the pieces of a node, and the pieces; none of either without."""
+    """Return a node's intermediate tensors and pieces; both empty if it has none."""
     make = node.traits.pieces
     if make is None:
         return (), ()

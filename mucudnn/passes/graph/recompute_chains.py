@@ -1,4 +1,4 @@
-"""Recompute chains: what has to run again to have a dropped tensor back."""
+"""Recompute chains: the nodes that have to run again to restore a dropped tensor."""
 
 import math
 from collections.abc import Callable
@@ -12,13 +12,13 @@ __all__ = ["is_checkpoint", "recompute_chain", "recompute_ms"]
 def recompute_chain(
     graph: Graph, tensor: str, available: Callable[[str], bool]
 ) -> tuple[Node, ...]:
-    """Nodes to run again, in order, for a tensor, from what is available.
+    """Return the nodes to run again, in order, to recompute a tensor.
 
     Args:
         graph: A training graph.
-        tensor: What is dropped.
-        available: Whether a storage is still there when it is needed again; inputs and
-            parameters always are, and what cannot be computed again.
+        tensor: The dropped tensor.
+        available: Whether a storage is resident when the tensor is needed again.
+            Inputs, parameters and tensors that cannot be recomputed always are.
     """
     needed: dict[str, Node] = {}
     pending = [tensor]
@@ -37,7 +37,7 @@ def recompute_chain(
 def recompute_ms(
     graph: Graph, profile: Profile, tensor: str, available: Callable[[str], bool]
 ) -> float:
-    """Time of a recompute chain; infinity for what cannot be computed again."""
+    """Return the time of a recompute chain; infinity if there is none."""
     if not graph.producers[tensor].remakes(tensor):
         return math.inf
     chain = recompute_chain(graph, tensor, available)
@@ -45,10 +45,10 @@ def recompute_ms(
 
 
 def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:
-    """Whether a tensor's bytes are those of something expensive or of a joint.
+    """Return whether a tensor's bytes are worth saving rather than recomputing.
 
-    What can overwrite such a result in place counts for it. What cannot be computed
-    again is a checkpoint, too.
+    Checkpoints are results of expensive nodes and joins of branches, results that
+    overwrite them in place, and results that cannot be recomputed.
     """
     while True:
         node = graph.producers.get(tensor)
@@ -63,7 +63,7 @@ def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bo
 
 
 def _source(graph: Graph, node: Node, tensor: str) -> str | None:
-    """The input whose bytes a result has, or could have."""
+    """Return the input whose bytes a result shares, or could share."""
     if node.traits.view:
         storages = graph.storages
         return next(t for t in node.inputs if storages[t] == storages[tensor])

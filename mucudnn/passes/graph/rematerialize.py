@@ -1,13 +1,13 @@
-"""Rewrite a graph so that dropped activations are computed again when needed.
+"""Rewrite a graph so that dropped activations are recomputed when they are needed.
 
-Mostly the backward pass needs them. Where a step runs in parts, all slices of a tensor
-wait for what needs the whole batch, such as a normalisation's statistics: then the
-forward pass may compute them again as well.
+Mostly the backward pass needs them. If a step runs in micro-batches, all slices of a
+tensor wait for operations over the whole batch, such as a normalisation's statistics;
+then the forward pass may recompute slices as well.
 
-This runs before liveness and before anything is made in-place: recomputing a tensor
-lengthens the lives of its inputs. A copy mutates nothing (a batch norm's leaves the
-running statistics alone, by its `replay`), and one that draws random numbers draws the
-same. What cannot run again, or reads what has been overwritten since, is kept.
+The pass runs before liveness analysis and in-place rewriting, as recomputing a tensor
+extends the live ranges of its inputs. A recompute node mutates nothing (a batch norm
+does not update running statistics, by its `replay`) and draws the same random numbers.
+Nodes that cannot run again, or whose inputs were overwritten since, are not recomputed.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -30,63 +30,50 @@ def rematerialize(
 ) -> Graph:
     """Copy the producers of recomputed tensors to just before their backward uses.
 
-    With `RECOMPUTE` the copy serves all later uses; with `RECOMPUTE_EACH` every
-    backward node that needs it has a copy of its own, and of what that needs. With
-    `RECOMPUTE_ALWAYS` so has every forward node but the first that reads a slice of a
-    tensor, unless results of that share bytes with what it reads.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
-        residency: Of saved tensors.
-        saved: Names of the graph's saved tensors, if they are known.
+    With `RECOMPUTE` one copy serves all later uses. With `RECOMPUTE_EACH` every
+    backward reader has a copy of its own, with its whole recompute chain. With
+    `RECOMPUTE_ALWAYS` so does every forward reader of a slice except the first, unless
+    the reader's results share bytes with its inputs.
     """
     return Rematerializer(graph, saved)(residency)
 
 
 class Rematerializer:
-    """Rewrites one graph time and again; what it is like is found out once.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
-        saved: Names of its saved tensors, if they are known.
-    """
+    """Rewriter of one graph for many residencies, with cached facts about the graph."""
 
     def __init__(self, graph: Graph, saved: Collection[str] | None = None) -> None:
         self.graph = graph
         self._saved = saved
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
-        """The graph with what residencies compute again: see `rematerialize`."""
+        """Return the graph rewritten for these residencies; see `rematerialize`."""
         if not any(choice in RECOMPUTED for choice in residency.values()):
             return self.graph
         rewriter, done = _Rewriter(self, residency), 0
-        for position in rewriter.reading():
+        for position in rewriter.reader_positions():
             rewriter.pass_over(self.graph.nodes[done:position])
             rewriter.visit(self.graph.nodes[position], position)
             done = position + 1
         rewriter.pass_over(self.graph.nodes[done:])
-        return rewriter.found()
+        return rewriter.build()
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
-        """Tensors that may not be there, or be there anew, when they are read again.
-
-        Of a node that runs again all results are new.
-        """
-        return {*self.gone, *self.results(residency, RECOMPUTED)}
+        """Return tensors that may be dropped or replaced before they are read again."""
+        return {*self.unsaved, *self.results(residency, RECOMPUTED)}
 
     def results(
         self, residency: Mapping[str, Residency], choices: Collection[Residency]
     ) -> set[str]:
-        """All results of the nodes that write tensors with one of some residencies."""
+        """Return all results of nodes with a result in one of these residencies."""
         found: set[str] = set()
         for storage, choice in residency.items():
             if choice in choices:
-                found.update(self._together.get(storage, ()))
+                found.update(self._results_of_makers.get(storage, ()))
         return found
 
     @cached_property
-    def gone(self) -> frozenset[str]:
-        """Results of forward nodes, of those with one that no backward node reads."""
+    def unsaved(self) -> frozenset[str]:
+        """Results of forward nodes that have a result no backward node reads."""
         storages, saved = self.graph.storages, self.saved
         return frozenset(
             name
@@ -105,7 +92,7 @@ class Rematerializer:
 
     @cached_property
     def makers(self) -> Mapping[str, Node]:
-        """Tensor -> what makes it again, of tensors that something may make again."""
+        """Node that recomputes each recomputable tensor."""
         found = {}
         for node in self.graph.nodes:
             if node.recomputable:
@@ -116,7 +103,7 @@ class Rematerializer:
 
     @cached_property
     def readers(self) -> Mapping[Phase, Mapping[str, tuple[int, ...]]]:
-        """Phase -> tensor -> positions of its nodes that read it."""
+        """Positions of the readers of each tensor, by phase."""
         found: dict[Phase, dict[str, list[int]]] = {phase: {} for phase in Phase}
         for position, node in enumerate(self.graph.nodes):
             of_phase = found[node.phase]
@@ -129,7 +116,7 @@ class Rematerializer:
 
     @cached_property
     def overwriting(self) -> Mapping[str, tuple[int, ...]]:
-        """Storage -> positions of the nodes that overwrite it, ascending."""
+        """Positions of the nodes that overwrite each storage, ascending."""
         found: dict[str, tuple[int, ...]] = {}
         for position, names in self.graph.overwritten.items():
             for storage in names:
@@ -138,9 +125,9 @@ class Rematerializer:
 
     @cached_property
     def changing(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
-        """Tensor -> its producer's position, and what that reads that is overwritten.
+        """Position of each tensor's producer, and its inputs that are ever overwritten.
 
-        Only of producers that read storages that some node of the graph overwrites.
+        Tensors whose producers read no such input are omitted.
         """
         storages, found = self.graph.storages, {}
         changed = {s for names in self.graph.overwritten.values() for s in names}
@@ -151,8 +138,8 @@ class Rematerializer:
         return found
 
     @cached_property
-    def _together(self) -> Mapping[str, tuple[str, ...]]:
-        """Storage -> all results of the nodes that have results in it."""
+    def _results_of_makers(self) -> Mapping[str, tuple[str, ...]]:
+        """All results of the nodes with a result in each storage."""
         storages = self.graph.storages
         found: dict[str, tuple[str, ...]] = {}
         for node in self.graph.nodes:
@@ -162,7 +149,7 @@ class Rematerializer:
 
 
 class _Rewriter:
-    """One rewritten graph in the making."""
+    """A graph being rewritten for one choice of residencies."""
 
     def __init__(
         self, known: Rematerializer, residency: Mapping[str, Residency]
@@ -180,11 +167,11 @@ class _Rewriter:
         self._dropped = known.dropped(residency)
         always = known.results(residency, (Residency.RECOMPUTE_ALWAYS,))
         self._always = {name for name in always if of_whole(name) != name}
-        self._read: set[str] = set()  # of those and what is gone, by the forward pass
+        self._read: set[str] = set()  # dropped tensors the forward pass has read once
         self._phase, self._now = Phase.FORWARD, 0
 
-    def reading(self) -> list[int]:
-        """Positions of the nodes that may need something again, ascending."""
+    def reader_positions(self) -> list[int]:
+        """Return positions of the nodes that may need recomputed inputs, ascending."""
         phases = [Phase.FORWARD] if self._always else []
         found: set[int] = set()
         for phase in (*phases, Phase.BACKWARD):
@@ -193,36 +180,37 @@ class _Rewriter:
         return sorted(found)
 
     def pass_over(self, nodes: Iterable[Node]) -> None:
-        """Append nodes that need nothing again."""
+        """Append nodes unchanged."""
         self._nodes += nodes
 
-    def found(self) -> Graph:
-        """The graph, when all its nodes were visited."""
+    def build(self) -> Graph:
+        """Return the rewritten graph after all nodes were visited."""
         storages = self._storages if self._same_views else None
         tensors = MappingProxyType(self._tensors)
         return self._graph.with_more_nodes(tensors, tuple(self._nodes), storages)
 
     def visit(self, node: Node, now: int) -> None:
-        """Append a node that reads what is dropped; before it, what it needs again."""
+        """Append a node that reads dropped tensors, behind their recomputation."""
         self._phase, self._now, read = node.phase, now, node.inputs
         if node.phase is Phase.BACKWARD:
-            node = self._reading(node, self._dropped)
+            node = self._with_recomputed_inputs(node, self._dropped)
         else:
             if not self._always.isdisjoint(read) and self._own_bytes(node):
-                node = self._reading(node, self._always)
+                node = self._with_recomputed_inputs(node, self._always)
             self._read.update(self._dropped.intersection(read))
         self._nodes.append(node)
 
     def _own_bytes(self, node: Node) -> bool:
-        """Whether a node changes nothing, and its results share no bytes."""
+        """Return whether a node mutates nothing and its results share no bytes."""
         aliases = (self._tensors[output].alias for output in node.outputs)
         return not node.mutates and not any(aliases)
 
-    def _reading(self, node: Node, dropped: Collection[str]) -> Node:
-        """A node that reads copies of what is dropped, made before it."""
+    def _with_recomputed_inputs(self, node: Node, dropped: Collection[str]) -> Node:
+        """Return a node that reads copies of dropped tensors, emitted before it."""
         mine: dict[str, str] = {}
         inputs = tuple(
-            self._again(name, mine) if name in dropped else name for name in node.inputs
+            self._recompute(name, mine) if name in dropped else name
+            for name in node.inputs
         )
         if inputs == node.inputs:
             return node
@@ -233,9 +221,9 @@ class _Rewriter:
                 self._same_views = False
         return replace(node, inputs=inputs)
 
-    def _again(self, name: str, mine: dict[str, str]) -> str:
-        """The tensor itself, or a copy of it made now; `mine` are this node's own."""
-        known = self._known(name, self._copies, mine)
+    def _recompute(self, name: str, mine: dict[str, str]) -> str:
+        """Return a tensor or its recomputed copy; `mine` are this node's copies."""
+        known = self._copy_map(name, self._copies, mine)
         if known is None:
             return name
         dropped = self._dropped
@@ -247,7 +235,7 @@ class _Rewriter:
                 continue
             node = self._facts.makers[top]
             inputs = [
-                (t, self._known(t, known, mine) if t in dropped else None)
+                (t, self._copy_map(t, known, mine) if t in dropped else None)
                 for t in node.inputs
             ]
             missing = [(t, k) for t, k in inputs if k is not None and t not in k]
@@ -258,23 +246,23 @@ class _Rewriter:
                 self._copy(node, found, known)
         return known[name]
 
-    def _known(
-        self, name: str, asking: dict[str, str], mine: dict[str, str]
+    def _copy_map(
+        self, name: str, dependents: dict[str, str], mine: dict[str, str]
     ) -> dict[str, str] | None:
-        """Where a copy of a tensor is noted; None if the original is still there.
+        """Return the mapping that holds a tensor's copy; None to read the original.
 
-        What no backward node of the graph reads is gone when the forward pass is over:
-        it is made again for what is `asking`. Within the forward pass, the original is
-        there until it has been read once.
+        A tensor that no backward node reads is freed after the forward pass and is
+        recomputed for its dependents. Within the forward pass the original is
+        resident until it has been read once.
 
         Args:
-            name: Of one that is dropped.
-            asking: Where copies of what is made from it are noted.
-            mine: Where those that no other node reads are.
+            name: Name of a dropped tensor.
+            dependents: Mapping with the copies of the tensor's dependents.
+            mine: Mapping with copies that only one node reads.
         """
         if name in self._copies:
             return self._copies
-        if name not in self._facts.makers or self._too_late(name):
+        if name not in self._facts.makers or self._inputs_changed(name):
             return None
         within = self._phase is Phase.FORWARD
         if within and name not in self._read:
@@ -286,13 +274,10 @@ class _Rewriter:
         if choice in RECOMPUTED:
             return mine if name in self._always or not within else None
         forward = self._graph.producers[name].phase is Phase.FORWARD
-        return asking if forward and storage not in self._facts.saved else None
+        return dependents if forward and storage not in self._facts.saved else None
 
-    def _too_late(self, name: str) -> bool:
-        """Whether what makes a tensor again would not find what it read before.
-
-        What follows from a weight that has been updated meanwhile does not.
-        """
+    def _inputs_changed(self, name: str) -> bool:
+        """Return whether a producer's inputs (such as weights) changed since it ran."""
         if name not in self._facts.changing:
             return False
         first, storages = self._facts.changing[name]
@@ -331,7 +316,7 @@ class _Rewriter:
     def _alias(
         self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]
     ) -> str | None:
-        """What a result has the bytes of if its node reads these inputs.
+        """Return the alias of a result if its node reads these inputs.
 
         A view of a copy shares the copy's bytes, not the original's.
         """

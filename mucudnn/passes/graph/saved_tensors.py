@@ -1,4 +1,4 @@
-"""Which forward results are saved for the backward pass, and from when to when."""
+"""Forward results saved for the backward pass, and when they are used."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ class Saved:
     """A forward result that the backward pass reads.
 
     Attributes:
-        name: The tensor.
-        nbytes: Its size.
-        producer: What computes it.
-        first: Position of its producer among the graph's nodes.
-        last: Position of its last forward use.
-        again: Position of its first backward use.
+        name: Name of the tensor.
+        nbytes: Size of the tensor.
+        producer: Node that computes the tensor.
+        first: Position of the producer among the graph's nodes.
+        last: Position of the last forward use.
+        again: Position of the first backward use.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Saved:
 
 
 def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
-    """Forward results that backward nodes read, in order of production.
+    """Return the forward results that backward nodes read, in order of production.
 
-    Views count for the tensor whose bytes they are. Inputs, parameters and state are
-    not among them.
+    Uses of views count as uses of the viewed tensor. Inputs, parameters and state are
+    not included.
     """
     found = []
     for i, node in enumerate(graph.nodes):

@@ -1,20 +1,20 @@
-"""Cut a training step along an axis: every node into slices, every tensor into rows.
+"""Split a training step along an axis: nodes into slices, tensors into row ranges.
 
-No planner can need less than what one node touches at once. A node that computes its
-samples one by one runs on some rows of the batch at a time; what it reads and writes of
-them are storages of their own, which live, leave and are computed again on their own.
-So the working set shrinks by the number of parts. The idea of TSPLIT (Nie et al., ICDE
-2022), and of micro-batches for whole chains of layers instead of single convolutions.
+No plan can need less memory than a single node touches. A node that computes its
+samples independently can run on a range of rows at a time; the rows it reads and writes
+become storages of their own, with their own live ranges, offloads and recomputation.
+The working set shrinks by the number of parts. This is the idea of TSPLIT (Nie et al.,
+ICDE 2022), and of micro-batches for whole chains of layers instead of single
+convolutions.
 
-Nodes say themselves how they are cut (`Batch`); one whose samples depend on each other
-may fall into pieces that can (`pieces`); all others stay whole.
+Nodes declare how they are split (`Batch`); cross-sample operations may be decomposed
+(`pieces`); all other nodes stay whole.
 
-Order is by phases: runs of nodes that are cut into the same number of parts and in
-which none needs a sum that the same run makes. A phase is emitted slice by slice, of
-each node as far ahead as those behind it reach, so that little is alive at once. A node
-that is not cut and reads only such sums waits for the end of the phase instead of
-ending it. Values are those of the whole graph up to the order of sums; whatever is
-planned for the split graph then computes the same bits.
+Nodes are emitted in phases: runs of nodes with the same number of parts, none of which
+needs a sum of the same run. Within a phase the slices of all nodes are interleaved, so
+that little is alive at once. An unsplit node that reads only such sums is deferred to
+the end of the phase instead of ending it. Values equal those of the whole graph up to
+the order of sums; every plan of the split graph computes the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,35 +42,36 @@ _WHOLE = Batch((), ())
 
 
 def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Graph:
-    """The same step with its nodes cut along the batch.
+    """Split the nodes of a step along the batch.
 
     Args:
-        graph: A training graph without updates that nothing has made in-place yet.
-        parts: How many for each node; 1 for what a mapping leaves out. No more than
-            there are samples are made, and what cannot be cut stays whole.
-        batch: Samples in it; by default the first axis of its first input that has one.
+        graph: A training graph without updates, before in-place rewriting.
+        parts: Number of parts of each node (1 for nodes missing in a mapping), at most
+            the number of samples. Nodes that cannot be split stay whole.
+        batch: Number of samples; by default the first axis of the first non-scalar
+            input.
 
     Raises:
-        ValueError: A number of parts is below 1, or the graph's batch is not known.
-        TypeError: It is no whole number.
+        ValueError: A number of parts is below 1, or the batch size is unknown.
+        TypeError: A number of parts is not an integer.
     """
     return split_along(graph, parts, along_batch(graph, batch))
 
 
 def split_height(graph: Graph, parts: Parts) -> Graph:
-    """The same step with its nodes cut along the height of images, depth of volumes.
+    """Split the nodes of a step along the height of images or the depth of volumes.
 
-    No more parts of a node are made than the smallest of its images has rows.
+    A node has at most as many parts as its smallest image has rows.
 
     Raises:
         ValueError: A number of parts is below 1, or the graph has no images.
-        TypeError: It is no whole number.
+        TypeError: A number of parts is not an integer.
     """
     return split_along(graph, parts, along_height(graph))
 
 
 def split_along(graph: Graph, parts: Parts, along: Along) -> Graph:
-    """The same step with its nodes cut along an axis."""
+    """Split the nodes of a step along an axis."""
     return _Splitter(graph, asked_of(parts), along).run()
 
 
@@ -84,9 +85,9 @@ class _Splitter:
         self._emitter = Emitter(self._slices)
         self._phase: list[Cut] = []
         self._sums: set[str] = set()
-        """Results of the open phase that are there only when it is closed."""
-        self._late: list[Node] = []
-        """Whole nodes that run behind the open phase."""
+        """Results of the open phase that are complete only at its end."""
+        self._deferred: list[Node] = []
+        """Unsplit nodes that run right after the open phase."""
 
     def run(self) -> Graph:
         for node in self._graph.nodes:
@@ -97,22 +98,24 @@ class _Splitter:
         for name in (*graph.outputs, *graph.gradients.values()):
             slices.whole(name, graph.nodes[-1].phase)
         used = {t for node in slices.nodes for t in node.tensors} | set(graph.inputs)
-        kept = {
+        used_tensors = {
             name: spec
             for name, spec in slices.tensors.items()
             if name in used or spec.role in PERSISTENT
         }
-        return replace(graph, tensors=MappingProxyType(kept), nodes=tuple(slices.nodes))
+        return replace(
+            graph, tensors=MappingProxyType(used_tensors), nodes=tuple(slices.nodes)
+        )
 
     def _expanded(self, node: Node) -> Iterator[Cut]:
-        """A node, or what it falls into, with the parts of each."""
+        """Yield a node, or its decomposition, with the parts of each."""
         parts = self._parts(node) if node.name in self._cuttable else 1
-        able = cut_as(self._graph.tensors, node, self._along) is not None
-        for piece in (node,) if able or parts == 1 else self._pieces(node):
+        splittable = cut_as(self._graph.tensors, node, self._along) is not None
+        for piece in (node,) if splittable or parts == 1 else self._pieces(node):
             yield self._cut(piece, parts)
 
     def _cut(self, node: Node, parts: int) -> Cut:
-        """A node in no more parts than what it works on has rows."""
+        """Return a node with at most as many parts as its tensors have rows."""
         tensors = self._slices.tensors
         how = cut_as(tensors, node, self._along) if parts > 1 else None
         if how is None:
@@ -132,8 +135,8 @@ class _Splitter:
     def _visit(self, cut: Cut) -> None:
         if cut.parts == 1:
             if self._depends(cut.node):
-                if self._waits(cut.node):
-                    self._late.append(cut.node)
+                if self._can_defer(cut.node):
+                    self._deferred.append(cut.node)
                     self._sums.update(cut.node.outputs)
                     return
                 self._close()
@@ -147,25 +150,25 @@ class _Splitter:
         self._sums.update(name for name, axis in outputs if axis is None)
 
     def _incomplete(self, cut: Cut) -> bool:
-        """Whether a node needs as one what the open phase has made of some rows."""
+        """Return whether a node needs a whole tensor or a sum of the open phase."""
         axes = zip(cut.node.inputs, cut.how.inputs, strict=True)
         whole = {name for name, axis in axes if axis is None}
         made = {name for other in self._phase for name in other.node.outputs}
         return bool(whole & made or self._sums.intersection(cut.node.inputs))
 
-    def _waits(self, node: Node) -> bool:
-        """Whether it can run behind the open phase: it needs sums, and no rows."""
+    def _can_defer(self, node: Node) -> bool:
+        """Return whether a node can be deferred behind the open phase."""
         storages = self._slices.storages
         made = {t for cut in self._phase for t in cut.node.outputs} - self._sums
         rows = {storages(t) for t in made}
         return not node.mutates and all(storages(t) not in rows for t in node.inputs)
 
     def _depends(self, node: Node) -> bool:
-        """Whether a whole node must come behind the open phase."""
+        """Return whether an unsplit node must run behind the open phase."""
         if not self._phase:
             return False
         storages = self._slices.storages
-        nodes = [*(cut.node for cut in self._phase), *self._late]
+        nodes = [*(cut.node for cut in self._phase), *self._deferred]
         made = {storages(t) for n in nodes for t in (*n.outputs, *n.mutates)}
         if any(storages(t) in made for t in node.tensors):
             return True
@@ -174,12 +177,12 @@ class _Splitter:
         return any(storages(t) in changed for n in nodes for t in n.inputs)
 
     def _close(self) -> None:
-        """Emit the open phase, then what waits for its end."""
+        """Emit the open phase, then the deferred nodes."""
         phase, self._phase, self._sums = self._phase, [], set()
-        late, self._late = self._late, []
+        deferred, self._deferred = self._deferred, []
         if not phase:
             return
         self._emitter.phase(phase)
-        for node in late:
+        for node in deferred:
             self._emitter.whole(node)
         self._slices.forget_copies()

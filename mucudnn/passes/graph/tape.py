@@ -1,7 +1,7 @@
-"""The backward pass while it is written: nodes so far, and the gradients known.
+"""Tape for writing the backward pass: nodes and gradients emitted so far.
 
-The gradients of a fork are summed, in place where the first of them belongs to nobody
-else. Nothing is computed for tensors that no parameter feeds.
+The gradients of a fork are summed, in place if one of them has no other use. No
+gradient is computed for tensors that do not depend on parameters.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from mucudnn.ir.operations import make_node
 __all__ = ["LOSS_SCALE", "Tape", "fed_by_parameters"]
 
 LOSS_SCALE = "loss_scale"
-"""Name of the scalar input that the loss's own gradient is."""
+"""Name of the scalar input that holds the loss's own gradient."""
 
 
 class Tape:
-    """The graph under construction, and the gradients known so far.
+    """A graph under construction, and the gradients known so far.
 
     Attributes:
-        tensors: Of the graph.
-        nodes: Of the graph.
-        gradients: Tensor -> its gradient.
+        tensors: Tensors of the graph.
+        nodes: Nodes of the graph.
+        gradients: Gradient of each tensor.
     """
 
     def __init__(self, forward: Graph) -> None:
@@ -37,7 +37,7 @@ class Tape:
         self._counts: dict[str, int] = {}
 
     def seed(self, loss: str, scale: float | None) -> None:
-        """Begin with the gradient of the loss; if there is no scale it is an input."""
+        """Start from the gradient of the loss: `scale`, or an input if it is None."""
         if scale is None:
             spec = self.tensors[loss]
             spec = replace(spec, name=LOSS_SCALE, role=Role.INPUT, alias=None)
@@ -48,25 +48,17 @@ class Tape:
         self.emit("fill", (), loss, value=scale)
 
     def wants(self, tensor: str) -> bool:
-        """Whether anything needs the gradient of a tensor."""
+        """Return whether the gradient of a tensor is needed."""
         return tensor in self._wanted
 
     def of(self, node: Node) -> str:
-        """The gradient of a node's result."""
+        """Return the gradient of a node's first result."""
         return self.gradients[node.outputs[0]]
 
     def emit(
         self, op: str, inputs: tuple[str, ...], of: str | tuple[str, ...], **attrs: Any
     ) -> None:
-        """Append a node that computes contributions to gradients.
-
-        Args:
-            op: The operation.
-            inputs: Its inputs.
-            of: Tensors whose gradients it contributes to, one an output. What nothing
-                needs is computed along only beside something that is needed.
-            attrs: Of the node.
-        """
+        """Append a node that contributes to gradients, if any of them is needed."""
         targets = (of,) if isinstance(of, str) else of
         if not any(self.wants(target) for target in targets):
             return
@@ -78,7 +70,7 @@ class Tape:
     def emit_shared(
         self, op: str, inputs: tuple[str, ...], of: tuple[str, ...]
     ) -> None:
-        """Append a node whose one result is the gradient of several tensors."""
+        """Append a node whose single result is the gradient of several tensors."""
         wanted = [target for target in of if self.wants(target)]
         if wanted:
             gradient = self._declare(wanted[0])
@@ -89,16 +81,10 @@ class Tape:
     def emit_within(
         self, op: str, inputs: tuple[str, ...], like: str, of: tuple[str, ...]
     ) -> str:
-        """Append a node whose first result is a gradient inside of another node.
-
-        Args:
-            op: The operation.
-            inputs: Its inputs.
-            like: A tensor of that result's kind.
-            of: Tensors whose gradients its other results contribute to.
+        """Append a node whose first result is a gradient inside a fused node.
 
         Returns:
-            The name of its first result.
+            The name of the first result.
         """
         outputs = tuple(self._declare(target) for target in (like, *of))
         self._append(op, inputs, outputs)
@@ -107,13 +93,13 @@ class Tape:
         return outputs[0]
 
     def pass_on(self, of: str, gradient: str) -> None:
-        """Let a tensor's gradient be that of another, or contribute to it."""
+        """Let an existing gradient contribute to a tensor's gradient."""
         if self.wants(of):
             self._shared.add(gradient)
             self._contribute(of, gradient)
 
     def reshape(self, of: str, gradient: str) -> None:
-        """Contribute the same bytes in the tensor's own shape."""
+        """Contribute a view of a gradient in the tensor's shape."""
         if not self.wants(of):
             return
         view = self._declare(of, alias=gradient)
@@ -162,7 +148,7 @@ class Tape:
 
 
 def fed_by_parameters(graph: Graph) -> set[str]:
-    """Tensors that some parameter has an influence on, parameters included."""
+    """Return the tensors that depend on parameters, parameters included."""
     fed = {spec.name for spec in graph.with_role(Role.PARAMETER)}
     for node in graph.nodes:
         if any(name in fed for name in node.inputs):

@@ -1,7 +1,7 @@
-"""In which order nodes run: a name for every way to choose it.
+"""Orders in which nodes run, by name.
 
-Every order keeps all `dependencies`, so that none changes a bit of the result. The
-forward nodes of a training graph stay before its other nodes.
+Every order respects all `dependencies`, so that results are bit-identical. The forward
+nodes of a training graph stay before its other nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,22 +26,17 @@ __all__ = [
 
 
 class Order(Protocol):
-    """A way to order nodes."""
+    """A function that reorders the nodes of a graph."""
 
     def __call__(
         self, graph: Graph, workspaces: Mapping[str, int] | None = None
     ) -> Graph:
-        """The same nodes in another order.
-
-        Args:
-            graph: What is run.
-            workspaces: Node -> bytes of scratch memory while it runs.
-        """
+        """Return the same nodes in another order; `workspaces` are scratch bytes."""
         ...
 
 
 def builder(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Graph:
-    """As built: layer by layer, the backward pass in reverse."""
+    """Keep the order as built: layer by layer, the backward pass in reverse."""
     del workspaces
     return graph
 
@@ -64,11 +59,11 @@ def least_peak(
     *,
     state_limit: int = STATE_LIMIT,
 ) -> Graph:
-    """The order with the lowest peak, or the lowest that the search found.
+    """Minimise the peak of memory, exactly if the search completes.
 
-    Starts from the best of the builder's, the depth-first and a greedy order, and
-    improves it where the peak is: exactly where that takes at most `state_limit`
-    states, else window by window. Never worse than the builder's order.
+    The search starts from the best of the builder's, the depth-first and a greedy
+    order, and improves it around the peak: exactly if that takes at most `state_limit`
+    states, else window by window. The peak is never above that of the builder's order.
     """
     footprint = Footprint.of(graph, workspaces)
     bounds = parts(graph)
@@ -79,7 +74,7 @@ def least_peak(
 
 
 def parts(graph: Graph) -> tuple[tuple[int, int], ...]:
-    """Ranges of positions that no node may leave: forward nodes, then the others."""
+    """Return the position ranges that nodes stay in: forward nodes, then all others."""
     end = len(graph.nodes)
     forward = [node.phase is Phase.FORWARD for node in graph.nodes]
     boundary = sum(forward)
@@ -120,17 +115,17 @@ def _depth_first(graph: Graph) -> list[int]:
 
 
 ORDERS: Strategies[Order] = Strategies("order", (builder, depth_first, least_peak))
-"""In which order nodes run; more join by `register`."""
+"""Orders by name; `register` adds more."""
 
 
 def ordered(
     order: str | Order, graph: Graph, workspaces: Mapping[str, int] | None = None
 ) -> Graph:
-    """The graph in an order, checked: it may be somebody's own.
+    """Apply an order, possibly a user's, and check the result.
 
     Raises:
-        TypeError: The order returned something else than a graph.
-        ValueError: It is not known, or dropped, added or misplaced nodes.
+        TypeError: The order did not return a graph.
+        ValueError: The order is unknown, or dropped, added or misplaced nodes.
     """
     found: object = ORDERS.resolve(order)(graph, workspaces)
     if not isinstance(found, Graph):

@@ -1,8 +1,8 @@
-"""How much memory an order of nodes takes, step by step.
+"""Memory curve of an order of nodes.
 
-Nodes are numbers: their positions in the graph as built. What a node allocates is
-the same in every valid order (the first to touch a storage is the one that writes it);
-what is free after it depends on who is still to come.
+Nodes are numbered by their positions in the graph as built. The bytes a node allocates
+are the same in every valid order, as the first node to touch a storage is the one that
+writes it; the bytes it frees depend on which users are still to come.
 """
 
 import bisect
@@ -21,17 +21,17 @@ _CHOICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What an order's use of memory depends on.
+    """Dependencies and sizes that determine the memory curve of any order.
 
     Attributes:
-        before: Node -> those it waits for.
-        after: Node -> those that wait for it.
-        allocated: Node -> bytes that begin to be in use with it.
-        workspace: Node -> bytes in use only while it runs.
-        touched: Node -> storages it uses that can be freed at some time.
-        users: Storage -> the nodes that use it, ascending.
-        sizes: Storage -> bytes.
-        owner: Storage -> the node that allocates it; -1 if it is there at the start.
+        before: Dependencies of each node.
+        after: Dependents of each node.
+        allocated: Bytes that each node allocates.
+        workspace: Scratch bytes of each node.
+        touched: Storages each node uses that are freed within the step.
+        users: Nodes that use each storage, ascending.
+        sizes: Bytes of each storage.
+        owner: Node that allocates each storage; -1 if allocated at the start.
         start: Bytes in use before the first node.
     """
 
@@ -47,7 +47,7 @@ class Footprint:
 
     @classmethod
     def of(cls, graph: Graph, workspaces: Mapping[str, int] | None) -> "Footprint":
-        """The footprint of a graph."""
+        """Return the footprint of a graph."""
         end = len(graph.nodes)
         before = dependencies(graph)
         after: list[list[int]] = [[] for _ in before]
@@ -93,7 +93,7 @@ class Footprint:
         )
 
     def curve(self, order: Sequence[int]) -> list[int]:
-        """Bytes in use while each node of a complete order runs."""
+        """Return the bytes in use at each node of a complete order."""
         left = [len(nodes) for nodes in self.users]
         used, result = self.start, []
         for node in order:
@@ -106,15 +106,15 @@ class Footprint:
         return result
 
     def peak(self, order: Sequence[int]) -> int:
-        """The most bytes in use at once."""
+        """Return the peak of a complete order in bytes."""
         return max(self.curve(order), default=self.start)
 
     def greedy(self, nodes: Iterable[int]) -> list[int]:
-        """An order of some nodes that takes the cheapest next, all others being given.
+        """Order some nodes greedily.
 
-        Of the nodes that are ready, the one that leaves the least memory in use among
-        those that need no new maximum; if all do, the one that needs the lowest. At
-        most 64 are looked at, those that were built first.
+        Among the ready nodes that do not raise the peak, the one that leaves the least
+        memory in use runs next; if all raise it, the one that raises it least. Only the
+        first 64 ready nodes are considered.
         """
         inside = set(nodes)
         waits = {n: sum(p in inside for p in self.before[n]) for n in inside}

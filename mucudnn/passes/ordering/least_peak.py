@@ -1,16 +1,16 @@
-"""Search for the order of nodes with the lowest peak of memory.
+"""Search for the order of nodes with the lowest peak memory.
 
-What is in use between two nodes depends only on which nodes have run, not on their
-order. So an order is a path through the sets of nodes that have run, and the lowest
-peak is a shortest path whose length is its highest step (dynamic programming over
-sets, as in Ahn et al. 2020, `Ordering Chaos`, section 3). Three things keep the sets
-few without losing the optimum:
+The bytes in use between two nodes depend only on the set of nodes that have run, not on
+their order. An order is therefore a path through such sets, and the lowest peak is a
+shortest path whose length is its highest step (dynamic programming over sets, as in Ahn
+et al. 2020, `Ordering Chaos`, section 3). Three rules keep the sets few without losing
+the optimum:
 
-* Nodes that every other one is before or after cut a graph into pieces whose peaks
-  have nothing to do with each other.
-* A ready node that needs no new maximum and leaves no more memory in use than before
+* Nodes that are ordered with respect to all others divide a graph into pieces with
+  independent peaks.
+* A ready node that does not raise the peak and leaves no more memory in use than before
   may run at once: moved to the front of any order it raises no step.
-* No order beats the largest footprint that some node has in all of them.
+* The search stops at a lower bound: the largest footprint a node has in every order.
 """
 
 import heapq
@@ -37,16 +37,10 @@ def improved(
     parts: Sequence[tuple[int, int]],
     state_limit: int = STATE_LIMIT,
 ) -> list[int]:
-    """An order with a peak at most as high as that of a given one.
-
-    Args:
-        footprint: Of the graph.
-        order: All its nodes in a valid order.
-        parts: Ranges of positions that no node may leave.
-        state_limit: Sets that the search visits in one piece.
+    """Lower the peak of an order.
 
     Returns:
-        An order with the lowest peak that there is, unless the limit was met.
+        An order with the lowest possible peak, unless the limit was reached.
     """
     result = list(order)
     pieces = [piece for a, b in parts for piece in _pieces(footprint, a, b)]
@@ -70,7 +64,7 @@ def improved(
 
 
 def _pieces(footprint: Footprint, start: int, stop: int) -> list[tuple[int, int]]:
-    """Ranges between the nodes that are before or after all others of a part."""
+    """Return the ranges between nodes that are ordered with respect to all others."""
     size = stop - start
     first_after = [min((n for n in a if n < stop), default=stop) for a in
                    footprint.after[start:stop]]  # fmt: skip
@@ -92,7 +86,7 @@ def _pieces(footprint: Footprint, start: int, stop: int) -> list[tuple[int, int]
 def _improve_around(
     footprint: Footprint, order: list[int], piece: tuple[int, int], top: int
 ) -> bool:
-    """Reorder a few nodes around a peak exactly; whether that lowered it."""
+    """Reorder a few nodes around the peak; return whether that lowered the peak."""
     for width in _WINDOWS:
         for start in range(top - width + 1, top + 1, 4):
             window = max(piece[0], start), min(piece[1], start + width)
@@ -105,20 +99,20 @@ def _improve_around(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Successive nodes of an order, to be reordered among themselves.
+    """Consecutive nodes of an order, to be reordered among themselves.
 
-    Nodes are numbered from 0 in the order given, sets of them are bit masks, and memory
-    is counted from what is in use before the first.
+    Nodes are numbered from 0 in the given order, sets of nodes are bit masks, and
+    memory is relative to the bytes in use before the window.
 
     Attributes:
-        nodes: Their numbers in the graph.
-        before: Node -> set of those it waits for.
-        after: Node -> those that wait for it.
-        allocated: Node -> bytes that begin to be in use with it.
-        workspace: Node -> bytes in use only while it runs.
-        freed: What the window frees: set of users, bytes, set of the node that
-            allocates it (empty if that is before the window).
-        frees: Node -> indices into `freed` of what it uses.
+        nodes: Numbers of the nodes in the graph.
+        before: Set of dependencies of each node.
+        after: Dependents of each node.
+        allocated: Bytes that each node allocates.
+        workspace: Scratch bytes of each node.
+        freed: Storages the window frees: set of users, bytes, and set of the node that
+            allocates it (empty if before the window).
+        frees: Indices into `freed` of the storages each node uses.
     """
 
     nodes: tuple[int, ...]
@@ -133,7 +127,7 @@ class _Window:
     def of(
         cls, footprint: Footprint, order: Sequence[int], window: tuple[int, int]
     ) -> "_Window":
-        """The nodes at a range of positions, all before them having run."""
+        """Return the window of a range of positions."""
         nodes = tuple(order[slice(*window)])
         index = {n: i for i, n in enumerate(nodes)}
         later = set(order[window[1] :])
@@ -162,11 +156,11 @@ class _Window:
         return cls(nodes, before, after, allocated, workspace, tuple(freed), frees)
 
     def search(self, state_limit: int) -> tuple[list[int] | None, bool]:
-        """An order with a lower peak than the present one.
+        """Search for the order with the lowest peak, best first over sets of nodes.
 
         Returns:
-            The best such order, None if there is none or it was not found; and whether
-            the search was complete.
+            The best order below the present peak, or None; and whether the search was
+            complete.
         """
         ceiling = self._peak()
         floor = self._floor()
@@ -199,7 +193,7 @@ class _Window:
     def _steps(
         self, peak: int, used: int, done: int, ready: int
     ) -> list[tuple[int, int, int]]:
-        """What may run next: node, peak with it, bytes in use after it."""
+        """Return the possible next nodes: node, peak with it, bytes in use after it."""
         steps = []
         while ready:
             bit = ready & -ready
@@ -233,7 +227,6 @@ class _Window:
         return path[::-1]
 
     def _peak(self) -> int:
-        """The peak of the order as it is."""
         used = done = peak = 0
         for i in range(len(self.nodes)):
             peak = max(peak, used + self.allocated[i] + self.workspace[i])
@@ -242,7 +235,7 @@ class _Window:
         return peak
 
     def _floor(self) -> int:
-        """A bound below the peak of every order: what is surely there with a node."""
+        """Return a lower bound of the peak: the largest footprint a node always has."""
         count = len(self.nodes)
         if count > _BOUNDED:
             return 0

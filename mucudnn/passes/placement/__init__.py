@@ -1,1 +1,1 @@
-"""Where bytes lie in an arena of a given size."""
+"""Placement of storages at offsets in an arena of a given size."""

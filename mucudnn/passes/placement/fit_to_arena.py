@@ -1,8 +1,8 @@
-"""A step within an arena of a given size: where room is short, intervals shrink.
+"""Place a step in an arena of a given size by shrinking residency intervals.
 
-The bytes of a schedule fit its budget at every node, but not always in whole pieces. A
-copy back that begins a few nodes later, or a copy out that is waited for a few nodes
-sooner, makes room for the others.
+The bytes of a schedule fit its budget at every node, but fragmentation can leave no
+contiguous gap. A prefetch that begins a few nodes later, or an offload that is awaited
+a few nodes earlier, makes room for other tensors.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,22 @@ from mucudnn.passes.placement.layout import Layout, PlacedStep
 from mucudnn.passes.placement.shrinkable import Place, Shrinkable, place_shrinkable
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, shifted
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
+from mucudnn.passes.scheduling.transfers import Clock, earliest_ends, latest_starts
 
 __all__ = ["fit_to_arena", "shortest"]
 
 _TOLERATED = 0.005
-"""What places may cost of a step's time before others are looked for."""
+"""Relative slowdown of a placement at which the search stops."""
 
 _LINK_SHARES = (0.5, 1.0)
-"""Shares of its rate that a link is thought to have, where intervals last no longer
-than their copies take: with less of it they are wanted for longer."""
+"""Assumed shares of the link rate when intervals are trimmed to the time of their
+copies: a lower rate leaves longer intervals."""
 
 
 def fit_to_arena(plan: StepPlan, arena_bytes: int) -> PlacedStep | None:
-    """The step with the fastest of the layouts that are found; None without any.
+    """Return the step in the fastest layout found; None if there is none.
 
-    Args:
-        plan: What is to be placed.
-        arena_bytes: Size of the arena; parameters and state that never leave are
-            beside it.
+    Resident parameters and state are not part of the arena.
     """
     times = plan.profile.node_ms
     clock = Clock([times[node.name] for node in plan.schedule.graph.nodes])
@@ -44,18 +41,18 @@ def fit_to_arena(plan: StepPlan, arena_bytes: int) -> PlacedStep | None:
 
 
 def shortest(plan: StepPlan) -> StepPlan:
-    """The step with residency intervals that last no longer than they are needed."""
+    """Return the step with each residency interval shortened to its required part."""
     count = len(plan.schedule.graph.nodes)
-    return plan.with_intervals([_core(i, count) for i in plan.intervals])
+    return plan.with_intervals([_cut_to_uses(i, count) for i in plan.intervals])
 
 
-def _core(interval: ResidencyInterval, count: int) -> ResidencyInterval:
-    """From the first node that needs it to the last; without copies, as it was."""
-    core = interval._replace(
+def _cut_to_uses(interval: ResidencyInterval, count: int) -> ResidencyInterval:
+    """Cut the ends of an interval that have copies to the first and last use."""
+    uses_only = interval._replace(
         start=interval.needed if interval.copied_in else interval.start,
         stop=interval.last if interval.copied_out else interval.stop,
     )
-    return shifted(core, -count) if core.start >= count else core
+    return shifted(uses_only, -count) if uses_only.start >= count else uses_only
 
 
 def _fastest(
@@ -64,7 +61,7 @@ def _fastest(
     wanted: Sequence[ResidencyInterval],
     arena_bytes: int,
 ) -> PlacedStep | None:
-    """The fastest of the layouts that are found for intervals as they are wanted."""
+    """Return the fastest layout found for the wanted intervals."""
     n = clock.count
     shrinkables = [_shrinkable(interval, n) for interval in wanted]
     shrinkables += [
@@ -77,7 +74,7 @@ def _fastest(
     for places in place_shrinkable(shrinkables, arena_bytes, clock):
         found = plan.with_intervals(
             [
-                _cut(interval, whole, place, n)
+                _shortened_to(interval, whole, place, n)
                 for interval, whole, place in zip(
                     wanted, shrinkables, places, strict=False
                 )
@@ -92,10 +89,10 @@ def _fastest(
 
 
 def _trimmed(plan: StepPlan, clock: Clock, share: float) -> list[ResidencyInterval]:
-    """Intervals that last no longer than copies take with a share of the links."""
+    """Trim intervals to the time of their copies at a share of the link rate."""
     found, links = list(plan.intervals), plan.profile
     starts = latest_starts(found, clock, share * links.in_bytes_per_ms)
-    ends = first_ends(found, clock, share * links.out_bytes_per_ms)
+    ends = earliest_ends(found, clock, share * links.out_bytes_per_ms)
     for i, start in starts.items():
         begin = min(max(found[i].start, start), found[i].needed)
         found[i] = found[i]._replace(start=begin)
@@ -106,7 +103,7 @@ def _trimmed(plan: StepPlan, clock: Clock, share: float) -> list[ResidencyInterv
 
 
 def _shrinkable(interval: ResidencyInterval, count: int) -> Shrinkable:
-    """When an interval is needed, and when it is wanted."""
+    """Return the required and the wanted positions of an interval."""
     end = interval.stop if interval.host_resident else min(interval.stop, count - 1)
     return Shrinkable(
         interval.nbytes,
@@ -117,19 +114,19 @@ def _shrinkable(interval: ResidencyInterval, count: int) -> Shrinkable:
     )
 
 
-def _cut(
+def _shortened_to(
     interval: ResidencyInterval, whole: Shrinkable, place: Place, count: int
 ) -> ResidencyInterval:
-    """A residency interval that lasts as long as its place."""
+    """Shorten a residency interval to its place."""
     stop = interval.stop if place.stop == whole.stop else place.stop
-    cut = interval._replace(start=place.start, stop=stop)
-    return shifted(cut, -count) if place.start >= count else cut
+    shortened = interval._replace(start=place.start, stop=stop)
+    return shifted(shortened, -count) if place.start >= count else shortened
 
 
 def _layout(
     plan: StepPlan, shrinkables: Sequence[Shrinkable], places: Sequence[Place]
 ) -> Layout:
-    """Offsets in order; what is live across iterations is at both ends of the step."""
+    """Return the layout; tensors live across steps are at both ends of the step."""
     schedule = plan.schedule
     of_storage: dict[str, list[tuple[int, int]]] = {}
     for interval, place in zip(plan.intervals, places, strict=False):

@@ -1,9 +1,9 @@
-"""What of the memory is free, and bytes of it for a tensor: in one piece or in several.
+"""Free memory, and allocation of a tensor in one or several pieces.
 
-A tensor in several pieces is in one piece by address (`page_table`), where all of its
-inner ends are ends of chunks: the end of one chunk, then whole ones from anywhere, then
-the beginning of another. So nothing is lost but what is free in the middle of a chunk,
-and ends that are left over.
+A tensor in several pieces is contiguous by virtual address (`page_table`) if all its
+inner boundaries are chunk boundaries: the tail of one chunk, then whole chunks from
+anywhere, then the head of another. Only free bytes in the middle of a chunk, and unused
+heads and tails, are lost to fragmentation.
 """
 
 import bisect
@@ -16,12 +16,12 @@ __all__ = ["FreeMemory"]
 
 
 class _Ends(NamedTuple):
-    """What is free, as chunks have it.
+    """Free extents by their position in chunks.
 
     Attributes:
-        tails: Bytes before the end of a chunk that is not free as a whole.
-        runs: Whole chunks, in a row.
-        heads: Bytes behind the beginning of a chunk that is not free as a whole.
+        tails: Free ends of chunks that are not entirely free.
+        runs: Runs of consecutive free chunks.
+        heads: Free beginnings of chunks that are not entirely free.
     """
 
     tails: list[Extent]
@@ -30,12 +30,7 @@ class _Ends(NamedTuple):
 
 
 class FreeMemory:
-    """What is free at some time.
-
-    Args:
-        extents: In order, none of them next to another.
-        chunk_bytes: Size of the chunks that can be mapped anywhere.
-    """
+    """Free extents at one time."""
 
     def __init__(self, extents: Sequence[Extent], chunk_bytes: int) -> None:
         self._free = extents
@@ -45,7 +40,7 @@ class FreeMemory:
     def between(
         cls, taken: Iterable[Extent], end: int, chunk_bytes: int
     ) -> "FreeMemory":
-        """What is left of so many bytes beside what is taken, in any order."""
+        """Return the free memory below `end` beside taken extents, in any order."""
         free, start = [], 0
         for low, high in (*sorted(taken), (end, end)):
             if low > start:
@@ -55,14 +50,14 @@ class FreeMemory:
 
     @property
     def most(self) -> int:
-        """Bytes of the largest tensor that there is room for."""
+        """Bytes of the largest tensor that fits."""
         ends = self._ends()
         chunks = sum(map(_size, ends.runs))
         scattered = _longest(ends.tails) + chunks + _longest(ends.heads)
         return max(_longest(self._free), scattered)
 
     def find(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Free bytes for a tensor: the tightest piece, or several; None without any."""
+        """Return the tightest free extent for a tensor, or several, or None."""
         if nbytes == 0:
             return (Extent(0, 0),)
         fitting = [e for e in self._free if _size(e) >= nbytes]
@@ -72,7 +67,7 @@ class FreeMemory:
         return self._scattered(nbytes)
 
     def _scattered(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """A tail, whole chunks and a head, as few of the whole chunks as will do."""
+        """Return a tail, as few whole chunks as possible, and a head."""
         tails, runs, heads = self._ends()
         left = nbytes - _longest(tails) - _longest(heads)
         whole = max(0, -(-left // self._chunk)) * self._chunk
@@ -82,7 +77,7 @@ class FreeMemory:
         tail, head = _tightest(tails, heads, rest)
         first = min(rest, _size(tail))
         found = [Extent(tail.stop - first, tail.stop)]
-        found += _of_runs(runs, nbytes - rest)
+        found += _take_from_runs(runs, nbytes - rest)
         found.append(Extent(head.start, head.start + rest - first))
         return joined(piece for piece in found if _size(piece))
 
@@ -110,11 +105,8 @@ def _longest(extents: Iterable[Extent]) -> int:
     return max(map(_size, extents), default=0)
 
 
-def _of_runs(runs: Iterable[Extent], nbytes: int) -> Iterator[Extent]:
-    """So many bytes of whole chunks, of the longest runs first; of the last a part.
-
-    The end of what is taken may be within a chunk.
-    """
+def _take_from_runs(runs: Iterable[Extent], nbytes: int) -> Iterator[Extent]:
+    """Yield `nbytes` of whole chunks, longest runs first; the last may be partial."""
     for run in sorted(runs, key=_size, reverse=True):
         if not nbytes:
             return
@@ -126,10 +118,7 @@ def _of_runs(runs: Iterable[Extent], nbytes: int) -> Iterator[Extent]:
 def _tightest(
     tails: Iterable[Extent], heads: Iterable[Extent], nbytes: int
 ) -> tuple[Extent, Extent]:
-    """A tail and a head, or one or none of them, that hold so many bytes together.
-
-    Of all that do, those with the least over.
-    """
+    """Return the tightest tail and head (possibly empty) that hold `nbytes`."""
     nothing = Extent(0, 0)
     sized = sorted((_size(e), e) for e in (nothing, *heads))
     found = []

@@ -1,8 +1,8 @@
-"""Workspaces in the free gaps that a layout leaves.
+"""Assign workspaces to the free gaps of a layout.
 
-The bytes that are free at a convolution are not always in one piece. So tensors are
-placed first, with convolutions that ask for least, and then each convolution gets the
-fastest of its plans that fits the largest free gap at its time.
+The free bytes at a convolution are not always contiguous. Tensors are therefore placed
+first, with the smallest workspaces; then each convolution gets the fastest of its plans
+that fits the largest gap at its time.
 """
 
 import bisect
@@ -18,24 +18,19 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 __all__ = ["grow_workspaces", "with_least_workspaces"]
 
 Extent = tuple[int, int]
-"""Offset of some bytes, and of the first behind them."""
+"""Start and end offset of a range of bytes."""
 
 
 def with_least_workspaces(plan: StepPlan) -> StepPlan:
-    """The step with convolutions that ask for least."""
+    """Return the step with the plan of the smallest workspace for every convolution."""
     return plan.with_plans(first_plans(plan.profile, "least"))
 
 
 def grow_workspaces(placed: PlacedStep, arena_bytes: int) -> PlacedStep:
-    """Give convolutions what a layout leaves in one piece.
-
-    Args:
-        placed: A step whose convolutions ask for least, within the arena.
-        arena_bytes: Size that the arena may have.
-    """
+    """Give each convolution the fastest plan that fits the layout's largest gap."""
     layout, fronts = placed.layout, placed.plan.profile.fronts
     chosen, offsets = dict(placed.plans), dict(layout.workspace_offsets)
-    for name, taken in _at_nodes(placed.schedule, layout):
+    for name, taken in _occupied_at_nodes(placed.schedule, layout):
         start, size = _largest_gap(taken, arena_bytes) if name in fronts else (0, 0)
         fits = [p for p in fronts.get(name, ()) if rounded(p.workspace) <= size]
         if fits:
@@ -56,8 +51,10 @@ def grow_workspaces(placed: PlacedStep, arena_bytes: int) -> PlacedStep:
     )
 
 
-def _at_nodes(schedule: Schedule, layout: Layout) -> Iterator[tuple[str, list[Extent]]]:
-    """Every node, and the bytes of the arena that tensors take while it runs."""
+def _occupied_at_nodes(
+    schedule: Schedule, layout: Layout
+) -> Iterator[tuple[str, list[Extent]]]:
+    """Yield every node with the occupied extents of the arena while it runs."""
     begins: dict[int, list[Extent]] = {}
     ends: dict[int, list[Extent]] = {}
     for name, lives in lives_of(schedule).items():
@@ -77,7 +74,7 @@ def _at_nodes(schedule: Schedule, layout: Layout) -> Iterator[tuple[str, list[Ex
 
 
 def _largest_gap(taken: Sequence[Extent], end: int) -> tuple[int, int]:
-    """Offset and size of the longest run of bytes below `end` that nothing takes."""
+    """Return the offset and size of the largest gap below `end`."""
     best, free_from = (0, 0), 0
     for start, stop in (*taken, (end, end)):
         if start - free_from > best[1]:

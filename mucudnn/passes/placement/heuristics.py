@@ -1,6 +1,6 @@
-"""Allocation heuristics: they give blocks offsets one after the other.
+"""Allocation heuristics: greedy assignment of offsets to blocks, without backtracking.
 
-Each returns an offset a block, in the order of the blocks given; none looks back.
+Each heuristic returns one offset per block, in the order of the given blocks.
 """
 
 import bisect
@@ -17,7 +17,7 @@ _NOTHING: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some bytes that are needed from one moment to another, both included."""
+    """A number of bytes with an inclusive live range."""
 
     name: str
     nbytes: int
@@ -26,14 +26,9 @@ class Block:
 
 
 def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
-    """As an allocator would at run time: as blocks begin, in a free gap or at the end.
+    """Place blocks by start time like a runtime allocator, in free gaps or at the top.
 
-    Of blocks that begin together, the one that lasts longest comes first.
-
-    Args:
-        blocks: To be placed.
-        best_fit: Whether to take the smallest gap that is large enough, not the
-            lowest.
+    Of blocks that start together, the one that lives longest comes first.
     """
     order = sorted(range(len(blocks)), key=lambda i: (blocks[i].first, -blocks[i].last))
     offsets = [0] * len(blocks)
@@ -43,8 +38,8 @@ def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
     for i in order:
         block = blocks[i]
         while living and living[0][0] < block.first:
-            _, gone = heapq.heappop(living)
-            top = _release(gaps, offsets[gone], blocks[gone].nbytes, top)
+            _, expired = heapq.heappop(living)
+            top = _release(gaps, offsets[expired], blocks[expired].nbytes, top)
         fitting = [g for g in range(len(gaps)) if gaps[g][1] >= block.nbytes]
         if fitting:
             chosen = min(fitting, key=lambda g: gaps[g][1]) if best_fit else fitting[0]
@@ -59,7 +54,7 @@ def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
 
 
 def _release(gaps: list[tuple[int, int]], offset: int, nbytes: int, top: int) -> int:
-    """Add a free gap, merged with its neighbours; return the end of what is in use."""
+    """Add a free gap, merged with its neighbours; return the end of used memory."""
     at = bisect.bisect(gaps, (offset, 0))
     if at < len(gaps) and gaps[at][0] == offset + nbytes:
         nbytes += gaps.pop(at)[1]
@@ -78,14 +73,9 @@ def on_top(
     order: Sequence[int],
     fixed: Mapping[int, int] = _NOTHING,
 ) -> list[int]:
-    """Each above all that were placed before and live at the same time.
+    """Place each block above all placed blocks that are alive at the same time.
 
-    Gaps below are lost, but with a tree over moments a block costs logarithmic time.
-
-    Args:
-        blocks: To be placed.
-        order: Positions of those that are placed here.
-        fixed: Position -> offset of those that are placed already.
+    Gaps below are lost, but a segment tree makes a block cost only logarithmic time.
     """
     moments = sorted({b.first for b in blocks} | {b.last for b in blocks})
     index = {moment: i for i, moment in enumerate(moments)}
@@ -100,10 +90,10 @@ def on_top(
 
 
 class _Heights:
-    """A height a moment: its maximum over ranges, and raising whole ranges.
+    """Segment tree of heights over time, with range maximum and range raise.
 
-    A segment tree. A node's mark holds for all moments below it and is not pushed
-    down, its peak is the maximum below and at it.
+    A node's mark applies to all moments below the node and is not pushed down; its peak
+    is the maximum of the subtree.
     """
 
     def __init__(self, moments: int) -> None:
@@ -126,7 +116,7 @@ class _Heights:
         return nodes
 
     def highest(self, first: int, last: int) -> int:
-        """The largest height from one moment to another."""
+        """Return the largest height in a range of moments."""
         found = 0
         for node in self._cover(first, last):
             found = max(found, self._peak[node])
@@ -136,7 +126,7 @@ class _Heights:
         return found
 
     def raise_to(self, first: int, last: int, height: int) -> None:
-        """Make every height from one moment to another at least this."""
+        """Raise every height in a range of moments to at least `height`."""
         for node in self._cover(first, last):
             self._mark[node] = max(self._mark[node], height)
             while node >= 1:
@@ -150,15 +140,9 @@ def in_gaps(
     limit: float = math.inf,
     fixed: Mapping[int, int] = _NOTHING,
 ) -> list[int]:
-    """Each at the lowest offset free during its whole life.
+    """Place each block at the lowest offset that is free during its whole life.
 
-    Those that would end beyond the limit are left out: their offset is -1.
-
-    Args:
-        blocks: To be placed.
-        order: Positions of those that are placed here.
-        limit: Where every block has to end.
-        fixed: Position -> offset of those that are placed already.
+    Blocks that would end above the limit get the offset -1.
     """
     offsets = [fixed.get(i, -1) for i in range(len(blocks))]
     placed = sorted(

@@ -1,12 +1,13 @@
-"""Places for a schedule: a storage may be swapped in at another place than before.
+"""Arena layout of a schedule: an offset for every residency interval and workspace.
 
-What is live across iterations has one place at both ends of the step; these places come
-first, at the bottom, and everything else around them.
+A storage may be prefetched to another offset than before. Tensors that are live across
+steps have the same offset at both ends of the step; they are placed first, at the
+bottom, and everything else around them.
 
-Time is counted in instructions. A residency interval lasts from `Alloc` to `Free` and
-has one offset; a workspace lasts as long as its `Compute`. On the host a storage has
-bytes from its first `SwapOut` until the copy back that is its last has been waited for:
-then whoever gets them next need not wait for it.
+Time is counted in instructions. A residency interval lasts from `Alloc` to `Free`, a
+workspace as long as its `Compute`. Host memory of a storage is in use from its first
+`SwapOut` until its last copy back has been awaited, so that its next owner need not
+wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,15 +47,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything that is not on the device all the time lies in one arena.
+    """Offsets in one arena of everything that is not always resident.
 
     Attributes:
-        offsets: Storage -> the offsets of its residency intervals, in order.
-        workspace_offsets: Node with a workspace -> offset of it.
+        offsets: Offsets of the residency intervals of each storage, in order.
+        workspace_offsets: Offset of the workspace of each node that has one.
         nbytes: Size of the arena.
-        live_peak: The most bytes in use at once: a bound below `nbytes`.
-        pages: The memory behind the addresses, where some of what is in it has no
-            place in one piece; offsets are addresses then. Without one they are places.
+        live_peak: Peak of bytes in use, a lower bound of `nbytes`.
+        pages: Page table if some tensors are not contiguous in memory; offsets are
+            virtual addresses then.
     """
 
     offsets: Mapping[str, tuple[int, ...]]
@@ -65,76 +66,68 @@ class Layout:
 
     @property
     def mapped_chunks(self) -> int:
-        """How many chunks of addresses have memory mapped behind them."""
+        """Number of mapped chunks."""
         return 0 if self.pages is None else len(self.pages.chunks)
 
     @property
     def address_bytes(self) -> int:
-        """Bytes of all addresses: of the arena itself where nothing is in pieces."""
+        """Bytes of the address range; the arena's size without a page table."""
         return self.nbytes if self.pages is None else self.pages.address_bytes
 
     @property
     def fragmentation(self) -> float:
-        """Share of `live_peak` that the arena is larger than it."""
+        """Excess of the arena over `live_peak`, as a fraction of `live_peak`."""
         return self.nbytes / self.live_peak - 1 if self.live_peak else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedStep:
-    """A planned step, and where everything is.
+    """A planned step with an arena layout.
 
     Attributes:
-        plan: What was decided.
-        layout: Offsets in an arena.
+        plan: The planned step.
+        layout: Offsets in the arena.
     """
 
     plan: StepPlan
     layout: Layout
 
     def __repr__(self) -> str:
-        """Such as `PlacedStep(2.0 GiB: StepPlan(…))`."""
+        """Return a summary such as `PlacedStep(2.0 GiB: StepPlan(…))`."""
         return f"PlacedStep({format_bytes(self.nbytes)}: {self.plan!r})"
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("placed_step", self)
 
     @property
     def schedule(self) -> Schedule:
-        """What is run."""
+        """The schedule to run."""
         return self.plan.schedule
 
     @property
     def plans(self) -> Mapping[str, ConvPlan]:
-        """Convolution node -> how to run it."""
+        """Plan of each convolution node."""
         return self.plan.plans
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and state that never leave, beside the arena."""
+        """Bytes of resident parameters and state, not part of the arena."""
         return self.plan.state_bytes
 
     @property
     def map_ms(self) -> float:
-        """What it takes to map its memory, once, before the first step."""
+        """Time to map the memory, once, before the first step."""
         pages, chunks = self.layout.pages, self.plan.profile.chunks
         return pages.map_ms(chunks) if pages and chunks else 0.0
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the step, all of it."""
+        """Total device memory of the step in bytes."""
         return self.layout.nbytes + self.state_bytes
 
 
 def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
-    """Offsets such that what is needed at the same time does not overlap.
-
-    Persistent tensors are not part of it unless they are host-resident.
-
-    Args:
-        schedule: What runs.
-        alignment: Of every offset, in bytes.
-    """
+    """Lay out everything in a schedule except resident parameters and state."""
     lives = lives_of(schedule)
     blocks = []
     fixed: dict[str, int] = {}
@@ -171,9 +164,9 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
 
 
 def host_blocks(schedule: Schedule) -> tuple[Block, ...]:
-    """What the host holds and when, in order of first use.
+    """Return the offloaded storages with their host live ranges, by first use.
 
-    But for what is host-resident: that has bytes of its own.
+    Host-resident tensors have memory of their own and are not included.
     """
     hosted = set(schedule.hosted)
     first: dict[str, int] = {}
@@ -197,38 +190,35 @@ def in_tiers(
     capacities: Sequence[float],
     beyond: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, tuple[int, int]], tuple[Block, ...]]:
-    """Places for blocks in the first of several memories that has room.
+    """Place each block, by priority, in the first memory tier that has room.
 
-    Args:
-        blocks: What is to be placed; the first come first.
-        capacities: Bytes of each memory, the preferred one first.
-        beyond: Block -> the first memory that it may go to, if that is not the first.
+    Blocks in `beyond` may only use the tiers from the given one on.
 
     Returns:
-        Block -> (which memory, offset), and the blocks that fit nowhere.
+        (tier, offset) of each placed block, and the blocks that fit nowhere.
     """
     found: dict[str, tuple[int, int]] = {}
     first = beyond or {}
     left = tuple(blocks)
     for tier, capacity in enumerate(capacities):
-        able = [block for block in left if first.get(block.name, 0) <= tier]
-        packing = pack(able)
+        candidates = [block for block in left if first.get(block.name, 0) <= tier]
+        packing = pack(candidates)
         if packing.nbytes <= capacity:
-            offsets = [packing.offsets[block.name] for block in able]
+            offsets = [packing.offsets[block.name] for block in candidates]
         else:
-            offsets = in_gaps(able, range(len(able)), capacity)
-        placed = zip(able, offsets, strict=True)
+            offsets = in_gaps(candidates, range(len(candidates)), capacity)
+        placed = zip(candidates, offsets, strict=True)
         found.update((b.name, (tier, offset)) for b, offset in placed if offset >= 0)
         left = tuple(block for block in left if block.name not in found)
     return found, left
 
 
 def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
-    """Storage -> the first and last instruction of each of its residency intervals.
+    """Return (first, last) instruction of every residency interval of each storage.
 
-    An input is there before the first instruction, a result until after the last, and
-    what is live across iterations both. What is touched and never allocated is there
-    all the time.
+    Inputs are resident before the first instruction (-1), results after the last one,
+    and tensors live across steps both. Storages that are used but never allocated are
+    resident all the time.
     """
     graph, end = schedule.graph, len(schedule.instructions)
     found = {name: [(-1, end)] for name in schedule.live_across}
@@ -249,7 +239,7 @@ def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
 
 
 def _touched(schedule: Schedule) -> list[str]:
-    """Storages that a step reads, writes or returns, but for parameters and state."""
+    """Return the storages a step uses or returns, without parameters and state."""
     graph = schedule.graph
     inputs = (spec.name for spec in graph.with_role(Role.INPUT))
     used = (name for node in graph.nodes for name in node.tensors)
@@ -259,10 +249,10 @@ def _touched(schedule: Schedule) -> list[str]:
 
 
 def interval_name(storage: str, number: int) -> str:
-    """A name for one residency interval among others of its storage."""
+    """Return the block name of a storage's residency interval."""
     return f"{storage}\0{number}"
 
 
 def workspace_name(node: str) -> str:
-    """A name for the workspace of a node."""
+    """Return the block name of a node's workspace."""
     return f"\0{node}"

@@ -1,13 +1,13 @@
-"""Give blocks with known lives offsets in one arena (dynamic storage allocation).
+"""Pack blocks with known live ranges into one arena (dynamic storage allocation).
 
-Finding the smallest arena is NP-hard; its lower bound, the most bytes alive at once, is
-mostly met by one of a few allocation heuristics. They differ in the order of blocks and
-in the free gap that a block takes; the best result counts. Where none meets the bound,
-the blocks at the top of the arena are placed earlier and the rest again
-(`squeaky_wheel`), as long as the work allowed lasts.
+Finding the smallest arena is NP-hard. Its lower bound, the peak of live bytes, is
+mostly reached by one of a few allocation heuristics, which differ in the order of
+blocks and in the choice of gaps; the best result counts. If none reaches the bound,
+blocks at the top of the arena are placed earlier and the rest again (`squeaky_wheel`),
+within a limit of work.
 
-Some blocks may have their place already: what two programs share has to lie at the same
-place in both. Then only heuristics that can work around them are used.
+Some blocks may have fixed offsets, such as those that two programs share. Then only
+heuristics that work around fixed blocks are used.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _ROUNDS = 5000
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Block -> offset, and the bytes of the arena."""
+    """Offsets of blocks by name, and the size of the arena in bytes."""
 
     offsets: Mapping[str, int]
     nbytes: int
@@ -40,23 +40,24 @@ def pack(
     fixed: Mapping[str, int] | None = None,
     work: int = _WORK,
 ) -> Packing:
-    """Offsets for blocks such that those alive together do not overlap.
+    """Assign offsets such that blocks alive at the same time do not overlap.
 
     Args:
-        blocks: With distinct names; their sizes decide the offsets' alignment.
-        fixed: Block -> offset of those that must lie there, beside each other; all
-            others are placed around them.
-        work: Bound on the pairs of blocks looked at; beyond it only heuristics that
-            take near-linear time are tried.
+        blocks: Blocks with distinct names; aligned sizes give aligned offsets.
+        fixed: Offsets of fixed blocks, which do not overlap.
+        work: Limit of compared pairs of blocks; beyond it only heuristics of
+            near-linear time are tried.
     """
     pinned = fixed or {}
     solid = [block for block in blocks if block.nbytes]
-    held = {i: pinned[b.name] for i, b in enumerate(solid) if b.name in pinned}
-    tops = (offset + solid[i].nbytes for i, offset in held.items())
+    pinned_offsets = {
+        i: pinned[b.name] for i, b in enumerate(solid) if b.name in pinned
+    }
+    tops = (offset + solid[i].nbytes for i, offset in pinned_offsets.items())
     bound = max(live_peak(solid), *tops, 0)
     best: Sequence[int] = ()
     height: float = math.inf
-    for offsets in _attempts(solid, held, bound, work):
+    for offsets in _attempts(solid, pinned_offsets, bound, work):
         top = _height(solid, offsets)
         if top < height:
             best, height = offsets, top
@@ -68,7 +69,7 @@ def pack(
 
 
 def live_peak(blocks: Sequence[Block]) -> int:
-    """The most bytes alive at once: no arena is smaller."""
+    """Return the peak of live bytes, a lower bound of the arena."""
     change: Counter[int] = Counter()
     for block in blocks:
         change[block.first] += block.nbytes
@@ -84,7 +85,7 @@ def _height(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
 def _attempts(
     blocks: Sequence[Block], fixed: Mapping[int, int], bound: int, work: int
 ) -> Iterator[list[int]]:
-    """Offsets by one heuristic after the other, the quick ones first."""
+    """Yield offsets by one heuristic after another, the fast ones first."""
     if not fixed:
         mirrored = [Block(b.name, b.nbytes, -b.last, -b.first) for b in blocks]
         for best_fit in (False, True):
@@ -112,13 +113,13 @@ def _attempts(
         yield offsets
 
 
-def placing_orders(blocks: Sequence[Block], some: Sequence[int]) -> list[list[int]]:
-    """Orders to place some of the blocks in, by several heuristics."""
-    return [sorted(some, key=key) for key in _keys(blocks)]
+def placing_orders(blocks: Sequence[Block], selected: Sequence[int]) -> list[list[int]]:
+    """Return several orders in which to place some of the blocks."""
+    return [sorted(selected, key=key) for key in _keys(blocks)]
 
 
 def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ...]:
-    """Which block is placed first: the long-lived, the large, those of large area."""
+    """Return sort keys: by lifetime, by area, by size, by start and by end."""
 
     def life(i: int) -> int:
         return blocks[i].last - blocks[i].first + 1

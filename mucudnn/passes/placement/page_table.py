@@ -1,10 +1,9 @@
-"""Addresses and the memory behind them: what is in pieces is in one piece by address.
+"""Page table of virtual addresses that make scattered tensors contiguous.
 
-Device memory is cut into chunks, and a chunk may be mapped under several addresses at
-once. So everything that some step needs is mapped before it runs for the first time,
-and nothing while it runs: a tensor that lies in pieces has addresses of its own, in a
-row, and finds its bytes there in every step. What lies in one piece needs none of its
-own: the first addresses are those of the memory itself, chunk by chunk.
+Device memory consists of chunks, and a chunk may be mapped at several addresses at
+once. All mappings of a step are made before its first run. A tensor in several pieces
+has a contiguous address range of its own, which is valid in every step. A tensor in one
+piece needs none: the first addresses map the memory itself, chunk by chunk.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +16,7 @@ __all__ = ["Extent", "PageTable", "joined", "with_addresses"]
 
 
 class Extent(NamedTuple):
-    """Bytes in one piece.
-
-    Attributes:
-        start: First byte.
-        stop: The byte after the last.
-    """
+    """A contiguous range of bytes from `start` to `stop` (exclusive)."""
 
     start: int
     stop: int
@@ -30,11 +24,11 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Which chunk of the memory is behind each chunk of the addresses.
+    """Memory chunk behind each chunk of addresses.
 
     Attributes:
         chunk_bytes: Size of a chunk.
-        chunks: Of the memory, in the order of addresses.
+        chunks: Numbers of memory chunks, in the order of addresses.
     """
 
     chunk_bytes: int
@@ -42,15 +36,15 @@ class PageTable:
 
     @property
     def address_bytes(self) -> int:
-        """Bytes of all addresses."""
+        """Bytes of the whole address range."""
         return len(self.chunks) * self.chunk_bytes
 
     def map_ms(self, costs: ChunkCosts) -> float:
-        """What it takes to map all of it, once."""
+        """Return the time to map all chunks."""
         return len(self.chunks) * costs.map_ms
 
     def extents(self, start: int, stop: int) -> tuple[Extent, ...]:
-        """Where in the memory the bytes of some addresses are, in order."""
+        """Return the memory extents behind a range of addresses, in order."""
         size = self.chunk_bytes
         moves = (
             (at, (self.chunks[at] - at) * size)
@@ -63,7 +57,7 @@ class PageTable:
 
 
 def joined(pieces: Iterable[Extent]) -> tuple[Extent, ...]:
-    """Bytes in order, in as few pieces as they are."""
+    """Merge adjacent extents of a sequence."""
     found: list[Extent] = []
     for start, stop in pieces:
         if found and found[-1].stop == start:
@@ -75,15 +69,11 @@ def joined(pieces: Iterable[Extent]) -> tuple[Extent, ...]:
 def with_addresses(
     places: Mapping[str, Sequence[Extent]], chunk_bytes: int
 ) -> tuple[dict[str, int], PageTable | None]:
-    """Addresses for bytes in pieces, and the memory behind them.
-
-    Args:
-        places: Name -> its pieces, such that inner ends are those of chunks.
-        chunk_bytes: Size of a chunk.
+    """Assign contiguous addresses to scattered tensors.
 
     Returns:
-        Name -> its first address, and the table: None where everything is in one piece,
-        so that addresses are places.
+        First address of each tensor, and the page table: None if all tensors are
+        contiguous, so that addresses are offsets.
     """
     ends = (pieces[-1].stop for pieces in places.values())
     scattered = {name: p for name, p in places.items() if len(p) > 1}
@@ -103,6 +93,5 @@ def with_addresses(
 
 
 def _chunks(pieces: Sequence[Extent], chunk_bytes: int) -> Iterator[int]:
-    """Chunks that the pieces are in, in order."""
     for piece in pieces:
         yield from range(piece.start // chunk_bytes, -(-piece.stop // chunk_bytes))

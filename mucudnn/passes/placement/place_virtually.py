@@ -1,11 +1,9 @@
-"""Places for a step as it is planned: what does not fit in one piece is in several.
+"""Place a step with virtual memory: tensors without a contiguous gap are scattered.
 
-Blocks are placed one after the other, each in what is free during its whole life: in
-one piece if there is one, else in pieces that pages make one by address. What is lost
-is what is free between the ends of chunks; in the order of time, which asks nothing of
-the future, that is all. Nothing gives way: copies run when they were planned to.
-
-A convolution gets the fastest of its plans whose workspace can be had when it runs.
+Blocks are placed one after another in memory that is free during their whole life: in
+one extent if possible, else in several extents made contiguous by the page table. Only
+free bytes inside of chunks are lost. Residency intervals are not shrunk: copies run as
+planned. A convolution gets the fastest of its plans whose workspace fits when it runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +32,7 @@ __all__ = ["place_virtually"]
 Pieces = tuple[Extent, ...]
 
 _WORK = 20_000_000
-"""Bound on the pairs of blocks looked at."""
+"""Limit of compared pairs of blocks."""
 
 _ROUNDS = 12
 
@@ -42,12 +40,12 @@ _ROUNDS = 12
 def place_virtually(
     plan: StepPlan, arena_bytes: int, *, grows: bool = False
 ) -> PlacedStep | None:
-    """A step within an arena whose memory can be mapped; None if it does not fit.
+    """Place a step in an arena of mappable memory; return None if it does not fit.
 
     Args:
-        plan: What is to be placed; its profile says in which chunks.
-        arena_bytes: Size of the arena, of which whole chunks are used.
-        grows: Whether convolutions may have other plans than they ask for.
+        plan: The step to place; its profile has the chunk size.
+        arena_bytes: Limit of the arena, rounded down to whole chunks.
+        grows: Whether convolutions may use other plans than the step's.
     """
     chunks = plan.profile.chunks
     if chunks is None:
@@ -67,7 +65,7 @@ def _placed(
     chosen: Mapping[str, ConvPlan],
     chunk_bytes: int,
 ) -> PlacedStep:
-    """The step with addresses, and with the convolutions that were chosen."""
+    """Return the step with addresses and the chosen convolution plans."""
     offsets, pages = with_addresses(places, chunk_bytes)
     if chosen:
         plan = plan.with_plans({**plan.plans, **chosen})
@@ -92,15 +90,7 @@ def _placed(
 
 
 class _Step:
-    """What is to be placed in whole chunks of an arena.
-
-    Args:
-        plan: Whose storages and workspaces.
-        end: Bytes of the arena.
-        chunk_bytes: Size of a chunk.
-        fronts: Convolution node -> the plans that it may have; its workspace is placed
-            after all else.
-    """
+    """Blocks of a step to be placed in an arena; nodes with `fronts` choose plans."""
 
     def __init__(
         self,
@@ -115,14 +105,14 @@ class _Step:
         self._blocks = [*self._intervals(), *self._fixed_workspaces()]
 
     def attempts(self) -> Iterator[dict[str, Pieces]]:
-        """Places for all but the workspaces of those that have fronts."""
+        """Yield placements of everything except workspaces of nodes with fronts."""
         if any(pieces[-1].stop > self._end for pieces in self._fixed.values()):
             return
         names = [block.name for block in self._blocks]
-        some = [i for i, name in enumerate(names) if name not in self._fixed]
-        longest, area, size, *in_time = placing_orders(self._blocks, some)
+        movable = [i for i, name in enumerate(names) if name not in self._fixed]
+        longest, area, size, *in_time = placing_orders(self._blocks, movable)
         orders = [in_time[0], area, size, longest]
-        rounds = min(_ROUNDS, _WORK // (1 + len(some) ** 2))
+        rounds = min(_ROUNDS, _WORK // (1 + len(movable) ** 2))
         wheel = SqueakyWheel(orders[0])
         for attempt in range(max(1, rounds)):
             if attempt < len(orders):
@@ -134,7 +124,7 @@ class _Step:
             wheel.reorder(failed)
 
     def workspaces(self, places: dict[str, Pieces]) -> dict[str, ConvPlan] | None:
-        """Choose plans, and place their workspaces; None where one has no room."""
+        """Choose plans for nodes with fronts and place their workspaces, or None."""
         chosen = {}
         for at, instruction in enumerate(self._schedule.instructions):
             if not isinstance(instruction, Compute):
@@ -154,7 +144,7 @@ class _Step:
         return chosen
 
     def _attempt(self, order: Sequence[int]) -> tuple[dict[str, Pieces], list[int]]:
-        """Places in an order, and the blocks that found none."""
+        """Place blocks in an order; return the places, and blocks that do not fit."""
         places, failed = dict(self._fixed), []
         for i in order:
             block = self._blocks[i]
@@ -169,7 +159,7 @@ class _Step:
     def _free_during(
         self, first: int, last: int, places: Mapping[str, Pieces]
     ) -> FreeMemory:
-        """What no block has that is placed and lives at some of the time."""
+        """Return the memory that is free during a whole time range."""
         taken = [
             piece
             for block in self._blocks
@@ -179,7 +169,7 @@ class _Step:
         return FreeMemory.between(taken, self._end, self._chunk)
 
     def _intervals(self) -> Iterator[Block]:
-        """Intervals; those at both ends of a step get one place, at the bottom."""
+        """Yield residency intervals; fix those live across steps at the bottom."""
         tensors, across = self._schedule.graph.tensors, self._schedule.live_across
         bottom = 0
         for name, lives in lives_of(self._schedule).items():
@@ -192,7 +182,6 @@ class _Step:
             bottom += nbytes if name in across else 0
 
     def _fixed_workspaces(self) -> Iterator[Block]:
-        """Workspaces of nodes that have no choice."""
         for at, instruction in enumerate(self._schedule.instructions):
             if (
                 isinstance(instruction, Compute)

@@ -1,10 +1,10 @@
-"""Places in an arena of a given size, for intervals that may shrink.
+"""Place intervals that may shrink in an arena of a given size.
 
-A copy back may begin later and a copy out may be waited for sooner than a schedule
-would like: what must be there is only the time from the first use to the last. So
-where a whole interval finds no free gap, it takes the gap that leaves it most of what
-is worth having. Intervals are placed one after the other; those that find no gap at all
-come earlier in the next round (`squeaky_wheel`).
+A prefetch may begin later and an offload may be awaited earlier than a schedule wants;
+only the time from the first use to the last is required. An interval for which there is
+no gap over its whole wanted time gets the gap that keeps the longest part of it.
+Intervals are placed one after another; those without any gap are placed earlier in the
+next round (`squeaky_wheel`).
 """
 
 import bisect
@@ -18,35 +18,35 @@ __all__ = ["Place", "Shrinkable", "place_shrinkable"]
 
 _MOST_ROUNDS = 300
 _WORK = 25_000
-"""Intervals that all rounds of one order may place together."""
+"""Limit of intervals placed in all rounds of one order."""
 
 _BATCHES = 5
-"""How often each order is gone on with."""
+"""Number of turns in which the rounds of all orders are interleaved."""
 
 _HOPELESS = 3.0
-"""Times the fewest bytes left over so far at which a round is given up."""
+"""Factor on the fewest unplaced bytes so far at which a round is abandoned."""
 
 _BUCKETS = 64
 
 Positions = tuple[int, int]
-"""First and last."""
+"""First and last position."""
 
 Row = tuple[int, int, int, int]
-"""Offset, its end, first and last position."""
+"""Start offset, end offset, first and last position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrinkable:
-    """Bytes that are needed for some time and wanted for longer.
+    """An interval with a required part (uses) and a wanted part (copies included).
 
-    Positions may lie beyond the period or below zero: a schedule is cyclic.
+    Positions may be beyond the period or below zero, as a schedule is cyclic.
 
     Attributes:
-        nbytes: Its size.
-        start: First position that it is wanted for.
-        needed: First position that it is needed for.
-        last: Last position that it is needed for.
-        stop: Last position that it is wanted for.
+        nbytes: Size in bytes.
+        start: First wanted position.
+        needed: First required position.
+        last: Last required position.
+        stop: Last wanted position.
     """
 
     nbytes: int
@@ -57,13 +57,13 @@ class Shrinkable:
 
     @property
     def life(self) -> int:
-        """How many positions it is wanted for."""
+        """Number of wanted positions."""
         return self.stop - self.start + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an interval lies and for how long."""
+    """Offset of an interval and the positions that remain of it."""
 
     offset: int
     start: int
@@ -76,22 +76,16 @@ _KEYS: tuple[Callable[[Shrinkable], tuple[float, ...]], ...] = (
     lambda b: (-b.life, -b.nbytes),
     lambda b: (-b.nbytes, b.needed - b.last),
 )
-"""Which interval is placed first: those of large area, the long-lived, the large."""
+"""Keys of the orders in which intervals are placed: by area, lifetime and size."""
 
 _LARGE = 5000
-"""Intervals from which on only the first of these orders is tried."""
+"""Number of intervals above which only the first of these orders is tried."""
 
 
 def place_shrinkable(
     intervals: Sequence[Shrinkable], limit: int, clock: Clock
 ) -> Iterator[list[Place]]:
-    """Places for all intervals, found in several ways.
-
-    Args:
-        intervals: To be placed.
-        limit: Size of the arena.
-        clock: When positions are, and after how many everything begins again.
-    """
+    """Yield placements of all intervals, found from several orders."""
     rounds = min(_MOST_ROUNDS, 1 + _WORK // max(1, len(intervals)))
     batch = max(1, rounds // _BATCHES)
     attempt = _Attempt(intervals, limit, clock)
@@ -115,7 +109,7 @@ def place_shrinkable(
 def _first_of(
     attempt: "_Attempt", wheel: SqueakyWheel, rounds: int
 ) -> list[Place] | None:
-    """The places of the first order, of so many, in which nothing is left over."""
+    """Return the first complete placement within a number of rounds."""
     for _ in range(rounds):
         places, left = attempt(wheel.order, _HOPELESS * wheel.least)
         if not left:
@@ -126,7 +120,7 @@ def _first_of(
 
 
 class _Attempt:
-    """Places intervals in a given order; the arguments are `place_shrinkable`'s."""
+    """Greedy placement in a given order; for arguments see `place_shrinkable`."""
 
     def __init__(
         self, intervals: Sequence[Shrinkable], limit: int, clock: Clock
@@ -141,19 +135,14 @@ class _Attempt:
     def __call__(
         self, order: Sequence[int], hopeless: float
     ) -> tuple[list[Place | None], list[int]]:
-        """A place for each interval, in order, and those that found no free gap.
-
-        Args:
-            order: In which they are placed.
-            hopeless: Bytes without a place at which to give up.
-        """
+        """Return the place of each interval, and the intervals without a gap."""
         left: list[int] = []
         missing = 0
         found: list[Place | None] = [None] * len(self.intervals)
-        taken = _Taken(self._period)
+        occupied = _Occupied(self._period)
         for i in order:
             interval, whole, core = self.intervals[i], self._whole[i], self._core[i]
-            near = taken.during(whole)
+            near = occupied.during(whole)
             offset = _lowest(near, interval.nbytes)
             if offset + interval.nbytes <= self._limit:
                 found[i] = Place(offset, interval.start, interval.stop)
@@ -167,13 +156,13 @@ class _Attempt:
                     break
             else:
                 ranges = _in_period(place.start, place.stop, self._period)
-                taken.take(place.offset, interval.nbytes, ranges)
+                occupied.take(place.offset, interval.nbytes, ranges)
         return found, left
 
     def _shortened(
         self, interval: Shrinkable, core: Sequence[Positions], near: Sequence[Row]
     ) -> Place | None:
-        """The place that leaves most of an interval, the lowest of equal ones."""
+        """Return the place that keeps the most of an interval, the lowest of equals."""
         hard: list[Row] = []
         soft: list[Row] = []
         for row in near:
@@ -199,7 +188,7 @@ class _Attempt:
     def _extent(
         self, interval: Shrinkable, offset: int, soft: Sequence[Row]
     ) -> Positions:
-        """How long an interval can be there, with others before and after it."""
+        """Return the longest extent of an interval at an offset."""
         start, stop, end = interval.start, interval.stop, offset + interval.nbytes
         inside = start >= 0 and stop < self._period
         shifts = (0,) if inside else (-self._period, 0, self._period)
@@ -213,15 +202,11 @@ class _Attempt:
         return start, stop
 
     def _worth(self, start: int, stop: int) -> float:
-        """How long an interval is there, in ms."""
         return self._clock.start(stop + 1) - self._clock.start(start)
 
 
-class _Taken:
-    """Bytes that are taken and when, in order of their offsets.
-
-    Rows are also kept by when they are, so that short lives meet few of them.
-    """
+class _Occupied:
+    """Occupied bytes over time, sorted by offset, and bucketed by time for speed."""
 
     def __init__(self, period: int) -> None:
         self._rows: list[Row] = []
@@ -229,7 +214,7 @@ class _Taken:
         self._buckets: list[list[Row]] = [[] for _ in range(_BUCKETS + 1)]
 
     def take(self, offset: int, nbytes: int, ranges: Sequence[Positions]) -> None:
-        """Take bytes at some positions."""
+        """Occupy bytes at some positions."""
         for first, last in ranges:
             row = offset, offset + nbytes, first, last
             bisect.insort(self._rows, row)
@@ -237,7 +222,7 @@ class _Taken:
                 bisect.insort(self._buckets[bucket], row)
 
     def during(self, ranges: Sequence[Positions]) -> list[Row]:
-        """What is taken at any time in one or two ranges, ascending."""
+        """Return the rows that overlap one or two ranges, by ascending offset."""
         if len(ranges) == 1:
             ((first, last),) = ranges
             bucket = first // self._width
@@ -254,7 +239,7 @@ class _Taken:
 
 
 def _in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
-    """Positions of one period that those from `first` to `last` are like."""
+    """Wrap a range of positions into one period."""
     if last - first + 1 >= period:
         return ((0, period - 1),)
     start = first % period
@@ -265,7 +250,7 @@ def _in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
 
 
 def _lowest(rows: Sequence[Row], nbytes: int) -> int:
-    """The lowest offset of a gap between rows, or where the last of them ends."""
+    """Return the lowest sufficient gap between rows, or the end of the last row."""
     end = 0
     for low, high, _, _ in rows:
         if low - end >= nbytes:
@@ -276,7 +261,7 @@ def _lowest(rows: Sequence[Row], nbytes: int) -> int:
 
 
 def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[tuple[int, int]]:
-    """Offsets and ends of the gaps between rows that are large enough."""
+    """Return (start, end) offsets of sufficient gaps between rows."""
     found, end = [], 0
     for low, high, _, _ in rows:
         if low - end >= nbytes:

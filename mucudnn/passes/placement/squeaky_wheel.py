@@ -1,9 +1,8 @@
-"""Squeaky wheel optimisation: what found no place comes earlier in the next order.
+"""Squeaky wheel optimisation of the order of a greedy placement.
 
-Greedy placement is as good as the order of what it places. So an order is tried, and
-those that fared badly in it move to the front of the next (Joslin & Clements 1999). How
-far is left to chance, up to the very first; now and then the search returns to the best
-order so far: without that it repeats itself.
+A greedy placement is as good as its order. Items that fared badly in one order move by
+a random distance towards the front of the next (Joslin & Clements 1999). Now and then
+the search returns to the best order so far; without that it cycles.
 """
 
 import math
@@ -13,17 +12,14 @@ from collections.abc import Iterable, Sequence
 __all__ = ["SqueakyWheel"]
 
 _RETURN = 0.1
-"""How often a worse order is given up for the best one."""
+"""Probability of returning from a worse order to the best one."""
 
 
 class SqueakyWheel:
-    """One order after the other, each with what squeaked in the last one earlier.
-
-    Args:
-        order: The first one.
+    """Sequence of orders to try, starting from `order`.
 
     Attributes:
-        order: The one to try.
+        order: The order to try next.
         least: Cost of the best order so far.
     """
 
@@ -33,14 +29,14 @@ class SqueakyWheel:
         self._chance = random.Random(0)
 
     def judge(self, cost: float) -> None:
-        """Say what came of the order; it may be given up for the best one."""
+        """Report the cost of the current order, and maybe return to the best order."""
         if cost <= self.least:
             self.least, self._best = cost, self.order
         elif self._chance.random() < _RETURN:
             self.order = self._best
 
     def reorder(self, squeaking: Iterable[int]) -> None:
-        """Make the next order: those that squeaked come earlier."""
+        """Make the next order by moving badly placed items towards the front."""
         rank = {i: r + 1.0 for r, i in enumerate(self.order)}
         for i in squeaking:
             rank[i] *= self._chance.random()

@@ -1,8 +1,8 @@
-"""Which storage goes to which memory off the device: the fastest is filled first.
+"""Assign offloaded storages to memory tiers, the fastest tier first.
 
-Whether that was best, simulation says: copies to several tiers overlap, as each has
-links of its own, so that some storages are better off in a slower tier than in a queue
-for the fastest. And where the fastest has no room for all, it matters who gets it.
+Assignments are compared by simulation. Each tier has links of its own and copies to
+several tiers overlap, so that some storages do better in a slower tier than in a queue
+for the fastest.
 """
 
 import math
@@ -21,23 +21,17 @@ from mucudnn.passes.simulate import Prediction, simulate
 __all__ = ["fill_tiers", "place_state"]
 
 _MOVES = 64
-"""Storages that are tried in a slower tier, the largest first."""
+"""Number of storages, the largest first, that are tried in a slower tier."""
 
 _WORTH = 1e-3
-"""Share of a step's time for which a storage is moved to a slower tier."""
+"""Fraction of the step that moving a storage to a slower tier must save."""
 
 
 def place_state(schedule: Schedule, tiers: Sequence[MemoryTier]) -> TierPlacement:
-    """Places for parameters and state that are host-resident, one beside the other.
-
-    They stay there from step to step, whichever graph runs.
-
-    Args:
-        schedule: Says which.
-        tiers: The fastest first.
+    """Place host-resident parameters and state, which keep their places in all steps.
 
     Raises:
-        PlanningError: There is no room for them.
+        PlanningError: The tiers have too little room.
     """
     tensors = schedule.graph.tensors
     sizes = {name: rounded(tensors[name].nbytes) for name in schedule.hosted}
@@ -45,8 +39,8 @@ def place_state(schedule: Schedule, tiers: Sequence[MemoryTier]) -> TierPlacemen
     capacities = [tier.nbytes if tier.addressable else 0 for tier in tiers]
     found, left = in_tiers(blocks, capacities)
     if left:
-        able = [tier for tier in tiers if tier.addressable]
-        raise _no_room(left, blocks, able)
+        addressable = [tier for tier in tiers if tier.addressable]
+        raise _no_room(left, blocks, addressable)
     used = [0] * len(tiers)
     for name, (tier, offset) in found.items():
         used[tier] = max(used[tier], offset + sizes[name])
@@ -54,22 +48,18 @@ def place_state(schedule: Schedule, tiers: Sequence[MemoryTier]) -> TierPlacemen
 
 
 def fill_tiers(prediction: Prediction, state: TierPlacement) -> TierPlacement:
-    """Places for all that leaves the device in a step, by simulating it.
-
-    Args:
-        prediction: Of the step; what its links are is not looked at.
-        state: The tiers, the fastest first, and where parameters and state are that
-            are host-resident.
+    """Place all storages a step offloads, comparing placements by simulation.
 
     Raises:
-        PlanningError: There is no room for it; says what there is.
+        PlanningError: The tiers have too little room.
     """
     filling = _Filling(prediction, state)
     blocks = host_blocks(prediction.schedule)
     by_absence = sorted(blocks, key=lambda b: b.last - b.first)
     by_size = sorted(blocks, key=lambda b: -b.nbytes)
     placed = [filling.placed(order) for order in (blocks, by_absence, by_size)]
-    best = min((p for p in placed if p is not None), key=_step_ms, default=None)
+    found = (p for p in placed if p is not None)
+    best = min(found, key=lambda trial: trial.step_ms, default=None)
     if best is None:
         left = in_tiers(blocks, filling.room)[1]
         raise _no_room(left, blocks, state.tiers, len(state.places))
@@ -83,12 +73,8 @@ class _Trial:
     step_ms: float
 
 
-def _step_ms(trial: _Trial) -> float:
-    return trial.step_ms
-
-
 class _Filling:
-    """Tiers that hold the state already, and a step to be simulated."""
+    """Tiers that hold the state already, and a step to simulate."""
 
     def __init__(self, prediction: Prediction, state: TierPlacement) -> None:
         self._prediction = prediction
@@ -99,7 +85,7 @@ class _Filling:
     def placed(
         self, blocks: Sequence[Block], beyond: Mapping[str, int] | None = None
     ) -> _Trial | None:
-        """The step with blocks in the first tier that has room; None if none has."""
+        """Place each block in the first tier with room and simulate, or None."""
         found, left = in_tiers(blocks, self.room, beyond)
         if left:
             return None
@@ -116,7 +102,7 @@ class _Filling:
         return _Trial(placement, blocks, step_ms)
 
     def spread(self, blocks: Sequence[Block], best: _Trial) -> _Trial:
-        """Move storages to slower tiers as long as the step gets faster."""
+        """Move storages to slower tiers while the step gets faster."""
         beyond: dict[str, int] = {}
         if best.step_ms <= self._prediction.compute_ms * (1 + _WORTH):
             return best

@@ -1,1 +1,1 @@
-"""A budget in, a planned step out."""
+"""Plan a training step within a memory budget."""

@@ -1,7 +1,4 @@
-"""Every policy on one step: what it needs, what it moves, what it costs.
-
-A policy that does not fit is a row too: it says how many bytes it is short of.
-"""
+"""Compare policies on one step; a policy that does not fit reports its shortfall."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -29,14 +26,14 @@ _SIMPLEST = "keep_all"
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """A policy and a scheduler under a budget.
+    """Result of a policy and a scheduler under a budget.
 
     Attributes:
-        policy: Name.
-        scheduler: Name.
-        budget: Bytes.
-        plan: Within the budget; None where there is none.
-        least_bytes: What the policy needs at the least, where it does not fit.
+        policy: Name of the policy.
+        scheduler: Name of the scheduler.
+        budget: Budget in bytes.
+        plan: Plan within the budget, or None.
+        least_bytes: Minimum feasible budget of the policy, if it does not fit.
     """
 
     policy: str
@@ -47,37 +44,34 @@ class Technique:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan."""
+        """True if the policy fits the budget."""
         return self.plan is not None
 
     @property
     def peak_bytes(self) -> int:
-        """The plan's; without one, what the policy needs at the least."""
+        """Peak of the plan, or the minimum feasible budget without one."""
         if self.plan is not None:
             return self.plan.peak_bytes
         return self.least_bytes or 0
 
     @property
     def short_bytes(self) -> int:
-        """By how much the budget is too small."""
+        """Bytes by which the budget is too small."""
         return 0 if self.plan is not None else self.peak_bytes - self.budget
 
     @property
     def step_ms(self) -> float | None:
-        """Predicted time of a step."""
+        """Predicted time of a step, or None."""
         return None if self.plan is None else self.plan.prediction.step_ms
 
 
 def unbounded(graph: Graph, profile: Profile) -> StepPlan:
-    """The step with all the memory it could use: the fastest plans, nothing moved."""
+    """Plan the step without a budget: fastest algorithms, no offload."""
     return plan_residency(StepRequest(graph, profile, policy="keep_all"), {})
 
 
 def try_technique(request: StepRequest) -> Technique:
-    """Plan a step by one policy, and by one scheduler if the request names one.
-
-    Else a search takes whichever is fastest, and the technique says which that was.
-    """
+    """Plan a step by one policy, and by the request's scheduler or the fastest one."""
     policy, budget = name_of(request.policy), int(request.budget)
     try:
         plan = plan_step(request)
@@ -88,7 +82,7 @@ def try_technique(request: StepRequest) -> Technique:
 
 
 def best_technique(techniques: Iterable[Technique]) -> Technique | None:
-    """The fastest that fits; of equally fast ones the lowest peak, the simplest."""
+    """Return the fastest technique that fits; ties: lowest peak, then simplest."""
     fitting = [t for t in techniques if t.step_ms is not None]
     return min(
         fitting,
@@ -105,17 +99,17 @@ def largest_batch_within(
     most: int = 1 << 20,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """The largest mini-batch within a budget; 0 if none is.
+    """Return the largest mini-batch within a budget; 0 if there is none.
 
-    What a step needs is nearly a straight line where samples outweigh parameters. So
-    batches double until the budget is exceeded, and the line through the last ones says
-    where that happens; now and then the range is halved, lest a bend in it takes long.
+    Memory is nearly linear in the batch where samples outweigh parameters. Batches
+    double until the budget is exceeded; then the range is narrowed by interpolation,
+    with a bisection now and then in case the curve bends.
 
     Args:
-        least: The least budget of a batch; a larger one needs no less.
-        budget: Bytes.
-        start: The first batch that is tried.
-        most: Where to stop looking.
+        least: Minimum feasible budget of a batch, non-decreasing.
+        budget: Budget in bytes.
+        start: First batch to try.
+        most: Largest batch to try.
         progress: Called with every batch before it is tried.
     """
 

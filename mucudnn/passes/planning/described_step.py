@@ -1,4 +1,4 @@
-"""A training step that is described and costed elsewhere, to be studied as ours are."""
+"""A training step of another framework, described and costed for memory studies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ __all__ = ["DescribedStep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedStep:
-    """A step of another framework's: as planners are asked for it, and its facts.
+    """A training step of another framework, as planning requests and facts.
 
     Attributes:
-        title: What the model is called.
+        title: Name of the model.
         batch: Samples in a mini-batch.
         image: Shape of a sample.
-        parameters: Elements of all parameters.
-        optimizer: What it is called.
-        device: Whose costs it has: `cpu`, or a name in `DEVICES`.
-        figures: What costs are based on, in words.
-        request: Batch -> the step as a planner is asked for it, without a budget.
-        order: In which order nodes run, in words.
+        parameters: Number of elements of all parameters.
+        optimizer: Name of the optimizer.
+        device: Device of the costs: `cpu`, or a name in `DEVICES`.
+        figures: Sources of the costs, in words.
+        request: Function from a batch to the planning request, without a budget.
+        order: Order of the nodes, in words.
     """
 
     title: str
@@ -36,5 +36,5 @@ class DescribedStep:
     order: str = "as captured"
 
     def graph(self, batch: int | None = None) -> Graph:
-        """The step's graph, of another batch if one is given."""
+        """Return the step's graph, for another batch if given."""
         return self.request(batch or self.batch).graph

@@ -1,4 +1,4 @@
-"""A request and residencies in, a schedule of a whole training step out.
+"""Schedule a whole training step for given residencies.
 
 Residency -> rematerialized graph -> in-place -> convolution plans -> schedule. The
 bytes that are free while a convolution runs become its workspace, so that memory saved
@@ -22,29 +22,35 @@ from mucudnn.passes.scheduling.costs import (
     timed_by,
     workspaces_of,
 )
-from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit, refuse_more
+from mucudnn.passes.scheduling.intervals import ResidencyInterval, check_fits, emit
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.scheduling.step_time import step_ms
 from mucudnn.passes.simulate import simulate
 
-__all__ = ["Draft", "check_residency", "draft", "grown", "plan_residency"]
+__all__ = [
+    "Draft",
+    "check_residency",
+    "draft",
+    "grow_workspace_plans",
+    "plan_residency",
+]
 
-_REFUSE_WHAT_IS_LEAST = ("timed", "on_demand")
-"""Schedulers that refuse nothing but what does not fit with the shortest intervals."""
+_COMPLETE_SCHEDULERS = ("timed", "on_demand")
+"""Schedulers that succeed whenever the shortest residency intervals fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A step of which copies and convolutions are decided, and no program is written.
+    """A step with copies and convolutions decided, but no program emitted yet.
 
     Attributes:
-        request: What was asked.
-        residency: Of tensors.
-        ready: The graph that comes of it.
-        plans: Convolution node -> how to run it.
-        intervals: When storages are on the device.
-        occupancy: Their ledger, workspaces included.
+        request: The planning request.
+        residency: Residencies of tensors.
+        ready: The graph rewritten for them.
+        plans: Plan of each convolution node.
+        intervals: Residency intervals of storages.
+        occupancy: Memory ledger, workspaces included.
     """
 
     request: StepRequest
@@ -55,7 +61,7 @@ class Draft:
     occupancy: Occupancy
 
     def step_ms(self, below: float = math.inf) -> float:
-        """The plan's predicted time; infinity where that is not below a limit."""
+        """Return the predicted time, or infinity if it is not below a limit."""
         known, graph = self.ready.profile, self.ready.graph
         times = known.node_ms
         node_ms = [
@@ -71,7 +77,7 @@ class Draft:
         return step_ms(self.intervals, node_ms, nbytes, rates, lost_ms, below)
 
     def plan(self) -> StepPlan:
-        """The step with its program, simulated."""
+        """Emit and simulate the program of the step."""
         request, ready = self.request, self.ready
         workspaces = workspaces_of(ready.profile, self.plans)
         peak, _ = self.occupancy.peak()
@@ -89,14 +95,10 @@ class Draft:
 
 
 def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
-    """Decide about copies and convolutions of a step whose residencies are decided.
-
-    Args:
-        request: What is asked; its policy is not, but gives the decision its name.
-        residency: Of tensors; what is left out is kept.
+    """Decide copies and convolution plans of a step with given residencies.
 
     Raises:
-        PlanningError: It cannot fit; says how many bytes short, and at which node.
+        PlanningError: The step cannot fit; has the shortfall and the node.
     """
     ready = request.rewritten(residency)
     chosen = first_plans(ready.profile, request.convolutions, request.plans)
@@ -104,37 +106,29 @@ def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
         request.timing, ready.problem(chosen, request.budget)
     )
     if request.convolutions == "dynamic":
-        chosen = grown(ready, chosen, occupancy)
+        chosen = grow_workspace_plans(ready, chosen, occupancy)
     return Draft(request, residency, ready, chosen, intervals, occupancy)
 
 
 def plan_residency(
     request: StepRequest, residency: Mapping[str, Residency]
 ) -> StepPlan:
-    """Schedule a step whose residencies are decided: see `draft`.
-
-    Raises:
-        PlanningError: It cannot fit; says how many bytes short, and at which node.
-    """
+    """Schedule a step with given residencies; errors are those of `draft`."""
     return draft(request, residency).plan()
 
 
 def check_residency(request: StepRequest, residency: Mapping[str, Residency]) -> None:
-    """Refuse what cannot be scheduled; takes less time than scheduling.
-
-    Raises:
-        PlanningError: The residencies do not fit the budget.
-    """
-    if request.timing not in _REFUSE_WHAT_IS_LEAST:
+    """Raise a `PlanningError` if residencies do not fit; faster than scheduling."""
+    if request.timing not in _COMPLETE_SCHEDULERS:
         plan_residency(request, residency)
         return
-    refuse_more(*request.need(residency), request.budget)
+    check_fits(*request.need(residency), request.budget)
 
 
-def grown(
+def grow_workspace_plans(
     ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: Occupancy
 ) -> dict[str, ConvPlan]:
-    """The fastest plan in what is free at each convolution; the ledger follows."""
+    """Choose the fastest plan that fits at each convolution; update the ledger."""
     found = dict(plans)
     for position, node in enumerate(ready.graph.nodes):
         front = ready.profile.fronts.get(node.name)

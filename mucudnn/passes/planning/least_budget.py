@@ -1,10 +1,9 @@
-"""The least budget that works, found by asking again.
+"""Search for the minimum feasible budget by repeated planning.
 
-What refuses a budget says how much it lacks, so that most often the second question is
-the last one. A policy that looks at the budget may want more under a larger one, and a
-function of the user's may say nothing at all: then budgets grow until one works, and
-the step between it and the last one that did not is halved. So what is found works,
-and a byte less does not.
+A refusal reports how many bytes are missing, so the second attempt mostly succeeds. A
+policy that depends on the budget may need more under a larger one, and a user's policy
+may report nothing: then budgets grow until one works, and the range below is bisected.
+The result works, and one byte less does not.
 """
 
 from collections.abc import Callable
@@ -15,25 +14,19 @@ from mucudnn.errors import PlanningError
 __all__ = ["least_budget_above"]
 
 _MOST = 1 << 62
-"""Bytes at which nothing is short of memory any more."""
+"""Budget in bytes that counts as unlimited."""
 
 _PATIENCE = 8
-"""Questions that follow what refusals say, before budgets grow faster."""
+"""Attempts that follow the refusals' reports before budgets grow faster."""
 
 
 def least_budget_above(
     refused: int, error: PlanningError, attempt: Callable[[int], object]
 ) -> tuple[int, PlanningError] | None:
-    """The least budget that works above one that does not.
-
-    Args:
-        refused: A budget that does not work.
-        error: What was said then.
-        attempt: Raises `PlanningError` where a budget does not work.
+    """Return the least budget that works above one that does not.
 
     Returns:
-        The budget, and what refused less: of two answers the last one. None if none
-        works, however large.
+        The budget, and the last refusal of a smaller one; None if none works.
     """
     low, stride = refused, 1
     for asked in range(_MOST.bit_length() + _PATIENCE):
@@ -43,17 +36,17 @@ def least_budget_above(
             stride *= 4
         refusal = _refusal(attempt, high)
         if refusal is None:
-            return _between(low, high, error, attempt)
+            return _bisect(low, high, error, attempt)
         if high >= _MOST:
             return None
         low, error = high, refusal
     return None
 
 
-def _between(
+def _bisect(
     low: int, high: int, error: PlanningError, attempt: Callable[[int], object]
 ) -> tuple[int, PlanningError]:
-    """The least budget by bisection, the first guess that nothing less works."""
+    """Bisect for the least budget; the first guess is that nothing less works."""
     middle = high - 1
     while high - low > 1:
         refusal = _refusal(attempt, middle)

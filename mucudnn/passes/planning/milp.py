@@ -1,16 +1,16 @@
-"""Residencies and convolution plans together, as a mixed-integer linear program.
+"""Choose residencies and convolution plans together by a mixed-integer linear program.
 
     minimise    T_forward + T_backward
     subject to  T_forward  >= compute of the forward pass,  offloaded bytes / B_out
-                T_backward >= compute of the backward pass and of what is computed
-                              again,  offloaded bytes / B_in
-                at every node: bytes of what is there <= budget
+                T_backward >= compute of the backward pass and recomputation,
+                              offloaded bytes / B_in
+                at every node: resident bytes <= budget
 
-Every saved tensor is kept, offloaded or computed again, every convolution runs by one
-plan of its Pareto front. A tensor that others are computed again from has to be back
-before them: `need` says by when, and follows from the residencies alone, so that only
-these and the plans are integers. Copies are assumed to be hidden but for the two bounds
-on the phases, and to leave and return in no time; a scheduler has the last word.
+Every saved tensor is kept, offloaded or recomputed, and every convolution runs by one
+plan of its Pareto front. An input of recomputation has to be resident before it is
+needed; when follows from the residencies alone, so only residencies and plans are
+integer variables. Copies are assumed to be instantaneous and hidden except for the two
+bounds on the phases; a scheduler decides about their actual times.
 """
 
 import itertools
@@ -32,13 +32,13 @@ from mucudnn.passes.residency.candidates import candidates_of
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 
 MOST_SAVED = 80
-"""Saved tensors of graphs that are small enough."""
+"""Limit of saved tensors for graphs that are solved."""
 
 _ROUNDS = 6
 _SCALE = 1e4
 _MOST_NODES = 200
 _GAP = 0.005
-"""Better is not worth the effort: what a schedule makes of it differs by more."""
+"""Relative gap at which the solver stops; scheduling changes times by more."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class Exact:
     """A solution of the program.
 
     Attributes:
-        residency: Of saved tensors; what is left out is kept.
-        step_ms: What the program says a step takes.
-        gap: How far at most `step_ms` is above the best possible, as a fraction of it.
+        residency: Residencies of saved tensors; missing tensors are kept.
+        step_ms: Objective: time of a step.
+        gap: Relative optimality gap of `step_ms`.
     """
 
     residency: Mapping[str, Residency]
@@ -59,19 +59,14 @@ class Exact:
 
 
 def exact(request: StepRequest, *, most_nodes: int = _MOST_NODES) -> Exact | None:
-    """The best residencies by the program, which fit.
+    """Solve for the best residencies that fit.
 
-    Where rewriting takes more bytes than the program knew of, it is solved again with
-    as many bytes less at those nodes.
-
-    Args:
-        request: What to plan.
-        most_nodes: Of the solver's tree, each time. No clock is looked at: plans must
-            not depend on what else a machine does.
+    If the rewritten graph needs more bytes than the program assumed, it is solved
+    again with as many bytes less at those nodes.
 
     Returns:
         The solution, or None (and the reason in the log) if there is none, none was
-        found in so many nodes, or no solver can be run.
+        found within the limit, or no solver can be run.
     """
     extra: dict[str, float] = {}
     try:
@@ -93,14 +88,16 @@ def exact(request: StepRequest, *, most_nodes: int = _MOST_NODES) -> Exact | Non
 def _excess(
     request: StepRequest, residency: Mapping[str, Residency]
 ) -> dict[str, float]:
-    """Bytes beyond the budget, at nodes of the step as it was before rewriting."""
+    """Return bytes above the budget at nodes of the original step."""
     ready = request.rewritten(residency)
     occupancy = ready.least()
     found: dict[str, float] = {}
     most = 0.0
     for position, node in enumerate(ready.graph.nodes):
         most = max(most, occupancy[position] - request.budget)
-        if node.name in request.graph.positions:  # what came before it, came for it
+        if (
+            node.name in request.graph.positions
+        ):  # recomputation counts for the node behind it
             if most > 0:
                 found[node.name] = most
             most = 0.0
@@ -108,14 +105,14 @@ def _excess(
 
 
 class _Program:
-    """The program of a step, `extra` bytes more in use at some nodes."""
+    """Program of a step with `extra` bytes in use at some nodes."""
 
     def __init__(self, request: StepRequest, extra: Mapping[str, float]) -> None:
         self._pulp = pulp = import_pulp()
         self._request, self._extra = request, extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
         self._candidates = {c.saved.name: c for c in candidates_of(request)}
-        self._offload, self._again = (
+        self._offload, self._recompute = (
             {
                 name: pulp.LpVariable(f"{kind}_{i}", cat=pulp.LpBinary)
                 for i, name in enumerate(self._candidates)
@@ -126,15 +123,15 @@ class _Program:
         self._objective = self._times()
         self._model += self._objective
         for name, candidate in self._candidates.items():
-            self._model += self._offload[name] + self._again[name] <= 1
+            self._model += self._offload[name] + self._recompute[name] <= 1
             if math.isinf(candidate.again_ms):
-                self._model += self._again[name] == 0
+                self._model += self._recompute[name] == 0
             if name in request.graph.immovable:
                 self._model += self._offload[name] == 0
-        self._add_memory(self._there())
+        self._add_memory(self._residency_variables())
 
     def solve(self, most_nodes: int) -> Exact | None:
-        """Run the solver."""
+        """Run the solver; return None if it found nothing."""
         pulp, model = self._pulp, self._model
         model.solve(cbc(most_nodes, gap=_GAP))
         optimal = model.sol_status == pulp.LpSolutionOptimal
@@ -145,13 +142,13 @@ class _Program:
             name: choice
             for choice, variables in (
                 (Residency.OFFLOAD, self._offload),
-                (Residency.RECOMPUTE, self._again),
+                (Residency.RECOMPUTE, self._recompute),
             )
             for name, variable in variables.items()
             if (variable.varValue or 0.0) > 0.5
         }
         step_ms = float(pulp.value(self._objective))
-        gap = _GAP  # where it stops, and calls that optimal
+        gap = _GAP  # CBC stops at this gap and reports an optimal solution
         if not optimal:
             model.solve(cbc(most_nodes, mip=False))
             bound = float(pulp.value(self._objective))
@@ -160,7 +157,7 @@ class _Program:
         return Exact(residency, step_ms, gap)
 
     def _times(self) -> Any:
-        """The sum of both phases, each above its compute and its copies."""
+        """Return the sum of both phases' times, each bounded by compute and copies."""
         pulp, profile = self._pulp, self._request.profile
         forward, backward = pulp.LpAffineExpression(), pulp.LpAffineExpression()
         for i, node in enumerate(self._request.graph.nodes):
@@ -178,7 +175,7 @@ class _Program:
                 phase += plan.time_ms * variable
         for name, candidate in self._candidates.items():
             if math.isfinite(candidate.again_ms):
-                backward += candidate.again_ms * self._again[name]
+                backward += candidate.again_ms * self._recompute[name]
         total = pulp.LpAffineExpression()
         for label, compute, rate in (
             ("forward", forward, profile.out_bytes_per_ms),
@@ -193,11 +190,11 @@ class _Program:
             total += ms
         return total
 
-    def _there(self) -> Mapping[str, Mapping[int, Any]]:
-        """Tensor -> from which node on -> whether it is there until its next use.
+    def _residency_variables(self) -> Mapping[str, Mapping[int, Any]]:
+        """Return variables of residency from given nodes on, until the first use.
 
-        Once swapped in it is kept. By when that has to be for what is computed again
-        from it follows from when that is needed, and so on.
+        Once prefetched, a tensor stays resident. The nodes by which a tensor may be
+        needed follow from those of the tensors recomputed from it, and so on.
         """
         saved = {name: c.saved for name, c in self._candidates.items()}
         latest = sorted(self._candidates.values(), key=lambda c: -c.saved.first)
@@ -208,35 +205,35 @@ class _Program:
             earlier = {at for at in wanted[name] if at < saved[parent].again}
             since[parent] |= earlier
             wanted[parent] |= earlier
-        there = {
+        resident = {
             name: {
                 at: self._pulp.LpVariable(f"a_{i}_{at}", 0.0, 1.0)
                 for at in sorted(found)
             }
             for i, (name, found) in enumerate(since.items())
         }
-        for name, found in there.items():
-            kept = 1.0 - self._offload[name] - self._again[name]
+        for name, found in resident.items():
+            kept = 1.0 - self._offload[name] - self._recompute[name]
             for earlier, later in itertools.pairwise((kept, *found.values())):
                 self._model += later >= earlier
         for name, parent in pairs:
-            for at in wanted[name] & there[parent].keys():
-                mine = 1.0 if at == saved[name].again else there[name][at]
-                self._model += there[parent][at] >= self._again[name] + mine - 1.0
-        return there
+            for at in wanted[name] & resident[parent].keys():
+                own = 1.0 if at == saved[name].again else resident[name][at]
+                self._model += resident[parent][at] >= self._recompute[name] + own - 1.0
+        return resident
 
-    def _add_memory(self, there: Mapping[str, Mapping[int, Any]]) -> None:
-        """What is there at every node fits."""
+    def _add_memory(self, resident: Mapping[str, Mapping[int, Any]]) -> None:
+        """Require the resident bytes at every node to fit the budget."""
         request, budget = self._request, self._request.budget
         always = request.rewritten({}).least()
         absent: list[list[tuple[Any, float]]] = [[] for _ in request.graph.nodes]
         for name, candidate in self._candidates.items():
-            saved, since = candidate.saved, list(there[name])
+            saved, since = candidate.saved, list(resident[name])
             nbytes = rounded(saved.nbytes)
             always.add(saved.last + 1, saved.again - 1, -nbytes)
             for position in range(saved.last + 1, saved.again):
                 at = since[bisect_right(since, position) - 1]
-                absent[position].append((there[name][at], nbytes))
+                absent[position].append((resident[name][at], nbytes))
         unit = max(budget, 1.0) / _SCALE
         for position, node in enumerate(request.graph.nodes):
             front = request.profile.fronts.get(node.name, ())

@@ -1,16 +1,14 @@
-"""A request in, a step with places out: state and arena together keep the budget.
+"""Plan and place a step such that resident state and arena together fit the budget.
 
-Where places for a plan are not found, the step is scheduled for a little less. What is
-live across iterations is hardest to place: at both ends of the step it must lie beside
-all else that is. So what is tried then is to have less of it.
+The guarantee is the size of the arena, not the peak of bytes in use: static offsets may
+need a little more because of fragmentation. Then residency intervals shrink (copies are
+delayed), and convolutions get their workspaces last, from the remaining gaps.
 
-The last resort is one step that does not depend on the budget: the one that is planned
-in the least bytes, in the smallest arena that is found for it. So it is known which
-budget will do where one is refused.
-
-What is promised is the size of the arena, not a sum: static offsets may need a little
-more than the most bytes in use at once. Then copies give way, and what convolutions may
-have of workspace comes last, from what the tensors leave free.
+If a plan cannot be placed, the step is scheduled for slightly less than the budget.
+Tensors that are live across steps are hardest to place, as they have the same offset at
+both ends of the step; so plans that offload more parameters and state are tried next.
+The last resort does not depend on the budget: the plan of the minimum feasible budget,
+in the smallest arena found for it. Its size is the budget that errors recommend.
 """
 
 import itertools
@@ -39,65 +37,64 @@ from mucudnn.passes.planning.plan_step import (
 )
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.intervals import budget_error
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["PlacedStep", "place_step"]
 
 _FRAGMENTED = 0.03
-"""Share of what is in use at once that an arena may be larger, before less is tried."""
+"""Fragmentation above which further placements are tried."""
 
 _WIDER = (0.0, 0.0025, 0.01, 0.04)
-"""Shares that the smallest arena may be larger than what is in use at once."""
+"""Fragmentations to try, ascending, for the smallest arena."""
 
 _SEARCHES = 4
 _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
-"""Shares of the budget that a step may be scheduled below it, to find places."""
+"""Fractions of the budget by which a step is scheduled below it to be placed."""
 
 _MANY = 5000
-"""Residency intervals from which on the first places that are found are good enough."""
+"""Residency intervals above which the first placement found is used."""
 
 _FAR = 0.02
-"""The share below which the first places that are found are good enough."""
+"""Fraction below the budget from which the first placement found is used."""
 
 _UNUSED = 0.75
-"""Share of the bytes that are left over, that a schedule may count on beside all."""
+"""Fraction of the unused bytes that a new schedule may use in addition."""
 
 _HARDLY = 0.005
-"""Share of a step's time for which less waste is worth having."""
+"""Relative slowdown accepted for less fragmentation."""
 
 _TOLERATED = 0.02
-"""What places may cost of a step's time before others are looked for."""
+"""Relative slowdown by placement at which the search stops."""
 
 
 def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep:
-    """Plan a step such that its arena and its state fit a budget.
+    """Plan a step such that its arena and its resident state fit a budget.
 
     Args:
-        request: What is asked. Without a budget the step is placed as it is planned.
-        plan: What `plan_step` makes of the request, if it is known.
+        request: The planning request. Without a budget the step is placed as planned.
+        plan: Result of `plan_step` for the request, if known.
 
     Raises:
-        PlanningError: It cannot fit; says how many bytes short, and which budget will
-            do.
+        PlanningError: The step cannot fit; has the shortfall and a sufficient budget.
     """
     if plan is None:
         try:
             plan = plan_step(request)
         except PlanningError as e:
             raise _advised(e, request) from None
-    placed = _within(request, plan)
+    placed = _place_within(request, plan)
     return replace(placed, plan=replace(placed.plan, least_ms=plan.least_ms))
 
 
-def _within(request: StepRequest, plan: StepPlan) -> PlacedStep:
-    """Places for a plan, or for another that has them."""
+def _place_within(request: StepRequest, plan: StepPlan) -> PlacedStep:
+    """Place a plan within the budget, or another plan that can be placed."""
     budget = request.budget
     if math.isinf(budget):
         return _least_arena(request, plan)
     target = budget
     for _ in range(_SEARCHES):
-        found = _fitted(request, plan) or _packed(request, plan)
+        found = _place_with_shrinking(request, plan) or _place_unshrunk(request, plan)
         if found.nbytes <= budget:
             return found
         target = min(target, plan.peak_bytes) - (found.nbytes - budget)
@@ -105,13 +102,13 @@ def _within(request: StepRequest, plan: StepPlan) -> PlacedStep:
             plan = plan_step(request.within(max(0, target)))
         except PlanningError:
             break
-    others = (_placed(request, other) for other in _keeping_less_live(request, plan))
+    others = (_placed(request, other) for other in _with_more_offload(request, plan))
     fitting = [other for other in others if other is not None]
     if fitting:
         return min(fitting, key=_step_ms)
     least = _smallest(request)
     if least.nbytes <= budget:
-        return _grown(request, least)
+        return _with_grown_workspaces(request, least)
     raise PlanningError(
         f"places for {exact_bytes(plan.peak_bytes)} could not be found within "
         f"{exact_bytes(int(budget))}; {exact_bytes(least.nbytes)} will do",
@@ -121,14 +118,14 @@ def _within(request: StepRequest, plan: StepPlan) -> PlacedStep:
 
 
 def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
-    """What planning refused, with a budget that will do for places as well."""
+    """Return a planning error with a budget that is sufficient for placement, too."""
     if error.least_bytes is None or error.node is None:
         return error
     nbytes = _smallest(request).nbytes
     if nbytes <= error.least_bytes:
         return error
     remedy = f"with places for all of it {exact_bytes(nbytes)} will do"
-    words = short_of(error.node, error.least_bytes, request.budget, remedy)
+    words = budget_error(error.node, error.least_bytes, request.budget, remedy)
     return PlanningError(
         str(words),
         node=error.node,
@@ -138,13 +135,10 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
 
 
 def _smallest(request: StepRequest) -> PlacedStep:
-    """The step that is planned in the least bytes, in the least that it is placed.
+    """Return the plan of the minimum feasible budget in the smallest arena found.
 
-    It does not depend on the budget. Of all schedulers the one that lets intervals be
-    shortest finds places most easily.
-
-    Raises:
-        PlanningError: No budget works, however large.
+    The result does not depend on the budget. The scheduler with the shortest intervals
+    is tried first, as they are the easiest to place.
     """
     free = request.scheduler is None
     tried: list[PlacedStep] = []
@@ -156,12 +150,11 @@ def _smallest(request: StepRequest) -> PlacedStep:
     return min(tried, key=lambda placed: placed.nbytes)
 
 
-def _fitted(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
-    """The fastest step with a plan's residencies that finds places, if any does.
+def _place_with_shrinking(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
+    """Return the fastest placed step with a plan's residencies, or None.
 
-    It is scheduled for a little less, time and again, until what the places cost is
-    little; and for a little more, where intervals gave way so much that bytes are left
-    over.
+    The step is scheduled for less and less until the slowdown by placement is small,
+    and for more if shrunk intervals leave bytes unused.
     """
     tolerable = (1 + _TOLERATED) * plan.prediction.step_ms
     fitting: list[PlacedStep] = []
@@ -177,13 +170,14 @@ def _fitted(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     best = _preferred(fitting)
     if best.layout.fragmentation > _FRAGMENTED:
         more = _replanned(request, plan, -_UNUSED * best.layout.fragmentation)
-        others = (*(_placed(request, p) for p in more), _tightened(best))
+        tight = fit_to_arena(best.plan, int((1 + _FRAGMENTED) * best.layout.live_peak))
+        others = (*(_placed(request, p) for p in more), tight)
         fitting += (p for p in others if p is not None)
     return _preferred(fitting)
 
 
 def _replanned(request: StepRequest, plan: StepPlan, cut: float) -> Iterator[StepPlan]:
-    """A plan's residencies scheduled for a share less than the budget."""
+    """Yield schedules of a plan's residencies for a fraction below the budget."""
     if request.policy == VDNN_DYN:
         return
     schedulers: list[str | Scheduler] = [request.scheduler or plan.scheduler]
@@ -195,22 +189,26 @@ def _replanned(request: StepRequest, plan: StepPlan, cut: float) -> Iterator[Ste
             yield plan_residency(less.scheduled(name), plan.residency)
 
 
-def _keeping_less_live(request: StepRequest, plan: StepPlan) -> Iterator[StepPlan]:
-    """A plan's residencies with parameters and state that leave in every step.
+def _with_more_offload(request: StepRequest, plan: StepPlan) -> Iterator[StepPlan]:
+    """Yield schedules of a plan's residencies with host-resident state.
 
-    Only those that do already, or all of them.
+    Host-resident are the tensors that are already, or all parameters and state.
     """
     if request.scheduler is not None:
         return
     these = frozenset(plan.schedule.hosted)
-    homes = (these, request.persistent) if request.hosted is None else (request.hosted,)
-    for home, name in itertools.product(homes, SCHEDULERS.table):
+    host_resident_sets = (
+        (these, request.persistent) if request.hosted is None else (request.hosted,)
+    )
+    for host_resident, name in itertools.product(host_resident_sets, SCHEDULERS.table):
         with suppress(PlanningError):
-            yield plan_residency(request.hosting(home).scheduled(name), plan.residency)
+            yield plan_residency(
+                request.hosting(host_resident).scheduled(name), plan.residency
+            )
 
 
 def _preferred(placed: Sequence[PlacedStep]) -> PlacedStep:
-    """The fastest, or one that is hardly slower and wastes less."""
+    """Return the least fragmented of the steps that are about as fast as the best."""
     fastest = min(map(_step_ms, placed))
     good = [p for p in placed if _step_ms(p) <= (1 + _HARDLY) * fastest]
     return min(good, key=lambda p: p.layout.fragmentation)
@@ -221,9 +219,9 @@ def _step_ms(placed: PlacedStep) -> float:
 
 
 def _placed(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
-    """Places within the budget, workspaces in what they leave free if they may be.
+    """Place a plan within the budget; return None if it cannot be placed.
 
-    Where they may be in pieces, nothing has to give way, or else the faster counts.
+    With virtual placement, intervals shrink only if that is faster.
     """
     arena = int(request.budget) - plan.state_bytes
     virtual = None
@@ -231,26 +229,25 @@ def _placed(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
         virtual = place_virtually(plan, arena, grows=request.grows)
     if virtual and _step_ms(virtual) <= (1 + _HARDLY) * plan.prediction.step_ms:
         return virtual
-    found = fit_to_arena(_bare(request, plan), arena)
-    static = None if found is None else _grown(request, found)
+    found = fit_to_arena(_with_minimal_workspaces(request, plan), arena)
+    static = None if found is None else _with_grown_workspaces(request, found)
     return min(filter(None, (static, virtual)), key=_step_ms, default=None)
 
 
-def _packed(request: StepRequest, plan: StepPlan) -> PlacedStep:
-    """Places as low as they are found with nothing giving way; any number of bytes."""
-    placed = _as_planned(_bare(request, plan))
-    return placed if placed.nbytes > request.budget else _grown(request, placed)
-
-
-def _tightened(placed: PlacedStep) -> PlacedStep | None:
-    """The same step in an arena that is hardly larger than what is in use."""
-    arena = int((1 + _FRAGMENTED) * placed.layout.live_peak)
-    return fit_to_arena(placed.plan, arena)
+def _place_unshrunk(request: StepRequest, plan: StepPlan) -> PlacedStep:
+    """Place a plan without shrinking intervals, in an arena of any size."""
+    minimal = _with_minimal_workspaces(request, plan)
+    placed = PlacedStep(minimal, lay_out(minimal.schedule))
+    return (
+        placed
+        if placed.nbytes > request.budget
+        else _with_grown_workspaces(request, placed)
+    )
 
 
 def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
-    """A step in the smallest arena that is found for it, workspaces at their least."""
-    plan = _bare(request, plan)
+    """Place a step with minimal workspaces in the smallest arena found."""
+    plan = _with_minimal_workspaces(request, plan)
     short = shortest(plan)
     best = min(
         (_least_arena(request, p) for p in (short, plan)), key=lambda p: p.nbytes
@@ -267,8 +264,8 @@ def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
 
 
 def _least_arena(request: StepRequest, plan: StepPlan) -> PlacedStep:
-    """A plan as it is, in the smallest arena that is found for it, mapped or not."""
-    static = _as_planned(plan)
+    """Place a plan without shrinking intervals in the smallest arena found."""
+    static = PlacedStep(plan, lay_out(plan.schedule))
     if request.placement != VIRTUAL or plan.profile.chunks is None:
         return static
     size, arena = plan.profile.chunks.nbytes, plan.peak_bytes - plan.state_bytes
@@ -280,18 +277,11 @@ def _least_arena(request: StepRequest, plan: StepPlan) -> PlacedStep:
     return static
 
 
-def _as_planned(plan: StepPlan) -> PlacedStep:
-    """Places as low as they are found for a plan as it is; any number of bytes."""
-    return PlacedStep(plan, lay_out(plan.schedule))
-
-
-def _grown(request: StepRequest, placed: PlacedStep) -> PlacedStep:
-    """A step that has places, with workspaces in what is free if they may be."""
+def _with_grown_workspaces(request: StepRequest, placed: PlacedStep) -> PlacedStep:
     if not request.grows:
         return placed
     return grow_workspaces(placed, int(request.budget) - placed.state_bytes)
 
 
-def _bare(request: StepRequest, plan: StepPlan) -> StepPlan:
-    """The step with as little workspace as may be chosen."""
+def _with_minimal_workspaces(request: StepRequest, plan: StepPlan) -> StepPlan:
     return with_least_workspaces(plan) if request.grows else plan

@@ -1,7 +1,7 @@
-"""A request in, a plan out: every policy by its name.
+"""Plan a step by the policy that the request names.
 
-Most policies choose residencies; what else there is to decide follows. Some decide the
-convolutions' plans as well: those are functions of the request that return a plan.
+Most policies choose residencies, from which everything else follows. Policies that also
+choose convolution plans are functions from a request to a plan.
 """
 
 import math
@@ -13,7 +13,7 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search.collection import rarely_collected
+from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.search import search, smallest
 from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.residency import (
@@ -23,7 +23,7 @@ from mucudnn.passes.residency import (
     decide,
     policy_names,
 )
-from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.intervals import budget_error
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = [
@@ -40,17 +40,17 @@ __all__ = [
 STEP_PLANNERS: Mapping[str, Callable[[StepRequest], StepPlan]] = MappingProxyType(
     {PLANNED: search, VDNN_DYN: vdnn_dyn}
 )
-"""Policies that decide more than residencies."""
+"""Policies that return a whole plan instead of residencies."""
 
 
 def plan_step(request: StepRequest) -> StepPlan:
-    """A training step under a budget, by a policy.
+    """Plan a training step under a budget by a policy.
 
     Raises:
-        PlanningError: It cannot fit; says how many bytes short, at which node, and the
-            least budget that works.
-        ValueError: A policy of one's own decides on tensors that there are not.
-        TypeError: It decides on something else than residencies.
+        PlanningError: The step cannot fit; has the shortfall, the node, and the minimum
+            feasible budget.
+        ValueError: A user's policy names unknown tensors.
+        TypeError: A user's policy returns something other than residencies.
     """
     policy = request.policy
     try:
@@ -63,15 +63,12 @@ def plan_step(request: StepRequest) -> StepPlan:
         raise _advised(e, request) from None
 
 
-@rarely_collected()
+@gc_relaxed()
 def minimum_budget(request: StepRequest) -> int:
-    """The least bytes, parameters and state included, that a step is planned in.
+    """Return the minimum feasible budget in bytes; the request's budget is ignored.
 
-    A policy that looks at the budget may need more under a larger one; what is found
-    is a budget that works, next to one that does not.
-
-    Args:
-        request: What is asked; whatever its budget is.
+    For a policy that needs more under a larger budget, the result is a budget that
+    works where one byte less does not.
 
     Raises:
         PlanningError: No budget works, however large.
@@ -88,11 +85,7 @@ def minimum_budget(request: StepRequest) -> int:
 
 
 def plan_of_least(request: StepRequest) -> StepPlan:
-    """The step in `minimum_budget`; a search does not go beyond finding that it fits.
-
-    Raises:
-        PlanningError: No budget works, however large.
-    """
+    """Plan the step in `minimum_budget`, without searching for a fast plan."""
     request = request.within(minimum_budget(request))
     if request.policy == VDNN_DYN:
         return vdnn_dyn(request)
@@ -102,11 +95,7 @@ def plan_of_least(request: StepRequest) -> StepPlan:
 
 
 def _check(request: StepRequest) -> None:
-    """Refuse what planning would refuse, without a search.
-
-    Raises:
-        PlanningError: It cannot fit.
-    """
+    """Raise the `PlanningError` that planning would raise, without a search."""
     if request.policy == PLANNED:
         smallest(request)
     elif request.policy == VDNN_DYN:
@@ -118,7 +107,7 @@ def _check(request: StepRequest) -> None:
 def _least(
     error: PlanningError, request: StepRequest
 ) -> tuple[int, PlanningError] | None:
-    """The least budget above one that was refused, and what refused less."""
+    """Return the least budget above a refused one, and the refusal below it."""
     return least_budget_above(
         math.floor(request.budget),
         error,
@@ -127,7 +116,7 @@ def _least(
 
 
 def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
-    """The error with the least budget that works, by which the budget is short."""
+    """Return the error with the minimum feasible budget and the shortfall."""
     found = _least(error, request)
     if found is None:
         return PlanningError(f"{error}; no budget works, however large")
@@ -140,4 +129,4 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
             short_by=least - math.floor(request.budget),
             least_bytes=least,
         )
-    return short_of(node, least, request.budget, remedy)
+    return budget_error(node, least, request.budget, remedy)

@@ -1,7 +1,6 @@
-"""What is asked of a training step: one value for all that plan, schedule or place it.
+"""Planning request: the frozen input of all passes that plan or place a step.
 
-Whoever decides about a step gets the same frozen request, or the same with another
-budget; nobody is handed its parts one by one. No budget is a budget of infinity.
+Without a budget, the budget is infinity.
 """
 
 import math
@@ -32,35 +31,34 @@ __all__ = ["StepRequest"]
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A training step, what it costs, and how it is to be planned.
+    """A training step with its costs and the way it is to be planned.
 
-    It is also what a residency policy is a function of.
+    Residency policies are functions of a request.
 
     Attributes:
-        graph: A training graph that nothing has made in-place yet.
-        profile: Its costs: every node is in it.
+        graph: A training graph before in-place rewriting.
+        profile: Costs of all nodes of the graph.
         budget: Bytes for everything, parameters and state included; a size such as
-            "1.5GiB" is parsed. Infinity if there is none.
-        policy: What leaves and what is computed again: one of `policy_names`, or a
-            function of this request.
-        scheduler: When copies run, a name or a function. None is `on_demand` for
-            vDNN's dynamic policy, any of them for the search, else `timed`.
-        convolutions: How convolutions get their workspace: `dynamic` (what is free at
-            each), `fastest` (all they want), `least`, or `fixed`.
-        plans: Convolution node -> plan, for `fixed`.
-        hosted: Parameters and state that are host-resident, and no others, if that is
-            decided: by another step that shares them. It may name some that this step
-            does not have.
-        seed: Residencies that the search of `planned` tries beside those that the
-            other policies decide: of a plan made before, under another budget or with
-            other times. Other policies do not look at it.
-        placement: Of `PLACEMENTS`; `virtual` needs a profile of a device that can map
-            its memory.
+            "1.5GiB" is parsed. Infinity means no budget.
+        policy: What is offloaded and recomputed: one of `policy_names`, or a function
+            of this request.
+        scheduler: When copies run: a name or a function. None means `on_demand` for
+            vDNN's dynamic policy, any scheduler for the search, else `timed`.
+        convolutions: How convolutions get their workspace: `dynamic` (free bytes at
+            each), `fastest` (as much as they want), `least`, or `fixed`.
+        plans: Plan of each convolution node, for `fixed`.
+        hosted: Names of exactly those parameters and state that are host-resident, if
+            another step that shares them has decided. Unknown names are ignored.
+        seed: Further residencies that the search of `planned` starts from, such as
+        those
+            of a previous plan. Other policies ignore it.
+        placement: One of `PLACEMENTS`; `virtual` needs the profile of a device with
+            mappable memory.
 
     Raises:
-        ValueError: A name or a size is not valid, or the profile or the plans are of
-            another graph, or its device cannot map memory.
-        TypeError: A field is of another type.
+        ValueError: A name or a size is invalid, the profile or the plans are of another
+            graph, or the device cannot map memory.
+        TypeError: A field has another type.
     """
 
     graph: Graph = field(repr=False)
@@ -106,56 +104,56 @@ class StepRequest:
 
     @cached_property
     def timing(self) -> str | Scheduler:
-        """Who times the copies unless another is tried."""
+        """The scheduler, by default that of the policy."""
         if self.scheduler is not None:
             return self.scheduler
         return "on_demand" if self.policy == VDNN_DYN else "timed"
 
     @cached_property
     def persistent(self) -> frozenset[str]:
-        """Names of parameters and state that may be host-resident."""
+        """Names of the parameters and state that may be host-resident."""
         names = frozenset(spec.name for spec in self.graph.with_role(*PERSISTENT))
         return names - self.graph.immovable
 
     @property
     def grows(self) -> bool:
-        """Whether convolutions may have what places leave free."""
+        """True if convolutions may use free gaps of the layout."""
         return self.convolutions == "dynamic" and self.policy != VDNN_DYN
 
     def rewritten(self, residency: Mapping[str, Residency]) -> Rewritten:
-        """The step with residencies decided, before its copies are timed."""
+        """Return the step rewritten for residencies, before copies are scheduled."""
         return self._rewriter(residency, self.hosted)
 
     def nodes(self, residency: Mapping[str, Residency]) -> tuple[Node, ...]:
-        """What runs with residencies decided; known sooner than `rewritten`."""
+        """Return the nodes of the step with residencies; cheaper than `rewritten`."""
         return self._rewriter.nodes(residency)
 
     def compute_ms(self, residency: Mapping[str, Residency]) -> float:
-        """What all that runs takes with residencies decided, each as fast as it can."""
+        """Return the compute time with residencies, each node at its fastest."""
         return self._rewriter.compute_ms(residency)
 
     def need(self, residency: Mapping[str, Residency]) -> tuple[int, str]:
-        """Bytes that residencies need at the least, and at which node."""
+        """Return the least bytes that residencies need, and the critical node."""
         return self._rewriter.need(
             residency, self.hosted, self.convolutions, self.plans
         )
 
     def within(self, budget: float) -> "StepRequest":
-        """The same under another budget."""
+        """Return the request with another budget."""
         return self._sharing(replace(self, budget=budget))
 
     def scheduled(self, scheduler: str | Scheduler) -> "StepRequest":
-        """The same with its copies timed by this scheduler and no other."""
+        """Return the request with another scheduler."""
         return self._sharing(replace(self, scheduler=scheduler))
 
     def convolving(
         self, convolutions: str, plans: Mapping[str, ConvPlan] | None = None
     ) -> "StepRequest":
-        """The same with convolutions chosen in another way."""
+        """Return the request with convolutions chosen in another way."""
         return self._sharing(replace(self, convolutions=convolutions, plans=plans))
 
     def hosting(self, hosted: frozenset[str] | None) -> "StepRequest":
-        """The same with it decided what is host-resident."""
+        """Return the request with these host-resident parameters and state."""
         return self._sharing(replace(self, hosted=hosted))
 
     @cached_property
@@ -163,7 +161,7 @@ class StepRequest:
         return Rewriter(self.graph, self.profile)
 
     def _sharing(self, other: "StepRequest") -> "StepRequest":
-        """Another request for the same graph, which remembers what this one does."""
+        """Let another request for the same graph share this one's cached rewriter."""
         other.__dict__["_rewriter"] = self._rewriter
         return other
 

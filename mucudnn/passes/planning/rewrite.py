@@ -1,7 +1,7 @@
-"""Residencies decided, copies not yet timed: the graph that comes of it, and its gaps.
+"""Rewrite a step for given residencies, before its copies are scheduled.
 
-What is computed again is in the graph a second time, results are in place where they
-can be, and for what leaves it is known over which gaps it may be away.
+Recomputed nodes appear in the graph a second time, results are in place where possible,
+and every offloaded storage has the gaps over which it may be absent.
 """
 
 import math
@@ -43,16 +43,16 @@ _LEAVING = (Residency.OFFLOAD, Residency.PAGE)
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A step whose residencies are decided, before its copies are timed.
+    """A step rewritten for residencies, before its copies are scheduled.
 
     Attributes:
-        graph: Rematerialized and in-place.
-        profile: Of that graph.
-        uses: Of its storages.
-        idle: Those of them that may leave between two uses, and those gaps.
-        changes: Of bytes at every node while nothing leaves: see `Problem`.
-        swaps: Gaps over which storages may leave.
-        away: Parameters and state that must leave in every step.
+        graph: The rematerialized graph with in-place results.
+        profile: Costs of that graph.
+        uses: Uses of its storages.
+        idle: Uses with gaps, and the gaps, of all movable storages.
+        changes: Change of bytes in use at every node without offload; see `Problem`.
+        swaps: Gaps over which storages are offloaded.
+        away: Host-resident parameters and state.
     """
 
     graph: Graph
@@ -65,13 +65,13 @@ class Rewritten:
 
     @property
     def boundary(self) -> int:
-        """Position of the first node behind the forward pass."""
+        """Position of the first node after the forward pass."""
         phases = enumerate(node.phase for node in self.graph.nodes)
         behind = (i for i, phase in phases if phase is not Phase.FORWARD)
         return next(behind, len(self.graph.nodes))
 
     def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
-        """What a scheduler decides about, with convolutions planned."""
+        """Return the scheduling problem for given convolution plans."""
         return Problem(
             self.graph,
             self.uses,
@@ -84,56 +84,50 @@ class Rewritten:
         )
 
     def least(self) -> Occupancy:
-        """Bytes that these residencies need at every node, workspaces at their least.
-
-        It is a ledger without a budget.
-        """
+        """Return the ledger of the least bytes at every node, without a budget."""
         plans = first_plans(self.profile, "least")
         return self.problem(plans, math.inf).least()[1]
 
     def least_peak(self) -> int:
-        """Bytes below which these residencies cannot be scheduled."""
+        """Return the bytes below which these residencies cannot be scheduled."""
         return self.least().peak()[0]
 
 
 class Rewriter:
-    """Rewrites one training graph by residencies, time and again.
+    """Rewriter of one training graph for many residencies.
 
-    What is computed again decides what the graph looks like; the last few of them are
-    remembered, because a search changes one residency at a time.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
-        profile: Its costs.
+    The recomputed tensors determine the graph. The last few graphs are cached, because
+    a search changes one residency at a time.
     """
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self._rematerialize = Rematerializer(graph)
         self._profile = without_others(profile, graph)
+        self._own_ms = sum(self._profile.node_ms.values())
         self._last: tuple[object, Rewritten] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
-        self._known: OrderedDict[frozenset[tuple[str, Residency]], _Again] = (
+        self._known: OrderedDict[frozenset[tuple[str, Residency]], _Rematerialized] = (
             OrderedDict()
         )
 
     def __call__(
         self, residency: Mapping[str, Residency], hosted: frozenset[str] | None = None
     ) -> Rewritten:
-        """A rewritten step.
+        """Return the step rewritten for residencies.
 
         Args:
-            residency: Of saved tensors; what is left out is kept.
-            hosted: Parameters and state that are host-resident: they leave, and no
-                others do, whatever residencies say. If None, residencies decide.
+            residency: Residencies of saved tensors; missing tensors are kept.
+            hosted: Exactly those parameters and state that are host-resident; None to
+                let residencies decide.
         """
-        asked = dict(residency), hosted
-        if self._last is not None and self._last[0] == asked:
+        key = dict(residency), hosted
+        if self._last is not None and self._last[0] == key:
             return self._last[1]
-        ready = self._again(residency).rewritten
+        ready = self._rematerialized(residency).rewritten
         swaps = _swaps(ready, residency, hosted)
         away = (hosted or frozenset()) - ready.graph.immovable
         found = replace(ready, swaps=swaps, away=away)
-        self._last = asked, found
+        self._last = key, found
         return found
 
     def need(
@@ -143,15 +137,9 @@ class Rewriter:
         convolutions: str,
         plans: Mapping[str, ConvPlan] | None = None,
     ) -> tuple[int, str]:
-        """Bytes that residencies need at the least, and at which node.
+        """Return the least bytes that residencies need, and the critical node.
 
-        No budget changes that, so it is remembered; not so with plans of convolutions.
-
-        Args:
-            residency: Of saved tensors.
-            hosted: As for a call.
-            convolutions: How they get their workspace.
-            plans: Those of theirs, if that is `fixed`.
+        The result does not depend on the budget and is cached unless plans are fixed.
         """
         key = frozenset(residency.items()), hosted, convolutions
         if key in self._needs:
@@ -164,36 +152,29 @@ class Rewriter:
         return found
 
     def nodes(self, residency: Mapping[str, Residency]) -> tuple[Node, ...]:
-        """What runs with residencies, copies included; known before all the rest."""
-        return self._again(residency).graph.nodes
+        """Return the nodes of the rematerialized graph."""
+        return self._rematerialized(residency).graph.nodes
 
     def compute_ms(self, residency: Mapping[str, Residency]) -> float:
-        """What those nodes take, each as fast as it can."""
-        return self._own_ms + self._again(residency).copies_ms
+        """Return the compute time of those nodes, each at its fastest."""
+        return self._own_ms + self._rematerialized(residency).copies_ms
 
-    @cached_property
-    def _own_ms(self) -> float:
-        return sum(self._profile.node_ms.values())
-
-    def _again(self, residency: Mapping[str, Residency]) -> "_Again":
+    def _rematerialized(self, residency: Mapping[str, Residency]) -> "_Rematerialized":
         again = frozenset(
             (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
         )
         if again not in self._known:
-            self._known[again] = _Again(self._rematerialize(dict(again)), self._profile)
+            self._known[again] = _Rematerialized(
+                self._rematerialize(dict(again)), self._profile
+            )
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
         return self._known[again]
 
 
-class _Again:
-    """A graph with what is computed again in it, and what follows from that.
-
-    Args:
-        graph: Rematerialized.
-        profile: Of the graph that it is made of.
-    """
+class _Rematerialized:
+    """A rematerialized graph, with cached results derived from it."""
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self.graph = graph
@@ -201,13 +182,13 @@ class _Again:
 
     @cached_property
     def copies_ms(self) -> float:
-        """What runs again takes, as fast as it can."""
+        """Time of the recomputed nodes, each at its fastest."""
         names = (node.name for node in self.graph.nodes if "~" in node.name)
         return sum(self._profile.again_ms(origin(name)) for name in names)
 
     @cached_property
     def rewritten(self) -> Rewritten:
-        """The step in place, while nothing leaves."""
+        """The step with in-place results and no offload."""
         final, uses = in_place_with_uses(self.graph)
         fixed = final.immovable
         idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
@@ -226,7 +207,7 @@ def _swaps(
     residency: Mapping[str, Residency],
     hosted: frozenset[str] | None,
 ) -> Swaps:
-    """The gaps over which storages leave, by residencies."""
+    """Return the gaps over which residencies offload storages."""
     graph = ready.graph
     forward = [node.phase is Phase.FORWARD for node in graph.nodes]
     chosen = {
@@ -259,15 +240,8 @@ def _leaves_over(
     choice: Residency,
     forward: Sequence[bool],
 ) -> Sequence[tuple[int, int]]:
-    """Gaps of one storage over which it leaves, ascending.
-
-    Args:
-        use: Of the storage.
-        gaps: All of its gaps.
-        choice: What was decided about it, of what leaves.
-        forward: Of every node, whether it is of the forward pass. Where a step runs
-            in parts, that of one part may come behind the backward pass of another.
-    """
+    """Return the gaps over which one storage is offloaded, ascending."""
+    # With micro-batches, forward nodes may follow the backward nodes of another part.
     count = len(forward)
     if choice is Residency.PAGE:
         within = use.persistent or gaps[-1][1] < count

@@ -1,9 +1,9 @@
-"""A step whose tensors leave to several memories, each with links of its own.
+"""Plan a step that offloads to several memory tiers, each with links of its own.
 
-Residencies are decided at the rates of one tier, which is fast but may be small, or
-large and slow. So the step is planned once at the rates of each, its storages are given
-to tiers, and what simulates as the fastest counts. Where there is no room for what
-leaves, it is planned as if links were slower still: then more is computed again.
+Residencies are decided at the link rates of one tier, while tiers differ in speed and
+size. The step is therefore planned at the rates of each tier, storages are assigned to
+tiers, and the fastest simulated plan is chosen. If the tiers have too little room, the
+step is planned for slower links, which favours recomputation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +22,10 @@ from mucudnn.passes.simulate import simulate
 
 __all__ = ["over_fastest", "place_tiered_step", "plan_tiered_step"]
 
-Where = TypeVar("Where")
+LayoutT = TypeVar("LayoutT")
 
 _SLOWER = (4.0, 16.0, 64.0)
-"""How much slower links are imagined where there is no room for what leaves."""
+"""Factors by which links are slowed down if the tiers have too little room."""
 
 
 def place_tiered_step(
@@ -33,15 +33,15 @@ def place_tiered_step(
     tiers: Sequence[MemoryTier],
     state: TierPlacement | None = None,
 ) -> PlacedStep:
-    """Plan a step, place it, and say which storage goes to which tier.
+    """Plan a step, place it, and assign offloaded storages to tiers.
 
     Args:
-        request: What is asked; the links of its profile are not looked at.
-        tiers: What there is beside the device, in any order.
-        state: Where what is host-resident is, if another step that shares it decided.
+        request: The planning request; the links of its profile are ignored.
+        tiers: Memory tiers, in any order.
+        state: Places of host-resident tensors, if another step has decided.
 
     Raises:
-        PlanningError: It cannot fit the budget, or what leaves has no room.
+        PlanningError: The step does not fit the budget, or its offload the tiers.
     """
 
     def decided(request: StepRequest) -> tuple[StepPlan, Layout]:
@@ -59,64 +59,50 @@ def plan_tiered_step(
     *,
     planned: Callable[[StepRequest], StepPlan] = plan_step,
 ) -> StepPlan:
-    """Plan a step that an allocator gives its memory, and say what goes to which tier.
+    """Plan a step without an arena, and assign offloaded storages to tiers.
 
-    Args:
-        request: What is asked; the links of its profile are not looked at.
-        tiers: What there is beside the device, in any order.
-        state: Where what is host-resident is, if another step that shares it decided.
-        planned: What plans it at given links.
-
-    Raises:
-        PlanningError: It cannot fit the budget, or what leaves has no room.
+    The arguments and errors are those of `place_tiered_step`; `planned` plans a
+    request.
     """
     return _fastest(request, tiers, state, lambda asked: (planned(asked), None))[0]
 
 
 def over_fastest(request: StepRequest, tiers: Sequence[MemoryTier]) -> StepRequest:
-    """A step over the links of its fastest tier, as if that had room for all."""
-    return _with_links(request, min(tiers, key=_round_trip_ms))
+    """Return the request with the links of the fastest tier."""
+    return _with_links(request, min(tiers, key=lambda tier: tier.round_trip_ms))
 
 
 def _fastest(
     request: StepRequest,
     tiers: Sequence[MemoryTier],
     state: TierPlacement | None,
-    decided: Callable[[StepRequest], tuple[StepPlan, Where]],
-) -> tuple[StepPlan, Where]:
-    """Of the plans at the rates of each tier, the one that is simulated as fastest.
-
-    Raises:
-        PlanningError: There is none.
-    """
-    ordered = sorted(tiers, key=_round_trip_ms)
+    decided: Callable[[StepRequest], tuple[StepPlan, LayoutT]],
+) -> tuple[StepPlan, LayoutT]:
+    """Return the fastest simulated plan over the link rates of all tiers."""
+    ordered = sorted(tiers, key=lambda tier: tier.round_trip_ms)
     slowest = ordered[-1]
-    found: list[tuple[StepPlan, Where]] = []
+    found: list[tuple[StepPlan, LayoutT]] = []
     error: PlanningError | None = None
     for tier in _links(ordered):
         if found and tier not in ordered:
             break
-        plan, where = decided(_with_links(request, tier))
+        plan, layout_of_plan = decided(_with_links(request, tier))
         try:
             plan = _in_tiers(plan, ordered, state)
         except PlanningError as e:
             error = error or e
             continue
-        found.append((plan, where))
+        found.append((plan, layout_of_plan))
         used = plan.prediction.placement
         if used is not None and not any(used.used[1:]) and tier is not slowest:
-            break  # the fastest has room for all
+            break  # the fastest tier has room for everything
     if not found and error is not None:
         raise error
     return min(found, key=lambda one: one[0].prediction.step_ms)
 
 
-def _round_trip_ms(tier: MemoryTier) -> float:
-    return tier.round_trip_ms
-
-
 def _links(ordered: Sequence[MemoryTier]) -> Iterator[MemoryTier]:
-    """Rates to plan with: those of the tiers, then slower ones."""
+    """Yield tiers with distinct links, then tiers with slower links."""
     rates = set()
     for tier in ordered:
         if (link := (tier.out_bytes_per_ms, tier.in_bytes_per_ms)) not in rates:
@@ -142,12 +128,8 @@ def _with_links(request: StepRequest, tier: MemoryTier) -> StepRequest:
 def _in_tiers(
     plan: StepPlan, tiers: Sequence[MemoryTier], state: TierPlacement | None
 ) -> StepPlan:
-    """The same step with a place for all that leaves.
-
-    Raises:
-        PlanningError: There is no room.
-    """
+    """Assign a plan's offloaded storages to tiers and simulate it again."""
     prediction = plan.prediction
     placement = fill_tiers(prediction, state or place_state(plan.schedule, tiers))
-    told = simulate(prediction.schedule, prediction.profile, placement)
-    return replace(plan, prediction=told)
+    simulated = simulate(prediction.schedule, prediction.profile, placement)
+    return replace(plan, prediction=simulated)

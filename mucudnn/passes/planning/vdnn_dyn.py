@@ -1,13 +1,17 @@
-"""The dynamic policy of vDNN: the first of a row of configurations that fits.
+"""The dynamic policy of vDNN: the first of a sequence of configurations that fits.
 
-The row begins with what is fastest and ends with what is smallest. Where vDNN runs a
-step to see whether a configuration fits, this one schedules it.
+The sequence goes from the fastest to the smallest configuration. Where vDNN runs a step
+to find out whether a configuration fits, this policy schedules it.
 """
 
 from collections.abc import Iterator, Mapping
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import check_residency, grown, plan_residency
+from mucudnn.passes.planning.evaluate import (
+    check_residency,
+    grow_workspace_plans,
+    plan_residency,
+)
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
@@ -18,18 +22,18 @@ __all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 
 
 def vdnn_dyn(request: StepRequest) -> StepPlan:
-    """The dynamic choice of Rhu et al., "vDNN", MICRO 2016, section 3.3.
+    """Plan by the dynamic policy of Rhu et al., "vDNN", MICRO 2016, section 3.3.
 
-    Offload everything with the convolutions that need least memory: what does not fit
-    so cannot be trained. Then, with the fastest convolutions, offload nothing, the
-    inputs of convolutions, all inputs; then, for the same two sets, give every
-    convolution the fastest algorithm that the rest of the budget has room for; take
-    the first that fits, or what was tried first. Convolutions that are fixed stay so.
+    First offload everything with the smallest convolutions: a step that does not fit
+    then cannot be trained. Then, with the fastest convolutions, offload nothing, the
+    inputs of convolutions, all inputs; then, for the last two sets, give every
+    convolution the fastest algorithm that fits the remaining budget. The first of these
+    that fits is chosen, else the very first. Fixed convolutions stay fixed.
 
     Raises:
         PlanningError: Not even the smallest configuration fits.
     """
-    smallest = plan_residency(_with(request, "least"), vdnn_all(request))
+    smallest = plan_residency(_with_convolutions(request, "least"), vdnn_all(request))
     for attempt, residency in _attempts(request):
         try:
             return plan_residency(attempt, residency)
@@ -39,19 +43,15 @@ def vdnn_dyn(request: StepRequest) -> StepPlan:
 
 
 def check_vdnn_dyn(request: StepRequest) -> None:
-    """Refuse what the policy would refuse, without planning it.
-
-    Raises:
-        PlanningError: Not even the smallest configuration fits.
-    """
-    check_residency(_with(request, "least"), vdnn_all(request))
+    """Raise the `PlanningError` that `vdnn_dyn` would raise, without planning."""
+    check_residency(_with_convolutions(request, "least"), vdnn_all(request))
 
 
 def _attempts(
     request: StepRequest,
 ) -> Iterator[tuple[StepRequest, Mapping[str, Residency]]]:
     sets = (vdnn_conv(request), vdnn_all(request))
-    fastest = _with(request, "fastest")
+    fastest = _with_convolutions(request, "fastest")
     for residency in (keep_all(request), *sets):
         yield fastest, residency
     if request.convolutions != "fixed":
@@ -59,18 +59,18 @@ def _attempts(
             yield _greedy(request, residency), residency
 
 
-def _with(request: StepRequest, convolutions: str) -> StepRequest:
+def _with_convolutions(request: StepRequest, convolutions: str) -> StepRequest:
     fixed = request.convolutions == "fixed"
     return request if fixed else request.convolving(convolutions)
 
 
 def _greedy(request: StepRequest, residency: Mapping[str, Residency]) -> StepRequest:
-    """Convolutions in order, each with the fastest algorithm that still fits."""
+    """Give convolutions, in order, the fastest algorithm that still fits."""
     ready = request.rewritten(residency)
     plans = first_plans(ready.profile, "least")
     try:
         _, occupancy = ready.problem(plans, request.budget).least()
     except PlanningError:
-        return _with(request, "least")
-    plans = grown(ready, plans, occupancy)
+        return _with_convolutions(request, "least")
+    plans = grow_workspace_plans(ready, plans, occupancy)
     return request.convolving("fixed", plans)

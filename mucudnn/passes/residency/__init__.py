@@ -1,4 +1,4 @@
-"""Residencies: what a policy decides about, and every policy that ships."""
+"""Residency policies: which tensors are kept, offloaded or recomputed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -47,10 +47,10 @@ __all__ = [
 ]
 
 PLANNED = "planned"
-"""The policy that is a search over the others and beyond."""
+"""Policy that searches, starting from all other policies."""
 
 VDNN_DYN = "vdnn_dyn"
-"""The policy that takes the first of vDNN's configurations that fits."""
+"""Policy that uses the first of vDNN's configurations that fits."""
 
 POLICIES: Strategies[ResidencyPolicy] = Strategies(
     "residency policy",
@@ -68,24 +68,19 @@ POLICIES: Strategies[ResidencyPolicy] = Strategies(
     group="mucudnn.policies",
     reserved=(ALL, PLANNED, VDNN_DYN),
 )
-"""What leaves; more join by `register` or by an entry point of the group.
+"""Residency policies by name; `register` or an entry point of the group adds more.
 
 `planned` and `vdnn_dyn` decide more than residencies: see `passes.planning`.
 """
 
 
 def policy_names() -> tuple[str, ...]:
-    """What is taken as a policy, beside functions."""
+    """Return the names of all policies."""
     return (PLANNED, VDNN_DYN, *POLICIES.names)
 
 
 def check_policy(policy: str | ResidencyPolicy) -> None:
-    """Refuse what is no policy.
-
-    Raises:
-        ValueError: A name is not known; the message lists those that are.
-        TypeError: It is neither a name nor a function.
-    """
+    """Raise a `ValueError` for an unknown name, a `TypeError` for another value."""
     if isinstance(policy, str):
         if policy in (PLANNED, VDNN_DYN) or policy in POLICIES.table:
             return
@@ -97,11 +92,11 @@ def check_policy(policy: str | ResidencyPolicy) -> None:
 
 
 def decide(policy: str | ResidencyPolicy, step: PolicyInput) -> Mapping[str, Residency]:
-    """What a policy decides, checked: it may be somebody's own.
+    """Run a policy, possibly a user's, and check its residencies.
 
     Raises:
-        TypeError: It decides on something else than residencies by name.
-        ValueError: It is not known, or names a tensor that the step does not have.
+        TypeError: The policy did not return a mapping of residencies.
+        ValueError: The policy is unknown, or names an unknown tensor.
     """
     name = f"residency policy {name_of(policy)!r}"
     found: object = POLICIES.resolve(policy)(step)
@@ -115,12 +110,7 @@ def decide(policy: str | ResidencyPolicy, step: PolicyInput) -> Mapping[str, Res
 
 
 def check_residencies(whose: str, found: Mapping[Any, object], graph: Graph) -> None:
-    """Refuse residencies of what is no tensor of a graph, and what is no residency.
-
-    Raises:
-        ValueError: There is no such tensor.
-        TypeError: It is something else than a `Residency`.
-    """
+    """Raise a `ValueError` for unknown tensors, a `TypeError` for invalid values."""
     for tensor, choice in found.items():
         if tensor not in graph.tensors and tensor not in (EVERYTHING, PERSISTENTS):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""Residencies of many tensors at once: by blocks, and of all that are alike.
+"""Residencies of many tensors at once: by blocks, and of equivalent tensors.
 
-Networks repeat themselves: what is right for a tensor of one block is mostly right for
-that of the next, and only all of them together free enough to be worth a try. A block
-ends where branches join; without joints, at every checkpoint.
+Networks repeat blocks: what is right for a tensor of one block is mostly right for the
+same tensor of the next, and only all of them together free enough memory. A block ends
+where branches join; in networks without joins, at every checkpoint.
 """
 
 import itertools
@@ -22,11 +22,11 @@ __all__ = [
     "total_bytes",
 ]
 
-_FAR = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
-_NEAR = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
-_CHEAP = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
-_APART = (1, 2)
-"""Of so many ends of blocks one is not computed again."""
+_END_CHOICES = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
+_CHECKPOINT_CHOICES = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
+_CHEAP_CHOICES = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+_STRIDES = (1, 2)
+"""Every how many block ends one is not recomputed."""
 
 _CHOICES = (
     Residency.RECOMPUTE_EACH,
@@ -44,23 +44,21 @@ _LESS = (
     Residency.PAGE,
 )
 _BLOCK = re.compile(r"^(.*[A-Za-z_])\d+/")
-"""A name up to the number of its block, which numbers of layers follow a dot in."""
+"""Matches a name up to the number of its block."""
 
 
 def blockwise(
     graph: Graph, candidates: Sequence[Candidate]
 ) -> Iterator[dict[str, Residency]]:
-    """Where a search may begin: one rule for all blocks.
+    """Yield starts of a search: one rule for all blocks.
 
-    The ends of blocks are kept or leave; checkpoints within blocks are computed again,
-    also for each use, where a copy would take longer; and so is all that is cheap.
-
-    Args:
-        graph: Whose saved tensors they are.
-        candidates: In order of production.
+    The ends of blocks are kept or offloaded, checkpoints inside of blocks are
+    recomputed or offloaded, and all other tensors are recomputed.
     """
     ends = _ends(graph, candidates)
-    for every, near, cheap, far in itertools.product(_APART, _NEAR, _CHEAP, _FAR):
+    for every, near, cheap, far in itertools.product(
+        _STRIDES, _CHECKPOINT_CHOICES, _CHEAP_CHOICES, _END_CHOICES
+    ):
         stay = frozenset(ends[::every])
         yield {
             c.saved.name: far
@@ -73,10 +71,10 @@ def blockwise(
 
 
 def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Change]:
-    """Every residency for every group, those of most bytes first.
+    """Yield every residency for every group, the largest groups first.
 
-    Groups are the slices of a tensor, the rest of a block, its checkpoints, and what is
-    of one operation and size.
+    Groups are the slices of a tensor, a block without its end, the checkpoints of a
+    block, and tensors of the same operation and size.
     """
     found: dict[tuple[object, ...], list[Candidate]] = {}
     ends = frozenset(_ends(graph, candidates))
@@ -103,13 +101,9 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
 
 
 def alike_changes(candidates: Iterable[Candidate], most: int) -> Iterator[Change]:
-    """Every way to keep less of what is alike in all blocks, most bytes first.
+    """Yield residencies that keep less of equivalent tensors, most bytes first.
 
-    Alike are tensors whose names differ in nothing but the number of their block.
-
-    Args:
-        candidates: In any order.
-        most: How many groups.
+    Tensors are equivalent if their names differ only in the number of the block.
     """
     found: dict[str, list[Candidate]] = {}
     for candidate in candidates:
@@ -121,7 +115,7 @@ def alike_changes(candidates: Iterable[Candidate], most: int) -> Iterator[Change
 
 
 def slices_of(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
-    """Tensor of the whole step -> its slices; the tensor itself where it is whole."""
+    """Return the slices of each tensor of the whole step."""
     found: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         found.setdefault(of_whole(candidate.saved.name), []).append(candidate)
@@ -129,18 +123,17 @@ def slices_of(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def total_bytes(group: Iterable[Candidate]) -> int:
-    """Of tensors together."""
+    """Return the total size of tensors in bytes."""
     return sum(candidate.saved.nbytes for candidate in group)
 
 
 def _ends(graph: Graph, candidates: Sequence[Candidate]) -> list[str]:
-    """The last tensor of every block, in order."""
     joints = [c.saved.name for c in candidates if _joins(graph, c.saved.name)]
     return joints or [c.saved.name for c in candidates if c.checkpoint]
 
 
 def _joins(graph: Graph, tensor: str) -> bool:
-    """Whether a tensor is of a joint, or what follows it in its place."""
+    """Return whether a tensor is the join of branches, or overwrites it in place."""
     node = graph.producers[tensor]
     while not node.traits.joint:
         if not node.traits.overwrites or node.traits.expensive:

@@ -1,8 +1,7 @@
-"""Residencies that are worth a trial: where a search begins, and what it goes through.
+"""Residencies worth a trial: the starts and the changes of a search.
 
-Between "offload everything" and "compute everything again" lies a family with one
-parameter: how many of the tensors that are cheapest to compute, per byte, are computed
-again.
+Between "offload everything" and "recompute everything" there is a family with one
+parameter: the number of tensors, the cheapest per byte first, that are recomputed.
 """
 
 import itertools
@@ -41,13 +40,13 @@ __all__ = [
 ]
 
 Change = Sequence[tuple[str, Residency]]
-"""Residencies that replace others."""
+"""New residencies of some tensors."""
 
 _OF_GROUPS = {
     EVERYTHING: (Residency.KEEP, Residency.PAGE),
     PERSISTENTS: (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE),
 }
-"""What may become of tensors that nothing can compute again."""
+"""Residencies of groups of tensors that cannot be recomputed."""
 
 _WINNING = (
     Residency.RECOMPUTE,
@@ -56,18 +55,18 @@ _WINNING = (
     Residency.OFFLOAD,
     Residency.PAGE,
 )
-"""Residencies, those first to which a change most often helps."""
+"""Residencies, those first to which changes help most often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A saved tensor, and what it takes to compute it again.
+    """A saved tensor and the cost of recomputing it.
 
     Attributes:
         saved: The tensor.
-        again_ms: What its recompute chain takes.
+        again_ms: Time of its recompute chain.
         parents: Names of saved tensors that the chain reads, ascending.
-        checkpoint: Whether that is much: see `is_checkpoint`.
+        checkpoint: Whether recomputation is expensive; see `is_checkpoint`.
     """
 
     saved: Saved
@@ -77,10 +76,10 @@ class Candidate:
 
 
 def candidates_of(step: PolicyInput) -> list[Candidate]:
-    """Saved tensors worth a decision, in order of production.
+    """Return the saved tensors worth a decision, in order of production.
 
-    Not among them is what others are made again from and nothing makes again, such as
-    a normalisation's statistics.
+    Tensors that a recomputable producer cannot restore, such as a normalisation's
+    statistics, are not included.
     """
     tensors = saved_tensors(step.graph)
     names = {saved.name for saved in tensors}
@@ -98,14 +97,14 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
 
 
 def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The cheapest to compute again per byte first."""
+    """Sort candidates by recompute time per byte."""
     return sorted(candidates, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
 
 
 def seeds(
     step: PolicyInput, candidates: Sequence[Candidate]
 ) -> list[Mapping[str, Residency]]:
-    """What every policy decides, and what is least of all: where a search begins."""
+    """Return the starts of a search: all policies, and those that need the least."""
     found = list(decided(step))
     for mode in RECOMPUTED_BACKWARD:
         for count in (len(candidates) // 2, len(candidates)):
@@ -115,7 +114,7 @@ def seeds(
 
 
 def decided(step: PolicyInput) -> Iterator[Mapping[str, Residency]]:
-    """What every policy decides."""
+    """Yield the residencies of every registered policy."""
     return (decide(name, step) for name in POLICIES.table)
 
 
@@ -125,15 +124,9 @@ def mixed(
     mode: Residency,
     others: Residency = Residency.KEEP,
 ) -> dict[str, Residency]:
-    """The first `count` candidates computed again, all others offloaded.
+    """Recompute the first `count` candidates and offload all others.
 
-    Checkpoints are never computed for every use: chains of them take quadratic time.
-
-    Args:
-        candidates: By cost.
-        count: A member of the family.
-        mode: In which way they are computed again.
-        others: What becomes of tensors that are no candidates.
+    Checkpoints are never recomputed for every use: chains of them take quadratic time.
     """
 
     def choice(index: int, candidate: Candidate) -> Residency:
@@ -149,21 +142,17 @@ def mixed(
 
 
 def single_changes(names: Sequence[str]) -> Iterator[Change]:
-    """Every residency for every name: see `same_changes`."""
+    """Yield every residency for every name; see `same_changes`."""
     return same_changes([name] for name in names)
 
 
 def same_changes(
     groups: Iterable[Sequence[str]], choices: Collection[Residency] = tuple(Residency)
 ) -> Iterator[Change]:
-    """Every residency for every group of names, the same for all of a group.
+    """Yield every residency for every group of names, the same for a whole group.
 
-    One kind of change goes through all groups before the next: what is computed again
-    instead of copied wins most, and most often.
-
-    Args:
-        groups: Such as the slices of a tensor.
-        choices: The residencies; all of them if none are given.
+    One residency goes through all groups before the next: recomputation instead of
+    copies helps most, and most often.
     """
     known = list(groups)
     for choice in (choice for choice in _WINNING if choice in choices):
@@ -173,7 +162,7 @@ def same_changes(
 
 
 def pairs(names: Sequence[str]) -> Iterator[Change]:
-    """Every two residencies for every two names."""
+    """Yield every pair of residencies for every pair of names."""
     for one, other in itertools.combinations(names, 2):
         for first in _OF_GROUPS.get(one, _WINNING):
             for second in _OF_GROUPS.get(other, _WINNING):

@@ -1,12 +1,12 @@
-"""What a residency policy is: a function, its input and the names it may use.
+"""Interface of residency policies.
 
-A policy is a function of a training graph and its profile; it says for some tensors
-that they are offloaded or computed again. What it does not name is kept. Whether that
-fits a budget is the scheduler's business.
+A policy is a function of a training graph and its profile that chooses tensors to
+offload or recompute; all other tensors are kept. Whether that fits a budget is decided
+by the scheduler.
 
-Activations are saved for the backward pass, and the gap before it is theirs. Parameters
-and optimizer state outlive the step: their gaps are cyclic, from the last use in one
-step to the first in the next.
+Activations are offloaded between their last forward and first backward use. Parameters
+and optimizer state outlive the step, so their gaps are cyclic, from the last use in one
+step to the first use in the next.
 """
 
 from collections.abc import Mapping
@@ -20,43 +20,43 @@ __all__ = ["EVERYTHING", "PERSISTENTS", "SMALL", "PolicyInput", "ResidencyPolicy
 
 
 EVERYTHING = "*"
-"""Stands for every storage that a policy does not name and that a step makes."""
+"""Key for all storages made by a step that a policy does not name."""
 
 PERSISTENTS = "*persistent"
-"""Stands for parameters and state that a policy does not name, but for those that are
-`SMALL`. Their copies would be many, and what they free next to nothing."""
+"""Key for all parameters and state that a policy does not name, except `SMALL` ones,
+whose copies would be many and free next to nothing."""
 
 SMALL = 64 << 10
-"""Bytes; in a small model, less than a 1/1024 of all parameters and state."""
+"""Size in bytes; in a small model, 1/1024 of all parameters and state."""
 
 
 class PolicyInput(Protocol):
-    """What a policy may look at: a `StepRequest`, or anything that has these."""
+    """Input of a policy: a `StepRequest`, or any object with these properties."""
 
     @property
     def graph(self) -> Graph:
-        """A training graph that nothing has made in-place yet."""
+        """A training graph before in-place rewriting."""
         ...
 
     @property
     def profile(self) -> Profile:
-        """Its costs."""
+        """Costs of the graph."""
         ...
 
     @property
     def budget(self) -> float:
-        """Bytes for everything; infinity if there is no limit."""
+        """Budget for everything in bytes; infinity without a limit."""
         ...
 
     @property
     def hosted(self) -> frozenset[str] | None:
-        """Parameters and state that are host-resident, if that is decided."""
+        """Parameters and state that are host-resident, if decided."""
         ...
 
 
 class ResidencyPolicy(Protocol):
-    """A way to choose residencies."""
+    """A function that chooses residencies."""
 
     def __call__(self, step: PolicyInput) -> Mapping[str, Residency]:
-        """Residencies of tensors; those left out are kept."""
+        """Return residencies of tensors; missing tensors are kept."""
         ...

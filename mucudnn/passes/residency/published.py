@@ -1,7 +1,7 @@
 """Residency policies of earlier systems.
 
 vDNN offloads the inputs of layers; SuperNeurons offloads the outputs of convolutions
-and computes the rest again; Capuchin ranks tensors by what moving them would cost.
+and recomputes the rest; Capuchin ranks tensors by the exposed cost of moving them.
 """
 
 import itertools
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def keep_all(step: PolicyInput) -> Mapping[str, Residency]:
-    """Never move anything: liveness alone."""
+    """Keep every tensor; memory is reused by liveness alone."""
     del step
     return {}
 
@@ -62,12 +62,11 @@ def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Resid
 
 
 def _classifies(node: Node) -> bool:
-    """Whether it is a matrix product, as a classifier consists of."""
+    # A classifier consists of matrix products.
     return node.traits.expensive and not node.traits.convolution
 
 
 def _readers(graph: Graph) -> dict[str, list[Node]]:
-    """Storage -> nodes of the forward pass that read it."""
     found: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.phase is Phase.FORWARD:
@@ -77,21 +76,21 @@ def _readers(graph: Graph) -> dict[str, list[Node]]:
 
 
 def superneurons(step: PolicyInput) -> Mapping[str, Residency]:
-    """Offload checkpoints, compute the rest again by segments (cost-aware).
+    """Offload checkpoints and recompute the rest by segments (cost-aware).
 
-    A segment is computed once and kept where that does not raise the peak above the
-    largest working set of one layer, else again for every use (SuperNeurons, 3.4).
+    A segment is recomputed once if keeping it does not raise the peak above the largest
+    working set of one layer, else for every use (SuperNeurons, section 3.4).
     """
     return _superneurons(step, lambda segment, most: segment <= most)
 
 
 def superneurons_speed(step: PolicyInput) -> Mapping[str, Residency]:
-    """The same, every segment computed once."""
+    """Offload checkpoints and recompute every segment once."""
     return _superneurons(step, lambda segment, most: True)
 
 
 def superneurons_memory(step: PolicyInput) -> Mapping[str, Residency]:
-    """The same, everything computed again for every use."""
+    """Offload checkpoints and recompute everything else for every use."""
     return _superneurons(step, lambda segment, most: False)
 
 
@@ -124,7 +123,7 @@ def _superneurons(
 
 
 def _head(graph: Graph, tensor: str) -> str:
-    """The checkpoint that a segment begins behind."""
+    """Return the checkpoint before a tensor's segment."""
     node = graph.producers[tensor]
     while not node.traits.expensive and node.inputs:
         if node.inputs[0] not in graph.producers:
@@ -134,25 +133,26 @@ def _head(graph: Graph, tensor: str) -> str:
 
 
 def lru(step: PolicyInput) -> Mapping[str, Residency]:
-    """Everything may leave; what has room stays (the tensor cache)."""
+    """Offload any saved tensor that has no room (SuperNeurons' tensor cache)."""
     return {saved.name: Residency.OFFLOAD for saved in saved_tensors(step.graph)}
 
 
 def paging(step: PolicyInput) -> Mapping[str, Residency]:
-    """Everything that the node that runs does not use may be away, weights included.
+    """Page everything that the running node does not use, parameters included.
 
-    No other policy fits into less, and few are slower.
+    No other policy fits into less memory, and few are slower.
     """
     del step
     return {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
 
 
 def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
-    """Move what can be moved for free, then what saves most bytes a millisecond.
+    """Offload or recompute the tensors with the most free time first.
 
-    The free time of a tensor is the time between its forward and its backward use less
-    two transfers (Capuchin, section 4.4). Tensors are taken in that order until what is
-    kept fits the budget.
+    The free time of a tensor is the time between its forward and its backward use minus
+    two transfers (Capuchin, section 4.4). Tensors are taken in this order until the
+    kept ones fit the budget; those with exposed copies are recomputed if that is
+    faster.
     """
     graph, profile = step.graph, step.profile
     tensors = saved_tensors(graph)
@@ -183,7 +183,7 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
 
 
 def _kept_bytes(step: PolicyInput) -> float:
-    """What the budget leaves for saved tensors beside the largest working set."""
+    """Return the bytes left for saved tensors beside the largest working set."""
     graph = step.graph
     persistent = {spec.name: spec.nbytes for spec in graph.with_role(*PERSISTENT)}
     hosted = step.hosted or frozenset()

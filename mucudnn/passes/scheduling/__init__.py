@@ -1,4 +1,4 @@
-"""Every scheduler that ships, in one table."""
+"""Schedulers: when offloads and prefetches run."""
 
 from mucudnn.passes.registry import ALL, Strategies, name_of
 from mucudnn.passes.scheduling.adaptive_window import adaptive_window
@@ -24,18 +24,18 @@ SCHEDULERS: Strategies[Scheduler] = Strategies(
     group="mucudnn.schedulers",
     reserved=(ALL,),
 )
-"""When copies run; more join by `register` or by an entry point of the group."""
+"""Schedulers by name; `register` or an entry point of the group adds more."""
 
 
 def intervals_of(
     scheduler: str | Scheduler, problem: Problem
 ) -> tuple[list[ResidencyInterval], Occupancy]:
-    """What a scheduler decides, checked: it may be somebody's own.
+    """Run a scheduler, possibly a user's, and check its result.
 
     Raises:
         PlanningError: Nothing fits.
-        TypeError: It returned something else than intervals and their ledger.
-        ValueError: It is not known.
+        TypeError: The scheduler did not return intervals and their ledger.
+        ValueError: The scheduler is unknown.
     """
     found: object = SCHEDULERS.resolve(scheduler)(problem)
     match found:

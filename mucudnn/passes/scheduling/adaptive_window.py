@@ -1,20 +1,20 @@
-"""The adaptive-window scheduler: two windows over one budget.
+"""Adaptive-window scheduler: two sliding windows that share one budget.
 
 After Hayakawa & Narihira, "Out-of-core Training for Extremely Large-Scale Neural
 Networks with Adaptive Window-Based Scheduling", 2020.
 
-The uses of all storages form one list, in the order of the nodes. Before the node that
-runs lies the swap-out window: what has been used and whose copy to the host has not
-been waited for. After it lies the swap-in window: what is there for nodes to come. Both
-share one budget, and neither has a length of its own: each slides until bytes run out.
-What leaves does so after its last use within the swap-in window, first in, first out;
-if the swap-in window meets it again before its copy was waited for, it stays.
+The uses of all storages form one list, in the order of nodes. Before the current node
+is the swap-out window: storages whose offload has not been awaited yet. After it is the
+swap-in window: storages that are resident for nodes to come. Both share one budget, and
+each slides until bytes run out. A storage is offloaded after its last use within the
+swap-in window, first in, first out; if the swap-in window reaches it again before its
+copy was awaited, it stays.
 
-Two things differ from the published algorithm. Workspaces are within the budget, so
-that it may shrink from node to node. And where a node's results find no room, the
-farthest prefetches are given back in place, instead of planning anew from the start.
-As published, the windows do not reach across the end of a step: parameters and state
-that may leave are on the host as it begins and as it ends.
+There are two differences from the published algorithm. Workspaces count towards the
+budget, so the available bytes vary from node to node. And if a node's results find no
+room, the farthest prefetches are cancelled, instead of planning again from the start.
+As published, the windows do not cross the end of a step: parameters and state that may
+be offloaded are on the host at the start and at the end.
 """
 
 import enum
@@ -29,20 +29,19 @@ from mucudnn.passes.scheduling.problem import Problem
 __all__ = ["PREFETCH_FACTOR", "Windows", "adaptive_window", "windows"]
 
 PREFETCH_FACTOR = 1.5
-"""The swap-in window may hold this much of the budget, counting what the nodes in it
-have not written yet."""
+"""Limit of the swap-in window relative to the budget, unwritten results included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How full the two windows were, and what came of it.
+    """Residency intervals, and the fill levels of both windows over time.
 
     Attributes:
-        intervals: Of every storage that is not on the device all the time.
-        in_bytes: Of the swap-in window as each node was planned, with prefetches that
-            were given back later, and in the end.
-        out_bytes: Of the swap-out window likewise.
-        prefetch_bytes: Of the swap-in window with what is yet to be written, likewise.
+        intervals: Intervals of all storages that are not always resident. in_bytes:
+        Bytes of the swap-in window when each node was planned, and at the end;
+            prefetches that were cancelled later are included.
+        out_bytes: Bytes of the swap-out window at the same times.
+        prefetch_bytes: Bytes of the swap-in window, unwritten results included.
     """
 
     intervals: tuple[ResidencyInterval, ...]
@@ -52,20 +51,19 @@ class Windows:
 
 
 def adaptive_window(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
-    """Slide a swap-in and a swap-out window over one budget, blind to time.
+    """Schedule copies by two windows over one budget, without regard to time.
 
-    Where the problem names no gaps over which storages may leave, all may leave over
-    all of them.
+    If the problem names no gaps for offload, all gaps may be used.
     """
     intervals = windows(problem).intervals
     return list(intervals), problem.ledger(intervals)
 
 
 def windows(problem: Problem) -> Windows:
-    """Plan with two windows.
+    """Schedule copies by two windows.
 
     Raises:
-        PlanningError: A node's own operands do not fit beside what may not leave.
+        PlanningError: A node's operands do not fit beside the resident storages.
     """
     problem = replace(problem, swaps=problem.swaps or _every_gap(problem))
     problem.check()
@@ -85,19 +83,18 @@ def _every_gap(problem: Problem) -> Swaps:
 class _State(enum.Enum):
     UNMET = enum.auto()
     AWAITED = enum.auto()
-    """In the swap-in window, to be written by one of its nodes."""
+    """In the swap-in window, but not written yet."""
     IN = enum.auto()
     OUT = enum.auto()
-    """On its way to the host; may still be called back."""
+    """In the swap-out window; the offload may still be cancelled."""
     HOST = enum.auto()
 
 
 class _Item:
-    """A storage and where it is."""
+    """A storage and its state."""
 
     __slots__ = (
         "_host_since",
-        "came_back",
         "count",
         "final",
         "held",
@@ -106,6 +103,7 @@ class _Item:
         "leaves_after",
         "nbytes",
         "needed",
+        "prefetched",
         "released_by",
         "start",
         "state",
@@ -123,17 +121,17 @@ class _Item:
         self.held = False
         self.start = self.needed = 0
         self.last = -1
-        self.came_back = False
+        self.prefetched = False
         self.released_by = -1
         self._host_since: int | None = -1 if self.host_resident else None
 
-    def enter(self, position: int, needed: int, *, came_back: bool) -> None:
-        """Begin an interval."""
+    def enter(self, position: int, needed: int, *, prefetched: bool) -> None:
+        """Begin a residency interval."""
         self.state = _State.IN
-        self.start, self.needed, self.came_back = position, needed, came_back
+        self.start, self.needed, self.prefetched = position, needed, prefetched
 
     def leave(self, stop: int, *, kept: bool) -> ResidencyInterval:
-        """End the interval; if its bytes are wanted again, the host has them then."""
+        """End the interval; `kept` says whether the host needs a valid copy."""
         since = self._host_since
         dirty = kept and (
             since is None or any(since < w <= self.last for w in self.use.writes)
@@ -148,7 +146,7 @@ class _Item:
             stop,
             self.needed,
             self.last,
-            self.came_back,
+            self.prefetched,
             dirty,
             kept,
             self.host_resident,
@@ -156,7 +154,7 @@ class _Item:
 
 
 class _Planner:
-    """The two windows: accesses [tail, begin) and [begin, head)."""
+    """State of the two windows: accesses [tail, begin) and [begin, head)."""
 
     def __init__(self, problem: Problem) -> None:
         self._count = len(problem.graph.nodes)
@@ -164,7 +162,8 @@ class _Planner:
         self._room = [room - nbytes for nbytes in problem.scratch()]
         self._most = PREFETCH_FACTOR * room
         self._items = [
-            _Item(use, problem.swaps.get(use.storage, ())) for use in problem.moving()
+            _Item(use, problem.swaps.get(use.storage, ()))
+            for use in problem.moving_uses()
         ]
         self._accesses, self._bounds = _accesses(self._items, self._count)
         self._transfers: set[int] = set()
@@ -173,7 +172,7 @@ class _Planner:
         self._in = self._out = self._prefetch = 0
 
     def plan(self) -> Windows:
-        """Run through the nodes."""
+        """Plan all nodes in order."""
         levels = []
         for node in range(self._count):
             self._extend(node)
@@ -183,7 +182,7 @@ class _Planner:
         for item in self._items:
             if item.state is _State.IN:
                 item.last = self._count
-                self._gone(item)
+                self._remove_from_window(item)
                 self._intervals.append(item.leave(self._count, kept=False))
             elif item.state is _State.OUT:  # host-resident
                 self._out -= item.nbytes
@@ -193,21 +192,25 @@ class _Planner:
         return Windows(tuple(self._intervals), inside, outside, ahead)
 
     def _extend(self, node: int) -> None:
-        """Let the swap-in window meet as many accesses as there is room for."""
+        """Extend the swap-in window by as many accesses as fit."""
         room = self._room[node]
         while self._head < len(self._accesses):
             position, item = self._accesses[self._head]
             if item.held:
                 item.held = False
                 self._transfers.add(self._head)
-            elif item.count == 0 and not self._meet(item, position, node, room):
+            elif item.count == 0 and not self._add_to_window(
+                item, position, node, room
+            ):
                 return
             else:
                 item.count += 1
             self._head += 1
 
-    def _meet(self, item: _Item, position: int, node: int, room: float) -> bool:
-        """Take a storage into the swap-in window, if there is room for it."""
+    def _add_to_window(
+        self, item: _Item, position: int, node: int, room: float
+    ) -> bool:
+        """Add a storage to the swap-in window; return whether it fits."""
         nbytes = item.nbytes
         if self._prefetch + nbytes > self._most or self._in + nbytes > room:
             return False
@@ -216,19 +219,19 @@ class _Planner:
                 item.state = _State.AWAITED
                 self._prefetch += nbytes
                 return True
-            case _State.OUT:  # it never leaves
+            case _State.OUT:  # cancel the offload
                 self._out -= nbytes
                 item.state = _State.IN
             case _:
                 while self._in + self._out + nbytes > room:
                     self._retire(node)
-                item.enter(node, position, came_back=True)
+                item.enter(node, position, prefetched=True)
         self._in += nbytes
         self._prefetch += nbytes
         return True
 
     def _reserve(self, node: int) -> None:
-        """Make room for what a node writes for the first time."""
+        """Make room for storages that a node writes for the first time."""
         begin, end = self._bounds[node], self._bounds[node + 1]
         fresh = [
             item
@@ -240,21 +243,21 @@ class _Planner:
             if self._tail < begin:
                 self._retire(node)
             else:
-                self._give_back(node)
+                self._cancel_farthest(node)
         for item in fresh:
-            item.enter(node, node, came_back=False)
+            item.enter(node, node, prefetched=False)
             self._in += item.nbytes
 
     def _retire(self, node: int) -> None:
-        """Wait for the oldest copy to the host."""
+        """Await the oldest offload."""
         _, item = self._accesses[self._tail]
         if item.state is _State.OUT and item.released_by == self._tail:
             self._out -= item.nbytes
             self._intervals.append(item.leave(node - 1, kept=True))
         self._tail += 1
 
-    def _give_back(self, node: int) -> None:
-        """Draw the swap-in window back by one access."""
+    def _cancel_farthest(self, node: int) -> None:
+        """Shorten the swap-in window by one access."""
         self._head -= 1
         _, item = self._accesses[self._head]
         if self._head in self._transfers:
@@ -269,13 +272,13 @@ class _Planner:
             item.state = _State.UNMET
             return
         self._in -= item.nbytes
-        if item.last >= item.start:  # it was called back: now it leaves after all
+        if item.last >= item.start:  # its offload was cancelled: offload it after all
             self._intervals.append(item.leave(node - 1, kept=True))
         else:
             item.state = _State.HOST
 
     def _release(self, node: int) -> None:
-        """Let go of what a node used and no other node in the window does."""
+        """Free or offload storages that no other node in the window uses."""
         begin, end = self._bounds[node], self._bounds[node + 1]
         for index in range(begin, end):
             _, item = self._accesses[index]
@@ -283,17 +286,17 @@ class _Planner:
             if item.count > 1:
                 item.count -= 1
             elif node == item.final and not item.host_resident:
-                self._gone(item)
+                self._remove_from_window(item)
                 self._intervals.append(item.leave(node, kept=False))
             elif node == item.final or node in item.leaves_after:
-                self._gone(item)
+                self._remove_from_window(item)
                 self._out += item.nbytes
                 item.state = _State.OUT
                 item.released_by = index
             else:
                 item.held = True
 
-    def _gone(self, item: _Item) -> None:
+    def _remove_from_window(self, item: _Item) -> None:
         item.count = 0
         self._in -= item.nbytes
         self._prefetch -= item.nbytes
@@ -302,7 +305,7 @@ class _Planner:
 def _accesses(
     items: Sequence[_Item], count: int
 ) -> tuple[list[tuple[int, _Item]], list[int]]:
-    """Uses in the order of nodes, and where those of each node begin."""
+    """Return uses in the order of nodes, and the start of each node's uses."""
     of_node: list[list[tuple[int, _Item]]] = [[] for _ in range(count + 1)]
     for item in items:
         for position in item.use.positions:  # the last may be the end

@@ -1,7 +1,7 @@
-"""What nodes cost once their convolutions' plans are chosen: times and workspaces.
+"""Times and workspaces of nodes for chosen convolution plans.
 
-A profile is of the graph as it was given. Copies of its nodes, which a rewritten graph
-has, cost what their originals cost.
+A profile covers the original graph. Recomputed nodes of a rewritten graph have the
+costs of their originals.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,17 +28,17 @@ __all__ = [
 T = TypeVar("T")
 
 CONVOLUTIONS = ("dynamic", "fastest", "least", "fixed")
-"""How convolutions get their workspace: what is free, all they want, nothing, or as
-planned before."""
+"""How convolutions get their workspace: free bytes, as much as they want, the least, or
+by given plans."""
 
 
 def origin(node: str) -> str:
-    """The node that a rematerialized one is a copy of; itself if it is none."""
+    """Return the original of a recomputed node; the node itself if it is none."""
     return node.partition("~")[0]
 
 
 def without_others(profile: Profile, graph: Graph) -> Profile:
-    """A profile of a graph's nodes and no others."""
+    """Return a profile restricted to a graph's nodes."""
     names = [node.name for node in graph.nodes]
     if len(names) == len(profile.node_ms):
         return profile
@@ -52,12 +52,7 @@ def without_others(profile: Profile, graph: Graph) -> Profile:
 
 
 def profile_of(graph: Graph, profile: Profile) -> Profile:
-    """A profile with entries for the copies in a rematerialized graph.
-
-    Args:
-        graph: Rematerialized.
-        profile: Of the graph that it is made of, and of no other nodes.
-    """
+    """Return a profile with entries for the recomputed nodes of a graph."""
     copies = [node.name for node in graph.nodes if "~" in node.name]
     if not copies:
         return profile
@@ -80,13 +75,7 @@ def _with_copies(
 def first_plans(
     profile: Profile, convolutions: str, plans: Mapping[str, ConvPlan] | None = None
 ) -> dict[str, ConvPlan]:
-    """Plans to schedule with; `dynamic` ones begin small and grow.
-
-    Args:
-        profile: Of the graph that is scheduled.
-        convolutions: One of `CONVOLUTIONS`.
-        plans: Convolution node -> plan, for `fixed`.
-    """
+    """Return the plans to schedule with; `dynamic` plans start small and grow later."""
     if convolutions == "fixed":
         known = plans or {}
         return {name: known[origin(name)] for name in profile.fronts}
@@ -96,26 +85,26 @@ def first_plans(
 
 
 def fastest_of(front: Sequence[ConvPlan]) -> ConvPlan:
-    """The plan that takes least time, of those the one with least workspace."""
+    """Return the fastest plan; of equally fast ones, the one with least workspace."""
     return min(front, key=lambda plan: (plan.time_ms, plan.workspace))
 
 
 def workspaces_of(profile: Profile, plans: Mapping[str, ConvPlan]) -> dict[str, int]:
-    """Node -> bytes of scratch memory, those of convolutions by their plans."""
+    """Return the workspace of each node in bytes, that of convolutions by plan."""
     sizes = {name: rounded(size) for name, size in profile.workspaces.items() if size}
     sizes.update((name, rounded(plan.workspace)) for name, plan in plans.items())
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
 
 def timed_by(profile: Profile, plans: Mapping[str, ConvPlan]) -> Profile:
-    """A profile whose convolutions take what their plans take."""
+    """Return a profile with the times of convolution plans."""
     times = dict(profile.node_ms)
     times.update((name, plan.time_ms) for name, plan in plans.items())
     return replace(profile, node_ms=times)
 
 
 def state_bytes(graph: Graph, names: Iterable[str] | None = None) -> int:
-    """Bytes of parameters and state: of some of them, or of all."""
+    """Return the bytes of some or all parameters and state."""
     chosen = None if names is None else set(names)
     return sum(
         rounded(spec.nbytes)

@@ -1,11 +1,11 @@
-"""Residency intervals: when a storage is in device memory, and the program of it.
+"""Residency intervals of storages, and the instructions that realise them.
 
-A storage that is never moved has one interval, from its first use to its last. One that
-is offloaded has several, with copies between them. Parameters and state that may leave
-are host-resident: they are swapped in and out in every step anew, and an interval of
-theirs may begin in one step and end in the next. All positions are those of nodes; sums
-over them are what a budget limits, so a schedule keeps its promise whatever the copies
-take: a copy that is late is waited for.
+A storage that is never moved has one interval, from its first use to its last; an
+offloaded storage has several, with copies in between. Offloaded parameters and state
+are host-resident: they are prefetched and offloaded in every step, and their intervals
+may begin in one step and end in the next. Positions are those of nodes. The budget
+limits the bytes at every position, so it holds whatever time copies take: compute waits
+for late copies.
 """
 
 import itertools
@@ -30,37 +30,37 @@ from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 __all__ = [
     "ResidencyInterval",
     "Swaps",
+    "budget_error",
+    "check_fits",
     "emit",
     "join",
     "least_occupancy",
-    "refuse_more",
     "shifted",
-    "short_of",
     "split",
     "unsplit",
 ]
 
 Swaps = Mapping[str, Sequence[tuple[int, int]]]
-"""Storage -> gaps between two uses over which it leaves the device."""
+"""Gaps between uses over which each storage is offloaded."""
 
 
 class ResidencyInterval(NamedTuple):
     """One interval of a storage in device memory.
 
-    Positions in the next step are counted on from this one's. It is a tuple, which is
-    made in a quarter of the time: every trial of a search makes thousands.
+    Positions in the next step continue those of this step. A named tuple is made in a
+    quarter of a dataclass's time, and every trial of a search makes thousands.
 
     Attributes:
-        storage: Its name.
-        nbytes: Its size.
-        start: First node that it is there for.
-        stop: Last node that it is there for; `last` or later, while it is copied out.
-        needed: First node that uses it: by then a copy in has arrived.
-        last: Last node that uses it.
-        copied_in: Whether it is swapped in from the host.
-        copied_out: Whether it is copied to the host after `last`.
-        kept_on_host: Whether it leaves with a copy on the host, made now or earlier.
-        host_resident: Whether the storage outlives the step and is host-resident.
+        storage: Name of the storage.
+        nbytes: Size in bytes.
+        start: First node at which the storage is resident.
+        stop: Last node at which it is resident; after `last` while it is copied out.
+        needed: First node that uses the storage; it awaits the prefetch.
+        last: Last node that uses the storage.
+        copied_in: Whether the storage is prefetched from the host.
+        copied_out: Whether the storage is copied to the host after `last`.
+        kept_on_host: Whether the host has a valid copy afterwards.
+        host_resident: Whether the storage is a host-resident parameter or state.
     """
 
     storage: str
@@ -78,16 +78,9 @@ class ResidencyInterval(NamedTuple):
 def split(
     use: Use, gaps: Sequence[tuple[int, int]], end: int
 ) -> list[ResidencyInterval]:
-    """The shortest intervals of a storage that leaves over some gaps, in order.
+    """Return the shortest intervals of a storage that is offloaded over gaps.
 
-    A copy out is left out where the host's copy is still good: nothing wrote the
-    storage since it was made.
-
-    Args:
-        use: Of the storage.
-        gaps: Pairs of consecutive uses, ascending; at least one for what outlives the
-            step.
-        end: Number of nodes.
+    There is no copy out if the host's copy is still valid.
     """
     if use.persistent:
         return sorted(_swapped(use, gaps), key=lambda interval: interval.start)
@@ -114,19 +107,14 @@ def split(
 
 
 def unsplit(use: Use, end: int) -> ResidencyInterval:
-    """The interval of a storage of the step that never leaves.
-
-    Args:
-        use: Of the storage.
-        end: Number of nodes.
-    """
+    """Return the single interval of a storage without offload; `end` counts nodes."""
     storage, nbytes, positions, _, _ = use
     first, last = positions[0], min(positions[-1], end)
     return ResidencyInterval(storage, nbytes, first, last, first, last)
 
 
 def _swapped(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[ResidencyInterval]:
-    """From each gap to the next, the last to the first of the next step."""
+    """Yield the intervals between the gaps of a host-resident storage."""
     following = (*(i for i, _ in gaps[1:]), gaps[0][0] + use.period)
     for (_, start), stop in zip(gaps, following, strict=True):
         interval = ResidencyInterval(
@@ -145,7 +133,7 @@ def _swapped(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[ResidencyInt
 
 
 def _written(use: Use, start: int, stop: int) -> bool:
-    """Whether any use from one position to another writes."""
+    """Return whether any use in a range of positions writes."""
     period = use.period
     for write in use.writes:
         if start <= write <= stop or (period and start <= write + period <= stop):
@@ -154,7 +142,7 @@ def _written(use: Use, start: int, stop: int) -> bool:
 
 
 def shifted(interval: ResidencyInterval, nodes: int) -> ResidencyInterval:
-    """The same interval, counted from another step."""
+    """Return the interval with its positions shifted by a number of nodes."""
     return interval._replace(
         start=interval.start + nodes,
         stop=interval.stop + nodes,
@@ -164,7 +152,7 @@ def shifted(interval: ResidencyInterval, nodes: int) -> ResidencyInterval:
 
 
 def join(before: ResidencyInterval, after: ResidencyInterval) -> ResidencyInterval:
-    """One interval of two of a storage with nothing between them: no copies there."""
+    """Join two adjacent intervals of a storage, without the copies in between."""
     return before._replace(
         stop=after.stop,
         last=after.last,
@@ -179,7 +167,7 @@ def least_occupancy(
     resident: int,
     budget: float,
 ) -> Occupancy:
-    """The ledger of intervals as they are, over what is always there."""
+    """Return the ledger of intervals on top of the resident bytes."""
     n = len(workspaces)
     change = [0] * (n + 1)
     change[0] = resident
@@ -199,30 +187,16 @@ def least_occupancy(
     )
 
 
-def refuse_more(nbytes: int, node: str, budget: float) -> None:
-    """Refuse what does not fit.
-
-    Args:
-        nbytes: In use at a node, the most of all.
-        node: That runs then.
-        budget: What there is.
-
-    Raises:
-        PlanningError: It is fewer; says how many bytes short, and where.
-    """
+def check_fits(nbytes: int, node: str, budget: float) -> None:
+    """Raise a `PlanningError` if the peak of `nbytes` at `node` exceeds the budget."""
     if nbytes > budget:
-        raise short_of(node, nbytes, budget)
+        raise budget_error(node, nbytes, budget)
 
 
-def short_of(node: str, nbytes: int, budget: float, remedy: str = "") -> PlanningError:
-    """The error that says what is short.
-
-    Args:
-        node: That runs then.
-        nbytes: In use at it.
-        budget: Fewer bytes.
-        remedy: What would work, in words.
-    """
+def budget_error(
+    node: str, nbytes: int, budget: float, remedy: str = ""
+) -> PlanningError:
+    """Return the error for a budget that is too small."""
     short = nbytes - int(budget)
     return PlanningError(
         f"{exact_bytes(short)} short: node {node!r} needs {exact_bytes(nbytes)}, "
@@ -240,12 +214,12 @@ def emit(
     peak_bytes: int,
     away: Iterable[str] = (),
 ) -> Schedule:
-    """Write intervals down as a program.
+    """Emit the instructions of residency intervals.
 
-    At each node: what arrives is allocated and its copy begun; what the node needs is
-    waited for; after it, copies out begin, and what leaves is waited for and freed.
-    Results that are there at the end stay: the caller takes them out. What is `away` is
-    host-resident, also if no node uses it.
+    Before each node, starting intervals are allocated and their prefetches started, and
+    the prefetches that the node needs are awaited. After it, offloads start, and ending
+    intervals are awaited and freed. Results stay resident at the end. Storages in
+    `away` are host-resident even if no node uses them.
     """
     n = len(graph.nodes)
     arrivals: list[list[Instruction]] = [[] for _ in range(n + 1)]

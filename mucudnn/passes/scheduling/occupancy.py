@@ -1,4 +1,4 @@
-"""Bytes in use at every node, and what still fits beside them."""
+"""Ledger of the bytes in use at every node of a step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,19 +7,15 @@ from mucudnn.passes.liveness import Use, uses_of
 __all__ = ["Occupancy", "Use", "uses_of"]
 
 _WIDTH = 32
-"""Positions of a chunk of a ledger."""
+"""Number of positions per chunk of a ledger."""
 
 
 class Occupancy:
-    """A ledger of bytes at every node position.
+    """Ledger of bytes at every node position.
 
-    Positions beyond the last are those of the next step, negative ones of the step
-    before: all steps are alike. Positions are kept in chunks, each with the most that
-    any of them has, so that long ranges cost little.
-
-    Args:
-        workspaces: Scratch memory at each position.
-        budget: Bytes that must not be exceeded.
+    Positions are cyclic: those beyond the last belong to the next step, negative ones
+    to the step before. Positions are stored in chunks with their maxima, so that
+    operations on long ranges are cheap.
     """
 
     def __init__(self, workspaces: Sequence[int], budget: float) -> None:
@@ -37,7 +33,7 @@ class Occupancy:
         return self._bytes[at] + self._everywhere[at // _WIDTH]
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
-        """Take `nbytes` at every position from `start` up to and including `stop`."""
+        """Add `nbytes` at every position from `start` to `stop` (inclusive)."""
         if not nbytes or start > stop:
             return
         if start >= 0 and stop < len(self._bytes):
@@ -61,7 +57,7 @@ class Occupancy:
     def _add_within(self, chunk: int, first: int, last: int, nbytes: int) -> None:
         now = [used + nbytes for used in self._bytes[first : last + 1]]
         self._bytes[first : last + 1] = now
-        if nbytes < 0:  # what has less now may have been the most
+        if nbytes < 0:  # the maximum may have been in this range
             now = self._bytes[chunk * _WIDTH : (chunk + 1) * _WIDTH]
             self._most[chunk] = max(now) + self._everywhere[chunk]
             return
@@ -70,11 +66,11 @@ class Occupancy:
             self._most[chunk] = most
 
     def fits(self, position: int, nbytes: int) -> bool:
-        """Whether `nbytes` more fit at one position."""
+        """Return whether `nbytes` more fit at one position."""
         return self[position] + nbytes <= self.budget
 
     def fits_over(self, start: int, stop: int, nbytes: int) -> bool:
-        """Whether `nbytes` more fit at every position from `start` to `stop`."""
+        """Return whether `nbytes` more fit from `start` to `stop` (inclusive)."""
         if start > stop:
             return True
         if start < 0 or stop >= len(self._bytes):
@@ -92,9 +88,10 @@ class Occupancy:
         )
 
     def room_before(self, position: int, floor: int, nbytes: int) -> int:
-        """From where on `nbytes` more fit, up to before a position; not below a floor.
+        """Return the first position of the free range right before `position`.
 
-        It is the position itself, if they do not fit at the one before.
+        The range has room for `nbytes` more and does not go below `floor`. If it is
+        empty, the result is `position`.
         """
         room, count = self.budget - nbytes, len(self._bytes)
         while position > floor:
@@ -113,9 +110,10 @@ class Occupancy:
         return position
 
     def room_after(self, position: int, ceiling: int, nbytes: int) -> int:
-        """Up to where `nbytes` more fit, from after a position; not above a ceiling.
+        """Return the last position of the free range right after `position`.
 
-        It is the position itself, if they do not fit at the next one.
+        The range has room for `nbytes` more and does not go above `ceiling`. If it is
+        empty, the result is `position`.
         """
         room, count = self.budget - nbytes, len(self._bytes)
         while position < ceiling:
@@ -135,7 +133,7 @@ class Occupancy:
         return position
 
     def peak(self) -> tuple[int, int]:
-        """The largest sum and the first position that has it; (0, 0) if empty."""
+        """Return the maximum and its first position; (0, 0) if empty."""
         if not self._bytes:
             return 0, 0
         most = max(self._most)
@@ -145,7 +143,7 @@ class Occupancy:
         return most, start + within.index(most - self._everywhere[chunk])
 
     def _in_step(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Positions of this step that those from `start` to `stop` are like."""
+        """Yield the inclusive ranges of one step that a cyclic range covers."""
         n = len(self._bytes)
         if start > stop:
             return

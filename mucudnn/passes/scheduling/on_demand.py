@@ -1,4 +1,4 @@
-"""The scheduler of vDNN: every copy belongs to one layer, and compute waits for it."""
+"""Scheduler of vDNN: every copy belongs to one layer, and compute waits for it."""
 
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.occupancy import Occupancy
@@ -8,11 +8,10 @@ __all__ = ["on_demand"]
 
 
 def on_demand(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
-    """vDNN: leave with the layer that used it last, return one layer ahead.
+    """Offload with the layer of the last use, and prefetch one layer ahead.
 
-    Compute waits at the end of a node until what it offloads has left. A copy back is
-    begun with the nearest earlier node of the same phase that has room, and waited for
-    at that node's end (vDNN, section 3.2).
+    Compute waits at the end of a node for the node's offloads. A prefetch starts with
+    the node before the one that needs it, if there is room (vDNN, section 3.2).
     """
     intervals, occupancy = problem.least()
     for i, interval in enumerate(intervals):

@@ -1,8 +1,8 @@
-"""What a scheduler decides about: when storages are swapped out and in again.
+"""Scheduling problem: choose when storages are offloaded and prefetched.
 
-Each scheduler turns gaps into residency intervals within a budget. What is resident at
-a node never exceeds the budget in any of them; they differ in how much compute has to
-wait for copies.
+A scheduler turns gaps into residency intervals. With every scheduler the resident bytes
+stay within the budget at every node; schedulers differ in how long compute waits for
+copies.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
     Swaps,
+    check_fits,
     least_occupancy,
-    refuse_more,
     split,
     unsplit,
 )
@@ -27,17 +27,17 @@ __all__ = ["Problem", "Scheduler", "changes_of"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a scheduler decides about.
+    """Input of a scheduler.
 
     Attributes:
-        graph: In its final order.
-        uses: Of every storage.
-        swaps: Gaps over which storages may leave.
-        profile: Times and links.
-        workspaces: Node -> bytes of scratch memory.
-        budget: Bytes for everything.
-        away: Those that outlive the step and must leave the device in every step.
-        changes: What `changes_of` the uses are, if that is known.
+        graph: The graph in its final order.
+        uses: Uses of every storage.
+        swaps: Gaps over which storages are to be offloaded.
+        profile: Times of nodes, and link rates.
+        workspaces: Scratch bytes of nodes.
+        budget: Budget for everything in bytes.
+        away: Parameters and state that must be host-resident.
+        changes: Result of `changes_of` for the uses, if known.
     """
 
     graph: Graph
@@ -50,16 +50,18 @@ class Problem:
     changes: Sequence[int] | None = None
 
     def least(self) -> tuple[list[ResidencyInterval], Occupancy]:
-        """The shortest intervals, and their ledger.
+        """Return the shortest intervals, and their ledger.
 
         Raises:
-            PlanningError: Not even they fit; says how many bytes short, and where.
+            PlanningError: They do not fit; has the shortfall and the node.
         """
         occupancy = Occupancy(self._needed(), self.budget)
-        refuse_more(*self._most(occupancy), self.budget)
+        if self.graph.nodes:
+            peak, position = occupancy.peak()
+            check_fits(peak, self.graph.nodes[position].name, self.budget)
         n = len(self.graph.nodes)
         intervals: list[ResidencyInterval] = []
-        for use in self.moving():
+        for use in self.moving_uses():
             gaps = self.swaps.get(use.storage)
             if gaps:
                 intervals += split(use, gaps, n)
@@ -68,16 +70,16 @@ class Problem:
         return intervals, occupancy
 
     def need(self) -> tuple[int, str]:
-        """Bytes that the shortest intervals need, and at which node they do.
+        """Return the peak of the shortest intervals, and its node.
 
-        No budget changes it. It takes less time than `least`: it makes no intervals.
+        The result does not depend on the budget; it is cheaper than `least`.
         """
         needed = self._needed()
         most = max(needed, default=0)
         return most, self.graph.nodes[needed.index(most)].name if needed else ""
 
     def _needed(self) -> list[int]:
-        """Bytes in use at every node with the shortest intervals."""
+        """Return the bytes in use at every node with the shortest intervals."""
         n, uses = len(self.graph.nodes), self.uses
         known = self.changes
         change = [*(changes_of(uses.values(), n) if known is None else known)]
@@ -98,26 +100,18 @@ class Problem:
         return [a + b for a, b in zip(self.scratch(), used, strict=False)]
 
     def check(self) -> None:
-        """Refuse what `least` refuses.
+        """Raise a `PlanningError` if the shortest intervals do not fit."""
+        check_fits(*self.need(), self.budget)
 
-        Raises:
-            PlanningError: Not even the shortest intervals fit.
-        """
-        refuse_more(*self.need(), self.budget)
-
-    def _most(self, occupancy: Occupancy) -> tuple[int, str]:
-        peak, position = occupancy.peak()
-        return peak, self.graph.nodes[position].name if self.graph.nodes else ""
-
-    def moving(self) -> Iterator[Use]:
-        """Uses of what is not on the device all the time."""
+    def moving_uses(self) -> Iterator[Use]:
+        """Yield the uses of storages that are not always resident."""
         swaps = self.swaps
         for use in self.uses.values():
             if not use.period or use.storage in swaps:
                 yield use
 
     def resident(self) -> int:
-        """Bytes of what never leaves: parameters and state."""
+        """Return the bytes of parameters and state that are always resident."""
         return sum(
             use.nbytes
             for use in self.uses.values()
@@ -127,23 +121,21 @@ class Problem:
         )
 
     def scratch(self) -> list[int]:
-        """Bytes of scratch memory at every node."""
+        """Return the scratch bytes at every node."""
         known = self.workspaces
         return [known.get(node.name, 0) for node in self.graph.nodes]
 
     def ledger(self, intervals: Sequence[ResidencyInterval]) -> Occupancy:
-        """Bytes in use at every node with intervals of all that moves."""
+        """Return the ledger of intervals of all moving_uses storages."""
         return least_occupancy(intervals, self.scratch(), self.resident(), self.budget)
 
 
 def changes_of(uses: Iterable[Use], count: int) -> list[int]:
-    """Bytes that come with every node, less those that went before it.
-
-    While nothing leaves: what outlives the step is there all the time.
+    """Return the change of bytes in use at every node, without any offload.
 
     Args:
-        uses: Of all storages.
-        count: Of nodes; what remains at the end goes behind them.
+        uses: Uses of all storages.
+        count: Number of nodes; one more entry holds what is freed at the end.
     """
     change = [0] * (count + 1)
     for _, nbytes, positions, _, period in uses:
@@ -156,7 +148,7 @@ def changes_of(uses: Iterable[Use], count: int) -> list[int]:
 
 
 def _within_step(first: int, behind: int, count: int) -> Iterator[tuple[int, int]]:
-    """Positions of a step from one up to before another, which may be in the next."""
+    """Yield the half-open ranges of one step that a cyclic range covers."""
     if first < count:
         yield first, min(behind, count)
     if behind > count:
@@ -164,10 +156,10 @@ def _within_step(first: int, behind: int, count: int) -> Iterator[tuple[int, int
 
 
 class Scheduler(Protocol):
-    """A way to time copies."""
+    """A function that decides when copies run."""
 
     def __call__(self, problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
-        """Residency intervals within the budget, and their ledger.
+        """Return residency intervals within the budget, and their ledger.
 
         Raises:
             PlanningError: Nothing fits.

@@ -1,4 +1,4 @@
-"""A planned step: its schedule, what it was made of, and what it will cost."""
+"""A planned step: its schedule, the decisions behind it, and its predicted cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,19 +22,18 @@ __all__ = ["StepPlan"]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A training step under a budget.
+    """A planned training step under a budget.
 
     Attributes:
-        schedule: What to run.
-        intervals: What the schedule was made of.
-        plans: Convolution node -> how to run it.
-        residency: What was decided about tensors.
-        prediction: What it will cost.
-        policy: Who decided.
-        scheduler: Who timed the copies.
-        budget: Bytes that were given.
-        least_ms: No plan within the budget is faster, of any residencies; None where
-            that was not asked.
+        schedule: The instructions to run.
+        intervals: Residency intervals of the schedule.
+        plans: Plan of each convolution node.
+        residency: Residencies of tensors.
+        prediction: The simulated step.
+        policy: Name of the policy.
+        scheduler: Name of the scheduler.
+        budget: Budget in bytes.
+        least_ms: Lower bound of any plan within the budget; None if not computed.
     """
 
     schedule: Schedule
@@ -49,28 +48,28 @@ class StepPlan:
 
     @property
     def gap(self) -> float | None:
-        """By which share of `least_ms` the step is slower at most than the best one."""
+        """Relative gap between the predicted time and the lower bound."""
         if not self.least_ms:
             return None
         return max(0.0, self.prediction.step_ms / self.least_ms - 1)
 
     @property
     def peak_bytes(self) -> int:
-        """The most device memory in use at once, parameters and state included."""
+        """Peak of device memory in bytes, parameters and state included."""
         return self.schedule.peak_bytes
 
     @property
     def profile(self) -> Profile:
-        """Times of the schedule's graph, of its convolutions as they are planned."""
+        """Profile of the schedule's graph, with the times of the convolution plans."""
         return self.prediction.profile
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and state that never leave."""
+        """Bytes of resident parameters and state."""
         return state_bytes(self.schedule.graph, self.schedule.resident)
 
     def with_intervals(self, intervals: Sequence[ResidencyInterval]) -> "StepPlan":
-        """The same with other residency intervals, and what it costs then."""
+        """Return the step with other residency intervals, simulated again."""
         old = self.schedule
         peak = self._peak(intervals, old.workspaces)
         schedule = emit(old.graph, intervals, old.workspaces, peak, old.hosted)
@@ -80,7 +79,7 @@ class StepPlan:
         )
 
     def with_plans(self, plans: Mapping[str, ConvPlan]) -> "StepPlan":
-        """The same with other plans of its convolutions, and what it costs then."""
+        """Return the step with other convolution plans, simulated again."""
         profile = timed_by(self.profile, plans)
         workspaces = workspaces_of(profile, plans)
         peak = self._peak(self.intervals, workspaces)
@@ -95,7 +94,7 @@ class StepPlan:
         return least_occupancy(intervals, scratch, self.state_bytes, 0).peak()[0]
 
     def __repr__(self) -> str:
-        """Such as `StepPlan(planned, timed: 2.0 GiB at most, 9 ms, …)`."""
+        """Return a summary such as `StepPlan(planned, timed: 2.0 GiB at most, …)`."""
         return (
             f"StepPlan({self.policy}, {self.scheduler}: "
             f"{format_bytes(self.peak_bytes)} at most, "
@@ -107,10 +106,9 @@ class StepPlan:
         )
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("step_plan", self)
 
     @property
     def recomputed(self) -> int:
-        """How many nodes run a second time or more often."""
+        """Number of recomputed nodes."""
         return sum("~" in node.name for node in self.schedule.graph.nodes)

@@ -1,9 +1,9 @@
-"""How long a step takes, straight from its residency intervals.
+"""Simulated time of a step directly from its residency intervals.
 
-A search weighs hundreds of residencies and keeps one. So it does not write the program
-of each and simulate it instruction by instruction: it makes the same additions in the
-same order from nodes' times and from what intervals begin and wait for, and gives up
-once what is left of compute alone would take longer than the best that is known.
+A search evaluates hundreds of residencies and keeps one. Emitting and simulating every
+program would be slow, so this module makes the same additions in the same order from
+nodes' times and intervals' copies, and stops once the remaining compute alone exceeds
+the best known time.
 """
 
 import math
@@ -14,18 +14,18 @@ from mucudnn.passes.scheduling.intervals import ResidencyInterval
 __all__ = ["step_ms"]
 
 _ROUNDED = 1 - 1e-9
-"""Sums in another order differ by less; nothing is given up for that."""
+"""Margin for the rounding of sums in another order."""
 
 _STEPS_BEFORE = 2
-"""Steps before the one that counts, where storages are live across iterations."""
+"""Warm-up steps before the measured one, if storages are live across steps."""
 
 _IN, _OUT, _WAIT = range(3)
 
 _Event = tuple[int, str, float, float]
-"""Kind, storage, time of the copy, what the computation takes longer for it."""
+"""Kind, storage, time of the copy, and slowdown of compute by the copy (ms)."""
 
 _Events = Mapping[int, Sequence[_Event]]
-"""Node -> what is begun or waited for there."""
+"""Copies started or awaited at each node."""
 
 
 def step_ms(
@@ -36,18 +36,18 @@ def step_ms(
     lost_ms: Callable[[float], float],
     below: float = math.inf,
 ) -> float:
-    """What `simulate` predicts for the program that `emit` writes, to the last bit.
+    """Return the time that `simulate` predicts for the emitted program, bit by bit.
 
     Args:
-        intervals: Of a step.
+        intervals: Residency intervals of a step.
         node_ms: Times of its nodes, in order.
-        nbytes: Storage -> bytes that a copy of it moves.
+        nbytes: Bytes of a copy of each storage.
         rates: Bytes per ms of the links out and in.
-        lost_ms: Time of a copy -> what the computation beside it takes longer.
-        below: What is not faster than this need not be known exactly.
+        lost_ms: Function from the time of a copy to the slowdown of compute.
+        below: Limit from which on the exact time does not matter.
 
     Returns:
-        The step's time, or infinity where it is not below the limit.
+        The step's time, or infinity if it is not below the limit.
     """
     count = len(node_ms)
     before, behind = _events(intervals, count, nbytes, rates, lost_ms)
@@ -64,7 +64,7 @@ def step_ms(
 
 
 class _Clock:
-    """The clocks of compute and of both links, from step to step."""
+    """Clocks of compute and of both links over successive steps."""
 
     def __init__(
         self,
@@ -81,32 +81,28 @@ class _Clock:
 
     @property
     def all_done(self) -> float:
-        """When compute and all copies are done."""
+        """Time at which compute and all copies are done."""
         return max(self.now, self._out, self._in)
 
     def run(self, limit: float, left: float) -> bool:
-        """Go on by one step, or until it is known that it ends no sooner than a limit.
-
-        Args:
-            limit: When it is too late.
-            left: What its nodes take together, or less.
+        """Simulate one step; stop early if it cannot end before a limit.
 
         Returns:
-            Whether the step was run to its end.
+            Whether the step was simulated to its end.
         """
         before, behind = self._before, self._behind
         for i, ms in enumerate(self._node_ms):
             if i in before:
-                self._happen(before[i])
+                self._process(before[i])
                 if self.now + left > limit:
                     return False
             self.now += ms
             left -= ms
             if i in behind:
-                self._happen(behind[i])
+                self._process(behind[i])
         return True
 
-    def _happen(self, events: Sequence[_Event]) -> None:
+    def _process(self, events: Sequence[_Event]) -> None:
         done = self._done
         for kind, name, ms, lost in events:
             if kind == _WAIT:
@@ -129,7 +125,7 @@ def _events(
     rates: tuple[float, float],
     lost_ms: Callable[[float], float],
 ) -> tuple[_Events, _Events]:
-    """What happens right before and right behind nodes, in the order of a program."""
+    """Return the events before and after each node, in the program's order."""
     arrivals: dict[int, list[_Event]] = {}
     waits: dict[int, list[_Event]] = {}
     copies: dict[int, list[_Event]] = {}
@@ -147,13 +143,7 @@ def _events(
             copies.setdefault(i.last % count, []).append(event)
             end = i.stop % count if i.host_resident else i.stop
             departures.setdefault(end, []).append((_WAIT, name, 0.0, 0.0))
-    return _merged(arrivals, waits), _merged(copies, departures)
-
-
-def _merged(
-    first: dict[int, list[_Event]],
-    second: dict[int, list[_Event]],
-) -> _Events:
-    for at, events in second.items():
-        first.setdefault(at, []).extend(events)
-    return first
+    for first, second in ((arrivals, waits), (copies, departures)):
+        for at, events in second.items():
+            first.setdefault(at, []).extend(events)
+    return arrivals, copies

@@ -1,8 +1,8 @@
-"""The time-aware scheduler: copies when the links have time for them.
+"""Transfer-aware scheduler: copies run when the links have time for them.
 
-Its schedule is cyclic: what outlives the step is swapped out in one step and in in the
-next, and what is being copied as a step ends is waited for where its bytes are needed,
-not before.
+The schedule is cyclic: persistent storages are offloaded in one step and prefetched in
+the next, and copies in flight at the end of a step are awaited only where their bytes
+are needed.
 """
 
 import itertools
@@ -24,32 +24,32 @@ __all__ = ["timed"]
 
 
 def timed(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
-    """Leave and return as the links' time demands, as far as the budget admits.
+    """Schedule copies by the links' time, as far as the budget allows.
 
-    What fits over a whole gap stays. A copy out may take until its link has done it;
-    a copy back begins just early enough for the link to finish it and those after it
-    in time. Where the budget does not admit that, it leaves sooner or returns later,
+    A storage that fits over a whole gap stays resident. An offload may last until its
+    link has finished; a prefetch starts just early enough for the link to finish it and
+    those behind it in time. Where the budget does not allow this, intervals are shorter
     and compute waits.
     """
     least, occupancy = problem.least()
     links = problem.profile
     clock = Clock([links.node_ms[node.name] for node in problem.graph.nodes])
-    swaps = _not_kept(problem, occupancy, clock)
+    # 1. Keep storages over gaps with enough room, the shortest gaps first.
+    swaps = _remaining_gaps(problem, occupancy, clock)
     kept = {name for name, gaps in problem.swaps.items() if swaps.get(name) != gaps}
     intervals = [interval for interval in least if interval.storage not in kept]
     for use in (problem.uses[name] for name in problem.swaps if name in kept):
         if not use.persistent or use.storage in swaps:
             intervals += split(use, swaps.get(use.storage, ()), len(occupancy))
-    intervals = _linger(intervals, occupancy, clock, links.out_bytes_per_ms)
-    intervals = _return_early(intervals, occupancy, clock, links.in_bytes_per_ms)
+    # 2. Extend intervals for the time of their copies, where there is room.
+    intervals = _extend_offloads(intervals, occupancy, clock, links.out_bytes_per_ms)
+    intervals = _advance_prefetches(intervals, occupancy, clock, links.in_bytes_per_ms)
+    # 3. Cancel copies between intervals that have become adjacent.
     return list(_joined(intervals, problem.away, len(occupancy))), occupancy
 
 
-def _not_kept(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
-    """Gaps that remain once what has room over a whole gap is kept over it.
-
-    The shortest gaps first.
-    """
+def _remaining_gaps(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
+    """Keep storages over gaps with room, shortest first; return the other gaps."""
     starts = clock.two_steps()
     gaps = [
         (starts[j] - starts[i + 1], name, i, j)
@@ -68,13 +68,10 @@ def _not_kept(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
     return {name: sorted(pairs) for name, pairs in left.items()}
 
 
-def _pairs(
+def _gap_pairs(
     intervals: Sequence[ResidencyInterval], count: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Indices of intervals between which a storage is swapped out and in again.
-
-    And how many nodes to add to the positions of the second.
-    """
+    """Yield (interval before a gap, interval behind it, node offset of the latter)."""
     of_storage: dict[str, list[int]] = {}
     for i, interval in enumerate(intervals):
         if interval.copied_in or interval.kept_on_host:
@@ -86,15 +83,15 @@ def _pairs(
             yield indices[-1], indices[0], count
 
 
-def _linger(
+def _extend_offloads(
     intervals: list[ResidencyInterval],
     occupancy: Occupancy,
     clock: Clock,
     bytes_per_ms: float,
 ) -> list[ResidencyInterval]:
-    """Give copies out the time that their link needs, where there is room."""
+    """Extend intervals by the time of their offloads, where there is room."""
     found, n = list(intervals), len(occupancy)
-    returns = {i: found[j].start + later for i, j, later in _pairs(found, n)}
+    returns = {i: found[j].start + later for i, j, later in _gap_pairs(found, n)}
     link_free = delay = 0.0
     for i in leaving(found, n):
         interval = found[i]
@@ -114,15 +111,15 @@ def _linger(
     return found
 
 
-def _return_early(
+def _advance_prefetches(
     intervals: list[ResidencyInterval],
     occupancy: Occupancy,
     clock: Clock,
     bytes_per_ms: float,
 ) -> list[ResidencyInterval]:
-    """Begin copies back early enough for their link, where there is room."""
+    """Start prefetches early enough for their link, where there is room."""
     found, n = list(intervals), len(occupancy)
-    earliest = {j: found[i].stop + 1 - later for i, j, later in _pairs(found, n)}
+    earliest = {j: found[i].stop + 1 - later for i, j, later in _gap_pairs(found, n)}
     for j, want in latest_starts(found, clock, bytes_per_ms).items():
         interval, start = found[j], found[j].start
         if not interval.host_resident:
@@ -136,10 +133,10 @@ def _return_early(
 def _joined(
     intervals: Sequence[ResidencyInterval], away: frozenset[str], count: int
 ) -> Iterator[ResidencyInterval]:
-    """Make one of intervals with nothing between them: the copies are cancelled.
+    """Join adjacent intervals and cancel the copies between them.
 
-    What then never leaves is on the device all the time and has no intervals at all,
-    unless it must be away.
+    A persistent storage that is then always resident has no intervals at all, unless it
+    must be host-resident.
     """
     of_storage: dict[str, list[ResidencyInterval]] = {}
     for interval in intervals:

@@ -1,8 +1,7 @@
-"""When nodes start, and when copies have to begin and are done.
+"""Start times of nodes and ideal times of copies, without regard to memory.
 
-Positions are those of nodes, and cyclic: every step takes as long. A link
-makes one copy after the other; nobody is kept waiting. That is how a schedule would
-like it; what memory admits is another matter.
+Positions are those of nodes, and cyclic. A link makes one copy after another, and
+compute never waits.
 """
 
 import bisect
@@ -12,20 +11,17 @@ from collections.abc import Sequence
 
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 
-__all__ = ["Clock", "first_ends", "latest_starts", "leaving"]
+__all__ = ["Clock", "earliest_ends", "latest_starts", "leaving"]
 
 
 class Clock:
-    """When nodes start if nothing has to be waited for.
-
-    Positions beyond the last node are those of the next step, negative ones of the
-    step before.
+    """Start times of nodes without any waiting, at cyclic positions.
 
     Args:
-        node_ms: How long each node takes.
+        node_ms: Time of each node.
 
     Attributes:
-        count: How many nodes there are.
+        count: Number of nodes.
     """
 
     def __init__(self, node_ms: Sequence[float]) -> None:
@@ -33,24 +29,24 @@ class Clock:
         self.count = len(node_ms)
 
     def start(self, position: int) -> float:
-        """When a node starts; the one behind the last with the step's end."""
+        """Return the start time of a position."""
         if 0 <= position < self.count:
             return self._starts[position]
         step, at = divmod(position, max(1, self.count))
         return step * self._starts[-1] + self._starts[at]
 
     def two_steps(self) -> list[float]:
-        """When the nodes of two steps in a row start."""
+        """Return the start times of the nodes of two consecutive steps."""
         *within, end = self._starts
         return [*within, *(end + start for start in within)]
 
     def after(self, ms: float) -> int:
-        """The first node that starts at a moment or later."""
+        """Return the first position that starts at a time or later."""
         step, rest = self._step(ms)
         return step * self.count + bisect.bisect_left(self._starts, rest)
 
     def before(self, ms: float) -> int:
-        """The last node that starts at a moment or earlier."""
+        """Return the last position that starts at a time or earlier."""
         step, rest = self._step(ms)
         return step * self.count + bisect.bisect_right(self._starts, rest) - 1
 
@@ -65,15 +61,10 @@ class Clock:
 def latest_starts(
     intervals: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
 ) -> dict[int, int]:
-    """Nodes with which copies back should begin, negative ones in the step before.
-
-    Args:
-        intervals: Those that begin with a copy are looked at.
-        clock: When nodes start.
-        bytes_per_ms: Of the link.
+    """Return the latest start (node) of each prefetch that makes compute wait for none.
 
     Returns:
-        Index of an interval -> node, in the order of first uses.
+        Node by index of the interval, in the order of first uses.
     """
     coming = [i for i, interval in enumerate(intervals) if interval.copied_in]
     coming.sort(key=lambda i: intervals[i].needed)
@@ -86,18 +77,13 @@ def latest_starts(
     return dict(zip(coming, reversed(wanted), strict=True))
 
 
-def first_ends(
+def earliest_ends(
     intervals: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
 ) -> dict[int, int]:
-    """The last nodes during which copies out are made.
-
-    Args:
-        intervals: Those that end with a copy are looked at.
-        clock: When nodes start.
-        bytes_per_ms: Of the link.
+    """Return the earliest node at which each offload is complete.
 
     Returns:
-        Index of an interval -> node.
+        Node by index of the interval.
     """
     found = {}
     link_free = -math.inf
@@ -111,11 +97,6 @@ def first_ends(
 
 
 def leaving(intervals: Sequence[ResidencyInterval], count: int) -> list[int]:
-    """Indices of intervals that end with a copy, in the order of their last uses.
-
-    Args:
-        intervals: Of a step.
-        count: Nodes of it.
-    """
+    """Return indices of intervals with an offload, in the order of last uses."""
     found = [i for i, interval in enumerate(intervals) if interval.copied_out]
     return sorted(found, key=lambda i: intervals[i].last % count)

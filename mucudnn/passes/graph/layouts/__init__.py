@@ -1,1 +1,1 @@
-"""Channels first or last, for each node of a network."""
+"""Choice of a memory layout (channels first or last) for each node of a network."""

@@ -1,11 +1,10 @@
-"""Store images of some of a network's nodes with channels last.
+"""Store the images of some of a network's nodes with channels last.
 
-Where a node with channels last reads what one with channels first has made, or the
-other way round, the tensor is turned by a node of its own, once for all who read it so;
-where that moves no number, as with one pixel or one channel, it is a view. Parameters
-stay as they are, so that files of weights are the same for every layout: a filter is
-turned before a convolution reads it. The pass works on a forward graph; gradients have
-the layouts of what they are gradients of.
+Where nodes of different layouts share a tensor, a node transposes it, once for all its
+readers in that layout; with one pixel or one channel it is a view instead. Parameters
+keep their layout, so that weight files are the same for every layout; filters are
+transposed before convolutions read them. The pass works on a forward graph; gradients
+have the layouts of their tensors.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,11 +27,13 @@ __all__ = [
 
 
 def able(graph: Graph) -> frozenset[str]:
-    """Nodes with images that can have their channels last."""
-    return frozenset(node.name for node in graph.nodes if _can(graph, node))
+    """Return the nodes with images that support channels last."""
+    return frozenset(
+        node.name for node in graph.nodes if _supports_channels_last(graph, node)
+    )
 
 
-def _can(graph: Graph, node: Node) -> bool:
+def _supports_channels_last(graph: Graph, node: Node) -> bool:
     images = _images(graph, node)
     read = [graph.tensors[name] for name in node.inputs]
     made = [graph.tensors[name] for name in node.outputs]
@@ -50,7 +51,7 @@ def _images(graph: Graph, node: Node) -> list[TensorSpec]:
 
 
 def alone(graph: Graph, node: Node) -> Graph:
-    """A graph of nothing but one node, with the tensors that it touches."""
+    """Return a graph of a single node, with the tensors that it touches."""
     tensors = {t: replace(graph.tensors[t], alias=None, offset=0) for t in node.tensors}
     return Graph(MappingProxyType(tensors), (node,), ())
 
@@ -58,13 +59,7 @@ def alone(graph: Graph, node: Node) -> Graph:
 def alone_channels_last(
     graph: Graph, node: Node, names: Mapping[str, str] = MappingProxyType({})
 ) -> Graph:
-    """The same with channels last.
-
-    Args:
-        graph: Where the node has them first.
-        node: One of those that are `able`.
-        names: Tensor -> what it is called then, where that is not its name.
-    """
+    """Return a graph of a single node, with channels last."""
     specs = {}
     for name, spec in alone(graph, node).tensors.items():
         own = names.get(name, name)
@@ -86,58 +81,47 @@ def alone_channels_last(
 
 
 def turn(tensors: Mapping[str, TensorSpec], source: str, made: TensorSpec) -> Node:
-    """The node that makes an image of the same one in the other layout.
-
-    Args:
-        tensors: All of them, `made` among them.
-        source: The one.
-        made: The other. It has an alias where no byte moves; see `free`.
-    """
+    """Return the node that transposes an image to the other layout."""
     op = "to_channels_last" if made.layout == "NHWC" else "to_channels_first"
     op = op if made.alias is None else "reshape"
     return make_node(tensors, f"{made.name}:turn", op, (source,), (made.name,))
 
 
 def free(spec: TensorSpec) -> bool:
-    """Whether an image, channels first, has the same bytes with channels last."""
+    """Return whether an image has the same bytes in both layouts."""
     _, c, *spatial = spec.shape
     return c == 1 or set(spatial) == {1}
 
 
 def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
-    """The same network, with channels last in some of its nodes.
-
-    Args:
-        graph: A forward graph with channels first; what it returns stays so.
-        nodes: Names of those, all of them `able`.
-    """
+    """Return the network with channels last in some of its nodes."""
     if not nodes:
         return graph
-    turning = _Turning(graph)
+    rewriter = _LayoutRewriter(graph)
     for node in graph.nodes:
-        turning.add(node, node.name in nodes)
-    return turning.graph()
+        rewriter.add(node, node.name in nodes)
+    return rewriter.graph()
 
 
-class _Turning:
-    """The graph so far, and in which layouts each tensor can be read."""
+class _LayoutRewriter:
+    """A graph being rewritten, and the layouts in which each tensor is available."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
         self._nodes: list[Node] = []
-        self._last: dict[str, str] = {}  # tensor -> what has its channels last
-        self._first: dict[str, str] = {}  # one made so -> what has them first
+        self._last: dict[str, str] = {}  # tensor -> its form with channels last
+        self._first: dict[str, str] = {}  # the same, first; "" if not yet made
 
     def add(self, node: Node, channels_last: bool) -> None:
-        """One more node, on tensors in the right layout."""
+        """Append a node, on tensors in the right layout."""
         if not channels_last:
             now = {name: self._with_channels_first(name) for name in node.inputs}
             inputs = tuple(now[name] for name in node.inputs)
             self._nodes.append(replace(node, inputs=inputs))
             for name in node.outputs:
                 spec = self._tensors[name]
-                if spec.alias in now:  # of the form that is read
+                if spec.alias in now:  # a view of the form that is read
                     self._tensors[name] = replace(spec, alias=now[spec.alias])
             return
         graph = self._graph
@@ -152,11 +136,11 @@ class _Turning:
             own = self._last[name] = names.get(name, name)
             if own == name:
                 self._first[name] = ""
-            else:  # what the graph returns keeps its name, and channels first
+            else:  # outputs of the graph keep their name and channels first
                 self._turn(name, own, graph.tensors[name])
 
     def graph(self) -> Graph:
-        """What was added."""
+        """Return the rewritten graph."""
         tensors, nodes = MappingProxyType(self._tensors), tuple(self._nodes)
         return replace(self._graph, tensors=tensors, nodes=nodes)
 

@@ -1,11 +1,11 @@
-"""Which of a network's nodes have channels last: the cheapest choice, exactly.
+"""Choose the nodes with channels last at the least total cost, exactly.
 
-Each node computes in one of two layouts, at a price each; a tensor that is made in one
-and read in the other is turned, once for all who read it so, at a price of its own. A
-choice parts nodes in two, and what it costs is what is cut: a pipe for each price of a
-node, and for each tensor one between two points that all who touch it are tied to, so
-that it is cut if they are not all on one side (Lawler, 1973). So the cheapest choice is
-a minimum cut. Of equal ones the one with the fewest nodes with channels last is taken.
+Each node has a cost in either layout; a tensor used in both is transposed, once for all
+its readers, at a cost of its own. A choice divides the nodes in two sets, and its cost
+is that of a cut: every node has an edge for each of its costs, and every tensor an edge
+between two auxiliary vertices tied to all nodes that touch it, which is cut unless they
+are all on one side (Lawler, 1973). The cheapest choice is therefore a minimum cut. Of
+equal cuts the one with the fewest channels-last nodes is chosen.
 """
 
 import math
@@ -16,26 +16,26 @@ from mucudnn.arguments import one_of
 from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, is_image
 from mucudnn.ir.graph import Graph
 from mucudnn.passes.graph.layouts.channels_last import able, free, with_channels_last
-from mucudnn.passes.minimum_cut import SINK, SOURCE, Pipes
+from mucudnn.passes.minimum_cut import SINK, SOURCE, FlowNetwork
 
 __all__ = [
     "LayoutCosts",
     "cheapest_layouts",
     "convolutions_last",
+    "image_edges",
     "stored",
-    "ties",
-    "turned_bytes",
+    "transposed_bytes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCosts:
-    """What a network costs, in any unit.
+    """Costs of layouts, in any unit.
 
     Attributes:
-        first: Node -> with channels first, of all that can have them last.
-        last: Node -> with channels last; infinite where it cannot be had.
-        turned: Image -> turned once.
+        first: Cost with channels first of each node that supports channels last.
+        last: Cost of the same nodes with channels last; infinite if unavailable.
+        turned: Cost of transposing each image once.
     """
 
     first: Mapping[str, float]
@@ -43,42 +43,39 @@ class LayoutCosts:
     turned: Mapping[str, float]
 
     def of(self, graph: Graph, chosen: frozenset[str]) -> float:
-        """What a choice of nodes with channels last costs."""
+        """Return the cost of a choice of nodes with channels last."""
         nodes = sum(
             self.last[name] if name in chosen else cost
             for name, cost in self.first.items()
         )
         return nodes + sum(
             self.turned[name]
-            for name, tied in ties(graph, self.first).items()
+            for name, tied in image_edges(graph, self.first).items()
             if len({member in chosen for member in tied}) > 1
         )
 
 
 def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
-    """The nodes that have channels last."""
-    pipes = Pipes()
+    """Return the nodes with channels last in the cheapest choice."""
+    network = FlowNetwork()
     for name, cost in costs.first.items():
         other = costs.last[name]
         least = min(cost, other)
-        pipes.add(name, SINK, cost - least)
-        pipes.add(SOURCE, name, other - least)
-    for image, tied in ties(graph, costs.first).items():
+        network.add(name, SINK, cost - least)
+        network.add(SOURCE, name, other - least)
+    for image, tied in image_edges(graph, costs.first).items():
         one, two = ("one", image), ("two", image)
-        pipes.add(one, two, costs.turned[image])
+        network.add(one, two, costs.turned[image])
         for name in tied:
-            pipes.add(name or SOURCE, one, math.inf)
-            pipes.add(two, name or SOURCE, math.inf)
-    return frozenset(pipes.behind_cut().intersection(costs.first))  # type: ignore[arg-type]
+            network.add(name or SOURCE, one, math.inf)
+            network.add(two, name or SOURCE, math.inf)
+    return frozenset(network.sink_side().intersection(costs.first))  # type: ignore[arg-type]
 
 
 def convolutions_last(graph: Graph) -> frozenset[str]:
-    """All convolutions, and of other nodes those that leave fewest bytes to be turned.
-
-    A node that nothing has to be turned for, either way, keeps its channels first.
-    """
+    """Return all convolutions, and further nodes that minimise transposed bytes."""
     nodes = able(graph)
-    turned = turned_bytes(graph)
+    turned = transposed_bytes(graph)
     most = 1 + sum(turned.values())
     kinds = {name: graph.by_name[name].traits.convolution for name in nodes}
     first = {name: most if kinds[name] else 0.0 for name in nodes}
@@ -87,15 +84,15 @@ def convolutions_last(graph: Graph) -> frozenset[str]:
 
 
 def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> Graph:
-    """A forward graph with channels first, in another layout.
+    """Convert a forward graph with channels first to another layout.
 
     Args:
         graph: The graph.
-        layout: Of `LAYOUT_CHOICES`.
-        chosen: For `auto`, nodes that have channels last.
+        layout: One of `LAYOUT_CHOICES`.
+        chosen: Nodes with channels last, for `auto`.
 
     Raises:
-        ValueError: There is no such layout, or it is `auto` and nothing was chosen.
+        ValueError: The layout is unknown, or `auto` without chosen nodes.
     """
     one_of("layout", layout, LAYOUT_CHOICES)
     if layout == AUTO and chosen is None:
@@ -107,16 +104,16 @@ def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> G
     return graph if layout == "NCHW" else with_channels_last(graph, nodes)
 
 
-def turned_bytes(graph: Graph) -> dict[str, float]:
-    """Image -> bytes that are read and written to turn it."""
+def transposed_bytes(graph: Graph) -> dict[str, float]:
+    """Return the bytes that transposing each image reads and writes."""
     images = (spec for spec in graph.tensors.values() if is_image(spec))
     return {s.name: 0.0 if free(s) else 2.0 * s.nbytes for s in images}
 
 
-def ties(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
-    """Image -> who makes it and who reads it; an empty name for who cannot choose.
+def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
+    """Return the nodes that touch each image; "" stands for nodes with a fixed layout.
 
-    Images that one alone touches are not there: nothing turns them.
+    Images with a single node are omitted: they are never transposed.
     """
     found = {}
     for name, spec in graph.tensors.items():

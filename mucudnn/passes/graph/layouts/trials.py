@@ -1,9 +1,9 @@
-"""What there is to be timed before layouts are chosen: each node alone, in either.
+"""Trials that have to be timed before layouts are chosen: each node in both layouts.
 
-A trial is a node with its gradients, or what turns an image and its gradient back; that
-of a filter is not turned back, as updates read it as it is (`computed_gradients`). All
-of them side by side are one graph, whose nodes do not know each other: whatever finds
-the time of a graph's nodes finds theirs. Trials that are alike are one.
+A trial is a node with its gradients, or the transposition of an image and its gradient;
+filter gradients are not transposed back, as updates read them as they are
+(`computed_gradients`). All trials form one graph of independent nodes, so that any
+profiler of graphs can time them. Equal trials are timed once.
 """
 
 from collections.abc import Collection, Hashable, Mapping
@@ -20,7 +20,7 @@ from mucudnn.passes.graph.layouts.channels_last import (
     free,
     turn,
 )
-from mucudnn.passes.graph.layouts.choice import LayoutCosts, ties
+from mucudnn.passes.graph.layouts.choice import LayoutCosts, image_edges
 from mucudnn.passes.graph.tape import Tape, fed_by_parameters
 
 __all__ = ["LayoutTrials", "layout_trials"]
@@ -28,14 +28,14 @@ __all__ = ["LayoutTrials", "layout_trials"]
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrials:
-    """What to time, and whose it is.
+    """Graph of trials, and the number of the trial of each node and image.
 
     Attributes:
         graph: All trials side by side.
-        first: Node that can have channels last -> its trial with channels first.
-        last: The same node -> its trial with channels last.
-        turned: Image that more than one touch -> the trial of turning it; None where
-            that moves nothing.
+        first: Trial with channels first of each node that supports channels last.
+        last: Trial of the same nodes with channels last.
+        turned: Trial of transposing each image with several nodes; None if both
+            layouts have the same bytes.
     """
 
     graph: Graph
@@ -44,7 +44,7 @@ class LayoutTrials:
     turned: Mapping[str, int | None]
 
     def costs(self, node_ms: Mapping[str, float]) -> LayoutCosts:
-        """What layouts cost, by the times of the nodes of `graph`."""
+        """Return the costs of layouts from the times of the nodes of `graph`."""
         total: dict[int | None, float] = {None: 0.0}
         for node in self.graph.nodes:
             number = int(node.name.partition(":")[0])
@@ -59,7 +59,7 @@ class LayoutTrials:
 def layout_trials(
     graph: Graph, nodes: Collection[str], *, trains: bool
 ) -> LayoutTrials:
-    """The trials of a forward graph, with gradients where it is one to be trained.
+    """Return the trials of a forward graph, with gradients if it is to be trained.
 
     `nodes` are those that may have channels last.
     """
@@ -69,14 +69,14 @@ def layout_trials(
     other: dict[str, int] = {}
     for node in graph.nodes:
         if node.name in nodes:
-            one = _wanting(alone(graph, node), fed)
+            one = _with_wanted_gradients(alone(graph, node), fed)
             first[node.name] = trials.add(one)
-            one = _wanting(alone_channels_last(graph, node), fed)
+            one = _with_wanted_gradients(alone_channels_last(graph, node), fed)
             other[node.name] = trials.add(one)
-    images = (graph.tensors[name] for name in ties(graph, nodes))
+    images = (graph.tensors[name] for name in image_edges(graph, nodes))
     fed = fed - _weights(graph)
     turned = {
-        spec.name: None if free(spec) else trials.add(_turning(spec, fed))
+        spec.name: None if free(spec) else trials.add(_transposition(spec, fed))
         for spec in images
         if spec.layout == "NCHW"
     }
@@ -84,7 +84,7 @@ def layout_trials(
 
 
 def _weights(graph: Graph) -> set[str]:
-    """Parameters, and what they are cast to."""
+    """Return parameters and their casts."""
     found = {spec.name for spec in graph.with_role(Role.PARAMETER)}
     for node in graph.nodes:
         if node.op == "cast" and found.issuperset(node.inputs):
@@ -93,7 +93,7 @@ def _weights(graph: Graph) -> set[str]:
 
 
 class _Trials:
-    """Trials so far; those that are alike are one."""
+    """A graph of trials in which equal trials appear once."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, TensorSpec] = {}
@@ -101,7 +101,7 @@ class _Trials:
         self._known: dict[Hashable, int] = {}
 
     def add(self, one: Graph) -> int:
-        """The number of the trial of a node, and of its gradients where wanted."""
+        """Add the trial of a node and its gradients; return its number."""
         key = _signature(one)
         if key not in self._known:
             self._known[key] = len(self._known)
@@ -109,7 +109,7 @@ class _Trials:
         return self._known[key]
 
     def graph(self) -> Graph:
-        """All of them."""
+        """Return all trials as one graph."""
         return Graph(MappingProxyType(self._tensors), tuple(self._nodes), ())
 
     def _put(self, trial: Graph, prefix: str) -> None:
@@ -133,8 +133,8 @@ class _Trials:
             )
 
 
-def _wanting(one: Graph, fed: Collection[str]) -> Graph:
-    """A node alone, whose inputs are parameters where their gradients are wanted."""
+def _with_wanted_gradients(one: Graph, fed: Collection[str]) -> Graph:
+    """Mark the inputs whose gradients are wanted as parameters."""
 
     def role(spec: TensorSpec) -> Role:
         if spec.name in one.producers or spec.role is Role.STATE:
@@ -145,12 +145,12 @@ def _wanting(one: Graph, fed: Collection[str]) -> Graph:
     return replace(one, tensors=MappingProxyType(tensors))
 
 
-def _turning(spec: TensorSpec, fed: Collection[str]) -> Graph:
+def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
     source = replace(spec, alias=None, offset=0)
     made = last(spec, f"{spec.name}:NHWC")
     tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
     node = turn(tensors, source.name, made)
-    return _wanting(Graph(MappingProxyType(tensors), (node,), ()), fed)
+    return _with_wanted_gradients(Graph(MappingProxyType(tensors), (node,), ()), fed)
 
 
 def _with_gradients(one: Graph) -> Graph:
@@ -163,7 +163,7 @@ def _with_gradients(one: Graph) -> Graph:
 
 
 def _signature(one: Graph) -> Hashable:
-    """What decides a trial's time: operation, attributes, tensors and their roles."""
+    """Return everything a trial's time depends on."""
     (node,) = one.nodes
     specs = (one.tensors[name] for name in node.tensors)
     return (

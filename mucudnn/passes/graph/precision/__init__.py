@@ -1,1 +1,1 @@
-"""Narrow types: who computes in them, what keeps copies, how gradients are scaled."""
+"""Mixed precision: low-precision activations, parameter copies, and loss scaling."""

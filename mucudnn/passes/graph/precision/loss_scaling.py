@@ -1,9 +1,9 @@
-"""A loss scale that the step itself keeps: state, looked at and changed on the device.
+"""Dynamic loss scaling within the step: the scale is state on the device.
 
-The gradient of the loss is a scalar of the state. Before the first update every
-gradient is looked at for what is infinite or no number; a flag, found so, keeps the
-updates from changing anything. Last of all the scale is changed for the next step. The
-host decides nothing, so nothing waits for the device.
+The gradient of the loss is a scalar of the state. Before the first update all gradients
+are checked for infinities and NaNs; if there are any, a flag makes the updates no-ops.
+The last node adjusts the scale for the next step. The host never synchronizes with the
+device.
 """
 
 from collections.abc import Iterable
@@ -19,20 +19,12 @@ from mucudnn.passes.graph.tape import LOSS_SCALE
 __all__ = ["COUNTS", "adjusting", "looking_for_overflow", "with_scale_as_state"]
 
 COUNTS = "loss_scale:counts"
-"""Three int64: whether a gradient overflowed, steps since one did or since the scale
-grew, and steps that changed nothing."""
+"""Name of a tensor of three int64: whether a gradient overflowed, steps since the last
+overflow or growth of the scale, and the number of skipped steps."""
 
 
 def with_scale_as_state(graph: Graph, scaling: DynamicLossScale) -> Graph:
-    """A training graph whose scale is not an input but state, beside its counts.
-
-    Args:
-        graph: From `training_graph(…, loss_scale=None)`.
-        scaling: How the scale starts.
-
-    Raises:
-        ValueError: The type of the loss does not hold the scale.
-    """
+    """Return a training graph whose loss scale is state instead of an input."""
     scale = replace(graph.tensors[LOSS_SCALE], role=Role.STATE)
     scaling.range_in(scale.dtype)
     counts = TensorSpec(COUNTS, (3,), "int64", Role.STATE)
@@ -50,7 +42,7 @@ def with_scale_as_state(graph: Graph, scaling: DynamicLossScale) -> Graph:
 
 
 def looking_for_overflow(graph: Graph, gradients: Iterable[str]) -> tuple[Node, ...]:
-    """Nodes that look at gradients."""
+    """Return the nodes that check gradients for overflow."""
     return tuple(
         make_node(
             graph.tensors,
@@ -67,7 +59,7 @@ def looking_for_overflow(graph: Graph, gradients: Iterable[str]) -> tuple[Node, 
 
 
 def adjusting(graph: Graph, scaling: DynamicLossScale) -> Node:
-    """The node that changes the scale for the next step."""
+    """Return the node that adjusts the scale for the next step."""
     least, most = scaling.range_in(graph.tensors[LOSS_SCALE].dtype)
     attrs = {
         "growth": scaling.growth,

@@ -1,12 +1,11 @@
-"""Mixed precision: activations in a narrow type, parameters and statistics not.
+"""Convert a forward graph to mixed precision: activations in a low-precision dtype.
 
-Convolutions and matrix products compute in the narrow type; what follows them reads and
-writes it where the operation says by its traits that it may: it computes in single
-precision all the same, and moves half the bytes. Parameters, running and saved
-statistics, losses and updates stay in the network's own type, also where a loss reads
-narrow logits; a parameter that a product reads is cast before it (Micikevicius et al.
-2018). The backward pass follows
-from the forward one, so gradients have the types of what they are gradients of.
+Convolutions and matrix products compute in the low-precision dtype. Operations behind
+them read and write it if their traits allow; they still compute in single precision,
+but move half the bytes. Parameters, running and saved statistics, losses and updates
+keep the network's dtype, also where a loss reads low-precision logits; a parameter is
+cast before a product reads it (Micikevicius et al. 2018). The backward pass is derived
+from the forward pass, so gradients have the dtypes of their tensors.
 """
 
 from collections.abc import Mapping
@@ -22,19 +21,11 @@ __all__ = ["LOSS_SCALES", "lowered"]
 LOSS_SCALES: Mapping[str, float] = MappingProxyType(
     {"float16": 1024.0, "bfloat16": 1.0}
 )
-"""Narrow type -> what the loss is multiplied by, so that small gradients survive."""
+"""Static loss scale of each low-precision dtype, which avoids gradient underflow."""
 
 
 def lowered(graph: Graph, dtype: str) -> Graph:
-    """A forward graph with narrow activations.
-
-    Args:
-        graph: A network, without its backward pass.
-        dtype: `float16` or `bfloat16`.
-
-    Raises:
-        ValueError: It is another type.
-    """
+    """Return a forward graph with activations in `float16` or `bfloat16`."""
     if dtype not in LOSS_SCALES:
         valid = ", ".join(LOSS_SCALES)
         raise ValueError(f"unknown narrow type {dtype!r}; choose one of: {valid}")
@@ -45,41 +36,36 @@ def lowered(graph: Graph, dtype: str) -> Graph:
 
 
 class _Narrowing:
-    """The graph so far, and which type each tensor can be read in.
-
-    Args:
-        graph: The network.
-        dtype: Of what is narrow.
-    """
+    """A graph being rewritten, and the dtypes in which each tensor is available."""
 
     def __init__(self, graph: Graph, dtype: str) -> None:
         self._graph = graph
         self._dtype = dtype
         self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
         self._nodes: list[Node] = []
-        self._narrow: dict[str, str] = {}  # tensor of the network -> its narrow form
-        self._wide: dict[str, str] = {}  # tensor that is narrow -> its wide form
+        self._narrow: dict[str, str] = {}  # tensor -> its low-precision form
+        self._wide: dict[str, str] = {}  # tensor computed in low precision -> wide form
         self._native: set[str] = set()
 
     def add(self, node: Node) -> None:
-        """One more node, on tensors of the right types."""
+        """Append a node, on tensors of the right dtypes."""
         data = [name for name in node.inputs if self._is_data(node, name)]
         if node.traits.expensive or (
             node.traits.narrow and not self._native.isdisjoint(data)
         ):
             self._add_narrow(node, data)
         else:
-            as_it_is = node.inputs[:1] if node.traits.reads_narrow else ()
+            unconverted = node.inputs[:1] if node.traits.reads_narrow else ()
             inputs = tuple(
                 self._narrow[name]
-                if name in as_it_is and name in self._native
+                if name in unconverted and name in self._native
                 else self._widened(name)
                 for name in node.inputs
             )
             self._nodes.append(replace(node, inputs=inputs))
 
     def graph(self) -> Graph:
-        """What was added."""
+        """Return the rewritten graph."""
         return replace(
             self._graph,
             tensors=MappingProxyType(self._tensors),
@@ -87,7 +73,7 @@ class _Narrowing:
         )
 
     def _is_data(self, node: Node, name: str) -> bool:
-        """Whether an input is to be narrow where its node is."""
+        """Return whether an input has low precision if its node has."""
         spec = self._graph.tensors[name]
         if spec.dtype in INTEGERS:
             return False
@@ -114,7 +100,7 @@ class _Narrowing:
             self._cast(result, self._graph.tensors[first])
 
     def _result(self, name: str, read: Mapping[str, str]) -> str:
-        """The first result, narrow; what the graph returns keeps its own name."""
+        """Declare the first result in low precision; graph outputs keep their names."""
         spec = self._graph.tensors[name]
         returned = name in self._graph.outputs
         own = f"{name}:{self._dtype}" if returned else name

@@ -1,9 +1,9 @@
-"""Copies of parameters as products read them, kept from step to step by their updates.
+"""Cache cast or transposed copies of parameters between steps.
 
-In mixed precision a product reads a parameter in the narrow type, and a convolution
-with channels last reads a filter so. Cast and turned in every step it is read and
-written once or twice more, by launches of their own; an update has it at hand, and
-writes it beside. The copy is state then: memory that is taken all the time.
+In mixed precision products read parameters in low precision, and channels-last
+convolutions read transposed filters. Making these copies in every step costs extra
+launches, reads and writes; an update can write the copy along with the parameter. The
+copy is then state, which occupies memory at all times.
 """
 
 from collections import Counter
@@ -18,17 +18,14 @@ __all__ = ["copies_of_parameters", "with_copies_of_parameters"]
 
 
 def with_copies_of_parameters(graph: Graph) -> Graph:
-    """A training graph whose copies of parameters are state, for updates to change.
+    """Return a training graph whose copies of parameters are state.
 
-    Those that have the type and the layout of the parameter's gradient, which are those
-    of the products; others are cast and turned as before.
-
-    Args:
-        graph: Before it gets updates; see `with_computed_gradients`.
+    Only copies with the dtype and layout of the parameter's gradient, which are those
+    that products read, become state; others are made in every step.
     """
     tensors: dict[str, TensorSpec] = dict(graph.tensors)
     copies: dict[str, CopyOf] = {}
-    made_of: dict[str, str] = {}  # what is made of a parameter -> the parameter
+    made_of: dict[str, str] = {}  # cast or transposed tensor -> its parameter
     for node in graph.nodes:
         if node.op not in ("cast", "to_channels_last"):
             continue
@@ -41,13 +38,15 @@ def with_copies_of_parameters(graph: Graph) -> Graph:
         if own != _form(tensors[copy]) == computed and copy not in graph.outputs:
             tensors[copy] = replace(tensors[copy], role=Role.STATE)
             copies[copy] = CopyOf(w)
-    left = _without(graph, set(copies), set(made_of))
-    written = {name for node in left for name in node.outputs}
-    gone = made_of.keys() - written - copies.keys()
+    remaining = _without(graph, set(copies), set(made_of))
+    written = {name for node in remaining for name in node.outputs}
+    removed = made_of.keys() - written - copies.keys()
     return replace(
         graph,
-        tensors=MappingProxyType({n: s for n, s in tensors.items() if n not in gone}),
-        nodes=left,
+        tensors=MappingProxyType(
+            {n: s for n, s in tensors.items() if n not in removed}
+        ),
+        nodes=remaining,
         initializers=MappingProxyType({**graph.initializers, **copies}),
     )
 
@@ -57,9 +56,9 @@ def _form(spec: TensorSpec) -> tuple[str, str]:
 
 
 def _without(graph: Graph, copies: set[str], made: set[str]) -> tuple[Node, ...]:
-    """The nodes, without those that make copies, or what only they read."""
+    """Return the nodes, without those that only lead to copies."""
     readers = Counter(name for node in graph.nodes for name in node.inputs)
-    left = []
+    remaining = []
     for node in reversed(graph.nodes):
         unread = made.issuperset(node.outputs) and not any(
             readers[name] or name in graph.outputs for name in node.outputs
@@ -67,12 +66,12 @@ def _without(graph: Graph, copies: set[str], made: set[str]) -> tuple[Node, ...]
         if unread or not copies.isdisjoint(node.outputs):
             readers.subtract(node.inputs)
         else:
-            left.append(node)
-    return tuple(reversed(left))
+            remaining.append(node)
+    return tuple(reversed(remaining))
 
 
 def copies_of_parameters(graph: Graph) -> dict[str, str]:
-    """Parameter -> its copy, where it has one that is state."""
+    """Return the copy of each parameter that has one in the state."""
     return {
         how.parameter: name
         for name, how in graph.initializers.items()

@@ -1,1 +1,1 @@
-"""A step in slices: which axis, how many parts, which rows, in which order."""
+"""Run a step in slices (micro-batches or spatial tiles): axes, parts, rows, order."""

@@ -1,9 +1,8 @@
-"""What can be cut along an axis of a step's data: its batch, or the images' height.
+"""Nodes that can be split along an axis of the data: the batch or the images' height.
 
-Along the batch, rows of a tensor are bytes in a row, and a slice of a node reads the
-same samples of all that it reads. Along the height rows of a tensor lie apart, and a
-strip of a node reads some rows more where its windows reach over. Which of both is a
-value that the pass is given; all else is the same.
+Along the batch, rows of a tensor are contiguous, and a slice of a node reads the same
+samples of all its inputs. Along the height, rows are strided, and a spatial tile reads
+a halo of further rows where its windows overlap.
 """
 
 import math
@@ -27,18 +26,18 @@ __all__ = [
 ]
 
 SAMPLES = 0
-"""The axis of the batch."""
+"""Batch axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """An axis that a step is cut along.
+    """Axis that a step is split along.
 
     Attributes:
-        axis: `SAMPLES`, or `HEIGHT`: the first axis of images.
-        size: Samples; or rows of the smallest images that can be cut.
-        unit: Of the height: in how many equal parts all images can be cut, so that rows
-            of one lie over whole rows of another. Samples, of the batch.
+        axis: `SAMPLES`, or `HEIGHT`, the first axis of images.
+        size: Number of samples, or rows of the largest image that can be split.
+        unit: Number of samples, or the number of equal parts that all images can be
+            split into, so that rows of one correspond to whole rows of another.
     """
 
     axis: int
@@ -46,33 +45,33 @@ class Along:
     unit: int
 
     def of(self, node: Node) -> Batch | None:
-        """How a node says it is cut along it."""
+        """Return a node's own rule for this axis."""
         return node.traits.batch if self.axis == SAMPLES else node.traits.strips
 
     def carries(self, spec: TensorSpec) -> bool:
-        """Whether a tensor that is fed to a step has rows along it."""
+        """Return whether a tensor that is fed to a step has rows along the axis."""
         if self.axis == SAMPLES:
             return spec.shape[:1] == (self.size,)
         return len(spec.shape) > HEIGHT
 
     def cuts(self, spec: TensorSpec) -> bool:
-        """Whether a tensor that a node works on by rows is one of those."""
+        """Return whether a tensor inside a step can have rows along the axis."""
         if self.axis == SAMPLES:
             return bool(spec.shape) and spec.shape[0] % self.size == 0
         return len(spec.shape) > HEIGHT
 
 
 def along_batch(graph: Graph, batch: int | None = None) -> Along:
-    """The batch of a graph, of so many samples if that is known."""
+    """Return the batch axis of a graph, with `batch` samples if given."""
     size = batch_of(graph) if batch is None else an_integer("batch", batch, least=1)
     return Along(SAMPLES, size, size)
 
 
 def along_height(graph: Graph) -> Along:
-    """The height of a graph's images, or the depth of its volumes.
+    """Return the height axis of a graph's images, or the depth of its volumes.
 
     Raises:
-        ValueError: Nothing in it can be cut along that, or images are channels last.
+        ValueError: No image can be split, or images have channels last.
     """
     if any(spec.layout != "NCHW" for spec in graph.tensors.values()):
         raise ValueError(
@@ -80,10 +79,10 @@ def along_height(graph: Graph) -> Along:
             "has channels last: give it the layout NCHW"
         )
     any_size = Along(HEIGHT, 1, 1)
-    able = cuttable(graph, any_size)
+    splittable = cuttable(graph, any_size)
     heights = set()
     for node in graph.nodes:
-        how = cut_as(graph.tensors, node, any_size) if node.name in able else None
+        how = cut_as(graph.tensors, node, any_size) if node.name in splittable else None
         axes = (
             zip(node.tensors, (*how.inputs, *how.outputs), strict=True) if how else ()
         )
@@ -99,11 +98,7 @@ def along_height(graph: Graph) -> Along:
 
 
 def batch_of(graph: Graph) -> int:
-    """Samples of a graph: the first axis of its first input that has one.
-
-    Raises:
-        ValueError: No input has an axis.
-    """
+    """Return a graph's batch size: the first axis of its first non-scalar input."""
     for spec in graph.with_role(Role.INPUT):
         if spec.shape:
             return spec.shape[0]
@@ -111,9 +106,9 @@ def batch_of(graph: Graph) -> int:
 
 
 def cuttable(graph: Graph, along: Along) -> frozenset[str]:
-    """Nodes that can be cut, as they are or in pieces, and read something of the data.
+    """Return the nodes that can be split, whole or decomposed, and depend on the data.
 
-    What follows from weights alone has rows as well, but none for each sample.
+    Tensors derived from weights alone may have as many rows, but not one per sample.
     """
     fed_to_steps = graph.with_role(Role.INPUT, Role.BORROWED)
     carrying = {spec.name for spec in fed_to_steps if along.carries(spec)}
@@ -136,7 +131,7 @@ def cuttable(graph: Graph, along: Along) -> frozenset[str]:
 def _carried(
     graph: Graph, node: Node, fed: list[str], how: Batch | None, along: Along
 ) -> set[str]:
-    """Results that have rows of the data as well."""
+    """Return the results that have rows of the data."""
     tensors = graph.tensors
     if along.axis == SAMPLES:
         lengths = {tensors[name].shape[:1] for name in fed}
@@ -153,10 +148,10 @@ def _carried(
 
 
 def cut_as(tensors: Mapping[str, TensorSpec], node: Node, along: Along) -> Batch | None:
-    """How a node is cut; None if it stays whole.
+    """Return the rule by which a node is split; None if it stays whole.
 
-    Of the batch rows must be bytes in a row: it is the slowest axis of dense tensors.
-    Strips of a node that reads the same rows of all it reads have as many of each.
+    Rows of the batch must be contiguous, so the batch is the first axis of dense
+    tensors. Images of a node without halo must all have the same height.
     """
     how = along.of(node)
     if how is None or (how.averaged and how.sliced is None):

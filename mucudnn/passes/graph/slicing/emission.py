@@ -1,6 +1,6 @@
-"""The nodes of a split graph: slices of a phase line by line, others whole.
+"""Emit the nodes of a split graph: slices of a phase interleaved, other nodes whole.
 
-What sums over the batch is summed slice by slice, in place, and the last sum has the
+Sums over the batch are accumulated slice by slice, in place; the last sum has the
 tensor's own name.
 """
 
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mucudnn.ir.graph import Node
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.traits import Batch, Interval, Operands, Strip
-from mucudnn.passes.graph.slicing.order import line_by_line
+from mucudnn.passes.graph.slicing.order import interleave_slices
 from mucudnn.passes.graph.slicing.rows import Slices
 
 __all__ = ["Cut", "Emitter"]
@@ -19,7 +19,7 @@ __all__ = ["Cut", "Emitter"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A node, or a piece of one, and into how many parts it is cut."""
+    """A node, or a piece of a decomposed one, and its number of parts."""
 
     node: Node
     parts: int
@@ -27,19 +27,15 @@ class Cut:
 
 
 class Emitter:
-    """Adds nodes to a split graph.
-
-    Args:
-        slices: Its nodes and tensors so far.
-    """
+    """Emitter of the nodes of a split graph into `slices`."""
 
     def __init__(self, slices: Slices) -> None:
         self._slices = slices
         self._totals: dict[str, str] = {}
-        """Result that is a sum -> the sum of the slices so far."""
+        """Name of the running sum of each result that is accumulated."""
 
     def phase(self, phase: Sequence[Cut]) -> None:
-        """Nodes that are cut into as many parts each, slice by slice."""
+        """Emit nodes with the same number of parts, slice by slice."""
         strips = [
             [self._strip(cut, index) for index in range(cut.parts)] for cut in phase
         ]
@@ -47,11 +43,12 @@ class Emitter:
             [_ends(cut.node.inputs, strip.inputs) for strip in of_node]
             for cut, of_node in zip(phase, strips, strict=True)
         ]
-        for position, index in line_by_line(reads, [self._made(cut) for cut in phase]):
+        ends = [self._slice_ends(cut) for cut in phase]
+        for position, index in interleave_slices(reads, ends):
             self._slice(phase[position], index, strips[position][index])
 
     def whole(self, node: Node) -> None:
-        """A node as it is, on whole tensors."""
+        """Emit a node unsplit, on whole tensors."""
         inputs = tuple(
             found
             for name in node.inputs
@@ -64,8 +61,8 @@ class Emitter:
             node = replace(node, inputs=inputs, mutates=mutates)
         self._slices.nodes.append(node)
 
-    def _made(self, cut: Cut) -> Mapping[str, list[int]]:
-        """Where each slice of each result ends."""
+    def _slice_ends(self, cut: Cut) -> Mapping[str, list[int]]:
+        """Return the last row (exclusive) of each slice of each result."""
         found = {}
         for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
             if axis is not None:
@@ -75,7 +72,7 @@ class Emitter:
         return found
 
     def _strip(self, cut: Cut, index: int) -> Strip:
-        """What a slice of a node reads and computes."""
+        """Return the rows that a slice of a node reads and computes."""
         node, how, tensors = cut.node, cut.how, self._slices.tensors
         rows = self._slices.rows(cut.parts, index)
         inputs = tuple(tensors[name] for name in node.inputs)
@@ -131,14 +128,14 @@ class Emitter:
             self._add(name, cut, index)
 
     def _accumulate(self, name: str, cut: Cut, index: int, inputs: list[str]) -> str:
-        """A sum that the node itself adds to: what there is of it is an input."""
+        """Declare a sum that the node accumulates; the sum so far is an input."""
         before = self._totals.get(name)
         if before is not None:
             inputs.append(before)
         return self._total(name, cut, index, before)
 
     def _add(self, name: str, cut: Cut, index: int) -> None:
-        """Add what a slice has left to the sum of those before it, in place."""
+        """Emit the in-place addition of a slice's result to the sum so far."""
         mine, before = f"{name}@{index}", self._totals.get(name)
         if before is None:
             self._totals[name] = mine
@@ -161,7 +158,7 @@ class Emitter:
         )
 
     def _total(self, name: str, cut: Cut, index: int, before: str | None) -> str:
-        """The sum up to a slice; behind the last it is the tensor itself."""
+        """Declare the sum up to a slice; up to the last it is the tensor itself."""
         total = name if index == cut.parts - 1 else f"{name}@0+{index}"
         self._totals[name] = total
         self._slices.declare(name, total, alias=before)
@@ -171,7 +168,7 @@ class Emitter:
 def _ends(
     names: tuple[str, ...], rows: tuple[Interval | None, ...]
 ) -> Mapping[str, int]:
-    """Tensor -> the row before which a slice reads of it."""
+    """Return the last row (exclusive) that a slice reads of each tensor."""
     found: dict[str, int] = {}
     for name, part in zip(names, rows, strict=True):
         if part is not None:

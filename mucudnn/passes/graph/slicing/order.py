@@ -1,27 +1,26 @@
-"""Which slice of which node runs when: of each node as far ahead as others reach.
+"""Order the slices of a chain of nodes such that few rows are alive at once.
 
-A node that reads the same rows of its input as it computes runs behind the one that
-makes them, slice for slice. One whose windows reach over reads rows of the next slice:
-that has to be there first, and what it reads in turn. So slices run like lines through
-a buffer: when the last node has computed one more, all before it have computed no more
-than the rows that it needs, and nothing twice.
+Slices run as in a line buffer: for each further slice of the last node, the nodes
+before it compute exactly the rows still missing, and no row twice. A node without halo
+needs the same slice of its producer; a node with overlapping windows also needs rows of
+the next slice, which is computed first, and so on backwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["line_by_line"]
+__all__ = ["interleave_slices"]
 
 
-def line_by_line(
+def interleave_slices(
     reads: Sequence[Sequence[Mapping[str, int]]],
     makes: Sequence[Mapping[str, Sequence[int]]],
 ) -> Iterator[tuple[int, int]]:
-    """Every slice of every node, as (position of the node, index of the slice).
+    """Yield every slice of every node as (position of the node, index of the slice).
 
     Args:
-        reads: Of each slice of each node: tensor -> the row before which it reads.
-            Nodes stand behind those that make what they read; all have as many slices.
-        makes: Of each node: tensor -> the row before which each slice of it ends.
+        reads: For each slice of each node, the last row (exclusive) it reads of each
+            tensor. Nodes are in topological order and have equally many slices.
+        makes: For each node, the last row (exclusive) of each slice of each result.
     """
     ends = {
         name: (position, stops)
@@ -44,6 +43,6 @@ def line_by_line(
 
 
 def _slices_until(stops: Sequence[int], stop: int) -> int:
-    """How many slices make all rows before one, or before the tensor's end."""
+    """Return how many slices cover all rows before `stop`."""
     enough = (number for number, end in enumerate(stops, 1) if end >= stop)
     return next(enough, len(stops))

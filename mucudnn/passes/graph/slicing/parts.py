@@ -1,9 +1,8 @@
-"""Into how many parts each node of a step is cut, by a limit on bytes.
+"""Number of parts of each node such that slices stay below a limit in bytes.
 
-The early layers of a network are large and its late ones small, so they are not cut
-alike: a node gets as many parts as keep each of its tensors below the limit, a power of
-two. What is smaller for a few nodes only is cut like its neighbours, because rows that
-are put together and cut again cost copies.
+Early layers of a network are large and late ones small, so each node gets the smallest
+power of two that keeps its tensors below the limit. Short stretches of smaller nodes
+are split like their neighbours, as joining and splitting rows again costs copies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +21,13 @@ from mucudnn.passes.graph.slicing.axis import (
 __all__ = ["Parts", "asked_of", "largest_rows", "parts_by_bytes"]
 
 Parts = Mapping[str, int] | Callable[[Node], int] | int
-"""Into how many parts nodes are cut: each by its name, by a function, or all alike."""
+"""Number of parts: by node name, by a function of the node, or the same for all."""
 
 _WINDOW = 10
-"""Nodes that a stretch of fewer parts must be longer than, to be cut otherwise."""
+"""Shorter stretches of nodes with fewer parts are split like their neighbours."""
 
 _WINDOW_OF_STRIPS = 3
-"""The same for strips: the fewer they are, the fewer rows are read twice."""
+"""The same for spatial tiles: fewer parts also mean fewer halo rows read twice."""
 
 _OF_STEP = (Role.ACTIVATION, Role.GRADIENT, Role.INPUT)
 
@@ -41,14 +40,10 @@ def parts_by_bytes(
     window: int | None = None,
     along: Along | None = None,
 ) -> Mapping[str, int]:
-    """Parts of each node so that rows of its tensors stay below a limit.
+    """Return the number of parts of each node that keeps slices below a limit in bytes.
 
-    Args:
-        graph: A training graph without updates that nothing has made in-place yet.
-        limit: Bytes of the largest tensor that a slice of a node touches.
-        most: Parts that are never exceeded; by default as many as there are samples.
-        window: Nodes within which stretches of fewer parts are not told apart.
-        along: What nodes are cut along; by default their batch.
+    There are at most `most` parts (by default the number of samples), and stretches of
+    up to `window` nodes with fewer parts are split like their neighbours.
 
     Raises:
         ValueError: The limit is not positive.
@@ -60,27 +55,27 @@ def parts_by_bytes(
         window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
     size = along.size
     most = size if most is None else min(size, an_integer("most", most, least=1))
-    able = cuttable(graph, along)
-    sizes = _rows_bytes(graph, able, along)
+    splittable = cuttable(graph, along)
+    sizes = _rows_bytes(graph, splittable, along)
     needed = [
-        _parts(nbytes, limit, most) if node.name in able else 1
+        _parts(nbytes, limit, most) if node.name in splittable else 1
         for node, nbytes in zip(graph.nodes, sizes, strict=True)
     ]
-    wide = _over(max, needed, window)
-    closed = _over(min, wide, window)
+    grown = _window_filter(max, needed, window)
+    closed = _window_filter(min, grown, window)
     return {
         node.name: max(needed[i], closed[i])
         for i, node in enumerate(graph.nodes)
-        if node.name in able
+        if node.name in splittable
     }
 
 
 def asked_of(parts: Parts) -> Callable[[Node], int]:
-    """How many parts are asked of a node.
+    """Return a function from a node to its requested number of parts.
 
     Raises:
-        ValueError: One is below 1, which of a function shows when it is called.
-        TypeError: One is no whole number.
+        ValueError: A number is below 1; for a function, raised when it is called.
+        TypeError: A number is not an integer.
     """
     if isinstance(parts, Mapping):
         for number in parts.values():
@@ -93,7 +88,7 @@ def asked_of(parts: Parts) -> Callable[[Node], int]:
 
 
 def largest_rows(graph: Graph, along: Along | None = None) -> int:
-    """Bytes of the largest tensor that a node which can be cut touches."""
+    """Return the bytes of the largest tensor that a node that can be split touches."""
     along = along_batch(graph) if along is None else along
     return max(_rows_bytes(graph, cuttable(graph, along), along), default=0)
 
@@ -105,13 +100,13 @@ def _parts(size: int, limit: float, most: int) -> int:
     return parts
 
 
-def _rows_bytes(graph: Graph, able: frozenset[str], along: Along) -> list[int]:
-    """Bytes of the largest tensor of every node that has rows; 0 of others."""
+def _rows_bytes(graph: Graph, splittable: frozenset[str], along: Along) -> list[int]:
+    """Return the bytes of each node's largest tensor with rows; 0 for other nodes."""
     tensors = graph.tensors
 
     def rows(node: Node) -> Iterator[TensorSpec]:
         how = cut_as(tensors, node, along)
-        if how is None:  # it falls into pieces
+        if how is None:  # the node is decomposed
             yield from filter(along.cuts, (tensors[name] for name in node.tensors))
             return
         for name, axis in zip(node.tensors, (*how.inputs, *how.outputs), strict=True):
@@ -120,13 +115,13 @@ def _rows_bytes(graph: Graph, able: frozenset[str], along: Along) -> list[int]:
 
     return [
         max((s.nbytes for s in rows(node) if s.role in _OF_STEP), default=0)
-        if node.name in able
+        if node.name in splittable
         else 0
         for node in graph.nodes
     ]
 
 
-def _over(
+def _window_filter(
     choose: Callable[[Sequence[int]], int], values: Sequence[int], window: int
 ) -> list[int]:
     return [

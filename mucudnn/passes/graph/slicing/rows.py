@@ -1,11 +1,10 @@
-"""Which rows of a tensor exist, and under which name: tensors while a step is cut.
+"""Track which row ranges of tensors exist, and under which names, in a split step.
 
-Rows that were computed together are a storage of their own. Rows of a tensor that is
-there as one are a view of it, some bytes behind its beginning, if they are bytes in a
-row. What is needed in larger parts than there are is put together once; from then on
-smaller ones are taken of that, so that no bytes are held twice. Rows that windows reach
-over are copied for one node after the other, and then gone. Those of a neighbour are
-copied on their own first, as soon as it is there: it need not stay until they are read.
+Rows computed by one slice are a storage of their own. Contiguous rows of a whole tensor
+are views with an offset. Parts that are needed together are joined once and replaced by
+the joined tensor, so that no bytes exist twice. Halo rows are copied for each phase and
+then freed. Halo rows of a neighbouring slice are copied as soon as the slice exists, so
+that it can be freed before they are read.
 """
 
 import math
@@ -24,7 +23,7 @@ _VIEW = NodeTraits(view=True)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Rows that exist, `start` to `stop` of the tensor's own axis."""
+    """A tensor that holds rows `start` to `stop` of a tensor of the whole step."""
 
     name: str
     start: int
@@ -32,15 +31,15 @@ class _Held:
 
 
 class Slices:
-    """The tensors and nodes of a step that is being cut.
+    """Tensors and nodes of a step that is being split.
 
     Args:
         graph: The whole step.
-        unit: In how many equal parts everything can be cut; samples of a batch.
+        unit: Number of samples, or of equal parts that all images can be split into.
 
     Attributes:
-        tensors: Declared so far.
-        nodes: Emitted so far.
+        tensors: Tensors declared so far.
+        nodes: Nodes emitted so far.
     """
 
     def __init__(self, graph: Graph, unit: int) -> None:
@@ -49,21 +48,21 @@ class Slices:
         self._graph, self._unit = graph, unit
         self._held: dict[str, list[_Held]] = {}
         self._axes: dict[str, int] = {}
-        """Tensor of which rows exist -> their axis."""
+        """Split axis of each tensor in `_held`."""
         self._gathered: dict[str, list[str]] = {}
         self._views: dict[tuple[str, int, int], str] = {}
         self._copies: dict[tuple[str, int, int], str] = {}
         self._copied = 0
         self._begun = 0
-        """The first node of the open phase."""
+        """Position of the first node of the open phase."""
         self._to_crop: list[tuple[str, Interval, str, int]] = []
 
     def storages(self, name: str) -> str:
-        """The storage of a tensor of the whole graph, or of one between pieces."""
+        """Return the storage of a tensor of the whole graph or of a decomposition."""
         return self._graph.storages.get(name, name)
 
     def rows(self, parts: int, index: int) -> Rows:
-        """The part of a slice; those of a batch differ by one sample at most."""
+        """Return the rows of a slice; those of a batch differ by one sample at most."""
         unit = self._unit
         if parts > unit:
             return Rows(index, index + 1, parts)
@@ -72,70 +71,70 @@ class Slices:
     def write(
         self, name: str, axis: int, rows: Interval, index: int, made: Interval | None
     ) -> str:
-        """Declare rows that a slice of a node computes, and what it computes them in.
+        """Declare the rows that a slice of a node computes; return the tensor to write.
 
         Args:
-            name: The tensor.
-            axis: Its axis.
-            rows: What is wanted.
-            index: Of the slice.
-            made: What the node computes, if more: `crop` then takes the rest away.
+            name: Tensor of the whole step.
+            axis: Split axis.
+            rows: Rows of the slice.
+            index: Index of the slice.
+            made: Rows the node computes, if more than `rows`; see `crop`.
         """
-        mine, spec = f"{name}@{index}", self.tensors[name]
-        self.tensors[mine] = _with_rows(spec, mine, axis, rows)
-        self._held.setdefault(name, []).append(_Held(mine, *rows))
+        own_name, spec = f"{name}@{index}", self.tensors[name]
+        self.tensors[own_name] = _with_rows(spec, own_name, axis, rows)
+        self._held.setdefault(name, []).append(_Held(own_name, *rows))
         self._axes[name] = axis
         if made is None or made == rows:
-            return mine
-        wide = f"{mine}+"
+            return own_name
+        wide = f"{own_name}+"
         self.tensors[wide] = replace(_with_rows(spec, wide, axis, made), alias=None)
         part = rows[0] - made[0], rows[1] - made[0]
-        self._to_crop.append((wide, part, mine, axis))
+        self._to_crop.append((wide, part, own_name, axis))
         return wide
 
     def crop(self, phase: Phase) -> None:
-        """Copy the rows that were wanted out of those that the last node computed."""
-        for wide, part, mine, axis in self._to_crop:
-            self._join(((wide, part),), mine, axis, 0, phase)
+        """Copy the wanted rows out of a larger result of the last node."""
+        for wide, part, own_name, axis in self._to_crop:
+            self._join(((wide, part),), own_name, axis, 0, phase)
         self._to_crop.clear()
 
     def forget_copies(self) -> None:
-        """From here on rows that were copied for windows are copied anew."""
+        """Start a phase: halo rows copied before are not reused."""
         self._copies.clear()
         self._begun = len(self.nodes)
 
     def gather(self, name: str, index: int) -> str:
-        """Declare a slice's own result of those that are read together."""
-        mine = self.partial(name, index)
-        self._gathered.setdefault(name, []).append(mine)
-        return mine
+        """Declare a slice's own result, to be read together with the other slices'."""
+        own_name = self.partial(name, index)
+        self._gathered.setdefault(name, []).append(own_name)
+        return own_name
 
     def partial(self, name: str, index: int) -> str:
-        """Declare what a slice adds to a sum."""
-        mine = f"{name}@{index}"
-        self.declare(name, mine, alias=None)
-        return mine
+        """Declare a slice's contribution to a sum."""
+        own_name = f"{name}@{index}"
+        self.declare(name, own_name, alias=None)
+        return own_name
 
-    def declare(self, name: str, mine: str, alias: str | None) -> None:
-        """Declare another tensor like one of the whole graph."""
+    def declare(self, name: str, own_name: str, alias: str | None) -> None:
+        """Declare a tensor like one of the whole graph."""
         spec = self.tensors[name]
-        self.tensors[mine] = replace(spec, name=mine, alias=alias)
+        self.tensors[own_name] = replace(spec, name=own_name, alias=alias)
 
     def realias(self, name: str, node: Node, inputs: Sequence[str]) -> None:
-        """Let a node's result, or rows of it, share the bytes of what it reads now."""
+        """Let an aliasing result share the bytes of its node's present inputs."""
         spec = self.tensors[name]
         if spec.alias is not None:
             alias = self._alias(spec, node, inputs)
             self.tensors[name] = replace(spec, alias=alias)
 
     def gathered(self, name: str, phase: Phase) -> tuple[str, ...]:
-        """What a whole node reads for a tensor: it, or what slices left of it."""
+        """Return what an unsplit node reads: the tensor, or all slices' results."""
         if name in self._gathered:
             return tuple(self._gathered[name])
         return (self.whole(name, phase),)
 
     def whole(self, name: str, phase: Phase) -> str:
-        """A tensor as one, its rows put together if need be."""
+        """Return a tensor as a whole, joining its rows if necessary."""
         if name not in self._held:
             return name
         held, axis = self._held.pop(name), self._axes.pop(name)
@@ -145,9 +144,9 @@ class Slices:
         return name
 
     def read(self, name: str, axis: int, rows: Interval, phase: Phase) -> str:
-        """Some rows of a tensor: as they are, as a view, or a copy.
+        """Return rows of a tensor: an existing tensor, a view, or a joined copy.
 
-        Those outside of the tensor are zeros.
+        Rows outside of the tensor are zeros.
         """
         start, stop = rows
         size = self.tensors[name].shape[axis]
@@ -155,17 +154,18 @@ class Slices:
         these = [p for p in held if p.start < stop and start < p.stop]
         inside = start >= 0 and stop <= size
         if inside and len(these) == 1 and self._viewable(name, axis, these[0], rows):
-            return self._part(name, axis, these[0], rows, phase)
+            return self._part_or_view(name, axis, these[0], rows, phase)
         for known in (self._views, self._copies):
             if (name, start, stop) in known:
                 return known[name, start, stop]
-        replaced = inside and name in self._held and _cover(these, rows)
+        exact = bool(these) and (these[0].start, these[-1].stop) == rows
+        replaced = inside and name in self._held and exact
         sources = tuple(
             (p.name, (max(start, p.start) - p.start, min(stop, p.stop) - p.start))
             for p in these
         )
         if name in self._held and axis and len(these) > 1:
-            sources = tuple(self._edge(name, axis, *s, phase) for s in sources)
+            sources = tuple(self._copy_halo(name, axis, *s, phase) for s in sources)
         joined = f"{name}@{start}:{stop}"
         if not replaced:
             self._copied += 1
@@ -179,39 +179,40 @@ class Slices:
             self._held[name] = sorted(rest, key=lambda p: p.start)
         return joined
 
-    def _edge(
+    def _copy_halo(
         self, name: str, axis: int, held: str, rows: Interval, phase: Phase
     ) -> tuple[str, Interval]:
-        """Rows of a neighbour on their own; all there are as they are.
+        """Copy halo rows of a neighbouring slice; return the slice if all are needed.
 
-        They are copied behind the node that last touched it, so that it can go.
+        The copy runs right behind the last node that touched the slice, to free it
+        early.
         """
         count = rows[1] - rows[0]
         if count == self.tensors[held].shape[axis]:
             return held, rows
         if (held, *rows) not in self._copies:
             self._copied += 1
-            edge = f"{held}[{rows[0]}:{rows[1]}]#{self._copied}"
-            self.tensors[edge] = self._like(name, edge, axis, rows)
+            halo = f"{held}[{rows[0]}:{rows[1]}]#{self._copied}"
+            self.tensors[halo] = self._like(name, halo, axis, rows)
             at = len(self.nodes)
-            self._join(((held, rows),), edge, axis, 0, phase)
+            self._join(((held, rows),), halo, axis, 0, phase)
             while at > self._begun and held not in self.nodes[at - 1].tensors:
                 at -= 1
             if at > self._begun:
                 self.nodes.insert(at, self.nodes.pop())
-            self._copies[held, *rows] = edge
+            self._copies[held, *rows] = halo
         return self._copies[held, *rows], (0, count)
 
     def _viewable(self, name: str, axis: int, held: _Held, rows: Interval) -> bool:
-        """Whether rows of what is there are that, or bytes in a row of it."""
+        """Return whether rows are a whole tensor or contiguous in it."""
         if (held.start, held.stop) == rows:
             return True
         return math.prod(self.tensors[name].shape[:axis]) == 1
 
-    def _part(
+    def _part_or_view(
         self, name: str, axis: int, held: _Held, rows: Interval, phase: Phase
     ) -> str:
-        """Rows of what is there: itself, or a view of it."""
+        """Return rows of an existing tensor: the tensor itself, or a view."""
         start, stop = rows
         if (held.start, held.stop) == rows:
             return held.name
@@ -229,10 +230,10 @@ class Slices:
         self._views[key] = view
         return view
 
-    def _like(self, name: str, mine: str, axis: int, rows: Interval) -> TensorSpec:
+    def _like(self, name: str, own_name: str, axis: int, rows: Interval) -> TensorSpec:
         spec = self.tensors[name]
         role = Role.ACTIVATION if spec.role is Role.INPUT else spec.role
-        return replace(_with_rows(spec, mine, axis, rows), alias=None, role=role)
+        return replace(_with_rows(spec, own_name, axis, rows), alias=None, role=role)
 
     def _join(
         self,
@@ -242,7 +243,7 @@ class Slices:
         before: int,
         phase: Phase,
     ) -> None:
-        """Rows of several tensors behind each other, zeros before and behind them."""
+        """Emit a concatenation of row ranges, with zeros before and after."""
         names = tuple(name for name, _ in sources)
         attrs = MappingProxyType(
             {"axis": axis, "parts": tuple(p for _, p in sources), "before": before}
@@ -254,7 +255,7 @@ class Slices:
         self.nodes.append(replace(node, traits=traits))
 
     def _alias(self, spec: TensorSpec, node: Node, inputs: Sequence[str]) -> str | None:
-        """What a slice of a result has the bytes of."""
+        """Return the tensor whose bytes a slice of a result shares."""
         if spec.alias is None:
             return None
         now = dict(zip(node.inputs, inputs, strict=False))
@@ -266,16 +267,11 @@ class Slices:
 
 
 def _with_rows(spec: TensorSpec, name: str, axis: int, rows: Interval) -> TensorSpec:
-    """A spec of other rows, whose size follows from its shape."""
+    """Return a spec with another number of rows and the size of its shape."""
     shape = (*spec.shape[:axis], rows[1] - rows[0], *spec.shape[axis + 1 :])
     return replace(spec, name=name, shape=shape, storage_bytes=None)
 
 
-def _cover(held: list[_Held], rows: Interval) -> bool:
-    """Whether rows are all of those that these have."""
-    return bool(held) and (held[0].start, held[-1].stop) == rows
-
-
 def of_whole(name: str) -> str:
-    """The tensor of the whole step that a slice is of."""
+    """Return the name of the whole step's tensor that a slice belongs to."""
     return name.partition("@")[0]

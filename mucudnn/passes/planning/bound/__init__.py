@@ -1,1 +1,1 @@
-"""What no plan can beat."""
+"""Lower bound of the step time within a budget, by a linear program."""

@@ -1,10 +1,9 @@
-"""What may be away when, in a step of any residencies: the items of a relaxation.
+"""Gaps between uses in which storages may be off the device: items of the relaxation.
 
-A step is cut into windows of consecutive nodes. Whatever is decided, a storage is
-there for the nodes that use it, and it is away, if at all, in the gaps between two
-uses. Each gap is one absence: it is known in which windows it lies, and how the storage
-can be back at its end. All of that follows from the training graph alone, before
-anything is in place or computed again.
+A step is divided into windows of consecutive nodes. In every plan a storage is resident
+at the nodes that use it, and may be absent only in the gaps between two uses. Each gap
+is one absence, with its windows and the ways to restore the storage at its end. All of
+this follows from the training graph alone, before in-place rewriting and recomputation.
 """
 
 import itertools
@@ -33,11 +32,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Consecutive nodes of a step, in few groups.
+    """Partition of a step's nodes into windows of consecutive nodes.
 
     Attributes:
-        starts: Position of the first node of each, ascending; the first is 0.
-        count: Nodes of the step.
+        starts: Position of the first node of each window, ascending from 0.
+        count: Number of nodes of the step.
     """
 
     starts: tuple[int, ...]
@@ -47,18 +46,18 @@ class Windows:
         return len(self.starts)
 
     def of(self, position: int) -> int:
-        """The window of a node; positions of the next step are like this one's."""
+        """Return the window of a position, modulo the step."""
         return bisect_right(self.starts, position % max(1, self.count)) - 1
 
     def within(self, gap: "Absence", position: int) -> int:
-        """Which of a gap's windows a node in it is in."""
+        """Return the index among a gap's windows of a position in the gap."""
         window = self.of(position)
         if position < self.count:
             return gap.windows.index(window)
         return len(gap.windows) - 1 - gap.windows[::-1].index(window)
 
     def between(self, first: int, last: int) -> tuple[int, ...]:
-        """Windows from one node's to another's, which may be of the next step."""
+        """Return the windows between two positions, even across the end of a step."""
         begin, end = self.of(first), self.of(last)
         if last < self.count:
             return tuple(range(begin, end + 1))
@@ -67,18 +66,17 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A gap between two uses over which bytes may be away.
+    """A gap between two uses in which a storage may be off the device.
 
     Attributes:
-        storage: Its name; of several that are alike, one of them.
-        nbytes: Of all of them.
+        storage: Name of the storage, or of one of several equivalent storages.
+        nbytes: Bytes of all equivalent storages.
         after: Position of the use before the gap.
-        before: Position of the use behind it, in the next step if it is `count` or
-            more.
-        windows: Those that the gap lies in, in order.
-        clean: Whether the host has its bytes already: they need no copy out.
-        stuck: Whether it cannot be copied at all.
-        again: Windows in which it can be computed again.
+        before: Position of the use behind the gap; `count` or more in the next step.
+        windows: Windows that the gap crosses, in order.
+        clean: Whether the host already has the bytes, so that no offload is needed.
+        stuck: Whether the storage cannot be copied.
+        again: Windows in which the storage can be recomputed.
     """
 
     storage: str
@@ -92,13 +90,7 @@ class Absence:
 
 
 def windows_of(weights: Sequence[float], borders: Sequence[int], most: int) -> Windows:
-    """Windows of about equal weight.
-
-    Args:
-        weights: Of every node.
-        borders: Positions where windows begin in any case.
-        most: How many there may be, besides.
-    """
+    """Divide nodes into windows of about equal weight."""
     total = sum(weights)
     starts = {0, *(at for at in borders if 0 < at < len(weights))}
     marks = itertools.accumulate(weights)
@@ -113,14 +105,7 @@ def windows_of(weights: Sequence[float], borders: Sequence[int], most: int) -> W
 def absences_of(
     graph: Graph, windows: Windows, moving: frozenset[str], least_bytes: float
 ) -> list[Absence]:
-    """All absences worth a thought, of parameters and state those alike as one.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
-        windows: Of its nodes.
-        moving: Parameters and state that may leave.
-        least_bytes: Of storages; smaller ones may be away for nothing.
-    """
+    """Return all absences; those of equivalent parameters and state are merged."""
     found: list[Absence] = []
     alike: dict[tuple[int, ...], list[Absence]] = {}
     for use in uses_of(graph).values():
@@ -130,7 +115,7 @@ def absences_of(
                 alike.setdefault(key, []).append(absence)
         elif not use.persistent and use.nbytes >= least_bytes:
             found += _of_activation(graph, use, windows)
-    return [*found, *map(_together, alike.values())]
+    return [*found, *map(_merge, alike.values())]
 
 
 def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence]:
@@ -158,7 +143,7 @@ def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence
 
 
 def phases_again(storage: str) -> tuple[Phase, ...]:
-    """Before nodes of which phases something may be computed again: see `Residency`."""
+    """Return the phases in which a storage may be recomputed; see `Residency`."""
     sliced = of_whole(storage) != storage
     return (Phase.FORWARD, Phase.BACKWARD) if sliced else (Phase.BACKWARD,)
 
@@ -178,8 +163,8 @@ def _of_persistent(use: Use, windows: Windows) -> Iterator[Absence]:
         yield Absence(use.storage, use.nbytes, after, before, crossed, clean=clean)
 
 
-def _together(alike: Sequence[Absence]) -> Absence:
-    """One absence for several in the same windows: there while all of them are."""
+def _merge(alike: Sequence[Absence]) -> Absence:
+    """Merge absences in the same windows into one that all of them cover."""
     return replace(
         alike[0],
         nbytes=sum(absence.nbytes for absence in alike),
@@ -191,10 +176,10 @@ def _together(alike: Sequence[Absence]) -> Absence:
 def bytes_of_operands(
     graph: Graph, profile: Profile, moving: frozenset[str]
 ) -> list[int]:
-    """Bytes that have to be there at every node, whatever else is away.
+    """Return the bytes that must be resident at every node in any plan.
 
-    What a node reads and writes, its result over an input where it can be; its scratch
-    memory unless it is a convolution; what never leaves, and results of the step.
+    These are a node's operands (its result in place where possible), its scratch memory
+    unless it is a convolution, resident tensors, and results of the step.
     """
     count = len(graph.nodes)
     found = [rounded(profile.workspaces.get(node.name, 0)) for node in graph.nodes]
@@ -215,7 +200,7 @@ def bytes_of_operands(
 
 
 def _in_place_bytes(graph: Graph, node: Node) -> int:
-    """Bytes that a node needs less if its first result is in place."""
+    """Return the bytes a node saves if its first result is in place."""
     if not node.traits.overwrites or not node.outputs:
         return 0
     result = graph.tensors[node.outputs[0]]
@@ -223,22 +208,22 @@ def _in_place_bytes(graph: Graph, node: Node) -> int:
         return 0
     fixed = {graph.storages[name] for name in graph.inputs}
     for index in node.traits.overwrites:
-        taken = graph.storages[node.inputs[index]]
-        if taken not in fixed and graph.tensors[taken].nbytes == result.nbytes:
+        overwritten = graph.storages[node.inputs[index]]
+        if (
+            overwritten not in fixed
+            and graph.tensors[overwritten].nbytes == result.nbytes
+        ):
             return rounded(result.nbytes)
     return 0
 
 
 class Chains:
-    """What has to run again for which saved tensor.
+    """Recompute chains of the saved tensors of a training graph.
 
     Attributes:
-        chains: Saved tensor -> nodes, if all other saved tensors are there.
-        parents: Saved tensor -> saved tensors that they read.
-        shared: Nodes that are in several of the chains.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
+        chains: Nodes of each saved tensor's chain if all other saved tensors are
+        resident. parents: Saved tensors that each saved tensor's chain reads. shared:
+        Nodes in several chains.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -1,24 +1,24 @@
-"""A time that no plan within a budget can beat, whatever is kept, moved or run again.
+"""Lower bound of the step time within a budget, over all residencies and schedulers.
 
-A linear programme over windows of consecutive nodes. Of every storage, in every gap
-between two uses, it says which fraction is there in each window, how much is copied out
-and in, and how much is computed again:
+The bound is the optimum of a linear program over windows of consecutive nodes. For
+every storage and every gap between two uses, variables are the fraction that is
+resident in each window, the fractions copied out and in, and the fraction recomputed:
 
     minimise    sum of the windows' times
-    subject to  a window's time >= its nodes and what is computed again in it,
+    subject to  a window's time >= its nodes and recomputation,
                                    bytes out / B_out,  bytes in / B_in
-                at every node: its operands + what is there + its workspace <= budget
-                what is away was copied out before, or is computed again
-                what is back was copied in or computed again since it was away
-                what is computed again has its saved inputs there
+                at every node: operands + resident fractions + workspace <= budget
+                an absent fraction was copied out before, or is recomputed
+                a restored fraction was copied in or recomputed since
+                recomputation has its saved inputs resident
 
-Every plan gives a solution that takes no longer: let a fraction be what of the
-storage's values is on the device at the worst moment of a window. A plan copies whole
-storages, and frees and allocates all of their bytes at once; the fractions are never
-more than that. So the programme's optimum is no more than any plan's time, of whichever
-residencies and scheduler. What it leaves out (tensors that are small, memory of what is
-computed again on the way, waiting within a window) makes it smaller still. Steps that
-reach into one another are meant in their steady state.
+Every plan gives a feasible solution that takes no longer: let a fraction be the part of
+a storage that is on the device at the worst moment of a window. A plan copies, frees
+and allocates whole storages, so the fractions never exceed what the plan holds. The
+optimum is therefore no more than the time of any plan. Neglected effects (small
+tensors, memory of intermediate recomputation, waiting within a window) only lower the
+bound. Steps whose copies overlap with neighbouring steps are considered in their steady
+state.
 """
 
 import logging
@@ -35,22 +35,22 @@ from mucudnn.passes.residency import Residency
 __all__ = ["MOST_ABSENCES", "LowerBound", "lower_bound"]
 
 MOST_ABSENCES = 700
-"""Of graphs for which the programme is solved; others have their compute time."""
+"""Absences up to which the program is solved; larger graphs get their compute time."""
 
 _SLACK = 1e-6
-"""By which share the solver may be wrong."""
+"""Relative error allowed for the solver."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """What a step takes at the least within a budget.
+    """Lower bound of the step time within a budget.
 
     Attributes:
-        step_ms: No plan is faster; infinity if none fits.
-        residency: What the solution is nearest to, as a start of a search.
-        reason: Why it is the time of compute alone, where the programme was not solved.
+        step_ms: The bound; infinity if no plan fits.
+        residency: The solution rounded to residencies, to start a search from.
+        reason: Why the bound is only the compute time, if the program was not solved.
     """
 
     step_ms: float
@@ -59,7 +59,7 @@ class LowerBound:
 
 
 def lower_bound(request: StepRequest) -> LowerBound:
-    """What no plan of a request beats, of any policy and scheduler."""
+    """Return the lower bound of a request, over all policies and schedulers."""
     compute = sum(fastest_ms(request).values())
     if math.isinf(request.budget):
         return LowerBound(compute)

@@ -1,6 +1,6 @@
-"""The linear programme of `lower_bound`: its variables and its rows.
+"""Linear program of `lower_bound`: variables and constraints.
 
-Bytes are scaled such that the budget is a thousand; times are in ms.
+Bytes are scaled such that the budget is 1000; times are in ms.
 """
 
 import itertools
@@ -28,17 +28,17 @@ from mucudnn.passes.scheduling.costs import first_plans
 __all__ = ["Relaxation", "fastest_ms"]
 
 _WINDOWS = 16
-"""Twice as many are 1 % of a step nearer, and take the solver four times as long."""
+"""Number of windows. Twice as many tighten the bound by 1 % of a step, and take the
+solver four times as long."""
 
 _SMALL = 1e-3
-"""Storages below this share of the budget are away for nothing."""
+"""Fraction of the budget below which storages are free to be absent."""
 
 _SCALE = 1e3
 _HALF = 0.5
 
 
 def _plans(request: StepRequest) -> dict[str, Sequence[ConvPlan]]:
-    """Convolution -> plans that it may run by."""
     fronts = request.profile.fronts
     if request.convolutions == "dynamic":
         return dict(fronts)
@@ -47,7 +47,7 @@ def _plans(request: StepRequest) -> dict[str, Sequence[ConvPlan]]:
 
 
 def fastest_ms(request: StepRequest) -> dict[str, float]:
-    """Node -> the least it takes."""
+    """Return the least time of each node."""
     found = {n.name: request.profile.node_ms[n.name] for n in request.graph.nodes}
     for name, plans in _plans(request).items():
         found[name] = min(plan.time_ms for plan in plans)
@@ -55,32 +55,31 @@ def fastest_ms(request: StepRequest) -> dict[str, float]:
 
 
 class _Gap:
-    """The variables of one absence."""
+    """Variables of one absence, by index of its windows."""
 
-    def __init__(self, absence: Absence, there: Any, back: Any, again: Any) -> None:
+    def __init__(
+        self, absence: Absence, resident: Any, prefetched: Any, recomputed: Any
+    ) -> None:
         self.absence = absence
-        self.there: Mapping[int, Any] = there
-        self.back: Mapping[int, Any] = back
-        self.again: Mapping[int, Any] = again
+        self.resident: Mapping[int, Any] = resident
+        self.prefetched: Mapping[int, Any] = prefetched
+        self.recomputed: Mapping[int, Any] = recomputed
 
-    def by(self, index: int) -> list[Any]:
-        """What is there, at most, when one of its windows is over."""
-        return [self.there[index], *self.came(index)]
+    def resident_after(self, index: int) -> list[Any]:
+        """Return the terms of the fraction resident at the end of a window."""
+        return [self.resident[index], *self.restored_in(index)]
 
-    def came(self, index: int) -> list[Any]:
-        """What came back in one of its windows."""
-        found = (self.back.get(index), self.again.get(index))
+    def restored_in(self, index: int) -> list[Any]:
+        """Return the terms of the fraction restored in a window."""
+        found = (self.prefetched.get(index), self.recomputed.get(index))
         return [variable for variable in found if variable is not None]
 
 
 class Relaxation:
-    """The programme of a request; see `lower_bound`.
-
-    Args:
-        request: Under a budget.
+    """Linear program of a request with a budget; see `lower_bound`.
 
     Attributes:
-        absences: What its variables are about.
+        absences: The absences that have variables.
     """
 
     def __init__(self, request: StepRequest) -> None:
@@ -115,14 +114,14 @@ class Relaxation:
         self._first = self._windows.of(borders[0]) if borders and not sliced else 0
 
     def solve(self) -> tuple[float, dict[str, Residency]] | None:
-        """The optimum in ms and its nearest residencies; None if none is found.
+        """Return the optimum in ms and its rounded residencies; None if not solved.
 
-        The optimum is infinite where nothing fits.
+        The optimum is infinite if the program is infeasible.
         """
         self._model = self._pulp.LpProblem("bound", self._pulp.LpMinimize)
         for absence in self.absences:
             self._add(absence)
-        self._add_inputs_of_what_runs_again()
+        self._add_recompute_inputs()
         self._add_memory()
         objective = self._times()
         self._model += objective
@@ -140,41 +139,47 @@ class Relaxation:
         return self._pulp.LpAffineExpression(list(terms))
 
     def _add(self, absence: Absence) -> None:
-        """Where a gap's bytes are, from window to window."""
+        """Add the variables and the flow constraints of an absence."""
         windows, nbytes = absence.windows, absence.nbytes
         indices = range(len(windows))
-        there = {t: self._variable() for t in indices}
-        back = {} if absence.stuck else {t: self._variable() for t in indices}
-        again = {t: self._variable() for t in indices if windows[t] in absence.again}
-        gap = _Gap(absence, there, back, again)
+        resident = {t: self._variable() for t in indices}
+        prefetched = {} if absence.stuck else {t: self._variable() for t in indices}
+        recomputed = {
+            t: self._variable() for t in indices if windows[t] in absence.again
+        }
+        gap = _Gap(absence, resident, prefetched, recomputed)
         self._gaps.setdefault(absence.storage, []).append(gap)
-        for t, variable in back.items():
+        for t, variable in prefetched.items():
             self._in[windows[t]].append((variable, nbytes))
-        for t, variable in again.items():
+        for t, variable in recomputed.items():
             self._run_again(absence, windows[t], variable)
-        dropped = [self._dropped(absence.storage)] if again else []
-        if again:
-            total = self._sum([(v, 1.0) for v in again.values()])
+        dropped = [self._dropped(absence.storage)] if recomputed else []
+        if recomputed:
+            total = self._sum([(v, 1.0) for v in recomputed.values()])
             self._model += dropped[0] <= total
         for t in indices:
-            gone = self._copied_out(absence, t)
-            if gone is not None:
-                away = self._sum([(v, 1.0) for v in (there[t], *dropped, *gone)])
+            copied_out = self._copied_out(absence, t)
+            if copied_out is not None:
+                away = self._sum(
+                    [(v, 1.0) for v in (resident[t], *dropped, *copied_out)]
+                )
                 self._model += away >= 1
-                if t in back:
-                    copied = self._sum([(v, 1.0) for v in gone])
-                    self._model += back[t] <= copied
-            following = 1.0 if t + 1 == len(windows) else there[t + 1]
-            self._model += self._sum([(v, 1.0) for v in gap.by(t)]) >= following
+                if t in prefetched:
+                    copied = self._sum([(v, 1.0) for v in copied_out])
+                    self._model += prefetched[t] <= copied
+            following = 1.0 if t + 1 == len(windows) else resident[t + 1]
+            self._model += (
+                self._sum([(v, 1.0) for v in gap.resident_after(t)]) >= following
+            )
 
     def _dropped(self, storage: str) -> Any:
-        """Which fraction of a storage is ever gone without a copy."""
+        """Return the variable for the fraction ever dropped without a copy."""
         if storage not in self._drops:
             self._drops[storage] = self._variable()
         return self._drops[storage]
 
     def _copied_out(self, absence: Absence, index: int) -> list[Any] | None:
-        """What was copied out by the end of a window; None if nothing need be."""
+        """Return the terms copied out by the end of a window; None if clean."""
         if absence.clean:
             return None
         if absence.stuck:
@@ -194,10 +199,10 @@ class Relaxation:
         return [outs[window] for window in possible]
 
     def _run_again(self, absence: Absence, window: int, variable: Any) -> None:
-        """The time that it takes to compute a storage again in a window.
+        """Add the time of recomputing a storage in a window.
 
-        Its producer runs each time, and so does what runs for it alone. What others are
-        computed from as well has run at least once by then.
+        Its producer runs every time, and so do nodes of its chain alone. Nodes shared
+        with other chains have run at least once by then.
         """
         graph = self._request.graph
         producer = graph.producers[absence.storage].name
@@ -211,13 +216,13 @@ class Relaxation:
             )
             if name in self._chains.shared:
                 if not any(changed):
-                    ran = self._ran(name, window)
+                    ran = self._runs_until(name, window)
                     self._model += self._sum([(v, 1.0) for v in ran]) >= variable
             elif name == producer or not any(changed):
                 self._compute[window].append((variable, self._again_ms(name)))
 
-    def _ran(self, node: str, window: int) -> list[Any]:
-        """Which fraction of a node has run a second time by the end of a window."""
+    def _runs_until(self, node: str, window: int) -> list[Any]:
+        """Return the terms of a node's second run by the end of a window."""
         runs = self._runs.setdefault(node, {})
         for w in range(self._first, window + 1):
             if w not in runs:
@@ -226,26 +231,26 @@ class Relaxation:
         return [variable for w, variable in runs.items() if w <= window]
 
     def _again_ms(self, node: str) -> float:
-        """The least that what runs again for a node takes."""
+        """Return the least time of recomputing a node."""
         return self._request.profile.once_more_ms.get(node, self._ms[node])
 
-    def _add_inputs_of_what_runs_again(self) -> None:
-        """Saved tensors that others are computed again from are there by then."""
+    def _add_recompute_inputs(self) -> None:
+        """Require saved inputs of recomputation to be resident."""
         for name, gaps in self._gaps.items():
             for parent in self._chains.parents.get(name, ()):
                 for gap, above in itertools.product(gaps, self._gaps.get(parent, ())):
                     windows = above.absence.windows
-                    for t, variable in gap.again.items():
+                    for t, variable in gap.recomputed.items():
                         window = gap.absence.windows[t]
                         if window not in windows[1:]:
                             continue
                         at = windows.index(window)
-                        known = [*above.by(at - 1), *above.came(at)]
-                        there = self._sum([(v, 1.0) for v in known])
-                        self._model += there >= variable
+                        known = [*above.resident_after(at - 1), *above.restored_in(at)]
+                        resident = self._sum([(v, 1.0) for v in known])
+                        self._model += resident >= variable
 
     def _add_memory(self) -> None:
-        """What is there at every node fits, and workspaces beside it."""
+        """Require resident bytes and workspaces at every node to fit the budget."""
         request, budget = self._request, self._request.budget
         operands = bytes_of_operands(request.graph, request.profile, self._moving)
         fixed = [float(nbytes) for nbytes in operands]
@@ -255,7 +260,7 @@ class Relaxation:
             for position in range(absence.after + 1, absence.before):
                 at = self._windows.within(absence, position)
                 row = rows[position % len(fixed)]
-                row.append((gap.there[at], float(absence.nbytes)))
+                row.append((gap.resident[at], float(absence.nbytes)))
         plans = _plans(request)
         unit = max(budget, 1.0) / _SCALE
         known: dict[frozenset[Any], float] = {}
@@ -284,7 +289,7 @@ class Relaxation:
                 self._model += row <= (budget - fixed[position]) / unit
 
     def _times(self) -> Any:
-        """The sum of the windows' times, each above its compute and its copies."""
+        """Return the sum of the windows' times, each bounded by compute and copies."""
         profile = self._request.profile
         total = []
         for window in range(len(self._windows)):
@@ -301,7 +306,6 @@ class Relaxation:
         return self._sum(total)
 
     def _rounded(self) -> dict[str, Residency]:
-        """The residencies that the solution is nearest to."""
         found = {}
         for saved in saved_tensors(self._request.graph):
             dropped = _value(self._drops.get(saved.name))
@@ -318,7 +322,7 @@ def _value(variable: Any) -> float:
 
 
 def _hull(plans: Sequence[ConvPlan]) -> list[tuple[float, float]]:
-    """(bytes, ms) of those plans that no mixture of others beats."""
+    """Return (bytes, ms) of the plans on the lower convex hull."""
     found: list[tuple[float, float]] = []
     points = ((float(rounded(plan.workspace)), plan.time_ms) for plan in plans)
     for x, y in sorted(points):

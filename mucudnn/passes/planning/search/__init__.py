@@ -1,1 +1,1 @@
-"""Residencies tried on the simulator, better ones kept."""
+"""Search for the fastest residencies on the simulator."""

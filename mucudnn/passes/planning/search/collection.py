@@ -1,7 +1,7 @@
-"""Less garbage collection while much is tried.
+"""Less frequent garbage collection during a search.
 
-A search makes and drops thousands of small objects a trial, hardly any of them in
-cycles: looking for cycles among all that the process has takes a fifth of its time.
+A search makes and drops thousands of small objects per trial, hardly any of them in
+cycles; collecting cycles over the whole process takes a fifth of its time.
 """
 
 import gc
@@ -9,21 +9,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["rarely_collected"]
+__all__ = ["gc_relaxed"]
 
 _YOUNG = 100_000
-"""Objects made, beyond those dropped, before the youngest are looked through."""
+"""Net allocations before a collection of the youngest generation."""
 
 _ONE = threading.Lock()
-"""Held by whoever has changed the collector's thresholds, which are the process's."""
+"""Lock of the thread that changed the process-wide thresholds."""
 
 
 @contextmanager
-def rarely_collected() -> Iterator[None]:
-    """Collect more rarely; what was set before is restored, also behind an error.
+def gc_relaxed() -> Iterator[None]:
+    """Collect garbage less often within the context, and restore the thresholds.
 
-    Within another, or beside one of another thread, it changes nothing. Nor does it
-    where collection is off, or rarer already.
+    The context has no effect inside another one, beside another thread's, or if
+    collection is off or less frequent already.
     """
     before = gc.get_threshold()
     if not 0 < before[0] < _YOUNG or not _ONE.acquire(blocking=False):

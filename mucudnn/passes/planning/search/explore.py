@@ -1,9 +1,9 @@
-"""A second search, from other starts and by larger steps than the first.
+"""Second phase of the search, from other starts and by larger steps.
 
-The first improves the best of what policies decide, tensor by tensor. That is a good
-way while few tensors have to leave. Where many do, no single one helps: so this one
-begins with rules for whole blocks and with the solution of the relaxation, under each
-of the schedulers, and changes groups of tensors before single ones.
+The first phase improves the best policy's residencies tensor by tensor, which works
+well while few tensors have to be offloaded. Under tight budgets no single change helps:
+this phase starts from rules for whole blocks and from the solution of the relaxation,
+under each scheduler, and changes groups of tensors before single ones.
 """
 
 import itertools
@@ -36,26 +36,26 @@ from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 __all__ = ["explore", "improve", "improved", "schedulers"]
 
 _WORK = 120_000
-"""Nodes of the graph, times the trials of each of both parts."""
+"""Limit of nodes times trials, for each of both parts."""
 
 _MOST = 210
 _LEAST = 36
-"""Trials of each part; where only fewer are affordable, there are none."""
+"""Limits of trials of each part; if fewer are affordable, there is no exploration."""
 
 _POLISH = 300
-"""Trials of the last changes."""
+"""Limit of trials in the final polishing."""
 
 _POLISH_WORK = 160_000
-"""Nodes of the graph, times those trials."""
+"""Limit of nodes times trials in the final polishing."""
 
 _CLOSE = 1.05
-"""Times the best scheduler's plan, within which another's is improved, too."""
+"""Factor on the best time within which another scheduler's plan is improved."""
 
 _FEW = 16
-"""Of the largest tensors, which are tried one by one before groups are."""
+"""Number of the largest tensors that are tried one by one before groups."""
 
 _BLIND = "on_demand"
-"""The scheduler that no other loses to, given what it decides."""
+"""Scheduler that is never better than the others for the same residencies."""
 
 
 def explore(
@@ -64,20 +64,13 @@ def explore(
     nearest: Mapping[str, Residency],
     best: Trials,
 ) -> None:
-    """Look for something better than the best of a search.
-
-    Args:
-        request: What is searched for.
-        candidates: Its saved tensors, in order of production.
-        nearest: The relaxation's solution, rounded; empty without one.
-        best: What is known; what is found is offered to it.
-    """
+    """Look for a better plan than the best of a search."""
     trials = min(_MOST, _WORK // len(request.graph.nodes))
     if len(candidates) <= _FEW or trials < _LEAST:
         return
     found = [Trials(request.scheduled(name), trials) for name in schedulers(request)]
     starts = list(_starts(request, candidates, nearest, best))
-    for start, tried in itertools.product(starts, found):  # each is rewritten once
+    for start, tried in itertools.product(starts, found):  # one rewrite per start
         tried.consider(start)
     improve(request, candidates, found, trials, best)
     last = min(found, key=lambda tried: tried.step_ms)
@@ -94,15 +87,7 @@ def improve(
     trials: int,
     best: Trials,
 ) -> None:
-    """Improve what was found by each scheduler, where it is close to what is known.
-
-    Args:
-        request: What is searched for.
-        candidates: Its saved tensors, in order of production.
-        found: Trials of each.
-        trials: How many more there may be for each scheduler.
-        best: What is known; what is found is offered to it.
-    """
+    """Improve the plan of each scheduler that is close to the best one."""
     for tried in sorted(found, key=lambda tried: tried.step_ms):
         if tried.found and tried.step_ms <= _CLOSE * best.step_ms:
             tried.allow(trials)
@@ -111,7 +96,7 @@ def improve(
 
 
 def schedulers(request: StepRequest) -> list[str | Scheduler]:
-    """Those worth a trial each; the one that is named, if one is."""
+    """Return the schedulers to try; only the request's if it names one."""
     if request.scheduler is None:
         return [name for name in SCHEDULERS.table if name != _BLIND]
     return [request.scheduler]
@@ -123,7 +108,7 @@ def _starts(
     nearest: Mapping[str, Residency],
     best: Trials,
 ) -> Iterator[Mapping[str, Residency]]:
-    """The best that is known, the relaxation's, and rules for blocks."""
+    """Yield the best residencies so far, the relaxation's, and rules for blocks."""
     yield best.residency
     others = (Residency.KEEP, Residency.PAGE)
     if nearest:
@@ -137,7 +122,6 @@ def _starts(
 def _improve(
     request: StepRequest, candidates: Sequence[Candidate], tried: Trials
 ) -> None:
-    """Change one thing after the other, as long as it helps."""
     while not tried.exhausted():
         if not improved(_changes(request, candidates, tried), tried):
             break
@@ -146,10 +130,9 @@ def _improve(
 def _changes(
     request: StepRequest, candidates: Sequence[Candidate], tried: Trials
 ) -> Iterator[Change]:
-    """The largest tensors, what the best plan suggests by then, groups, and others.
+    """Yield changes: largest tensors, the plan's suggestions, groups, others.
 
-    All slices of a tensor change together before any of them does alone. Trials of
-    slices are few: of the largest, what most often helps comes first.
+    All slices of a tensor change together before single slices do.
     """
     tensors = slices_of(candidates)
     groups = sorted(tensors.values(), key=total_bytes, reverse=True)
@@ -166,7 +149,7 @@ def _changes(
 
 
 def improved(changes: Iterable[Change], tried: Trials) -> bool:
-    """Try changes one after the other; whether any of them helped."""
+    """Try changes one after another; return whether any of them helped."""
     better = False
     for change in changes:
         if tried.exhausted():

@@ -1,11 +1,10 @@
-"""The least predicted time within a budget: our own policy, a search on the simulator.
+"""Policy `planned`: search for the least simulated step time within a budget.
 
-It starts from what every other policy decides, so it is never worse than the best of
-them, and from the request's own seed. The best of a family with one parameter (see
-`candidates`) is then improved tensor by tensor. What a residency buys with its bytes,
-residency of others or faster convolutions, the scheduler and the dynamic workspaces
-decide, and the simulator weighs it. Parameters and optimizer state leave where that is
-faster, or where nothing else fits.
+The search starts from the residencies of every other policy, so it is never worse than
+the best of them, and from the request's seed. The best of a one-parameter family (see
+`candidates`) is then improved tensor by tensor. Scheduler and dynamic workspaces decide
+how freed bytes are used, and the simulator evaluates the result. Parameters and
+optimizer state are offloaded where that is faster, or where nothing else fits.
 """
 
 import math
@@ -19,7 +18,7 @@ from mucudnn.passes.planning.bound.lower_bound import lower_bound
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search.collection import rarely_collected
+from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.explore import explore, improved
 from mucudnn.passes.planning.search.trials import Trials, closer
 from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
@@ -46,31 +45,30 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 __all__ = ["search", "search_on", "smallest"]
 
 _WORK = 60_000
-"""Nodes, and parameters and state that leave, that all trials of a search may schedule
-together, beyond the first ones."""
+"""Limit of scheduled nodes and offloaded parameters and state over all trials, not
+counting the first ones."""
 
 _SLOW = 1.5
-"""Times the unbounded step, from which on more is tried."""
+"""Slowdown over the step without a budget above which more is tried."""
 
 _NEAR = 1.005
-"""Times the bound of any plan, below which more is not worth the effort."""
+"""Factor on the lower bound below which exploration is skipped."""
 
 _LEAST_TRIALS = 12
-"""How many trials of the largest graphs may follow the first ones."""
+"""Trials of the largest graphs, not counting the first ones."""
 
 
-@rarely_collected()
+@gc_relaxed()
 def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
-    """The best plan that is found.
+    """Search for the fastest plan.
 
     Args:
-        request: Under a budget.
-        thorough: Whether to explore as well, which takes as long as all the rest and
-            finds little more unless the budget is tight.
+        request: The planning request.
+        thorough: Whether to explore as well, which takes as long as the rest of the
+            search and helps little unless the budget is tight.
 
     Raises:
-        PlanningError: Not even what needs least fits; it is the error of what came
-            closest.
+        PlanningError: No residencies fit; the error of those that came closest.
     """
     candidates = by_cost(candidates_of(request))
     best = Trials(request, _work(request), by_nodes=True)
@@ -104,12 +102,7 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
 
 
 def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
-    """A plan of a search that was not thorough, explored.
-
-    Args:
-        request: What was searched for.
-        plan: What was found, with its bound.
-    """
+    """Explore from the plan of a search that was not thorough."""
     if plan.least_ms is None or plan.prediction.step_ms <= _NEAR * plan.least_ms:
         return plan
     best = Trials(request, 0)
@@ -121,17 +114,10 @@ def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
 def smallest(
     request: StepRequest, begin: Sequence[Mapping[str, Residency]] | None = None
 ) -> Mapping[str, Residency]:
-    """Residencies that fit, of those that need least.
+    """Return residencies that fit, among those that need the least memory.
 
-    A search finds a plan where there are any, and refuses to look for one otherwise:
-    so it is known without a search which budget works.
-
-    Args:
-        request: Under a budget.
-        begin: Where a search begins, if that is known.
-
-    Raises:
-        PlanningError: None fit; it is the error of what came closest.
+    A search succeeds if and only if there are any, so the feasibility of a budget is
+    known without a search. If none fit, the error of the closest is raised.
     """
     if begin is None:
         begin = _begin(request, by_cost(candidates_of(request)))
@@ -151,7 +137,6 @@ def smallest(
 def _begin(
     request: StepRequest, candidates: Sequence[Candidate]
 ) -> list[Mapping[str, Residency]]:
-    """Where a search begins."""
     own = [] if request.seed is None else [request.seed]
     return own + seeds(request, candidates)
 
@@ -161,7 +146,7 @@ def _work(request: StepRequest) -> int:
 
 
 def _unbounded_ms(request: StepRequest) -> float:
-    """What a step takes with all the memory it wants; a little more for rounding."""
+    """Return the step time without a budget, slightly increased for rounding."""
     unbounded = plan_residency(request.within(math.inf), keep_all(request))
     return unbounded.prediction.step_ms * (1 + 1e-9)
 
@@ -176,10 +161,9 @@ def _offer_vdnn_dyn(request: StepRequest, best: "Trials") -> None:
 def _offer_other_schedulers(
     request: StepRequest, candidates: list[Candidate], best: "Trials"
 ) -> None:
-    """What is best so far, and what policies decide, timed in other ways.
+    """Try the best residencies and the policies' under the other schedulers.
 
-    Where a step is slow all the same, it is worth a search of its own under the best of
-    these schedulers.
+    If the step is still slow, the best of these schedulers gets a search of its own.
     """
     found = best.residency
     others = []
@@ -199,7 +183,7 @@ def _offer_other_schedulers(
 def _family(
     candidates: Sequence[Candidate], best: Trials
 ) -> Iterator[dict[str, Residency]]:
-    """Members of the one-parameter family: coarse first, then around the best."""
+    """Yield members of the one-parameter family, coarse first, then around the best."""
     total = len(candidates)
     for mode in RECOMPUTED_BACKWARD:
         stride = max(1, total // 8)
@@ -225,7 +209,7 @@ def _family(
 
 
 def _improve(candidates: Sequence[Candidate], best: Trials) -> None:
-    """Change one tensor's residency at a time, then two, the largest first."""
+    """Change the residency of one tensor at a time, then of two, the largest first."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
     names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]
     while improved(single_changes(names), best) or improved(pairs(names), best):

@@ -1,8 +1,8 @@
-"""Changes that a plan itself suggests: less of what it waits for, or computes again.
+"""Changes of residencies that the timeline of a plan suggests.
 
-Where compute waits for a link, something that the link moved before could be computed
-again or kept instead; where much is computed again while a link idles, it could leave.
-What costs most comes first, alone and then together with what costs next.
+Where compute waits for a link, a tensor the link moved could be recomputed or kept
+instead; where recomputation is expensive, a tensor could be offloaded instead. The most
+expensive tensors come first, one by one and then together.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from mucudnn.passes.simulate import Lane
 __all__ = ["again_ms", "stalls_ms", "suggested"]
 
 _FIRST = 5
-"""Of the tensors that cost most, which are changed one by one, all slices of each."""
+"""Number of the most expensive tensors that are changed one by one."""
 
 _TOGETHER = (2, 4, 8)
-"""How many of them are changed at once."""
+"""Numbers of the most expensive tensors that are changed at once."""
 
 _INSTEAD_OF_COPIES = (
     Residency.RECOMPUTE_EACH,
@@ -38,34 +38,32 @@ _INSTEAD_OF_NODES = (
 
 
 def suggested(plan: StepPlan, candidates: Sequence[Candidate]) -> Iterator[Change]:
-    """Changes of a plan's residencies, the most promising ones first.
-
-    Args:
-        plan: Under a budget.
-        candidates: Saved tensors of its graph, in any order.
-    """
+    """Yield changes of a plan's residencies, the most promising ones first."""
     tensors = slices_of(candidates)
-    stalls = _most(stalls_ms(plan, candidates), tensors)
-    again = _most(again_ms(plan, candidates), tensors)
+    stalls = _by_descending_cost(stalls_ms(plan, candidates), tensors)
+    recomputed = _by_descending_cost(again_ms(plan, candidates), tensors)
     impossible = {c.saved.name for c in candidates if math.isinf(c.again_ms)}
-    ranked = ((stalls, _INSTEAD_OF_COPIES), (again, _INSTEAD_OF_NODES))
+    ranked = ((stalls, _INSTEAD_OF_COPIES), (recomputed, _INSTEAD_OF_NODES))
     for count in (None, *_TOGETHER):
         for costly, choices in ranked:
-            groups = costly[:_FIRST] if count is None else _prefix(costly, count)
+            groups = costly[:_FIRST]
+            if count is not None:  # the first few as one group
+                merged = [*itertools.chain(*costly[:count])]
+                groups = [merged] if len(costly) >= count else []
             for choice, group in itertools.product(choices, groups):
                 if choice not in RECOMPUTED or impossible.isdisjoint(group):
                     yield [(name, choice) for name in group]
-    for one, other in itertools.product(stalls[:3], again[:3]):
+    for one, other in itertools.product(stalls[:3], recomputed[:3]):
         if one != other and impossible.isdisjoint(one):
             yield [(name, Residency.RECOMPUTE_EACH) for name in one] + [
                 (name, Residency.OFFLOAD) for name in other
             ]
 
 
-def _most(
+def _by_descending_cost(
     costs: Mapping[str, float], tensors: Mapping[str, Sequence[Candidate]]
 ) -> list[Sequence[str]]:
-    """Slices of the tensors that cost most, those first."""
+    """Return the slices of each tensor with a cost, by descending cost."""
     groups = [[c.saved.name for c in slices] for slices in tensors.values()]
     costly = [group for group in groups if not costs.keys().isdisjoint(group)]
 
@@ -75,13 +73,8 @@ def _most(
     return sorted(costly, key=cost)
 
 
-def _prefix(groups: Sequence[Sequence[str]], count: int) -> list[Sequence[str]]:
-    """The first few as one."""
-    return [[*itertools.chain(*groups[:count])]] if len(groups) >= count else []
-
-
 def again_ms(plan: StepPlan, candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Tensor -> about how long a plan computes it again; no others are named."""
+    """Return the approximate recompute time of each recomputed tensor."""
     graph = plan.schedule.graph
     runs = Counter(origin(n.name) for n in graph.nodes if origin(n.name) != n.name)
     return {
@@ -92,10 +85,10 @@ def again_ms(plan: StepPlan, candidates: Sequence[Candidate]) -> dict[str, float
 
 
 def stalls_ms(plan: StepPlan, candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Tensor -> how long compute waits for copies, of which those of it are a part.
+    """Return the time that compute waits for copies of each tensor.
 
-    Whoever waits for a copy waits for all that the link has made before it without a
-    pause; each has its share in that, by the time that it took.
+    A wait for a copy is a wait for the whole run of copies without a pause on the link;
+    it is divided among them in proportion to their times.
     """
     storages = plan.schedule.graph.storages
     tensors: dict[str, list[str]] = defaultdict(list)
@@ -112,7 +105,7 @@ def stalls_ms(plan: StepPlan, candidates: Sequence[Candidate]) -> dict[str, floa
 
 
 def _waits(lanes: Sequence[Lane]) -> Iterator[tuple[float, list[Lane]]]:
-    """How long compute waits, and for which copies in a row."""
+    """Yield the duration of each wait, and the run of copies it waits for."""
     ending: dict[float, list[Lane]] = {}
     runs: dict[str, list[Lane]] = {"out": [], "in": []}
     now = 0.0

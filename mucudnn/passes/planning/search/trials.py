@@ -1,4 +1,4 @@
-"""Residencies tried one after the other, and the best of them."""
+"""Evaluation of residencies one after another, keeping the best plan."""
 
 import math
 from collections.abc import Mapping
@@ -16,18 +16,15 @@ _ROUNDED = 1 - 1e-9
 
 
 def closer(one: PlanningError, other: PlanningError) -> PlanningError:
-    """The error that says that less would do."""
+    """Return the error with the smaller sufficient budget."""
     return min(one, other, key=lambda e: e.least_bytes or math.inf)
 
 
 class Trials:
-    """The best plan so far, and how much more may be tried.
+    """The best plan so far, and the number of trials left.
 
-    Args:
-        request: What all of them are of.
-        left: How many may follow, beside those that are free.
-        by_nodes: Whether that counts the nodes that they schedule, and parameters and
-            state that leave, instead of trials.
+    With `by_nodes` the limit counts scheduled nodes and offloaded parameters and state
+    instead of trials.
     """
 
     def __init__(
@@ -42,35 +39,31 @@ class Trials:
         self._tried: set[frozenset[tuple[str, Residency]]] = set()
 
     def exhausted(self) -> bool:
-        """Whether nothing more may be tried."""
+        """Return whether the limit is reached."""
         return self._left <= 0
 
     def allow(self, more: int) -> None:
-        """Let more be tried."""
+        """Raise the limit."""
         self._left += more
 
     @property
     def step_ms(self) -> float:
-        """The best plan's; infinity without one."""
+        """Time of the best plan; infinity without one."""
         return self._step_ms
 
     @property
     def found(self) -> bool:
-        """Whether anything fits."""
+        """True if there is a plan that fits."""
         return self._best is not None
 
     @property
     def residency(self) -> Mapping[str, Residency]:
-        """The best plan's; empty without one."""
+        """Residencies of the best plan; empty without one."""
         return {} if self._best is None else self._best.residency
 
     @property
     def plan(self) -> StepPlan:
-        """The best one, of which the program is written when it is asked for.
-
-        Raises:
-            PlanningError: None fits; it is the error of what came closest.
-        """
+        """The best plan, emitted on first access; without one, the closest error."""
         if self._best is None:
             raise copy(self._error or PlanningError("nothing was tried"))
         if isinstance(self._best, Draft):
@@ -80,12 +73,7 @@ class Trials:
     def consider(
         self, residency: Mapping[str, Residency], *, free: bool = False
     ) -> bool:
-        """Try residencies; whether they fit and are better than all before.
-
-        Args:
-            residency: Of saved tensors.
-            free: Whether this does not count as work.
-        """
+        """Try residencies; return whether they are better than all before."""
         key = frozenset(residency.items())
         if key in self._tried or (self.exhausted() and not free):
             return False
@@ -116,20 +104,20 @@ class Trials:
         return len(ready.graph.nodes) + hosted
 
     def _too_much_compute(self, residency: Mapping[str, Residency]) -> bool:
-        """Whether the nodes alone, as fast as they can be, take as long as the best."""
+        """Return whether compute alone takes as long as the best plan."""
         if self._best is None or self._request.convolutions != "dynamic":
             return False
         return self._request.compute_ms(residency) * _ROUNDED >= self.step_ms
 
     def offer(self, plan: StepPlan) -> bool:
-        """Take a plan; whether it is better than all before."""
+        """Offer a plan; return whether it is better than all before."""
         if plan.prediction.step_ms >= self.step_ms:
             return False
         self._best, self._step_ms = plan, plan.prediction.step_ms
         return True
 
     def take_over(self, other: "Trials") -> bool:
-        """Take the best of others; whether it is better than all before."""
+        """Adopt the best plan of others; return whether it is better."""
         if other.step_ms >= self.step_ms:
             return False
         self._best, self._step_ms = other._best, other._step_ms

@@ -1,1 +1,1 @@
-"""Whole or in slices: the ways to run a step, and the fastest of them."""
+"""Choose whether and how to split a step into slices to fit a budget."""

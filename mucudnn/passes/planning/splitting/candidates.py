@@ -1,8 +1,7 @@
-"""The ways to run a step, whole or in slices, planned one from the other.
+"""Plan the candidates of a split, whole first, each starting from the best so far.
 
-A trial of a step in k slices takes k times as long as one of the whole step. So the
-whole step is planned first, and each cut begins with the best that is known of those
-before it.
+A planning trial of a step in k slices takes k times as long as one of the whole step,
+so the whole step is planned first, and its residencies are carried over.
 """
 
 import math
@@ -22,40 +21,34 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 __all__ = ["Candidates", "too_deep"]
 
 _CLOSE = 1.03
-"""Times the fastest candidate, within which the whole step is explored."""
+"""Factor on the fastest candidate within which the whole step is explored."""
 
 _HARDLY_SLOWER = 1.01
-"""Times the fastest candidate, within which slices that begin so are improved: their
-begin has all that is known of the others, and its first improvements are small."""
+"""Factor on the fastest candidate within which slices are improved. Their start has all
+that is known of the others, so that first improvements are small."""
 
 _ENOUGH = 1.15
-"""Times the least budget of the whole step, in which it is planned for what it tells
-about slices that have less."""
+"""Factor on the minimum feasible budget of the whole step, for a plan to start slices
+from where the whole step does not fit."""
 
 _HARDLY = 1.01
-"""Times the unbounded step, up to which nothing else is tried."""
+"""Slowdown over the step without a budget up to which nothing else is tried."""
 
 _MOST_NODES = 20_000
-"""Of all candidates together; beyond it none is added to one that fits."""
+"""Limit of nodes of all candidates, beyond which none is added to one that fits."""
 
 
 def too_deep(tried: Sequence[Candidate]) -> bool:
-    """Whether still more parts would be more nodes than are worth planning.
+    """Return whether still more parts would have too many nodes to plan.
 
-    Args:
-        tried: Candidates, those in fewer parts first.
+    `tried` are the candidates so far, those with fewer parts first.
     """
     nodes = [len(c.request.graph.nodes) for c in tried if c.request is not None]
     return bool(nodes) and sum(nodes) + nodes[-1] > _MOST_NODES
 
 
 class Candidates:
-    """The ways to run a step, planned one after the other.
-
-    Args:
-        step: Which.
-        alone: Whether there is only one way, which is then planned with all effort.
-    """
+    """Candidates of a step; if there is one `alone`, it is planned with full effort."""
 
     def __init__(self, step: SplitStep, *, alone: bool) -> None:
         self._step, self._alone = step, alone
@@ -65,15 +58,15 @@ class Candidates:
 
     @property
     def tried(self) -> list[Candidate]:
-        """All of them, in the order in which they were taken in."""
+        """All candidates, in the order of planning."""
         return list(self._tried.values())
 
-    def settled(self, cutting: Cutting) -> bool:
-        """Whether a cutting is not likely to be faster than all before.
+    def can_skip(self, cutting: Cutting) -> bool:
+        """Return whether a cutting is unlikely to be faster than all before.
 
-        None can be much faster than the whole step with all the memory it wants, where
-        that is known; and where more parts are slower than fewer, still more are slower
-        still. For very deep networks the first way that fits has to do.
+        None can be much faster than the whole step without a budget. If more parts
+        were slower than fewer, still more are slower still. For very deep networks the
+        first candidate that fits is used.
         """
         tried = self.tried
         if not tried:
@@ -83,7 +76,7 @@ class Candidates:
         alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
         planned = [w for w in self._searches if cutting.like(w)]
         slower = len(planned) > 1 and alike[-1].step_ms > self._fastest
-        bound = tried[0].unbounded_ms  # infinite if there was no room to measure it
+        bound = tried[0].unbounded_ms  # infinite if it could not be measured
         return slower or (math.isfinite(bound) and self._fastest <= _HARDLY * bound)
 
     @property
@@ -91,7 +84,7 @@ class Candidates:
         return min((c.step_ms for c in self._tried.values()), default=math.inf)
 
     def draft(self, cutting: Cutting) -> None:
-        """Take another candidate in, with a plan unless it is known to be slower."""
+        """Add a candidate, with a plan unless it is known to be slower."""
         step = self._step
         graph = step.in_parts(cutting)
         profile = step.costs(graph)
@@ -113,13 +106,13 @@ class Candidates:
     def _planned(
         self, cutting: Cutting, request: StepRequest, *, roomy: bool
     ) -> StepPlan:
-        """A first plan: of slices, from that of the whole step."""
+        """Make a first plan; that of slices starts from known residencies."""
         if roomy or request.policy != PLANNED:
             return plan_step(request)
         if cutting.parts == 1:
             return search(request, thorough=self._alone)
         slices = self._searches[cutting] = SliceSearch(request)
-        known = self._known()
+        known = self._known_residencies()
         if known is not None:
             slices.begin(known)
         if slices.plan is None:
@@ -133,8 +126,8 @@ class Candidates:
             slices.improve()
         return slices.plan or plan_step(request)
 
-    def _known(self) -> Mapping[str, Residency] | None:
-        """Residencies of the best plan so far, or of the whole step in more memory."""
+    def _known_residencies(self) -> Mapping[str, Residency] | None:
+        """Return residencies of the best plan, or of the whole step in more memory."""
         others = [c for c in self._tried.values() if c.plan is not None]
         best = min(others, key=lambda c: c.step_ms, default=None)
         if best is not None and best.plan is not None:
@@ -146,16 +139,16 @@ class Candidates:
         return search(enough, thorough=False).residency
 
     def finish(self) -> None:
-        """Search on for the fastest, and for the whole step where it is close."""
+        """Improve the fastest candidate, and the whole step if it is close."""
         self._explore_whole()
         best = min(self.tried, key=lambda c: c.step_ms)
         if best.cutting in self._searches:
             self._improve(best.cutting)
 
     def _explore_whole(self) -> None:
-        """Once, if it is close to the fastest.
+        """Explore the whole step once, if it is close to the fastest.
 
-        That is soon, where slices begin slower than it: they may then need no search.
+        Done early where slices start slower: they may then need no search.
         """
         whole = self._tried.get(Cutting(1))
         if self._explored or whole is None or whole.plan is None:

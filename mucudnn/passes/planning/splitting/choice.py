@@ -1,15 +1,14 @@
-"""Whether a step runs whole or in slices: what is predicted to be faster.
+"""Choose whether a step runs whole or split, by the predicted time.
 
-A split step is another graph with costs of its own. Small ones are slower, kernel by
-kernel, but need less at once, and so copy and compute less again. Whole is always a
-candidate. The others are cut by a limit on bytes, so that only large layers are; where
-nothing couples the batch they are cut all alike instead, forward and backward one slice
-at a time: gradient accumulation within one step.
+A split step is another graph with costs of its own: small kernels are slower, but need
+less memory at once, which saves copies and recomputation. The whole step is always a
+candidate. Other candidates split only large layers, by a limit on bytes; where no
+operation couples the batch, all layers are split alike, and each slice runs forward and
+backward in turn: gradient accumulation within one step.
 
-Which is best is found by planning each under the budget, one from the other: each
-begins with what was found before, carried over, and the fastest is searched on. A
-candidate that takes longer with all the memory it wants than another within the budget
-needs no plan.
+Every candidate is planned under the budget, starting from the residencies of those
+before it, and the fastest is improved further. A candidate that takes longer without a
+budget than another takes within it needs no plan.
 """
 
 import math
@@ -19,7 +18,7 @@ from typing import Any
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.passes.planning.search.collection import rarely_collected
+from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.splitting.candidates import Candidates, too_deep
 from mucudnn.passes.planning.splitting.cutting import (
     AUTO,
@@ -37,14 +36,14 @@ __all__ = ["Candidate", "SplitStep", "Splitting", "plan_splitting"]
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """What was decided, and among what.
+    """Decision about a split.
 
     Attributes:
         chosen: The fastest candidate.
-        tried: All of them, the whole step first.
-        unbounded_ms: With all the memory it wants, the time of the whole step, or of
-            the one way that was asked for.
-        fused: Whether slices run forward and backward one at a time.
+        tried: All candidates, the whole step first.
+        unbounded_ms: Time without a budget of the whole step, or of the only
+            candidate.
+        fused: Whether each slice runs forward and backward in turn.
     """
 
     chosen: Candidate
@@ -54,7 +53,7 @@ class Splitting:
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, in a sentence."""
+        """The reason for the decision, in a sentence."""
         whole, chosen = self.tried[0], self.chosen
         if chosen.parts == 1:
             others = [c for c in self.tried[1:] if c.plan is not None]
@@ -69,7 +68,7 @@ class Splitting:
         kind = "the whole step" if every else "its largest layers"
         how = ", gradients accumulated" if fused else ""
         words = f"{kind} in {chosen.cutting}{how}: {self._times(chosen)}"
-        if whole.parts > 1:  # nor was it asked for
+        if whole.parts > 1:  # the whole step was not a candidate
             return words
         if whole.plan is None:
             return f"{words}; whole it does not fit"
@@ -77,13 +76,13 @@ class Splitting:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The decision, what was tried, and which segments run in parts."""
+        """The reason, all candidates, and the segments that run in parts."""
         tried = (self._line(candidate) for candidate in self.tried)
         parts = (*map(str, self.chosen.segments), self.chosen.kept_whole)
         return (self.reason, *tried, *filter(None, parts))
 
     def to_json(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the decision as JSON-compatible values."""
         return {
             "parts": self.chosen.parts,
             "along": self.chosen.cutting.along,
@@ -129,24 +128,24 @@ class Splitting:
         return f"{candidate.step_ms / self.unbounded_ms:.2f}x of {step}"
 
 
-@rarely_collected()
+@gc_relaxed()
 def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
-    """Plan a step whole and in parts, and choose what is predicted to be fastest.
+    """Plan a step whole and split, and choose the candidate predicted to be fastest.
 
     Args:
-        step: What it is made of, and what is asked of it.
+        step: The step.
         split: `auto`, `none`, the number of parts of the largest layers, or `height:`
-            and the number of strips.
+            and the number of spatial tiles.
 
     Raises:
-        PlanningError: Nothing fits; it names the least budget of all that was tried.
-        ValueError: The split is none of these.
+        PlanningError: Nothing fits; has the minimum feasible budget of all candidates.
+        ValueError: The split is invalid.
     """
     check_split(split)
     ways = list(cuttings(step.graph, split))
     found = Candidates(step, alone=len(ways) == 1)
     for cutting in ways:
-        if not found.settled(cutting):
+        if not found.can_skip(cutting):
             found.draft(cutting)
     found.finish()
     tried = found.tried

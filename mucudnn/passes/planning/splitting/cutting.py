@@ -1,12 +1,12 @@
-"""How a step may be cut: whole, in slices of its batch, or in strips of its images.
+"""Ways to split a step: whole, in micro-batches, or in spatial tiles of its images.
 
-Only the largest layers are in so many parts: nodes are cut by a limit on bytes. Where
-nothing couples the batch, slices of it are all alike instead, forward and backward one
-at a time: gradient accumulation within one step. Strips are worth trying where there
-are few samples; rows that windows reach over cost copies that slices do not. A network
-that only answers may be cut throughout: patch by patch, what was read is gone (Lin et
-al., MCUNetV2, 2021). That needs least where skips are long, and takes as many times the
-launches as there are strips.
+Only the largest layers get the full number of parts, by a limit on bytes. Where no
+operation couples the batch, all layers are split alike, and each slice runs forward and
+backward in turn: gradient accumulation within one step. Spatial tiles are worth trying
+for small batches, as halo rows cost copies that micro-batches do not. An inference
+graph may be split throughout, patch by patch, such that inputs are freed early (Lin et
+al., MCUNetV2, 2021). This needs the least memory with long skip connections, and
+multiplies the launches by the number of tiles.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,26 +47,25 @@ BATCH: Literal["batch"] = "batch"
 HEIGHT: Literal["height"] = "height"
 
 Split = str | int
-"""Whether a step is split: `auto`, as is predicted to be best; `none`, not at all; into
-so many slices of its batch; or `height`, into strips of its images, `height:4` into so
-many."""
+"""How a step is split: `auto` (the fastest predicted way), `none`, a number of slices
+of the batch, `height` (tiles of the images), or `height:4` (a number of tiles)."""
 
 _TRIED = (2, 4, 8, 16)
-"""Parts of the largest layers."""
+"""Numbers of parts of the largest layers to try."""
 
 _FEW = 4
-"""Samples from which on strips are not tried unless asked for."""
+"""Samples from which on `auto` does not try tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Nodes behind each other that are cut into the same number of parts.
+    """Consecutive nodes of a phase with the same number of parts.
 
     Attributes:
-        phase: Of the step.
-        first: The first of them.
-        last: The last.
-        parts: How many.
+        phase: Phase of the step.
+        first: Name of the first node.
+        last: Name of the last node.
+        parts: Number of parts.
         along: `batch` or `height`.
     """
 
@@ -81,19 +80,19 @@ class Segment:
         return f"{self.phase.value}: {self.first} to {self.last} in {kind}"
 
     def to_json(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the segment as JSON-compatible values."""
         words = {"phase": self.phase.value, "first": self.first, "last": self.last}
         return words | {"parts": self.parts, "along": self.along}
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """One way to cut a step.
+    """One way to split a step.
 
     Attributes:
-        parts: Of its largest layers; 1 if it is whole.
-        along: `batch`, or `height`: of images, or the depth of volumes.
-        throughout: Whether the small layers are in as many.
+        parts: Number of parts of the largest layers; 1 for the whole step.
+        along: `batch`, or `height` of images (depth of volumes).
+        throughout: Whether small layers have as many parts.
     """
 
     parts: int
@@ -107,19 +106,15 @@ class Cutting:
         return f"{name} throughout" if self.throughout else name
 
     def like(self, other: "Cutting") -> bool:
-        """Whether another one differs in the number of parts alone."""
+        """Return whether another cutting differs only in the number of parts."""
         return replace(other, parts=self.parts) == self
 
     def axis(self, graph: Graph) -> Along:
-        """What a graph is cut along.
-
-        Raises:
-            ValueError: The graph has nothing that can be cut along it.
-        """
+        """Return the axis of a graph to split along."""
         return along_batch(graph) if self.along == BATCH else along_height(graph)
 
     def parts_of(self, graph: Graph) -> Mapping[str, int] | int:
-        """Parts of each node, so that the largest layers are in so many."""
+        """Return the number of parts of each node, or of all nodes."""
         if self.throughout:
             return self.parts
         if self.along == BATCH and not (trains(graph) and couples_batch(graph)):
@@ -129,37 +124,36 @@ class Cutting:
         return parts_by_bytes(graph, limit, most=self.parts, along=axis)
 
     def cut(self, graph: Graph) -> Graph:
-        """A training graph, cut."""
+        """Return a training graph, split."""
         if self.parts == 1:
             return graph
         return split_along(graph, self.parts_of(graph), self.axis(graph))
 
     def segments(self, graph: Graph) -> tuple[Segment, ...]:
-        """Runs of nodes in the same number of parts, those of one part left out."""
+        """Return runs of nodes with equally many parts, unsplit ones left out."""
         return () if self.parts == 1 else tuple(self._segments(graph))
 
     def kept_whole(self, graph: Graph) -> str:
-        """Which operations of the forward pass are not cut, and why; empty if all are.
-
-        Those of the backward pass follow them.
-        """
-        able = cuttable(graph, self.axis(graph))
-        left = [
+        """Return a message on unsplit forward operations; empty if all are split."""
+        splittable = cuttable(graph, self.axis(graph))
+        unsplit = [
             node
             for node in graph.nodes
-            if node.phase is Phase.FORWARD and node.name not in able and node.inputs
+            if node.phase is Phase.FORWARD
+            and node.name not in splittable
+            and node.inputs
         ]
-        if self.parts == 1 or not left:
+        if self.parts == 1 or not unsplit:
             return ""
-        operations = ", ".join(dict.fromkeys(node.op for node in left))
+        operations = ", ".join(dict.fromkeys(node.op for node in unsplit))
         what = "samples" if self.along == BATCH else "rows of images"
         return f"kept whole, not computed by {what}: {operations}"
 
     def _segments(self, graph: Graph) -> Iterator[Segment]:
-        able, parts = cuttable(graph, self.axis(graph)), self.parts_of(graph)
+        splittable, parts = cuttable(graph, self.axis(graph)), self.parts_of(graph)
         open_: Segment | None = None
         for node in graph.nodes:
-            if node.name not in able:
+            if node.name not in splittable:
                 continue
             number = parts if isinstance(parts, int) else parts.get(node.name, 1)
             if open_ is not None and (open_.phase, open_.parts) == (node.phase, number):
@@ -173,12 +167,7 @@ class Cutting:
 
 
 def check_split(split: object) -> None:
-    """Refuse what is no split.
-
-    Raises:
-        ValueError: It is another word, or a number below 1.
-        TypeError: It is no word and no whole number.
-    """
+    """Raise a `ValueError` or a `TypeError` for an invalid split."""
     if not isinstance(split, str):
         an_integer("split", split, least=1)
         return
@@ -192,7 +181,7 @@ def check_split(split: object) -> None:
 
 
 def cutting_of(graph: Graph, split: Split) -> Cutting | None:
-    """The one cutting that is asked for; None where it is to be chosen."""
+    """Return the cutting that a split names; None if it is to be chosen."""
     check_split(split)
     if isinstance(split, int):
         return Cutting(min(split, batch_of(graph)))
@@ -203,14 +192,10 @@ def cutting_of(graph: Graph, split: Split) -> Cutting | None:
 
 
 def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
-    """Ways to cut a step that a split leaves open, the whole step first.
-
-    Raises:
-        ValueError: It is to be cut along its height, and has no images.
-    """
+    """Yield the cuttings that a split allows, the whole step first."""
     asked = cutting_of(graph, split)
     if asked is not None:
-        yield from _with_answers(graph, [asked])
+        yield from _with_tiles_throughout(graph, [asked])
         return
     yield Cutting(1)
     batch = batch_of(graph)
@@ -225,11 +210,11 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
             return
         raise
     strips = [Cutting(parts, HEIGHT) for parts in _TRIED if parts <= rows]
-    yield from _with_answers(graph, strips)
+    yield from _with_tiles_throughout(graph, strips)
 
 
-def _with_answers(graph: Graph, ways: Sequence[Cutting]) -> Iterator[Cutting]:
-    """The same, and strips throughout of a network that only answers."""
+def _with_tiles_throughout(graph: Graph, ways: Sequence[Cutting]) -> Iterator[Cutting]:
+    """Yield cuttings; for an inference graph, tiles throughout as well."""
     yield from ways
     if not trains(graph):
         strips = (way for way in ways if way.along == HEIGHT and way.parts > 1)
@@ -237,21 +222,21 @@ def _with_answers(graph: Graph, ways: Sequence[Cutting]) -> Iterator[Cutting]:
 
 
 def trains(graph: Graph) -> bool:
-    """Whether there is a backward pass; without one a network only answers."""
+    """Return whether there is a backward pass; without one it is an inference graph."""
     return any(node.phase is not Phase.FORWARD for node in graph.nodes)
 
 
 def couples_batch(graph: Graph) -> bool:
-    """Whether samples depend on each other before all of them are known."""
+    """Return whether an operation of the step couples the samples of the batch."""
     batch = along_batch(graph)
-    able = cuttable(graph, batch)
+    splittable = cuttable(graph, batch)
     coupled = any(
         cut_as(graph.tensors, node, batch) is None
         for node in graph.nodes
-        if node.name in able
+        if node.name in splittable
     )
     large = largest_rows(graph)
-    left = (n for n in graph.nodes if n.name not in able and n.inputs)
+    unsplit = (n for n in graph.nodes if n.name not in splittable and n.inputs)
     return coupled or any(
-        graph.tensors[name].nbytes >= large for node in left for name in node.tensors
+        graph.tensors[name].nbytes >= large for node in unsplit for name in node.tensors
     )

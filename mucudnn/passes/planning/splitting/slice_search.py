@@ -1,11 +1,11 @@
-"""A search for steps in slices, from what was found for another cut of the same step.
+"""Search residencies of a split step, starting from those of another split.
 
-A tensor that is cut into k slices is k tensors to decide about, and a trial of a step
-in slices takes k times as long: so little is tried, and what is known is made use of.
-What is good for a tensor of the whole step, or of the step in fewer slices, is mostly
-good for its slices; where less memory is left for each, what was kept leaves, what left
-does so over every gap, and what was computed again once is so for every use. From the
-best of these changes are made, of all slices of a tensor first.
+A tensor in k slices means k residencies, and a trial takes k times as long, so few
+trials are affordable and known residencies are reused. What is good for a tensor of the
+whole step, or of a step in fewer slices, is mostly good for its slices. If memory is
+tighter, kept tensors are offloaded, offloaded ones are paged, and recomputation once
+becomes recomputation for every use. The best of these starts is then improved, all
+slices of a tensor first.
 """
 
 import itertools
@@ -30,19 +30,19 @@ __all__ = ["SliceSearch", "carried_over"]
 Residencies = Mapping[str, Residency]
 
 _WORK = 120_000
-"""Nodes that the trials of one round may schedule together."""
+"""Limit of nodes scheduled by the trials of one round."""
 
 _LEAST_TRIALS = 40
-"""How many there are where they take more than that."""
+"""Trials of a round that are allowed beyond that limit."""
 
 _MOST_WORK = 210_000
-"""Nodes that the trials of one round schedule together at the most."""
+"""Hard limit of nodes scheduled by the trials of one round."""
 
 _MUCH = 0.15
-"""Of a step, that compute waits for copies."""
+"""Fraction of the step in stalls from which less is copied in the final changes."""
 
 _ALIKE = 24
-"""Groups of tensors that are alike in all blocks, which change together at last."""
+"""Number of groups of equivalent tensors changed together in the final changes."""
 
 _TIGHTER = (
     (Residency.KEEP, Residency.OFFLOAD),
@@ -50,7 +50,7 @@ _TIGHTER = (
     (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH),
     (Residency.OFFLOAD, Residency.KEEP),
 )
-"""What one residency may become everywhere, one after the other."""
+"""Replacements of one residency by another everywhere, tried one after another."""
 
 _TIGHTEST = tuple(
     {
@@ -61,15 +61,11 @@ _TIGHTEST = tuple(
     for kept in (Residency.OFFLOAD, Residency.PAGE)
     for again in RECOMPUTED_BACKWARD
 )
-"""What residencies become where they do not fit as they are."""
+"""Replacements of residencies that do not fit, tried one after another."""
 
 
 class SliceSearch:
-    """The plans of one cut of a step, found round by round.
-
-    Args:
-        request: Of the step in slices, under a budget.
-    """
+    """Search for a plan of one split step, round by round."""
 
     def __init__(self, request: StepRequest) -> None:
         self._request = request
@@ -81,16 +77,16 @@ class SliceSearch:
 
     @property
     def plan(self) -> StepPlan | None:
-        """The best so far; None where nothing fits yet."""
+        """The best plan so far, or None."""
         return self._best.plan if self._best.found else None
 
     @property
     def step_ms(self) -> float:
-        """The best plan's; infinity without one."""
+        """Time of the best plan; infinity without one."""
         return self._best.step_ms
 
     def begin(self, known: Residencies) -> None:
-        """Try what is known of another cut, as it is or for less memory."""
+        """Try known residencies of another split, unchanged and for less memory."""
         others = {EVERYTHING: Residency.PAGE}
         if PERSISTENTS in known:
             others[PERSISTENTS] = known[PERSISTENTS]
@@ -99,31 +95,35 @@ class SliceSearch:
         if not self._best.found:
             for choices in _TIGHTEST:
                 self._try(
-                    [{**start, PERSISTENTS: Residency.PAGE} | _with(start, choices)]
+                    [
+                        {**start, PERSISTENTS: Residency.PAGE}
+                        | _with_replaced(start, choices)
+                    ]
                 )
         for old, new in _TIGHTER:
             best = {**self._best.residency}
-            self._try([best | _with(best, {old: new})])
+            self._try([best | _with_replaced(best, {old: new})])
 
     def offer(self, plan: StepPlan) -> None:
-        """Take a plan of the same step, to go on from it if it is better."""
+        """Offer a plan of the same step as a start."""
         self._best.offer(plan)
         self._try([plan.residency])
 
     def improve(self) -> bool:
-        """A round of changes of the best; whether any of them helped."""
+        """Run a round of changes; return whether any of them helped."""
         before = self._best.step_ms
         improve(self._request, self._candidates, self._found, self._trials, self._best)
         return self._best.step_ms < before
 
     def finish(self) -> bool:
-        """The last changes of the best; whether any of them helped.
+        """Run the final changes; return whether any of them helped.
 
-        Where compute waits much for copies, less of what is alike is copied first.
+        If stalls are long, groups of equivalent tensors are copied less first.
         """
         before = self._best.step_ms
         last = min(self._found, key=lambda tried: tried.step_ms)
-        if last.found and _waits(last.plan) > _MUCH:
+        stalls = last.plan.prediction.stalls_ms.values() if last.found else ()
+        if sum(stalls) / last.step_ms > _MUCH:
             last.allow(_ALIKE * len(Residency))
             improved(alike_changes(self._candidates, _ALIKE), last)
             self._best.offer(last.plan)
@@ -136,23 +136,13 @@ class SliceSearch:
                 self._best.take_over(tried)
 
 
-def _waits(plan: StepPlan) -> float:
-    """Of the step, the share in which compute waits."""
-    return sum(plan.prediction.stalls_ms.values()) / plan.prediction.step_ms
-
-
 def carried_over(
     known: Residencies, candidates: Sequence[Candidate]
 ) -> dict[str, Residency]:
-    """Residencies of one cut of a step, for the saved tensors of another.
-
-    Args:
-        known: Of the whole step, or of it in any number of slices.
-        candidates: Saved tensors of the other, slices of a tensor in order.
-    """
+    """Carry residencies of one split over to the saved tensors of another, in order."""
     others = known.get(EVERYTHING, Residency.KEEP)
     of_known: dict[str, list[str]] = {}
-    for name in sorted(known, key=_index):
+    for name in sorted(known, key=_slice_index):
         of_known.setdefault(of_whole(name), []).append(name)
     of_tensor: dict[str, list[str]] = {}
     for candidate in candidates:
@@ -167,16 +157,15 @@ def carried_over(
     return found
 
 
-def _index(name: str) -> int:
-    """Which slice of its tensor a name is of."""
+def _slice_index(name: str) -> int:
     index = name.partition("@")[2]
     return int(index) if index.isdigit() else 0
 
 
-def _with(
+def _with_replaced(
     residency: Residencies, choices: Mapping[Residency, Residency]
 ) -> dict[str, Residency]:
-    """Residencies of tensors, some of them replaced wherever they occur."""
+    """Return tensors' residencies with some choices replaced."""
     return {
         name: choices.get(choice, choice)
         for name, choice in residency.items()

@@ -1,4 +1,4 @@
-"""A step that may be split: what it is made of, and the ways to run it."""
+"""A step that may be split, and a candidate split of it."""
 
 import math
 from collections.abc import Callable
@@ -15,13 +15,13 @@ __all__ = ["Candidate", "SplitStep"]
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """What a step is made of, whole or in slices.
+    """A step that may be split, with the functions to complete, cost and plan it.
 
     Attributes:
-        graph: A training graph without updates that nothing has made in-place yet.
-        finished: Makes a step of it, with updates and in its order.
-        costs: What a step's nodes take; None where there is no room to measure it.
-        asked: What is asked of a step that costs this: a budget, a policy.
+        graph: A training graph without updates, before in-place rewriting.
+        finished: Function that completes a graph by updates and order.
+        costs: Function that profiles a step; None if it cannot be measured.
+        asked: Function that makes the planning request of a step and its profile.
     """
 
     graph: Graph = field(repr=False)
@@ -30,23 +30,23 @@ class SplitStep:
     asked: Callable[[Graph, Profile], StepRequest] = field(repr=False)
 
     def in_parts(self, parts: int | Cutting) -> Graph:
-        """The step with its largest layers in so many parts; 1 for the whole one."""
+        """Return the complete step, split into parts; 1 for the whole step."""
         cutting = Cutting(parts) if isinstance(parts, int) else parts
         return self.finished(cutting.cut(self.graph))
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a step, planned.
+    """A candidate split of a step.
 
     Attributes:
-        cutting: Of the largest layers.
-        request: The step that was asked for; None if it could not be measured.
-        plan: Within the budget; None where there is none, or none was made.
-        unbounded_ms: A step's time with all the memory it wants.
-        least_bytes: The least budget that works.
-        segments: What runs in parts.
-        kept_whole: What does not, and why; empty if all does.
+        cutting: The way the step is split.
+        request: Its planning request; None if it could not be measured.
+        plan: Plan within the budget; None if infeasible or not planned.
+        unbounded_ms: Time of a step without a budget.
+        least_bytes: Minimum feasible budget.
+        segments: Runs of nodes that are split.
+        kept_whole: Message on unsplit operations; empty if all are split.
     """
 
     cutting: Cutting
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def parts(self) -> int:
-        """In how many parts the largest layers are; 1 if the step is whole."""
+        """Number of parts of the largest layers; 1 for the whole step."""
         return self.cutting.parts
 
     @property
