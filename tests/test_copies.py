@@ -158,7 +158,7 @@ def test_closing_stops_in_the_middle_of_a_copy():
     def copy(source, target):
         chunks.append(source.size)
         begun.set()
-        copier._fate.stopped.wait(300)
+        copier._state.stopped.wait(300)
 
     copier = CpuCopier(copy)
     buffer = np.empty(20 * CHUNK, np.uint8)

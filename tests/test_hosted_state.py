@@ -149,7 +149,7 @@ def test_a_step_that_fails_can_go_on_from_the_last_checkpoint(tmp_path, monkeypa
     fit(made, Images(), epochs=1, checkpoints=checkpoints)
     saved = made.state.save()
     images, labels = next(Images().epoch(0))
-    carry, left = copies._carry, [20]
+    carry, left = copies._copy_chunks, [20]
 
     def failing(*arguments):
         left[0] -= 1
@@ -162,7 +162,7 @@ def test_a_step_that_fails_can_go_on_from_the_last_checkpoint(tmp_path, monkeypa
             made.step(images, labels)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "_carry", failing)
+        patch.setattr(copies, "_copy_chunks", failing)
         with pytest.raises(BackendError, match="the host is gone"):
             steps()
     made.state.load(checkpoints.load().arrays)

@@ -1,8 +1,8 @@
-"""Do: the only code that touches arrays, devices and clocks.
+"""Execution backends: the only code that touches arrays, devices and clocks.
 
 A backend is a module with `load(argument, device) -> Backend` and
-`device_count(argument) -> int`; others join through the entry-point group
-`mucudnn.backends`.
+`device_count(argument) -> int`. Distributions add backends through the entry-point
+group `mucudnn.backends`.
 """
 
 import importlib
@@ -32,20 +32,21 @@ _GROUP = "mucudnn.backends"
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names that `get_backend` knows, those of installed plug-ins included."""
+    """Return the names that `get_backend` accepts, installed plug-ins included."""
     return tuple(sorted({*_MODULES, *plugin_names(_GROUP)}))
 
 
 def get_backend(name: str, device: int = 0) -> Backend:
-    """Load a backend by name; its libraries are imported only now.
+    """Load a backend by name and import its libraries.
 
     Args:
-        name: `cpu`, `null`, or `recorded:FILE` for measurements of another machine.
-        device: Which of the backend's devices.
+        name: `cpu`, `cuda`, `cuda:DESCRIPTION`, `null`, `recorded:FILE` (measurements
+            of another machine) or the name of an installed plug-in.
+        device: Index of the backend's device.
 
     Raises:
-        ValueError: No backend has that name, or it has no such device.
-        BackendUnavailableError: Its library, device or file is missing.
+        ValueError: No backend has this name, or it has no such device.
+        BackendUnavailableError: The library, device or file is missing.
     """
     module, argument = _module(name)
     count = module.device_count(argument)
@@ -57,7 +58,7 @@ def get_backend(name: str, device: int = 0) -> Backend:
 
 
 def device_count(name: str) -> int:
-    """How many devices a backend has."""
+    """Return the number of devices of a backend."""
     module, argument = _module(name)
     count: int = module.device_count(argument)
     return count
@@ -75,10 +76,11 @@ def _module(name: str) -> tuple[ModuleType, str]:
 
 
 def _installed(kind: str, name: str) -> ModuleType:
-    """What an installed distribution offers.
+    """Import the backend module of an installed plug-in.
 
     Raises:
-        ImportError: It cannot be loaded, or is no backend; names the distribution.
+        ValueError: No plug-in has this name.
+        ImportError: The module cannot be loaded or is not a backend.
     """
     plugin = find_plugin(_GROUP, kind)
     if plugin is None:

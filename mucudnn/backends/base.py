@@ -1,19 +1,11 @@
-"""What a backend must provide: a device, a convolution library, a table of kernels."""
+"""The interface of a backend: a device, a convolution library, a table of kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from mucudnn.backends.conv_library import ConvLibrary, Epilogues, PlanTexts, Runner
-from mucudnn.backends.device import (
-    Array,
-    Buffer,
-    Copier,
-    Device,
-    Event,
-    Ticket,
-    Tier,
-)
+from mucudnn.backends.device import Array, Buffer, Copier, Device, Event, Ticket, Tier
 from mucudnn.backends.kernel import Kernel, KernelArguments, LibraryKernels
 from mucudnn.backends.mapped_memory import Mapper
 from mucudnn.backends.runner import Call, PlanRunner, per_slice
@@ -40,34 +32,32 @@ __all__ = [
 ]
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes one launch of all that its argument launches, to be called over and over."""
+"""Record all launches of a function as one launch that can be replayed."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Parts chosen once, passed explicitly.
+    """A device, a convolution library and a table of kernels, passed explicitly.
 
     Attributes:
-        name: What `get_backend` loads it by.
-        device: Memory and a clock.
-        conv: Convolution algorithms.
-        binder: Binds a plan, where the backend does it better than by calling
-            `conv.run` for each micro-batch. The flag asks to replay the whole plan as
-            one launch.
-        index: Which of the devices of that name.
-        split_alignment: Bytes that the operands of a micro-batch must be aligned to;
-            sizes that would break it are no candidates.
-        fragile: Whether a failing kernel may take the process or its device context
-            with it, so that unknown kernels are better timed in a child process.
-        epilogues: Does a bias and a ReLU within convolutions, where the library can.
-        plan_texts: Writes and reads execution plans, where the library has them.
-        mapper: Maps memory under any address, where the device can (`Mapper`).
-        kernels: Operation -> kernel, for those that are no convolution.
-        library_kernels: Which of them a library computes as well, where there is one.
-        capture: Captures launches as a graph, where the device has such.
-        transit: Makes what copies inputs and results while the device computes, where
-            it does that beside the host; told whether inputs may take memory of the
-            device on their way.
+        name: Name under which `get_backend` loads the backend.
+        device: Memory and clock.
+        conv: Library of convolution algorithms.
+        binder: Binds a plan faster than one `conv.run` per micro-batch. The flag asks
+            to replay the whole plan as one launch. None: use `conv.run`.
+        index: Index of the device among those of the backend.
+        split_alignment: Bytes to which the operands of a micro-batch must be aligned;
+            micro-batch sizes that violate this are no candidates.
+        fragile: Whether a failing kernel may crash the process or its device context,
+            so that unknown kernels are better timed in a child process.
+        epilogues: Convolutions fused with bias and ReLU, if the library has them.
+        plan_texts: Serializer of execution plans, if the library has them.
+        mapper: Maps physical memory at chosen addresses, if the device can (`Mapper`).
+        kernels: Operation name to kernel, for all operations but convolutions.
+        library_kernels: Kernels of a vendor library for some of the same operations.
+        capture: Captures launches as a graph, if the device supports graphs.
+        transit: Makes the object that copies inputs and results while the device
+            computes. The flag tells whether inputs may be staged in device memory.
     """
 
     name: str
@@ -86,7 +76,7 @@ class Backend:
     transit: Callable[[bool], Transit] | None = field(default=None, compare=False)
 
     def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:
-        """A plan ready to run; with `replay` as one launch, where that can be had."""
+        """Bind a plan; with `replay` as a single launch if the backend can."""
         if self.binder is not None:
             return self.binder(plan, replay)
 

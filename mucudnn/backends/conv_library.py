@@ -1,4 +1,4 @@
-"""A library of convolution algorithms, and plans bound to it."""
+"""The interface of a convolution library and of the plans bound to it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,16 +14,13 @@ class ConvLibrary(Protocol):
     """The convolution algorithms of one library."""
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
-        """(name, workspace bytes) of every algorithm that can run `problem`."""
-        ...
+        """Return (name, workspace bytes) of every algorithm that can run `problem`."""
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
-        """(name, reason) of every algorithm that cannot run `problem`."""
-        ...
+        """Return (name, reason) of every algorithm that cannot run `problem`."""
 
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
-        """How an algorithm that `algorithms` lists computes."""
-        ...
+        """Return the numerical traits of a listed algorithm."""
 
     def run(
         self,
@@ -45,63 +42,56 @@ class ConvLibrary(Protocol):
             UnsupportedError: The algorithm cannot run the problem.
             BackendError: The library failed, or the workspace is too small.
         """
-        ...
 
 
 class Runner(Protocol):
-    """A bound plan: everything is prebuilt that does not depend on the operands."""
+    """A bound plan: everything that does not depend on the operands is prebuilt."""
 
     @property
     def plan(self) -> ConvPlan:
-        """What it runs."""
-        ...
+        """The plan that is run."""
 
     def run(
         self, a: Array, b: Array, out: Array, workspace: Buffer, accumulate: bool
     ) -> None:
         """Write the result to `out`, or add it with `accumulate`.
 
-        `workspace` holds `plan.workspace` bytes at least.
+        `workspace` holds at least `plan.workspace` bytes.
 
         Raises:
             StepFailedError: A kernel failed; earlier micro-batches are complete.
         """
-        ...
 
 
 class PlanTexts(Protocol):
-    """Execution plans of a library as text, to be remembered between processes."""
+    """A serializer of execution plans, which lets processes reuse them."""
 
     def dumps(
         self, problem: ConvProblem, algo: str, *, accumulate: bool = False
     ) -> str | None:
-        """The plan of one algorithm; None for what has none."""
-        ...
+        """Return the plan of an algorithm as text; None if it has no plan."""
 
     def loads(
         self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
     ) -> None:
-        """Take a plan that `dumps` wrote, instead of building it.
+        """Load a plan that `dumps` wrote, instead of building it.
 
         Raises:
-            BackendError: The library does not take it.
+            BackendError: The library rejects the text.
         """
-        ...
 
 
 class Epilogues(Protocol):
     """Forward convolutions that add a bias and apply a ReLU before they write."""
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
-        """Whether there is a kernel for that, the bias being of this data type."""
-        ...
+        """Return whether a kernel exists for a bias of this data type."""
 
     def bind(
         self, plan: ConvPlan, x: Array, w: Array, bias: Array, y: Array, scratch: Buffer
     ) -> Callable[[], None] | None:
-        """A call that computes y, in the micro-batches and the arithmetic of a plan.
+        """Return a call that computes y in the micro-batches and arithmetic of a plan.
 
-        Its kernels are others than the plan's; they need no more than its workspace.
-        None where one of the micro-batches has no such kernel.
+        The fused kernels are not those of the plan; they need at most its workspace.
+        Return None if a micro-batch has no such kernel.
         """
-        ...

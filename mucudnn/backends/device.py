@@ -1,4 +1,4 @@
-"""A device: memory, a clock, and copies beside its computations."""
+"""The interface of a device: memory, a clock, and copies beside its computations."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -30,202 +30,150 @@ class Device(Protocol):
     @property
     def fingerprint(self) -> str:
         """Device and library versions; half of every cache key."""
-        ...
 
     def description(self) -> Mapping[str, str]:
-        """What a reader of its figures would ask: versions, driver, clocks.
+        """Return versions, driver and clocks, for readers of measurements.
 
-        The names are free. No key holds any of it: it may change while a program runs.
+        Names are free. No cache key contains any of it: it may change at run time.
         """
-        ...
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Device memory, freed when the last reference is dropped.
+        """Allocate device memory, freed when the last reference is dropped.
 
         Raises:
-            OutOfMemoryError: The device has no room.
+            OutOfMemoryError: The device has no memory for it.
         """
-        ...
 
     def trim(self) -> None:
-        """Give back memory that is held for later allocations."""
-        ...
+        """Release memory that is cached for later allocations."""
 
     def available_bytes(self) -> int:
-        """Memory that is free now, beside what its libraries hold and may yet load.
+        """Return the free memory, minus a reserve for what its libraries may yet load.
 
         Raises:
-            UnsupportedError: It has no memory of its own.
+            UnsupportedError: The device has no memory of its own.
         """
-        ...
 
     def view(self, buffer: Buffer, offset: int, spec: TensorSpec) -> Array:
-        """A tensor over part of a buffer."""
-        ...
+        """Return a tensor over part of a buffer."""
 
     def dense(self, array: Array, *, copy: bool = False) -> Array:
-        """The array itself if densely packed, else (or with `copy`) a packed copy."""
-        ...
+        """Return the array if densely packed, else (or with `copy`) a packed copy."""
 
     def overlap(self, one: Array, other: Array) -> bool:
-        """Return whether two densely packed arrays have bytes in common."""
-        ...
+        """Return whether two densely packed arrays share bytes."""
 
     def randomize(self, array: Array) -> None:
-        """Fill with ordinary numbers, to time kernels on."""
-        ...
+        """Fill with ordinary numbers, for timing kernels."""
 
     def upload(self, source: Any, target: Array) -> None:
         """Copy a NumPy array into a tensor of its shape and type.
 
         The source may be changed as soon as this returns.
         """
-        ...
 
     def download(self, source: Array) -> Any:
-        """A tensor as a NumPy array of its own, once all work on it is done."""
-        ...
+        """Return a tensor as a NumPy array of its own, after all work on it."""
 
     def queue(self) -> Hashable:
-        """The queue that kernels go to now: a thread, or a stream.
+        """Return the queue that kernels go to now: a thread, or a stream.
 
         Kernels of one queue run one after another and may share a workspace, which is
         kept as long as the returned object lives.
         """
-        ...
 
     def begin(self, launches: int = 1) -> Event:
-        """Mark the start of something to be timed that launches so many kernels.
+        """Mark the start of timed work that launches so many kernels.
 
-        Like `record`, but the time that the host needs to launch them is hidden, as it
-        is when a training step keeps the device busy.
+        Like `record`, but hides the host's launch time, as in a training step that
+        keeps the device busy.
         """
-        ...
 
     def record(self) -> Event:
         """Mark this point of the compute queue."""
-        ...
 
     def elapsed_ms(self, start: Event, stop: Event) -> float:
-        """Time between two marks, waiting for the second."""
-        ...
+        """Return the time between two marks, waiting for the second."""
 
     def host(self, nbytes: int) -> Buffer:
-        """Host memory that copies run to and from at full speed.
+        """Allocate host memory for copies at full speed.
 
         Slices of it are buffers too. It is freed when the last reference is dropped.
 
         Raises:
-            OutOfMemoryError: The host has no room.
+            OutOfMemoryError: The host has no memory for it.
         """
-        ...
 
     def copier(self) -> "Copier":
-        """Two queues of copies beside the compute queue, to be closed after use."""
-        ...
+        """Return two copy queues beside the compute queue, to be closed after use."""
 
     def peer(self, index: int, nbytes: int) -> "Tier":
-        """Memory of another device of this kind.
+        """Allocate memory of another device of this kind.
 
         Raises:
             ValueError: There is no such device, or it is this one.
-            OutOfMemoryError: It has no room.
+            OutOfMemoryError: It has no memory for it.
         """
-        ...
 
 
 class Tier(Protocol):
-    """Some bytes off the device to copy to."""
+    """An offload target: memory outside the device."""
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
-        ...
+        """Name for messages."""
 
     @property
     def nbytes(self) -> int:
-        """How many."""
-        ...
+        """Size in bytes."""
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """A part of them."""
-        ...
+        """Return a part of the memory."""
 
     def copier(self, device: Device) -> "Copier":
-        """Two queues of copies between it and a device, to be closed after use."""
-        ...
+        """Return two copy queues between this memory and a device, to be closed."""
 
     def close(self) -> None:
-        """Free them as soon as no view is left; may be called again."""
-        ...
+        """Free the memory once no view is left; may be called again."""
 
 
 class Start(Protocol):
-    """Starts a copy, the same every time, once the copies `after` are done."""
+    """A function that starts one fixed copy, after the copies `after`."""
 
     def __call__(self, after: Sequence[Ticket] = ()) -> Ticket:
-        """Start it; tickets of earlier starts mean this one from now on.
-
-        Raises:
-            BackendError: It cannot be started, or an earlier one failed.
-        """
-        ...
+        """Start the copy; tickets of its earlier starts now refer to this one."""
 
 
 class Copier(Protocol):
-    """Copies between device and host beside the computations, one queue a direction.
+    """Copies between device and host beside the computations, one queue per direction.
 
     A copy starts once the work launched so far on the calling thread's compute queue,
-    the copies in `after` and those before it in its own queue are done. Source and
-    target are of one size in bytes and are kept until it is done.
+    the copies in `after` and the earlier ones in its own queue are done. Source and
+    target have the same size in bytes and are kept alive until it is done. Methods but
+    `close` raise BackendError if a copy cannot be started, or an earlier one failed.
     """
 
     def out(
         self, source: Array, target: Buffer, after: Sequence[Ticket] = ()
     ) -> Ticket:
-        """Start a copy to the host.
-
-        Raises:
-            BackendError: It cannot be started, or an earlier one failed.
-        """
-        ...
+        """Start a copy to the host."""
 
     def back(
         self, source: Buffer, target: Array, after: Sequence[Ticket] = ()
     ) -> Ticket:
-        """Start a copy from the host.
-
-        Raises:
-            BackendError: It cannot be started, or an earlier one failed.
-        """
-        ...
+        """Start a copy from the host."""
 
     def bound(self, way: Way, source: Any, target: Any) -> Start:
-        """What starts a copy that is made over and over, with all made ahead.
+        """Return a function that starts a repeated copy, with everything prepared.
 
-        Who holds it keeps source and target until the copy is done.
+        Its holder keeps source and target alive until the copy is done.
         """
-        ...
 
     def wait(self, ticket: Ticket) -> None:
-        """Make the compute queue wait for a copy; the host only where it must.
-
-        Raises:
-            BackendError: A copy is known to have failed.
-        """
-        ...
+        """Make the compute queue wait for a copy; the host only where necessary."""
 
     def finish(self) -> None:
-        """Wait on the host for all copies. Tickets mean nothing afterwards.
-
-        Raises:
-            BackendError: One of them failed; the first.
-        """
-        ...
+        """Wait on the host for all copies. Tickets are invalid afterwards."""
 
     def close(self) -> None:
-        """Drop what has not begun and wait for the rest. Nothing is copied afterwards.
-
-        It raises nothing, and may be called again.
-        """
-        ...
+        """Drop copies that have not begun, wait for the rest; may be called again."""

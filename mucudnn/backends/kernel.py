@@ -1,4 +1,4 @@
-"""A kernel: one operation of a training step, but for convolutions."""
+"""The interface of a kernel: one operation of a training step, but for convolutions."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,86 +11,66 @@ from mucudnn.ir.tensor import TensorSpec
 
 __all__ = ["Kernel", "KernelArguments", "LibraryKernels", "no_workspace"]
 
-KernelArguments = tuple[
-    Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None
-]
+_Arrays = Sequence[Array]
+_Specs = Sequence[TensorSpec]
+_Attrs = Mapping[str, Any]
+_Call = Callable[[], None]
+KernelArguments = tuple[_Arrays, _Arrays, _Attrs, Buffer | None]
 """Inputs, outputs, attributes and workspace of one call."""
 
 
-def no_workspace(
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    attrs: Mapping[str, Any],
-) -> int:
-    """What a kernel needs that brings its own few tiles: nothing."""
+def no_workspace(inputs: _Specs, outputs: _Specs, attrs: _Attrs) -> int:
+    """Return 0, for kernels that need no workspace."""
     return 0
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation of a training step; convolutions have plans instead.
+    """An operation of a training step; convolutions have plans instead.
 
-    Attributes:
-        run: (inputs, outputs, attributes, workspace) -> nothing. Launches it: writes
-            into the outputs, and into inputs that are state. Arrays are dense.
+    Attributes: run: (inputs, outputs, attributes, workspace) -> None. Launches the
+        kernel, which writes into the outputs, and into inputs that are state. Arrays
+        are dense.
         workspace: (inputs, outputs, attributes) -> bytes that `run` must be given.
-        ready: Makes a call without arguments of what `run` is given, for arrays that
-            stay where they are and are used over and over; it is called on the
-            device's queue (`Device.queue`). None: `run` itself is called.
-        together: Makes one such call of several, each as `run` would be given it, that
-            follow one another and touch no tensor that another writes, but flags.
-            None: they are called one after the other.
-        flags: Positions of inputs that are state and that all who write them write
-            alike, whatever was there.
+        ready: Binds the arguments of `run` for repeated calls on arrays that stay in
+            place; called on the device's queue (`Device.queue`). None: `run` is called.
+        together: Binds several consecutive calls as one. They write no tensor that
+            another of them reads or writes, except flags. None: one after the other.
+        flags: Positions of state inputs to which all writers write the same value,
+            whatever the previous value.
     """
 
-    run: Callable[
-        [Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None], None
-    ]
-    workspace: Callable[
-        [Sequence[TensorSpec], Sequence[TensorSpec], Mapping[str, Any]], int
-    ] = no_workspace
-    ready: (
-        Callable[
-            [Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None],
-            Callable[[], None],
-        ]
-        | None
-    ) = None
-    together: Callable[[Sequence[KernelArguments]], Callable[[], None]] | None = None
+    run: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], None]
+    workspace: Callable[[_Specs, _Specs, _Attrs], int] = no_workspace
+    ready: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], _Call] | None = None
+    together: Callable[[Sequence[KernelArguments]], _Call] | None = None
     flags: tuple[int, ...] = ()
 
     def call(
-        self,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        attrs: Mapping[str, Any],
-        workspace: Buffer | None,
-    ) -> Callable[[], None]:
-        """What runs it on these arrays, which stay where they are; see `ready`."""
+        self, inputs: _Arrays, outputs: _Arrays, attrs: _Attrs, workspace: Buffer | None
+    ) -> _Call:
+        """Return a call on these arrays, which stay in place; see `ready`."""
         if self.ready is not None:
             return self.ready(inputs, outputs, attrs, workspace)
         return functools.partial(self.run, inputs, outputs, attrs, workspace)
 
 
 class LibraryKernels(Protocol):
-    """Kernels of a library for operations that a backend has kernels of its own for.
+    """Vendor library kernels for operations that the backend has own kernels for.
 
-    A node whose attribute `LIBRARY` is its name is computed by it, through the
-    backend's own kernel table, and by the backend's own kernel where it refuses.
+    A node whose attribute `LIBRARY` is the library's name is computed by it, through
+    the backend's kernel table; if the library refuses, the backend's own kernel runs.
 
     Attributes:
-        times_ms: What our kernels and its own took in this process so far, by what
-            was timed. All its steps choose alike by it, whatever their caches are.
+        times_ms: Times of our kernel and the library's in this process, by timed case.
+            All steps use the same choice, whatever their caches contain.
     """
 
     times_ms: dict[str, tuple[float, float]]
 
     @property
     def name(self) -> str:
-        """What nodes call it."""
-        ...
+        """Name of the library in nodes."""
 
     def offers(self, graph: Graph, node: Node) -> bool:
-        """Whether it computes the same function, and has not refused this one yet."""
-        ...
+        """Return whether the library computes this node and has not refused it."""

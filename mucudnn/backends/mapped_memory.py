@@ -1,8 +1,8 @@
-"""What a device must provide that can map its memory: chunks of it, under any address.
+"""The interface of devices that can map memory: chunks at any addresses.
 
-A buffer is a row of addresses with a chunk of memory behind each piece of them, and one
-chunk may be behind several. So what is free in pieces becomes one tensor, and nothing
-is copied. Mapping takes time and waits for the device: it is done before a step runs
+A buffer is a range of addresses, each chunk of which is backed by a chunk of memory; a
+chunk may be mapped several times. So fragmented free memory becomes one tensor without
+a copy. Mapping takes time and synchronizes the device: it is done before a step runs
 for the first time, never within one.
 """
 
@@ -19,39 +19,36 @@ class MappedMemory(Protocol):
     """Chunks that were allocated together; freed with the last buffer over them."""
 
     def map(self, chunks: Sequence[int]) -> Buffer:
-        """New addresses in a row, of these chunks in this order.
+        """Map these chunks, in this order, at new contiguous addresses.
 
-        They are taken back when the last reference to the buffer is dropped. What is
-        written under one address is read under all that the chunk has, by whatever
-        begins after the writer is done.
+        They are unmapped when the last reference to the buffer is dropped. Data written
+        at one address can be read at all addresses of the chunk by work that starts
+        after the writer is done.
 
         Raises:
             OutOfMemoryError: There are no addresses left.
-            BackendError: The driver refused, or work is being captured.
+            BackendError: The driver failed, or work is being captured.
         """
-        ...
 
 
 class Mapper(Protocol):
-    """Allocates memory in chunks."""
+    """An allocator of memory in chunks."""
 
     @property
     def chunk_bytes(self) -> int:
-        """The unit that is mapped."""
-        ...
+        """Size of a chunk."""
 
     def allocate(self, chunks: int) -> MappedMemory:
-        """So many chunks of memory, all of them there.
+        """Allocate chunks of physical memory.
 
         Raises:
-            OutOfMemoryError: There is no room.
+            OutOfMemoryError: There is not enough memory.
             UnsupportedError: This system cannot map memory.
         """
-        ...
 
 
 def runs(chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Chunks that follow one another: (position, first chunk, how many)."""
+    """Yield (position, first chunk, count) of each run of consecutive chunks."""
     for _, group in groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
         (at, first), *rest = group
         yield at, first, 1 + len(rest)

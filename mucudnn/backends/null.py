@@ -1,7 +1,7 @@
-"""A backend that computes nothing and knows what it would have cost.
+"""A backend that computes nothing, with a made-up cost model.
 
-Plans for huge problems run here in milliseconds; unit tests of the runtime run here
-by default. Its devices are as many as a test wants, each with a clock of its own.
+Plans for huge problems run here in milliseconds, as do unit tests of the runtime. It
+has several devices, each with a clock of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +13,11 @@ from mucudnn.backends.virtual import (
     VirtualArray as NullArray,
     VirtualDevice as NullDevice,
 )
-from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.numerics import Traits
 
-__all__ = [
-    "NullArray",
-    "NullConv",
-    "NullDevice",
-    "NullKernels",
-    "device_count",
-    "load",
-]
+__all__ = ["NullArray", "NullConv", "NullDevice", "NullKernels", "device_count", "load"]
 
 _DEVICES = 8
 _MS_PER_SAMPLE = {"SLOW": 1.0, "FAST": 0.4}
@@ -34,21 +27,21 @@ _BYTES_PER_MS = 1e8
 
 
 class NullConv:
-    """Two made-up algorithms: small and slow, large and fast."""
+    """Two made-up algorithms: one small and slow, one large and fast."""
 
     def __init__(self, device: NullDevice) -> None:
         self._device = device
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
-        """Workspace grows with the batch for the fast one."""
+        """Return both; the fast one's workspace grows with the batch."""
         return [("SLOW", 0), ("FAST", _FAST_BYTES_PER_SAMPLE * problem.batch)]
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
-        """Nothing is too hard for doing nothing."""
+        """Return no exclusions."""
         return ()
 
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
-        """Nothing is always exact."""
+        """Return the default traits."""
         return Traits()
 
     def run(
@@ -62,23 +55,15 @@ class NullConv:
         *,
         accumulate: bool = False,
     ) -> None:
-        """Only time passes."""
-        nbytes, ms = _cost(problem, algo)
-        if nbytes and (workspace is None or workspace.shape[0] < nbytes):
-            raise BackendError(f"{algo} needs {nbytes} bytes of workspace")
-        self._device.advance(ms)
+        """Advance the clock by the cost."""
+        self.kernel(problem, algo)(a, b, out, workspace, accumulate)
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
-        """A kernel with everything worked out.
-
-        Raises:
-            UnsupportedError: There is no such algorithm.
-        """
+        """Return a prepared kernel."""
         return self._device.kernel(problem, algo, *_cost(problem, algo))
 
 
 def _cost(problem: ConvProblem, algo: str) -> tuple[int, float]:
-    """Bytes of workspace, and ms."""
     if algo not in _MS_PER_SAMPLE:
         raise UnsupportedError(f"null backend has no algorithm {algo!r}")
     nbytes = _FAST_BYTES_PER_SAMPLE * problem.batch if algo == "FAST" else 0
@@ -86,7 +71,7 @@ def _cost(problem: ConvProblem, algo: str) -> tuple[int, float]:
 
 
 class NullKernels(Mapping[str, Kernel]):
-    """One kernel for every operation there may be: it moves bytes that do not exist."""
+    """One kernel for every operation: it takes the time to move its operands."""
 
     def __init__(self, device: NullDevice) -> None:
         self._device = device
@@ -113,14 +98,14 @@ class NullKernels(Mapping[str, Kernel]):
 
 
 def device_count(argument: str) -> int:
-    """As many as a test could want."""
+    """Return a number of devices that suffices for tests."""
     if argument:
         raise ValueError(f"backend 'null' takes no argument, got {argument!r}")
     return _DEVICES
 
 
 def load(argument: str, device: int) -> Backend:
-    """A fresh null backend with its own clock."""
+    """Return a new null backend with its own clock."""
     null = NullDevice()
     kernels = NullKernels(null)
     conv = NullConv(null)

@@ -1,11 +1,10 @@
-"""A measured table of another machine answers as if that machine were here.
+"""A backend that replays a measured table of another machine.
 
 `recorded:FILE` reads a recording (see `mucudnn.codecs.recordings`). Nothing is
-computed, and each kernel takes exactly the recorded median on a virtual clock. What
-such a clock cannot tell is asked for instead: how uncertain a median is (`row`), and
-whether a plan kept its word when it was run whole (`verdict`). So the ordinary tuner,
-measuring through it, finds what the machine found and plans what the machine planned,
-anywhere.
+computed, and each kernel takes exactly the recorded median on a virtual clock. Data
+that such a clock cannot provide is returned directly: the uncertainty of a median
+(`row`), and whether a whole plan took its predicted time (`verdict`). So the ordinary
+tuner, measuring through it, reproduces the machine's measurements and plans anywhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +15,7 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.backends.runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.codecs.recordings import (
-    MOST,
-    read_recording,
-    recorded_environments,
-)
+from mucudnn.codecs.recordings import MOST, read_recording, recorded_environments
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
@@ -29,21 +24,15 @@ from mucudnn.ir.numerics import NATIVE, Traits
 
 __all__ = ["RecordedConv", "device_count", "load", "read_file", "recording_of"]
 
-_ANYTHING = "*"
-"""Stands for every algorithm where nothing at all was recorded."""
+_ANYTHING = "*"  # stands for every algorithm if nothing at all was recorded
 
 
 class RecordedConv:
-    """Knows the algorithms that were measured, and how long they took.
+    """The measured algorithms of one machine and their times, with verdicts on plans.
 
-    An algorithm that was measured in several math modes is listed once for each, as
-    `NAME[mode]` where the mode is not the default. Of two rows for the same thing the
-    newer counts.
-
-    Args:
-        device: Whose clock to move.
-        measurements: Of one machine.
-        verdicts: Of the same machine; of two on the same plans the later one counts.
+    An algorithm measured in several math modes is listed once for each, as `NAME[mode]`
+    unless the mode is the default. Of two rows or verdicts for the same case the newer
+    counts.
     """
 
     def __init__(
@@ -64,32 +53,32 @@ class RecordedConv:
         self._verdicts = {(v.problem, v.signature): v.ratio for v in verdicts}
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
-        """(name, workspace bytes) of every algorithm measured on `problem`."""
+        """Return (name, workspace bytes) of every algorithm measured on `problem`."""
         rows = self._rows.get(problem, {})
         return [(n, perf.workspace) for n, perf in rows.items() if perf.error is None]
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
-        """(name, reason) of every recorded failure, or why there is nothing."""
+        """Return (name, reason) of every recorded failure, or a general reason."""
         rows = self._rows.get(problem)
         if rows is None:
             return [(_ANYTHING, self._missing(problem))]
         return [(n, perf.error) for n, perf in rows.items() if perf.error is not None]
 
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
-        """What was recorded of it."""
+        """Return the recorded traits."""
         perf = self._rows[problem][algo]
         return Traits(perf.deterministic, perf.math_mode, perf.notes)
 
     def sizes(self, problem: ConvProblem) -> Sequence[int]:
-        """Micro-batch sizes at which `problem` was measured, ascending."""
+        """Return the micro-batch sizes at which `problem` was measured, ascending."""
         return sorted(self._batches.get(problem.with_batch(1), ()))
 
     def row(self, problem: ConvProblem, algo: str) -> AlgoPerf:
-        """What was measured of an algorithm that `algorithms` lists, noise included."""
+        """Return the measurement of a listed algorithm, noise included."""
         return replace(self._rows[problem][algo], algo=algo)
 
     def verdict(self, problem: ConvProblem, signature: str) -> float | None:
-        """See `Verdict.ratio`; None where the plans were not run whole."""
+        """See `Verdict.ratio`; None if the plans were not run whole."""
         return self._verdicts.get((problem, signature))
 
     def run(
@@ -103,15 +92,11 @@ class RecordedConv:
         *,
         accumulate: bool = False,
     ) -> None:
-        """Let the recorded time pass; see `ConvLibrary.run` for the errors."""
+        """Advance the clock by the recorded time; see `ConvLibrary.run` for errors."""
         self.kernel(problem, algo)(a, b, out, workspace, accumulate)
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
-        """A recorded kernel with everything worked out.
-
-        Raises:
-            UnsupportedError: It was not recorded, or as a failure.
-        """
+        """Return a prepared recorded kernel."""
         rows = self._rows.get(problem)
         if rows is None:
             raise UnsupportedError(f"{problem} was {self._missing(problem)}")
@@ -133,12 +118,12 @@ class RecordedConv:
 
 
 def recording_of(backend: Backend) -> RecordedConv | None:
-    """What a backend replays; None for one that measures."""
+    """Return the recording that a backend replays; None for one that measures."""
     return backend.conv if isinstance(backend.conv, RecordedConv) else None
 
 
 def device_count(argument: str) -> int:
-    """How many machines the file has measurements of."""
+    """Return the number of machines in the file."""
     file = _file(argument)
     try:
         count = len(recorded_environments(_contents(file)))
@@ -150,11 +135,7 @@ def device_count(argument: str) -> int:
 
 
 def read_file(argument: str) -> Recording:
-    """A whole recording.
-
-    Raises:
-        BackendUnavailableError: The file is missing, or is something else.
-    """
+    """Read a whole recording; raise BackendUnavailableError if there is none."""
     file = _file(argument)
     try:
         return read_recording(_contents(file))
@@ -163,7 +144,7 @@ def read_file(argument: str) -> Recording:
 
 
 def load(argument: str, device: int) -> Backend:
-    """One machine of a recording, with a clock of its own."""
+    """Return one machine of a recording, with a clock of its own."""
     recording = read_file(argument)
     fingerprint, known = list(recording.environments.items())[device]
     clock = VirtualDevice(fingerprint, known)

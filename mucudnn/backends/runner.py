@@ -1,8 +1,8 @@
-"""A bound plan as a list of calls, one a micro-batch.
+"""A bound plan as a list of calls, one per micro-batch.
 
-What does not depend on the operands is worked out when a plan is bound. A kernel that
-its library refuses is refused when its turn comes, so that the micro-batches before it
-are done and the rest can be finished by another.
+Everything that does not depend on the operands is computed when a plan is bound. If the
+library refuses a kernel, the error is raised at its turn, so that the micro-batches
+before it are done and the rest can be finished by another algorithm.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,27 +17,18 @@ Call = Callable[[Any, Any, Any, Any, bool], None]
 """(a, b, out, workspace, accumulate): one kernel, with everything prebuilt."""
 
 Library = Callable[[ConvProblem, str], Call]
-"""Makes the call of an algorithm at a micro-batch size; may refuse."""
+"""Makes the call of an algorithm at a micro-batch size; may raise."""
 
 
 class PlanRunner:
-    """Makes the calls of a plan; see `Runner`.
-
-    Args:
-        plan: What to run.
-        calls: One a micro-batch, in order, each on the operands of the whole batch.
-    """
+    """The calls of a plan, one per micro-batch on the whole operands; see `Runner`."""
 
     def __init__(self, plan: ConvPlan, calls: Sequence[Call]) -> None:
         self.plan = plan
         self._calls = tuple(calls)
 
     def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        """See `Runner.run`.
-
-        Raises:
-            StepFailedError: A kernel failed; earlier micro-batches are complete.
-        """
+        """See `Runner.run`."""
         done = 0
         try:
             for call in self._calls:
@@ -50,7 +41,7 @@ class PlanRunner:
 
 
 def per_step(plan: ConvPlan, library: Library) -> list[Call]:
-    """The kernel of each micro-batch; those that are alike are made once."""
+    """Return the kernel of each micro-batch; equal ones are made once."""
     made: dict[tuple[int, str], Call] = {}
     for step in plan.steps:
         key = step.batch, step.algo
@@ -63,10 +54,10 @@ def per_step(plan: ConvPlan, library: Library) -> list[Call]:
 
 
 def per_slice(plan: ConvPlan, library: Library) -> list[Call]:
-    """The kernel of each micro-batch on its slice of the whole batch.
+    """Return the kernel of each micro-batch, on its slice of the whole batch.
 
-    Forward and backward data write disjoint slices. A filter gradient adds up over
-    micro-batches: the first obeys `accumulate`, those after it always add.
+    Forward and backward data write disjoint slices. A filter gradient is summed over
+    micro-batches: the first obeys `accumulate`, the later ones always add.
     """
     calls = per_step(plan, library)
     if not plan.divided:

@@ -1,7 +1,7 @@
-"""Copies of a training step: which part of a tensor goes where, on every backend.
+"""Copies of a training step: source and target of each, for all backends.
 
-Each function lists, in order, what is copied into which part of the result: an array,
-or a number that is then everywhere. How a copy is done is the backend's.
+Each function yields, in order, pairs of a source (an array, or a number to fill with)
+and the target, a part of the result. The backend does the copying.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,30 +10,25 @@ from typing import Any
 
 __all__ = ["SHAPING", "Copies"]
 
-Copies = Callable[[Sequence[Any], Any, Mapping[str, Any]], Iterator[tuple[Any, Any]]]
+_Inputs = Sequence[Any]
+_Attrs = Mapping[str, Any]
+_Pairs = Iterator[tuple[Any, Any]]
+Copies = Callable[[_Inputs, Any, _Attrs], _Pairs]
 """(inputs, output, attributes) -> (source, target) of each copy."""
 
 
-def _copy(
-    inputs: Sequence[Any], y: Any, attrs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """All of a tensor, in the output's type."""
+def _copy(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
     yield inputs[0], y
 
 
-def _fill(
-    inputs: Sequence[Any], y: Any, attrs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """One value everywhere."""
+def _fill(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
     yield attrs["value"], y
 
 
-def _concat(
-    inputs: Sequence[Any], y: Any, attrs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Tensors, or some rows of each, one after the other along an axis.
+def _concat(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
+    """Concatenate tensors, or ranges of them, along an axis.
 
-    What is `before` the first and behind the last are zeros.
+    The `before` first positions and those behind the last tensor are zeros.
     """
     axis = attrs.get("axis", 1)
     parts = attrs.get("parts") or [(0, x.shape[axis]) for x in inputs]
@@ -47,18 +42,12 @@ def _concat(
             yield 0, y[_along(axis, *around)]
 
 
-def _slice(
-    inputs: Sequence[Any], y: Any, attrs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """The part between two corners."""
+def _slice(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
     pairs = zip(attrs["starts"], attrs["stops"], strict=True)
     yield inputs[0][tuple(slice(*pair) for pair in pairs)], y
 
 
-def _pad(
-    inputs: Sequence[Any], y: Any, attrs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Zeros around a tensor."""
+def _pad(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
     (x,) = inputs
     interior = []
     for axis, before in enumerate(attrs["before"]):
@@ -83,4 +72,4 @@ SHAPING: Mapping[str, Copies] = MappingProxyType(
         "slice": _slice,
     }
 )
-"""Operation -> the copies it is made of."""
+"""Operation name to its copies."""

@@ -1,4 +1,4 @@
-"""What a backend offers where inputs and results of steps can be under way."""
+"""The interface of asynchronous copies of step inputs and results."""
 
 from typing import Any, Protocol
 
@@ -6,36 +6,31 @@ __all__ = ["Arriving", "Transit"]
 
 
 class Arriving(Protocol):
-    """A tensor that is on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def __call__(self) -> Any:
-        """It as a NumPy array, waited for.
+        """Wait for the copy, and return it as a NumPy array.
 
         Raises:
             BackendError: A kernel before it failed, or the copy.
         """
-        ...
 
     @property
     def ready(self) -> bool:
-        """Whether nothing has to be waited for."""
-        ...
+        """Whether the copy is complete."""
 
 
 class Transit(Protocol):
-    """Copies of inputs and results, ordered with the kernels; the host goes on."""
+    """Copies of inputs and results, ordered with kernels; the host does not wait."""
 
     def upload(self, source: Any, target: Any) -> None:
-        """Have a NumPy array in a tensor, for kernels that are launched later.
+        """Copy a NumPy array to a tensor, for kernels that are launched later.
 
         The source may be changed as soon as this returns.
         """
-        ...
 
     def download(self, source: Any) -> Arriving:
-        """A tensor as what was launched so far leaves it."""
-        ...
+        """Start to copy a tensor's value after the work launched so far."""
 
     def close(self) -> None:
-        """Wait for what is under way, and free what it took."""
-        ...
+        """Wait for copies in progress, and free all buffers."""

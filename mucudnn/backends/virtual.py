@@ -1,6 +1,6 @@
-"""A device without memory whose clock is moved by hand.
+"""A device without memory and with a virtual clock.
 
-Backends that compute nothing share it: what differs is who says how long things take.
+Backends that compute nothing share it; they differ in the source of their times.
 """
 
 import math
@@ -20,19 +20,19 @@ from mucudnn.ir.tensor import TensorSpec, itemsize
 __all__ = ["LINK_BYTES_PER_MS", "VirtualArray", "VirtualDevice"]
 
 LINK_BYTES_PER_MS = 1 << 24
-"""16.8 GB/s each way: what a PCI Express 4.0 slot of eight lanes can reach, roughly."""
+"""16.8 GB/s each way: about what eight lanes of PCI Express 4.0 can reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualArray:
-    """A shape without contents; slices of the first axis are taken for free."""
+    """A shape without contents; slices of the first axis cost nothing."""
 
     shape: tuple[int, ...]
     dtype: str = "uint8"
 
     @property
     def nbytes(self) -> int:
-        """Bytes it would take."""
+        """Bytes that a real array would take."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def __getitem__(self, window: slice) -> "VirtualArray":
@@ -41,18 +41,14 @@ class VirtualArray:
         return VirtualArray((length, *self.shape[1:]), self.dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> "VirtualArray":
-        """The same bytes, of as many elements."""
+        """Return an array of this shape and as many elements."""
         return VirtualArray(shape, self.dtype)
 
 
 class VirtualDevice:
-    """Counts bytes; its clock moves only when a kernel runs or waits for a copy.
+    """A device whose clock moves only when a kernel runs or waits for a copy.
 
-    Args:
-        fingerprint: Of the machine it stands for.
-        description: What is known of that machine.
-        out_bytes_per_ms: Rate of its copies to the host.
-        in_bytes_per_ms: Rate of its copies from the host.
+    Fingerprint and description are those of the machine it represents.
     """
 
     def __init__(
@@ -69,28 +65,28 @@ class VirtualDevice:
         self._rates = Fraction(out_bytes_per_ms), Fraction(in_bytes_per_ms)
 
     def description(self) -> Mapping[str, str]:
-        """What it was told of the machine it stands for."""
+        """Return the description of the represented machine."""
         return self._description
 
     @property
     def now_ms(self) -> float:
-        """The virtual time."""
+        """Virtual time in ms."""
         return float(self._clock.now)
 
     def advance(self, ms: float | Fraction) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._clock.now += ms if isinstance(ms, Fraction) else Fraction(ms)
 
     def kernel(self, problem: ConvProblem, algo: str, nbytes: int, ms: float) -> Call:
-        """A kernel that needs workspace and takes time, and does nothing else.
+        """Return a kernel that checks its workspace and takes time.
 
         It takes the operands of any batch: they need not be cut into slices.
 
         Args:
-            problem: What it is for, to be named in errors.
-            algo: Likewise.
-            nbytes: Of workspace; a `BackendError` if it is given less.
-            ms: Exactly.
+            problem: Problem named in errors.
+            algo: Algorithm named in errors.
+            nbytes: Bytes of workspace; a `BackendError` is raised if it is given less.
+            ms: Exact time in ms.
         """
         advance, exactly = self.advance, Fraction(ms)
 
@@ -106,90 +102,86 @@ class VirtualDevice:
         return call
 
     def allocate(self, nbytes: int) -> VirtualArray:
-        """No memory, of the right size."""
+        """Return an array of this size."""
         return VirtualArray((nbytes,))
 
     def trim(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
     def available_bytes(self) -> int:
-        """Nobody knows.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raise UnsupportedError: the free memory is unknown."""
         raise UnsupportedError(
             f"{self.fingerprint} is no real device: how much memory it has free is not "
             "known; give a size, such as 8GiB"
         )
 
     def view(self, buffer: VirtualArray, offset: int, spec: TensorSpec) -> VirtualArray:
-        """Part of nothing."""
+        """Return an array of the given shape."""
         return VirtualArray(spec.shape, spec.dtype)
 
     def dense(self, array: VirtualArray, *, copy: bool = False) -> VirtualArray:
-        """Nothing is always densely packed."""
+        """Return the array."""
         return array
 
     def overlap(self, one: Any, other: Any) -> bool:
-        """Nothing has no bytes."""
+        """Return False: there are no bytes."""
         return False
 
     def randomize(self, array: VirtualArray) -> None:
-        """Nothing to fill."""
+        """Do nothing: there is no content."""
 
     def upload(self, source: Any, target: VirtualArray) -> None:
-        """Nothing to copy."""
+        """Do nothing: there is no content."""
 
     def download(self, source: VirtualArray) -> Any:
-        """Zeros of its shape."""
+        """Return zeros of its shape."""
         import numpy as np
 
         return np.zeros(source.shape, source.dtype)
 
     def queue(self) -> threading.Thread:
-        """The calling thread."""
+        """Return the calling thread."""
         return threading.current_thread()
 
     def begin(self, launches: int = 1) -> Fraction:
-        """This point in virtual time; launching costs none."""
+        """Return the virtual time; launches take none."""
         return self._clock.now
 
     def record(self) -> Fraction:
-        """This point in virtual time."""
+        """Return the virtual time."""
         return self._clock.now
 
     def elapsed_ms(self, start: Fraction, stop: Fraction) -> float:
-        """Virtual difference."""
+        """Return the virtual time between two marks."""
         return float(stop - start)
 
     def host(self, nbytes: int) -> VirtualArray:
-        """No memory, of the right size."""
+        """Return an array of this size."""
         return VirtualArray((nbytes,))
 
     def copier(self) -> VirtualCopier:
-        """Two engines on this device's clock."""
+        """Return two copy engines on this device's clock."""
         return VirtualCopier(self._clock, *self._rates)
 
     def peer(self, index: int, nbytes: int) -> "VirtualPeer":
-        """No memory of a device that is not there either."""
+        """Return virtual memory of another virtual device."""
         return VirtualPeer(f"peer:{index}", nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualPeer:
-    """Bytes that there are not, behind links as fast as those to the host."""
+    """Virtual memory of another device, behind links as fast as those to the host."""
 
     name: str
     nbytes: int
 
     def view(self, offset: int, nbytes: int) -> VirtualArray:
-        """Part of nothing."""
+        """Return an array of this size."""
         return VirtualArray((nbytes,))
 
     def copier(self, device: Device) -> Copier:
-        """Two engines of its own."""
+        """Return two further copy engines."""
         return device.copier()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""

@@ -1,4 +1,4 @@
-"""Copies that take time and do nothing: the clocks of two copy engines."""
+"""Simulated copies: the clocks of two copy engines."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,27 +12,18 @@ __all__ = ["Clock", "VirtualCopier"]
 
 
 class Clock:
-    """Virtual time of the compute queue, in ms.
-
-    A fraction: the time between two marks is exactly what passed between them.
-    """
+    """Virtual time of the compute queue in ms, exact as a fraction."""
 
     def __init__(self) -> None:
         self.now = Fraction(0)
 
     def wait_until(self, then: Fraction) -> None:
-        """Let time pass up to a moment, unless it is over."""
+        """Advance to a moment, unless it is in the past."""
         self.now = max(self.now, then)
 
 
 class VirtualCopier:
-    """Two engines that each work through their queue; tickets are when copies end.
-
-    Args:
-        clock: Of the compute queue.
-        out_bytes_per_ms: Rate of copies to the host.
-        in_bytes_per_ms: Rate of copies from the host.
-    """
+    """Two copy engines with a queue each; a ticket is the end time of its copy."""
 
     def __init__(
         self, clock: Clock, out_bytes_per_ms: Fraction, in_bytes_per_ms: Fraction
@@ -43,27 +34,27 @@ class VirtualCopier:
         self._closed = False
 
     def out(self, source: Any, target: Any, after: Sequence[Fraction] = ()) -> Fraction:
-        """Let the time of a copy to the host pass on its engine."""
+        """Simulate a copy to the host."""
         self._check(source, target)
         return self._out.copy(source.nbytes, after)
 
     def back(
         self, source: Any, target: Any, after: Sequence[Fraction] = ()
     ) -> Fraction:
-        """Let the time of a copy from the host pass on its engine."""
+        """Simulate a copy from the host."""
         self._check(source, target)
         return self._in.copy(source.nbytes, after)
 
     def bound(self, way: Way, source: Any, target: Any) -> Start:
-        """A copy whose time passes whenever it is started."""
+        """Return a function that simulates this copy."""
         return partial(self.out if way == "out" else self.back, source, target)
 
     def wait(self, ticket: Fraction) -> None:
-        """Computations go on when the copy has ended."""
+        """Advance the clock to the end of the copy."""
         self._clock.wait_until(ticket)
 
     def finish(self) -> None:
-        """Everything goes on when both engines have ended."""
+        """Advance the clock to the end of both queues."""
         self._clock.wait_until(self._out.free)
         self._clock.wait_until(self._in.free)
 

@@ -1,4 +1,4 @@
-"""The NumPy backend: exact, everywhere. The others are tested against it.
+"""The NumPy backend: runs everywhere; the reference for the tests of the others.
 
 NumPy is imported by `load`, not before, so that a program can still choose its BLAS
 kernels (`blas.prefer_wide_vectors`) after importing this package.
@@ -10,14 +10,14 @@ __all__ = ["device_count", "load"]
 
 
 def device_count(argument: str) -> int:
-    """One: all cores together."""
+    """Return 1: all cores together are one device."""
     if argument:
         raise ValueError(f"backend 'cpu' takes no argument, got {argument!r}")
     return 1
 
 
 def load(argument: str, device: int) -> Backend:
-    """The CPU backend."""
+    """Return the CPU backend."""
     from mucudnn.backends.cpu.conv import CpuConv
     from mucudnn.backends.cpu.device import CpuDevice
     from mucudnn.backends.cpu.kernels import bind

@@ -1,12 +1,13 @@
-"""Matrix products added to part of a larger matrix, by the BLAS that NumPy brings.
+"""Matrix products that accumulate into a submatrix, through NumPy's own BLAS library.
 
-`np.matmul` always overwrites its result, so a sum of products needs a buffer as large
-as each of them and a second pass. BLAS itself takes leading dimensions and a factor for
-what is there already: C = A B + beta C. NumPy does not offer that, so the library that
-it has loaded is called by its C interface. While a product runs, other threads may.
+`np.matmul` always overwrites its result, so a sum of products needs a temporary as
+large as each product and a second pass. BLAS itself takes leading dimensions and a
+factor beta: C = A B + beta C. NumPy does not expose this, so the C interface of the
+library that NumPy has loaded is called directly. A product releases the interpreter
+lock.
 
-Only OpenBLAS is looked for, which NumPy's own packages carry. With another library
-(Accelerate, MKL) callers go by `np.matmul`, and are slower.
+Only OpenBLAS, which NumPy's packages carry, is supported. With another library
+(Accelerate, MKL) callers fall back to `np.matmul`, which is slower.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from threadpoolctl import ThreadpoolController
 
 __all__ = ["Product", "available", "numpy_blas", "product"]
 
-_ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
+_ROW_MAJOR, _NOT_TRANSPOSED, _TRANSPOSED = 101, 111, 112
 
 _NAMES = (
     ("scipy_cblas_{}gemm64_", ctypes.c_int64),
@@ -29,14 +30,14 @@ _NAMES = (
     ("scipy_cblas_{}gemm", ctypes.c_int),
     ("cblas_{}gemm", ctypes.c_int),
 )
-"""How builds of OpenBLAS call it, and their integers."""
+"""Symbol names of `gemm` in builds of OpenBLAS, and their integer types."""
 
 _LETTERS = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """C = A B + beta C, of matrices of fixed shapes and strides at any address."""
+    """C = A B + beta C for matrices of fixed shapes and strides at any address."""
 
     gemm: Callable[..., None]
     layout: tuple[int, ...]
@@ -44,7 +45,7 @@ class Product:
     swapped: bool
 
     def __call__(self, a: int, b: int, c: int, beta: float) -> None:
-        """Multiply what lies at these addresses; whoever calls keeps it alive."""
+        """Multiply the matrices at these addresses; the caller keeps them alive."""
         one, two, three = self.lds
         if self.swapped:
             a, b = b, a
@@ -52,10 +53,10 @@ class Product:
 
 
 def numpy_blas() -> list[Any]:
-    """What NumPy computes with, as `threadpoolctl` sees it.
+    """Return the BLAS libraries that NumPy computes with, as `threadpoolctl` objects.
 
-    SciPy and others load a BLAS of their own beside it: where NumPy's package carries
-    one, only that counts. Without such a folder all that are loaded do.
+    SciPy and others load a BLAS of their own. If NumPy's package carries a library,
+    only that one is returned, otherwise all that are loaded.
     """
     found = ThreadpoolController().select(user_api="blas").lib_controllers
     package = Path(np.__file__).parent
@@ -69,39 +70,45 @@ def numpy_blas() -> list[Any]:
 
 
 def available(dtype: str) -> bool:
-    """Whether there is a library for matrices of this type."""
+    """Return whether a library multiplies matrices of this type."""
     return _gemm(dtype) is not None
 
 
 def product(a: Any, b: Any, c: Any) -> Product | None:
-    """How to multiply matrices like these; None if there is no library to do it.
+    """Prepare products of matrices with these shapes and strides.
 
     Args:
-        a: (m, k), contiguous along one axis, as `as_matrix` makes it.
-        b: (k, n), too.
-        c: (m, n), too.
+        a: (m, k), contiguous along one axis, as made by `as_matrix`.
+        b: (k, n), likewise.
+        c: (m, n), likewise.
+
+    Returns:
+        None if no library multiplies this type.
     """
     if (gemm := _gemm(c.dtype.name)) is None:
         return None
-    swapped = _order(c)[0] == _TRANSPOSED
-    if swapped:  # its transpose is what lies row by row
+    swapped = _storage_order(c)[0] == _TRANSPOSED
+    if swapped:  # C is column-major: compute the row-major Cᵀ = Bᵀ Aᵀ
         a, b, c = b.T, a.T, c.T
-    (left, lda), (right, ldb), (_, ldc) = _order(a), _order(b), _order(c)
+    (left, lda), (right, ldb), (_, ldc) = (
+        _storage_order(a),
+        _storage_order(b),
+        _storage_order(c),
+    )
     layout = (_ROW_MAJOR, left, right, *c.shape, a.shape[1])
     return Product(gemm, layout, (lda, ldb, ldc), swapped)
 
 
-def _order(matrix: Any) -> tuple[int, int]:
-    """Whether a matrix lies column by column, and its leading dimension."""
+def _storage_order(matrix: Any) -> tuple[int, int]:
+    """Return the CBLAS transposition flag and the leading dimension of a matrix."""
     rows, columns = (stride // matrix.itemsize for stride in matrix.strides)
     if columns == 1 and rows >= matrix.shape[1]:
-        return _AS_IT_IS, rows
+        return _NOT_TRANSPOSED, rows
     return _TRANSPOSED, columns
 
 
 @functools.cache
 def _gemm(dtype: str) -> Callable[..., None] | None:
-    """The C function, tried once on numbers whose product is known."""
     letter, real = _LETTERS[dtype]
     for library in numpy_blas():
         if library.internal_api != "openblas":
@@ -128,6 +135,6 @@ def _works(gemm: Callable[..., None], dtype: str) -> bool:
     c = np.ones((2, 5), dtype)
     expected = c.copy()
     expected[:, :4] += a[:, :3] @ b.reshape(3, 4)
-    sizes = (_ROW_MAJOR, _AS_IT_IS, _AS_IT_IS, 2, 4, 3, 1.0)
+    sizes = (_ROW_MAJOR, _NOT_TRANSPOSED, _NOT_TRANSPOSED, 2, 4, 3, 1.0)
     gemm(*sizes, a.ctypes.data, 4, b.ctypes.data, 4, 1.0, c.ctypes.data, 5)
     return bool((c == expected).all())

@@ -1,7 +1,7 @@
-"""Copies on the CPU: a worker thread a direction, so that they overlap with kernels.
+"""Asynchronous copies on the CPU: one thread per direction, overlapped with kernels.
 
-`np.copyto` of large byte views lets other threads run. Kernels have finished when they
-return, so a copy that is asked for may begin at once.
+`np.copyto` of large byte views releases the interpreter lock. Kernels have finished
+when they return, so a requested copy may start at once.
 """
 
 import mmap
@@ -22,13 +22,13 @@ from mucudnn.forks import Own
 __all__ = ["CHUNK", "CpuCopier", "CpuTicket", "copy_bytes"]
 
 CHUNK = 4 << 20
-"""Bytes copied between two looks at whether to stop."""
+"""Bytes copied between two checks whether to stop."""
 
 Copy = Callable[[Any, Any], None]
 
 
 class CpuTicket:
-    """One copy: done, failed or dropped once `over` is set."""
+    """A copy: done, failed or dropped once the event `over` is set."""
 
     __slots__ = ("failed", "over", "process")
 
@@ -38,11 +38,7 @@ class CpuTicket:
         self.failed = False
 
     def wait(self) -> None:
-        """Until it is over, which in a fork of its process it may never be.
-
-        Raises:
-            BackendError: It was not over when this process was forked.
-        """
+        """Wait until the copy is over; raise BackendError if a fork left it pending."""
         if self.process != os.getpid() and not self.over.is_set():
             raise BackendError(
                 "a copy was under way when this process was forked, and is not made "
@@ -51,8 +47,8 @@ class CpuTicket:
         self.over.wait()
 
 
-class _Fate:
-    """What both queues share: whether to stop, and the first failure."""
+class _SharedState:
+    """State shared by both queues: the request to stop, and the first failure."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
@@ -63,8 +59,8 @@ class _Fate:
     def fail(self, error: Exception, what: str) -> None:
         with self._lock.mine:
             if self.error is None:
-                told = error if isinstance(error, MucudnnError) else repr(error)
-                self.error = BackendError(f"a copy {what} failed: {told}")
+                text = error if isinstance(error, MucudnnError) else repr(error)
+                self.error = BackendError(f"a copy {what} failed: {text}")
                 self.error.__cause__ = error
 
     def stop(self) -> None:
@@ -74,37 +70,33 @@ class _Fate:
 
 
 class CpuCopier:
-    """Two threads, started by the first copy and ended by `close` or collection.
-
-    Args:
-        copy: Copies some bytes, source to target.
-    """
+    """Two copy threads, started by the first copy, ended by `close` or collection."""
 
     def __init__(self, copy: Copy | None = None) -> None:
         self._copy = copy or copy_bytes
-        self._fate = _Fate()
-        self._lanes = Own(dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]])
+        self._state = _SharedState()
+        self._threads = Own(dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]])
         self._last: dict[str, CpuTicket] = {}
-        weakref.finalize(self, self._fate.stop)
+        weakref.finalize(self, self._state.stop)
 
     def out(
         self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
     ) -> CpuTicket:
-        """Copy to other host memory that plays the host."""
+        """Copy to other memory that represents the host."""
         return self._start("to the host", source, target, after)
 
     def back(
         self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
     ) -> CpuTicket:
-        """Copy from host memory that plays the host."""
+        """Copy from memory that represents the host."""
         return self._start("from the host", source, target, after)
 
     def bound(self, way: Way, source: Any, target: Any) -> Start:
-        """A copy to start over and over; nothing can be made ahead."""
+        """Return a function that starts this copy; nothing is prepared."""
         return partial(self.out if way == "out" else self.back, source, target)
 
     def wait(self, ticket: CpuTicket) -> None:
-        """Wait: on the CPU the host is the compute queue."""
+        """Wait for a copy: on the CPU the host is the compute queue."""
         ticket.wait()
         self._check()
         if ticket.failed:
@@ -117,18 +109,18 @@ class CpuCopier:
         self._check()
 
     def close(self) -> None:
-        """Stop after the chunks that are being copied, and join the threads."""
-        self._fate.stop()
-        for thread, _ in self._lanes.mine.values():
+        """Stop after the chunks in progress, and join the threads."""
+        self._state.stop()
+        for thread, _ in self._threads.mine.values():
             if thread.is_alive():  # Ctrl-C may have come before it began
                 thread.join()
-        self._lanes.mine.clear()
+        self._threads.mine.clear()
 
     def _start(
         self, what: str, source: Any, target: Any, after: Sequence[CpuTicket]
     ) -> CpuTicket:
         self._check()
-        if self._fate.stopped.is_set():
+        if self._state.stopped.is_set():
             raise BackendError(f"a copy {what} was asked of a closed copier")
         source, target = _bytes(source), _bytes(target)
         if source.size != target.size:
@@ -136,72 +128,73 @@ class CpuCopier:
                 f"a copy {what} of {source.size} bytes was given {target.size}"
             )
         ticket = CpuTicket()
-        self._lane(what).put((source, target, tuple(after), ticket))
+        self._queue_of(what).put((source, target, tuple(after), ticket))
         self._last[what] = ticket
         return ticket
 
-    def _lane(self, what: str) -> "queue.SimpleQueue[Any]":
-        lanes = self._lanes.mine
-        if what not in lanes:
+    def _queue_of(self, what: str) -> "queue.SimpleQueue[Any]":
+        threads = self._threads.mine
+        if what not in threads:
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
             thread = threading.Thread(
-                target=_work,
-                args=(jobs, self._fate, self._copy, what),
+                target=_serve,
+                args=(jobs, self._state, self._copy, what),
                 name=f"mucudnn copies {what}",
                 daemon=True,
             )
-            self._fate.queues.append(jobs)
-            lanes[what] = (thread, jobs)
+            self._state.queues.append(jobs)
+            threads[what] = (thread, jobs)
             thread.start()
-        return lanes[what][1]
+        return threads[what][1]
 
     def _check(self) -> None:
-        if (error := self._fate.error) is not None:
+        if (error := self._state.error) is not None:
             raise BackendError(str(error)) from error.__cause__
 
 
-def _work(jobs: "queue.SimpleQueue[Any]", fate: _Fate, copy: Copy, what: str) -> None:
-    """A worker: it knows the queue and not the copier, which can thus be collected."""
+def _serve(
+    jobs: "queue.SimpleQueue[Any]", state: _SharedState, copy: Copy, what: str
+) -> None:
+    """Run a queue's copies, without a reference to the copier: it can be collected."""
     while (job := jobs.get()) is not None:
         source, target, after, ticket = job
         try:
             for earlier in after:
                 earlier.wait()
-            lost = any(earlier.failed for earlier in after)  # perhaps another tier's
-            ticket.failed = lost or not _carry(source, target, fate, copy)
+            lost = any(earlier.failed for earlier in after)  # maybe of another copier
+            ticket.failed = lost or not _copy_chunks(source, target, state, copy)
             if lost:
-                fate.fail(BackendError("one that it waits for was not made"), what)
-        except Exception as e:  # whatever it is, the thread that waits has to hear it
+                state.fail(BackendError("one that it waits for was not made"), what)
+        except Exception as e:  # any failure must reach the waiting thread
             ticket.failed = True
-            fate.fail(e, what)
+            state.fail(e, what)
         finally:
             del source, target, job
             ticket.over.set()
 
 
-def _carry(source: Any, target: Any, fate: _Fate, copy: Copy) -> bool:
-    """Copy chunk by chunk; False if there is no point any more."""
+def _copy_chunks(source: Any, target: Any, state: _SharedState, copy: Copy) -> bool:
+    """Copy chunk by chunk; return False if stopped or after a failure elsewhere."""
     for at in range(0, source.size, CHUNK):
-        if fate.stopped.is_set() or fate.error is not None:
+        if state.stopped.is_set() or state.error is not None:
             return False
         copy(source[at : at + CHUNK], target[at : at + CHUNK])
     return True
 
 
 def copy_bytes(source: Any, target: Any) -> None:
-    """Copy bytes between views of one size, which may be of files."""
+    """Copy bytes between views of one size, which may be memory-mapped files."""
     np.copyto(target, source)
     for side in (source, target):
-        _let_go_of_pages(side)
+        _release_pages(side)
 
 
-def _let_go_of_pages(view: Any) -> None:
-    """Give the pages of a view back to the system, if they are those of a file.
+def _release_pages(view: Any) -> None:
+    """Release the pages of a view if it is a memory-mapped file.
 
-    A page of a file that was touched counts as the process's own until the system needs
-    it, so that data that has left for a file would be in memory after all. Nothing is
-    lost: what was written goes to the file, what is read again comes from there, or
-    from the system's cache of it.
+    Touched pages of a file count as the process's own memory until the system needs
+    them, so tensors offloaded to a file would stay in memory after all. No data is
+    lost: written pages go to the file, reads come from the file or the page cache.
     """
     owner = view
     while isinstance(owner, np.ndarray):

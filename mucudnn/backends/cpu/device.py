@@ -26,11 +26,7 @@ ALIGNMENT = 64
 
 
 class CpuDevice:
-    """Host memory and the performance counter.
-
-    Args:
-        libraries: Others whose kernels run besides, as the fingerprint names them.
-    """
+    """Host memory and the performance counter; the fingerprint names `libraries`."""
 
     _libraries: Sequence[str] = ()
 
@@ -39,14 +35,14 @@ class CpuDevice:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Processor, threads, and the libraries whose kernels run: ours among them."""
+        """Processor, threads, and all libraries whose kernels run."""
         ours = f"mucudnn-{installed_version()}"
         numpy = f"numpy-{np.__version__}"
         parts = ["cpu", _processor(), ours, numpy, *_blas()[:1], *self._libraries]
         return "/".join(parts)
 
     def description(self) -> Mapping[str, str]:
-        """Processor, cores that this process may use, and libraries."""
+        """Return the processor, usable cores, and library versions."""
         return {
             "processor": _processor(),
             "cores": str(_cores()),
@@ -57,42 +53,39 @@ class CpuDevice:
         }
 
     def allocate(self, nbytes: int) -> Any:
-        """Bytes, aligned to a cache line."""
+        """Return a byte array aligned to a cache line."""
         try:
             raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        except (
-            MemoryError,
-            ValueError,
-            OverflowError,
-        ) as e:  # beyond 2**63: the others
+        # Sizes beyond 2**63 raise the last two.
+        except (MemoryError, ValueError, OverflowError) as e:
             raise OutOfMemoryError(f"no room for {nbytes} bytes: {e}") from e
         start = -raw.ctypes.data % ALIGNMENT
         return raw[start : start + nbytes]
 
     def trim(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is cached."""
 
     def available_bytes(self) -> int:
-        """Memory that can be had without swapping, and within a container's limit."""
+        """Return the memory available without swapping, within a container's limit."""
         return int(min(_free_memory(), _free_of_container()))
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
-        """A NumPy view."""
+        """Return a NumPy view."""
         window = buffer[offset : offset + spec.nbytes]
         return window.view(spec.dtype).reshape(spec.shape)
 
     def dense(self, array: Any, *, copy: bool = False) -> Any:
-        """A C-contiguous array."""
+        """Return a C-contiguous array."""
         if copy:
             return array.copy()
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
     def overlap(self, one: Any, other: Any) -> bool:
-        """By their bounds, which is exact: neither has gaps."""
+        """Compare bounds, which is exact for arrays without gaps."""
         return np.may_share_memory(one, other)
 
     def randomize(self, array: Any) -> None:
-        """Uniform in [-1, 1)."""
+        """Fill with uniform numbers in [-1, 1)."""
         rng = np.random.default_rng(0)
         if array.dtype in (np.float32, np.float64):
             rng.random(out=array, dtype=array.dtype)
@@ -106,40 +99,39 @@ class CpuDevice:
         np.copyto(target, source)
 
     def download(self, source: Any) -> Any:
-        """A copy."""
+        """Return a copy."""
         return source.copy()
 
     def queue(self) -> threading.Thread:
-        """The calling thread: its kernels have finished when they return."""
+        """Return the calling thread, which runs its kernels synchronously."""
         return threading.current_thread()
 
     def begin(self, launches: int = 1) -> float:
-        """The time: a kernel is launched by running it."""
+        """Return the time: launching a kernel runs it."""
         return self.record()
 
     def record(self) -> float:
-        """The time, in ms; kernels have finished when they return."""
+        """Return the time in ms; kernels have finished when they return."""
         return time.perf_counter() * 1e3
 
     def elapsed_ms(self, start: float, stop: float) -> float:
-        """Difference of two marks."""
+        """Return the difference of two marks."""
         return stop - start
 
     def host(self, nbytes: int) -> Any:
-        """More of the same memory, which plays the host."""
+        """Return more of the same memory, which represents the host."""
         return self.allocate(nbytes)
 
     def copier(self) -> CpuCopier:
-        """Two threads, so that copies overlap with kernels."""
+        """Return two copy threads, whose copies overlap with kernels."""
         return CpuCopier()
 
     def peer(self, index: int, nbytes: int) -> SharedSegment:
-        """Shared memory that another process owns, which plays the other device."""
+        """Return shared memory of another process, which represents another device."""
         return SharedSegment(index, nbytes)
 
 
 def _blas() -> list[str]:
-    """NumPy's BLAS, with its kernels and threads."""
     return [
         f"{lib['internal_api']}-{lib['version']}-{lib.get('architecture', '')}"
         f"/{lib['num_threads']}-threads"
@@ -148,13 +140,11 @@ def _blas() -> list[str]:
 
 
 def _cores() -> int:
-    """Those that the system lets this process use, where it tells."""
     allowed: Any = getattr(os, "sched_getaffinity", None)
     return os.cpu_count() or 1 if allowed is None else len(allowed(0))
 
 
 def _free_memory() -> int:
-    """What the system calls available; where it does not say, its free pages."""
     info = Path("/proc/meminfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -165,7 +155,7 @@ def _free_memory() -> int:
 
 
 def _free_of_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """What a control group leaves of its limit; infinity without one."""
+    """Return the unused part of a control group's limit; infinity without one."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
@@ -175,7 +165,6 @@ def _free_of_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def _processor() -> str:
-    """Model name where the system tells it, else the machine type."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         fields: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""Host memory under several addresses: one anonymous file, mapped in pieces.
+"""Host memory mapped at several addresses: one anonymous file, mapped in pieces.
 
-The file has no name (`memfd_create`), so that it ends with the process however that
-ends. All of its bytes are allocated at once: where the system has too few, that is an
-error then, and not the end of the process at a later write. A forked child has none of
-these addresses: it would write into its parent's memory.
+The file has no name (`memfd_create`), so it ends with the process however that ends.
+All of its bytes are allocated at once: if the system has too few, this is an error at
+that point rather than the end of the process at a later write. A forked child has none
+of these addresses: it would write into its parent's memory.
 """
 
 import ctypes
@@ -23,23 +23,17 @@ from mucudnn.ir.sizes import exact_bytes
 
 __all__ = ["CpuMapper"]
 
-_CHUNK = 64 << 10
-"""Bytes: many pages, so that few are wasted and a step has few thousand mappings."""
+_CHUNK = 64 << 10  # bytes: many pages, so that a step has few thousand mappings
 
 _FIXED, _NO_RESERVE, _NO_ACCESS = 0x10, 0x4000, 0
-"""Flags of Linux that Python's `mmap` does not name, or not in every release."""
+"""Linux flags that Python's `mmap` lacks, at least in some releases."""
 
 _FAILED = ctypes.c_size_t(-1).value
 _MOST = "/proc/sys/vm/max_map_count"
 
 
 class CpuMapper:
-    """Host memory in chunks.
-
-    Args:
-        available: How much memory there is.
-        chunk_bytes: Size of a chunk, whole pages.
-    """
+    """A mapper of host memory in chunks of whole pages."""
 
     def __init__(self, available: Callable[[], int], chunk_bytes: int = _CHUNK) -> None:
         if chunk_bytes <= 0 or chunk_bytes % mmap.PAGESIZE:
@@ -51,7 +45,7 @@ class CpuMapper:
         self.chunk_bytes = chunk_bytes
 
     def allocate(self, chunks: int) -> "CpuMappedMemory":
-        """So many chunks in one file without a name."""
+        """Allocate chunks in one file without a name."""
         create: Any = getattr(os, "memfd_create", None)
         if create is None:
             raise UnsupportedError(
@@ -75,18 +69,18 @@ class CpuMapper:
 
 
 class CpuMappedMemory:
-    """A file's bytes, under any number of addresses."""
+    """A file's bytes, mapped at any number of addresses."""
 
     def __init__(self, fd: int, chunks: int, chunk_bytes: int) -> None:
         self._fd, self._chunks, self._size = fd, chunks, chunk_bytes
         weakref.finalize(self, os.close, fd).atexit = False
 
     def map(self, chunks: Sequence[int]) -> Any:
-        """A NumPy array of bytes over a row of addresses."""
-        strange = [c for c in chunks if not 0 <= c < self._chunks]
-        if strange:
+        """Return a NumPy array of bytes over contiguous addresses."""
+        invalid = [c for c in chunks if not 0 <= c < self._chunks]
+        if invalid:
             raise ValueError(
-                f"chunk {strange[0]} of {self._chunks} cannot be mapped; they are "
+                f"chunk {invalid[0]} of {self._chunks} cannot be mapped; they are "
                 "counted from 0"
             )
         if not chunks:
@@ -100,18 +94,13 @@ class CpuMappedMemory:
 
 
 class _Addresses:
-    """A row of addresses, with nothing behind them at first.
-
-    Args:
-        nbytes: How many.
-        memory: Kept as long as they are.
-    """
+    """A reserved range of addresses, without memory at first; keeps `memory` alive."""
 
     def __init__(self, nbytes: int, memory: CpuMappedMemory) -> None:
         self.nbytes, self._memory = nbytes, memory
         self.start = _reserve(nbytes)
         end = weakref.finalize(self, _libc().munmap, self.start, nbytes)
-        end.atexit = False  # arrays may be read until the very end
+        end.atexit = False  # arrays may be read until the process ends
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -124,7 +113,6 @@ class _Addresses:
 
 
 def _reserve(nbytes: int) -> int:
-    """The first of a row of addresses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     start: int = _libc().mmap(None, nbytes, _NO_ACCESS, flags, -1, 0)
     if start == _FAILED:
@@ -137,7 +125,7 @@ def _reserve(nbytes: int) -> int:
 
 
 def _map(start: int, nbytes: int, fd: int, offset: int) -> None:
-    """Put some bytes of a file behind addresses that are reserved, and all of it."""
+    """Map bytes of a file at reserved addresses, and populate all pages."""
     access = mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_SHARED | _FIXED | mmap.MAP_POPULATE
     if _libc().mmap(start, nbytes, access, flags, fd, offset) != _FAILED:
@@ -153,7 +141,7 @@ def _map(start: int, nbytes: int, fd: int, offset: int) -> None:
 
 @functools.cache
 def _libc() -> Any:
-    """The C library, with the calls that Python does not have."""
+    """Return the C library with prototypes of the calls that Python lacks."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, number = ctypes.c_size_t, ctypes.c_int
     address = ctypes.c_void_p

@@ -1,9 +1,9 @@
-"""Memory that another process owns, which plays a second device on the CPU.
+"""Shared memory owned by another process, which represents a second device on the CPU.
 
-A child process makes a segment of shared memory, reserves all of it, and holds it until
-its parent closes its end or is gone; then it removes the segment. Where the owner is
-killed, Python's resource tracker removes it: nothing is left behind. What was in it
-counts as lost then, as it would be with a device: the next copy says so.
+A child process creates a segment of shared memory, reserves all of it, and holds it
+until its parent closes the pipe or ends; then it removes the segment. If the owner is
+killed, Python's resource tracker removes the segment: nothing is left behind. The data
+counts as lost then, as it would be with a device, and the next copy reports it.
 """
 
 import json
@@ -36,17 +36,7 @@ _START = (
 
 
 class SharedSegment:
-    """A segment of shared memory and the process that owns it.
-
-    Args:
-        index: Which device it plays: any but 0, which is the CPU itself.
-        nbytes: Size; all of it is reserved.
-
-    Raises:
-        ValueError: It is no other device.
-        OutOfMemoryError: There is no room.
-        BackendUnavailableError: The system has no such memory, or the owner ended.
-    """
+    """Shared memory of another process, as device `index` > 0; see `Device.peer`."""
 
     def __init__(self, index: int, nbytes: int) -> None:
         if index == 0:
@@ -73,15 +63,15 @@ class SharedSegment:
 
     @property
     def owner(self) -> int:
-        """The owner's process id."""
+        """Process id of the owner."""
         return self._owner.pid
 
     def view(self, offset: int, nbytes: int) -> Any:
-        """A slice of the mapping."""
+        """Return a slice of the mapping."""
         return self._bytes[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """Two threads, which stop once the owner is gone."""
+        """Return two copy threads, which fail once the owner is gone."""
         return CpuCopier(self._copy)
 
     def close(self) -> None:
@@ -99,15 +89,16 @@ class SharedSegment:
         copy_bytes(source, target)
 
     def _mapped(self) -> mmap.mmap:
-        said = json.loads(self._line() or "{}")
-        if (reason := said.get("full")) is not None:
+        stream = self._owner.stdout
+        answer = json.loads((stream and stream.readline()) or "{}")
+        if (reason := answer.get("full")) is not None:
             raise self._full(reason)
-        if "segment" not in said:
+        if "segment" not in answer:
             raise BackendUnavailableError(
                 f"the process that should own the memory of {self.name} ended with "
                 f"exit status {self._owner.wait(_END_S)}"
             )
-        self.segment = _SEGMENTS / said["segment"]
+        self.segment = _SEGMENTS / answer["segment"]
         with self.segment.open("r+b") as file:
             return mmap.mmap(file.fileno(), max(1, self.nbytes))
 
@@ -117,13 +108,8 @@ class SharedSegment:
             f"no room for {needed} of {self.name} in shared memory: {reason}"
         )
 
-    def _line(self) -> bytes:
-        stream = self._owner.stdout
-        return stream.readline() if stream is not None else b""
-
 
 def _end(owner: "subprocess.Popen[bytes]") -> None:
-    """Close our end, and wait for the owner's."""
     for stream in (owner.stdin, owner.stdout):
         if stream is not None:
             stream.close()
@@ -135,8 +121,8 @@ def _end(owner: "subprocess.Popen[bytes]") -> None:
 
 
 def own(nbytes: int) -> None:
-    """The owner: make a segment, tell its name, and hold it until stdin ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # its parent decides
+    """Own a segment: create it, print its name, and hold it until stdin ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
         signal.signal(number, signal.SIG_IGN)
     segment = SharedMemory(create=True, size=max(1, nbytes))
     try:

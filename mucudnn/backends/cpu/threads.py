@@ -1,7 +1,7 @@
-"""All cores on one convolution.
+"""A fixed crew of threads that share the work of a kernel.
 
-The kernels split their own work and call single-threaded BLAS from each thread, so
-that copies and transforms run in parallel too, not only the matrix products.
+Kernels split their own work and call single-threaded BLAS from each thread, so that
+copies and transforms run in parallel too, not only the matrix products.
 """
 
 import os
@@ -27,14 +27,14 @@ _FORK_S = 5.0
 
 @contextmanager
 def as_kernels() -> Iterator[None]:
-    """Within it, and on this thread only, NumPy computes as a library's kernels do.
+    """Run the body with the NumPy settings of a library's kernels, on this thread only.
 
-    It buffers little: operands that are not contiguous are copied through buffers of
-    8192 elements each, memory unaccounted for. With short ones it also copies less,
-    because runs longer than a buffer are used as they are.
+    NumPy's buffers are short. It copies operands that are not contiguous through
+    buffers of 8192 elements each, which is unaccounted memory. With short buffers it
+    also copies less, because runs longer than a buffer are used directly.
 
-    It warns of nothing: infinities and NaNs in a result are an answer, which loss
-    scaling asks for, and some algorithms meet them on the way where others do not.
+    Warnings are off: infinities and NaNs in a result are an answer, on which loss
+    scaling relies, and some algorithms produce them as intermediates.
     """
     with np.errstate(all="ignore"):  # restores the size as well
         np.setbufsize(_UFUNC_BUFFER)
@@ -42,19 +42,19 @@ def as_kernels() -> Iterator[None]:
 
 
 class _SerialBlas:
-    """Limit BLAS to one thread while any convolution runs; re-entrant, shared."""
+    """A limit of BLAS to one thread while any convolution runs; re-entrant, shared."""
 
     def __init__(self) -> None:
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._changed = Own(threading.Condition)
-        self._users: list[int] = []  # the threads that are inside, once for each time
+        self._users: list[int] = []  # threads inside `limited`, once per entry
         self._saved: list[int] = []
         self.num_threads = max((lib.num_threads for lib in self._libraries), default=1)
         attend(self)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """One thread for as long as this, or another thread's, lasts."""
+        """Limit BLAS to one thread until this and all other bodies have ended."""
         process, thread = os.getpid(), threading.get_ident()
         with self._changed.mine:
             if not self._users:
@@ -66,7 +66,7 @@ class _SerialBlas:
             yield
         finally:
             with self._changed.mine:
-                if process == os.getpid():  # else a fork has ended it already
+                if process == os.getpid():  # otherwise `after_fork` has reset the users
                     self._users.remove(thread)
                     if not self._users:
                         self._restore()
@@ -78,17 +78,17 @@ class _SerialBlas:
         self._saved = []
 
     def before_fork(self) -> None:
-        """Wait, within reason, for other threads' convolutions, and begin none.
+        """Wait, within `_FORK_S`, for other threads' convolutions, and start none.
 
-        OpenBLAS ends its threads before a fork: a product that they are at would never
-        be finished, in the parent either.
+        OpenBLAS ends its threads before a fork: a product in progress would never be
+        finished, not even in the parent.
         """
         changed, me = self._changed.mine, threading.get_ident()
         changed.acquire()
         changed.wait_for(lambda: {*self._users} <= {me}, timeout=_FORK_S)
 
     def after_fork(self, *, child: bool) -> None:
-        """Whoever limited BLAS is not there in a child, and will not end it."""
+        """Reset the limit in a child, where the threads that set it do not exist."""
         if child:
             self._users = []
             self._restore()
@@ -97,8 +97,6 @@ class _SerialBlas:
 
 
 class _Queue(Iterator[T]):
-    """An iterator that threads may share."""
-
     def __init__(self, items: Iterable[T]) -> None:
         self._items = iter(items)
         self._lock = threading.Lock()
@@ -114,10 +112,6 @@ class Workers:
     Args:
         count: Threads; as many as the BLAS library has if not given, so that
             `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` are obeyed.
-
-    Attributes:
-        count: Threads.
-        scratch: Each thread's memory for intermediate results.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -137,12 +131,12 @@ class Workers:
         fn: Callable[[int, T], object],
         at_most: int | None = None,
     ) -> None:
-        """Call `fn(worker, item)` once an item; idle workers take the next one.
+        """Call `fn(worker, item)` once per item; idle workers take the next one.
 
         `worker` is below `at_most` (or `count`) and belongs to one thread at a time: it
-        can index private buffers. Which worker gets which item is not determined:
-        results must not depend on it. The first exception is re-raised after all have
-        stopped.
+        can index private buffers. The assignment of items to workers is not
+        deterministic: results must not depend on it. The first exception is re-raised
+        after all have stopped.
         """
         queue = _Queue(items)
 
@@ -156,15 +150,15 @@ class Workers:
                 drain(0)
                 return
             crew = min(self.count, at_most or self.count)
-            # The pool holds on to what it was given until a thread has looked at it,
-            # be that cancelled or done: what is worked on must not be part of it.
+            # The pool keeps a submitted task alive until a thread has taken it from
+            # its queue, even if cancelled: the task must not reference the operands.
             shared = [drain]
             futures = [pool.submit(_take_part, shared, i) for i in range(1, crew)]
             try:
                 drain(0)
             finally:
-                # Whoever has not begun by now has nothing left to do. To wait for it
-                # would be for ever where this call is made by one of the crew.
+                # Tasks that have not started have nothing left to do. Waiting for them
+                # would deadlock if the caller is itself a thread of the pool.
                 errors = [f.exception() for f in futures if not f.cancel()]
                 shared.clear()
             for error in errors:
@@ -172,10 +166,7 @@ class Workers:
                     raise error
 
     def ranges(self, total: int, fn: Callable[[int, int, int], None]) -> None:
-        """Call `fn(worker, start, stop)` once a worker, over equal shares of `total`.
-
-        The split depends on `total` and `count` only.
-        """
+        """Call `fn(worker, start, stop)` once a worker, over equal, fixed shares."""
         step = max(1, -(-total // self.count))
         shares = [(i, min(i + step, total)) for i in range(0, total, step)]
         indexed = list(enumerate(shares))

@@ -1,9 +1,9 @@
-"""NVIDIA GPUs: CuPy for memory, streams and time, libcudnn 9 for convolutions.
+"""The NVIDIA GPU backend: CuPy for memory, streams and time, libcudnn 9 for kernels.
 
-`cuda` is a GPU that is here. `cuda:FILE` is one that is only described, by the JSON
-that cuDNN writes of a device: its engines and their workspaces are listed, nothing is
-run. `cuda:h200` takes a description that comes with the package. CuPy and the library
-are imported by `load`, not before.
+`cuda` is an installed GPU. `cuda:FILE` is a GPU that is only described, by the JSON
+that cuDNN writes of a device: its engines and their workspaces can be listed, nothing
+can run. `cuda:h200` uses a description in the package. CuPy and the library are
+imported by `load`, not before.
 """
 
 import logging
@@ -22,22 +22,18 @@ _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 _EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
 _DEVICES = "devices"
 _OBTAINED = ("read_off_the_device", "by_hand")
-"""How a shipped description was obtained ends its name; the better way first."""
+"""Suffixes of shipped descriptions, by origin; the more reliable first."""
 
 
 def described_devices() -> tuple[str, ...]:
-    """Names of the descriptions that come with the package."""
+    """Return the names of the descriptions in the package."""
     folder = files("mucudnn.backends.cuda") / _DEVICES
     names = (entry.name for entry in folder.iterdir())
     return tuple(sorted(n.removesuffix(".json") for n in names if n.endswith(".json")))
 
 
 def device_count(argument: str) -> int:
-    """How many GPUs are here; one if a description is named.
-
-    Raises:
-        BackendUnavailableError: CuPy, the driver or a GPU is missing.
-    """
+    """Return the number of installed GPUs; 1 if a description is named."""
     if argument:
         return 1
     cupy = _cupy()
@@ -51,11 +47,7 @@ def device_count(argument: str) -> int:
 
 
 def load(argument: str, device: int) -> Backend:
-    """A GPU, or the description of one.
-
-    Raises:
-        BackendUnavailableError: A library, the device or the file is missing.
-    """
+    """Return the backend of a GPU, or of the description of one."""
     return _described(argument) if argument else _present(device)
 
 
@@ -105,7 +97,7 @@ def _present(index: int) -> Backend:
 
 
 def _may_be_shared(cupy: Any, index: int) -> bool:
-    """Whether a second process may use the GPU, so that kernels can be timed in one."""
+    """Return whether a second process may use the GPU, to time kernels in it."""
     mode: int = cupy.cuda.runtime.deviceGetAttribute(_COMPUTE_MODE, index)
     if mode == _EXCLUSIVE:
         logger.warning(
@@ -147,8 +139,8 @@ def _description(argument: str) -> str:
     except (OSError, UnicodeDecodeError) as e:
         if argument.isdecimal():
             raise BackendUnavailableError(
-                f"'cuda:{argument}' is no GPU by its number, what is behind the colon "
-                f"is a description: set CUDA_VISIBLE_DEVICES={argument}, and use 'cuda'"
+                f"'cuda:{argument}' does not name GPU {argument}: the colon precedes a "
+                f"description; set CUDA_VISIBLE_DEVICES={argument}, and use 'cuda'"
             ) from e
         raise BackendUnavailableError(
             f"device description {argument!r} cannot be read ({e}); name a file as "

@@ -1,7 +1,7 @@
-"""The raw calls of libcudnn 9, by ctypes: prototypes, the one struct, status -> error.
+"""Bindings of libcudnn 9 by ctypes: prototypes, the one struct, status to error.
 
-Nothing here knows what a convolution is. `PROTOTYPES` is the whole surface that is
-used; tests hold it against the headers and replace `Cudnn` by a fake that records.
+This module knows nothing of convolutions. `PROTOTYPES` is the whole surface in use;
+tests compare it with the headers and replace `Cudnn` by a recording fake.
 """
 
 import ctypes
@@ -61,10 +61,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
         "cudnnBackendCreateDescriptor": (_INT, (_INT, _OUT_PTR)),
         "cudnnBackendDestroyDescriptor": (_INT, (_PTR,)),
         "cudnnBackendFinalize": (_INT, (_PTR,)),
-        "cudnnBackendSetAttribute": (
-            _INT,
-            (_PTR, _INT, _INT, ctypes.c_int64, _PTR),
-        ),
+        "cudnnBackendSetAttribute": (_INT, (_PTR, _INT, _INT, ctypes.c_int64, _PTR)),
         "cudnnBackendGetAttribute": (
             _INT,
             (_PTR, _INT, _INT, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), _PTR),
@@ -126,13 +123,13 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
         ),
     }
 )
-"""Function -> (result, arguments)."""
+"""Function name to (result, arguments)."""
 
 _NO_STATUS = frozenset(name for name in PROTOTYPES if PROTOTYPES[name][0] is not _INT)
 
 
 class Calls(Protocol):
-    """The raw calls; what a fake has to be."""
+    """The interface of the raw calls, for fakes."""
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function by its C name.
@@ -140,15 +137,12 @@ class Calls(Protocol):
         Raises:
             BackendError: Its status is not success; see `error_for`.
         """
-        ...
 
     def function(self, name: str) -> Any:
-        """The bare function, returning its status: for the hot path."""
-        ...
+        """Return the bare function, which returns its status: for the hot path."""
 
     def raise_for(self, name: str, status: int) -> None:
         """Raise the error of a bare function's status."""
-        ...
 
 
 class Cudnn:
@@ -162,7 +156,7 @@ class Cudnn:
             self._functions[name] = function
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """See `Calls.call`; functions that have no status return their result."""
+        """See `Calls.call`; functions without a status return their result."""
         result = self._functions[name](*arguments)
         if name in _NO_STATUS:
             return result
@@ -175,7 +169,7 @@ class Cudnn:
         return self._functions[name]
 
     def raise_for(self, name: str, status: int) -> None:
-        """See `Calls.raise_for`; adds what the library says of this thread's error."""
+        """See `Calls.raise_for`; includes the library's message of this thread."""
         meaning = self._functions["cudnnGetErrorString"](status).decode()
         buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._functions["cudnnGetLastErrorString"](buffer, _MESSAGE_BYTES)
@@ -192,10 +186,12 @@ _OUT_OF_MEMORY = (
 def error_for(
     name: str, status: int, meaning: str, detail: str
 ) -> BackendError | OutOfMemoryError | UnsupportedError:
-    """Our exception for a status: out of memory, not supported, or the rest."""
-    said = f"{name} returned {meaning} ({status})" + (f": {detail}" if detail else "")
+    """Return the exception of a status: out of memory, not supported, or other."""
+    message = f"{name} returned {meaning} ({status})" + (
+        f": {detail}" if detail else ""
+    )
     if status in _OUT_OF_MEMORY:
-        return OutOfMemoryError(said)
+        return OutOfMemoryError(message)
     if status // 1000 * 1000 == Status.NOT_SUPPORTED:
-        return UnsupportedError(said)
-    return BackendError(said)
+        return UnsupportedError(message)
+    return BackendError(message)

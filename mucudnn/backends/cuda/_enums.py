@@ -1,7 +1,7 @@
 """Enumerators of cuDNN 9 that the binding uses, under their own names.
 
-`C_NAMES` says how each member is spelled in the headers, so that a test compares every
-one of them with the compiler's reading.
+`C_NAMES` gives each member's spelling in the headers, so that a test compares every one
+with the compiler's reading.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Status(IntEnum):
-    """Categories are thousands; what is not listed here belongs to its category."""
+    """Status codes; categories are thousands, to which unlisted codes belong."""
 
     SUCCESS = 0
     NOT_INITIALIZED = 1001
@@ -68,14 +68,14 @@ class TensorFormat(IntEnum):
 
 
 class ConvolutionMode(IntEnum):
-    """Whether filters are flipped."""
+    """Flipped filters (convolution) or not (cross-correlation)."""
 
     CONVOLUTION = 0
     CROSS_CORRELATION = 1
 
 
 class MathType(IntEnum):
-    """What the legacy API may do with tensor cores."""
+    """Permitted use of tensor cores in the legacy API."""
 
     DEFAULT_MATH = 0
     TENSOR_OP_MATH = 1
@@ -84,7 +84,7 @@ class MathType(IntEnum):
 
 
 class Determinism(IntEnum):
-    """Whether a legacy algorithm repeats its bits."""
+    """Bitwise reproducibility of a legacy algorithm."""
 
     NON_DETERMINISTIC = 0
     DETERMINISTIC = 1
@@ -239,7 +239,7 @@ class Attribute(IntEnum):
 
 
 class HeurMode(IntEnum):
-    """Which list of engine configurations a heuristic gives."""
+    """Lists of engine configurations that a heuristic gives."""
 
     B = 1
     FALLBACK = 2
@@ -247,21 +247,21 @@ class HeurMode(IntEnum):
 
 
 class PointwiseMode(IntEnum):
-    """What is computed of each element."""
+    """Functions of each element."""
 
     ADD = 0
     RELU_FWD = 100
 
 
 class NanPropagation(IntEnum):
-    """Whether the larger of NaN and a number is NaN."""
+    """Result of a comparison with NaN: the number or NaN."""
 
     NOT_PROPAGATE_NAN = 0
     PROPAGATE_NAN = 1
 
 
 class PoolingMode(IntEnum):
-    """What is left of a window."""
+    """Reductions of a window."""
 
     MAX = 0
     AVERAGE_COUNT_INCLUDE_PADDING = 1
@@ -269,19 +269,19 @@ class PoolingMode(IntEnum):
 
 
 class LRNMode(IntEnum):
-    """Which elements are each other's neighbours."""
+    """Neighbourhoods of local response normalisation."""
 
     CROSS_CHANNEL_DIM1 = 0
 
 
 class BatchNormMode(IntEnum):
-    """What statistics are taken over; persistent ones may overflow."""
+    """Axes of the statistics; the persistent mode, unused, may overflow."""
 
     SPATIAL = 1
 
 
 class SoftmaxAlgorithm(IntEnum):
-    """What is computed, and how."""
+    """Result and numerics of a softmax."""
 
     FAST = 0
     ACCURATE = 1
@@ -289,14 +289,14 @@ class SoftmaxAlgorithm(IntEnum):
 
 
 class SoftmaxMode(IntEnum):
-    """What a sum is taken over: all of a sample, or the channels of each pixel."""
+    """Range of the sum: a whole sample, or the channels of each pixel."""
 
     INSTANCE = 0
     CHANNEL = 1
 
 
 class NumericalNote(IntEnum):
-    """What an engine does to numbers."""
+    """Numerical properties of an engine."""
 
     TENSOR_CORE = 0
     DOWN_CONVERT_INPUTS = 1
@@ -311,7 +311,7 @@ class NumericalNote(IntEnum):
 
 
 class BehaviorNote(IntEnum):
-    """What else an engine does."""
+    """Other properties of an engine."""
 
     RUNTIME_COMPILATION = 0
     REQUIRES_FILTER_INT8x32_REORDER = 1
@@ -346,15 +346,15 @@ C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
         BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
     }
 )
-"""Enumeration -> how a member's name becomes the header's enumerator.
+"""Enumeration to the format of its enumerators' names in the header.
 
-The backward algorithms called `ALGO_0` are `…_ALGO_0` there, the others `…_ALGO_FFT`;
-`c_name` knows.
+The backward algorithms `ALGO_0` … are `…_ALGO_0` there, the others `…_ALGO_FFT`; see
+`c_name`.
 """
 
 
 def c_name(member: IntEnum) -> str:
-    """The header's spelling of a member."""
+    """Return the header's spelling of a member."""
     name = member.name
     if isinstance(member, BackwardDataAlgo | BackwardFilterAlgo):
         name = name if name.startswith("ALGO_") else f"ALGO_{name}"

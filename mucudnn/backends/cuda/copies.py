@@ -1,14 +1,14 @@
-"""Copies on a GPU: a stream a direction, ordered with the kernels by events.
+"""Asynchronous GPU copies: one stream per direction, ordered with kernels by events.
 
-What a copy waits for is recorded on the stream that computes, which is looked up before
-anything touches a copy stream: "the current stream" inside a copy stream's context
-would be the copy stream itself, and the wait would do nothing.
+The event that a copy waits for is recorded on the compute stream, which is looked up
+before anything touches a copy stream: inside a copy stream's context "the current
+stream" would be the copy stream itself, and the wait would have no effect.
 
-A copy that is bound has events of its own, recorded anew whenever it is started: who
-waits for one waits for what was recorded last. Others take theirs from a pool, to which
-`finish` returns them. Until then the copier holds their sources and targets: CuPy keeps
-neither alive for a copy. Where nothing is ever finished, it lets go of the oldest that
-are done.
+A bound copy has its own events, recorded anew at every start: waiting for one means
+waiting for the latest start. Other copies take events from a pool, to which `finish`
+returns them. Until then the copier holds their sources and targets, as CuPy keeps
+neither alive for a copy. If `finish` is never called, the oldest completed copies are
+released.
 """
 
 from collections import deque
@@ -24,12 +24,12 @@ from mucudnn.errors import BackendError, OutOfMemoryError
 __all__ = ["CudaCopier", "pinned"]
 
 
-_MOST_HELD = 512
+_MOST_HELD = 512  # copies whose arrays are kept alive
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy as CUDA is asked for it, its two events, and what is to be kept for it."""
+    """Arguments of an asynchronous copy, its two events, and arrays to keep alive."""
 
     stream: int
     arguments: tuple[int, int, int, int, int]
@@ -39,14 +39,14 @@ class _Copy:
 
 
 class CudaCopier:
-    """Two non-blocking streams beside the one that computes.
+    """Two non-blocking copy streams beside the compute stream.
 
     Args:
         cupy: The module.
-        index: Which GPU.
-        compute: Tells the address of the stream that kernels go to now, and makes the
-            GPU the thread's own.
-        peer: Whether what is copied to is a CuPy array, too: memory of another GPU.
+        index: Index of the GPU.
+        compute: Returns the address of the current compute stream, and makes the GPU
+            the thread's current device.
+        peer: Whether targets are CuPy arrays too, in the memory of another GPU.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CudaCopier:
         self._compute = compute
         self._peer = peer
         self._runtime = cupy.cuda.runtime
-        with cupy.cuda.Device(index), self._told("making streams for copies"):
+        with cupy.cuda.Device(index), self._cuda_errors("making streams for copies"):
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
         self._free: list[Any] = []
@@ -64,27 +64,29 @@ class CudaCopier:
         self._closed = False
 
     def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
-        """Copy a CuPy array into host memory; pinned, or the host waits."""
+        """Copy a CuPy array into host memory, which blocks the host unless pinned."""
         return self._once("out", source, target, after)
 
     def back(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
-        """Copy host memory into a CuPy array; pinned, or the host waits."""
+        """Copy host memory into a CuPy array; blocks the host unless pinned."""
         return self._once("back", source, target, after)
 
     def bound(self, way: Way, source: Any, target: Any) -> Start:
-        """A copy to start over and over: five calls of CUDA, and nothing is made."""
-        return partial(self._launch, self._made(way, source, target, self._new_event))
+        """Return a function that starts this copy with five CUDA calls."""
+        return partial(
+            self._launch, self._prepare(way, source, target, self._new_event)
+        )
 
     def wait(self, ticket: Any) -> None:
-        """Kernels launched from now on begin after the copy; the host goes on."""
+        """Make kernels launched from now on wait for the copy; the host continues."""
         try:
             self._runtime.streamWaitEvent(self._compute(), ticket.ptr)
         except self._runtime.CUDARuntimeError as e:
             raise BackendError(f"waiting for a copy failed: {e}") from e
 
     def finish(self) -> None:
-        """Wait on the host for both streams, and for graphs that copy as well."""
-        with self._told("a copy"):
+        """Wait on the host for both copy streams and the compute stream."""
+        with self._cuda_errors("a copy"):
             self._runtime.streamSynchronize(self._compute())
             self._out.synchronize()
             self._in.synchronize()
@@ -93,7 +95,7 @@ class CudaCopier:
         self._held.clear()
 
     def close(self) -> None:
-        """Wait for what was launched: it cannot be taken back."""
+        """Wait for the launched copies, which cannot be cancelled."""
         self._closed = True
         for stream in (self._out, self._in):
             try:
@@ -104,16 +106,14 @@ class CudaCopier:
         self._held.clear()
 
     def _once(self, way: Way, source: Any, target: Any, after: Sequence[Any]) -> Any:
-        """Start a copy with events of the pool."""
-        self._let_go()
-        copy = self._made(way, source, target, self._pooled_event)
+        self._release_finished()
+        copy = self._prepare(way, source, target, self._pooled_event)
         self._held.append(copy)
         return self._launch(copy, after)
 
-    def _made(
+    def _prepare(
         self, way: Way, source: Any, target: Any, event: Callable[[], Any]
     ) -> _Copy:
-        """A copy that was not started yet."""
         if source.nbytes != target.nbytes:
             raise BackendError(
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"
@@ -124,14 +124,14 @@ class CudaCopier:
         else:
             stream, kind = self._in.ptr, self._runtime.memcpyHostToDevice
             addresses = target.data.ptr, self._address(source)
-        if self._peer:  # addresses are unique: CUDA finds out whose they are
+        if self._peer:  # CUDA infers the devices from the unified addresses
             kind = self._runtime.memcpyDefault
         arguments = *addresses, source.nbytes, kind, stream
-        with self._told("making events for copies"):
+        with self._cuda_errors("making events for copies"):
             return _Copy(stream, arguments, event(), event(), (source, target))
 
     def _launch(self, copy: _Copy, after: Sequence[Any] = ()) -> Any:
-        """Start it behind what was computed so far, and behind other copies."""
+        """Start a copy after the work launched so far and after other copies."""
         if self._closed:
             raise BackendError("a copy was asked of a closed copier")
         runtime, stream, computed = self._runtime, copy.stream, copy.computed.ptr
@@ -148,7 +148,7 @@ class CudaCopier:
         return copy.done
 
     def _address(self, away: Any) -> int:
-        """Of memory that is not this GPU's."""
+        """Return the address of memory outside this GPU."""
         address: int = away.data.ptr if self._peer else away.ctypes.data
         return address
 
@@ -158,14 +158,13 @@ class CudaCopier:
     def _pooled_event(self) -> Any:
         return self._free.pop() if self._free else self._new_event()
 
-    def _let_go(self) -> None:
-        """Forget old copies that are done; their tickets stay good."""
+    def _release_finished(self) -> None:
+        """Drop old completed copies; their tickets stay valid."""
         while len(self._held) > _MOST_HELD and self._held[0].done.done:
             self._free.append(self._held.popleft().computed)
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Tell of a failure of CUDA in our words."""
+    def _cuda_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except self._runtime.CUDARuntimeError as e:
@@ -173,11 +172,7 @@ class CudaCopier:
 
 
 def pinned(cupy: Any, nbytes: int) -> Any:
-    """A NumPy array of page-locked bytes: exactly so many, not the next power of two.
-
-    Raises:
-        OutOfMemoryError: The host has no room, or may not lock so much.
-    """
+    """Return exactly `nbytes` page-locked bytes as a NumPy array."""
     import numpy as np
 
     if nbytes == 0:

@@ -1,4 +1,4 @@
-"""Objects of cuDNN's graph API: create, set attributes, finalize, read, destroy."""
+"""Descriptors of cuDNN's graph API: create, set attributes, finalize, read, destroy."""
 
 import contextlib
 import ctypes
@@ -33,11 +33,11 @@ _C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
         AttributeType.CHAR: ctypes.c_char,
     }
 )
-"""The other types are enumerations: C ints."""
+"""Other attribute types are enumerations, which are C ints."""
 
 
 class Descriptor:
-    """One object of the library, destroyed with this one."""
+    """An object of the library, destroyed with this one."""
 
     def __init__(self, calls: Calls, kind: DescriptorType) -> None:
         self._calls = calls
@@ -54,10 +54,10 @@ class Descriptor:
     def set(
         self, attribute: Attribute, *values: Any, kind: AttributeType | None = None
     ) -> "Descriptor":
-        """Set an attribute to one value or several; returns itself.
+        """Set an attribute to one or several values; return self.
 
-        Descriptors among the values are kept alive as long as this one. `kind` says
-        how values are passed where their Python type does not.
+        Descriptors among the values are kept alive as long as this one. `kind` is the
+        attribute type if the values' Python type does not imply it.
         """
         if kind is None:
             kind = _KINDS.get(type(values[0]), AttributeType.INT64)
@@ -69,28 +69,23 @@ class Descriptor:
         return self
 
     def set_text(self, attribute: Attribute, text: str) -> "Descriptor":
-        """Set an attribute that is text; returns itself."""
+        """Set an attribute that is text; return self."""
         buffer = ctypes.create_string_buffer(text.encode())
         self._set(attribute, AttributeType.CHAR, len(buffer), buffer)
         return self
 
     def finalize(self) -> "Descriptor":
-        """Check and freeze; only then can it be used. Returns itself.
-
-        Raises:
-            UnsupportedError: The library cannot do this.
-            BackendError: An attribute is wrong.
-        """
+        """Check and freeze the descriptor, which can be used only then; return self."""
         self._calls.call("cudnnBackendFinalize", self.pointer)
         return self
 
     def keep(self, other: object) -> "Descriptor":
-        """Keep something alive as long as this; returns itself."""
+        """Keep an object alive as long as this one; return self."""
         self._kept.append(other)
         return self
 
     def count(self, attribute: Attribute, kind: AttributeType) -> int:
-        """How many values an attribute has."""
+        """Return the number of values of an attribute."""
         count = ctypes.c_int64()
         self._get(attribute, kind, 0, count, None)
         return count.value
@@ -101,20 +96,20 @@ class Descriptor:
         kind: AttributeType = AttributeType.INT64,
         most: int = 1,
     ) -> Any:
-        """Up to `most` values of an attribute, as a list."""
+        """Return up to `most` values of an attribute, as a list."""
         values, count = (_c_type(kind) * most)(), ctypes.c_int64()
         self._get(attribute, kind, most, count, values)
         return list(values[: count.value])
 
     def get_text(self, attribute: Attribute) -> str:
-        """The value of an attribute that is text."""
+        """Return the value of an attribute that is text."""
         nbytes = self.count(attribute, AttributeType.CHAR)
         buffer, count = ctypes.create_string_buffer(nbytes + 1), ctypes.c_int64()
         self._get(attribute, AttributeType.CHAR, nbytes, count, buffer)
         return buffer.value.decode()
 
     def get_into(self, attribute: Attribute, targets: Sequence["Descriptor"]) -> int:
-        """Fill descriptors made for it with those of an attribute; returns how many."""
+        """Fill prepared descriptors from an attribute; return their number."""
         pointers = (ctypes.c_void_p * len(targets))(*(t.pointer for t in targets))
         count = ctypes.c_int64()
         kind = AttributeType.BACKEND_DESCRIPTOR
@@ -136,15 +131,9 @@ class Descriptor:
         count: ctypes.c_int64,
         array: Any,
     ) -> None:
-        self._calls.call(
-            "cudnnBackendGetAttribute",
-            self.pointer,
-            attribute,
-            kind,
-            most,
-            ctypes.byref(count),
-            array,
-        )
+        out = ctypes.byref(count), array
+        name = "cudnnBackendGetAttribute"
+        self._calls.call(name, self.pointer, attribute, kind, most, *out)
 
 
 _KINDS: Mapping[type, AttributeType] = MappingProxyType(
@@ -159,7 +148,7 @@ _KINDS: Mapping[type, AttributeType] = MappingProxyType(
         float: AttributeType.FLOAT,
     }
 )
-"""How values of a Python type are passed; whole numbers as INT64."""
+"""Python type of values to attribute type; whole numbers are INT64."""
 
 
 def _c_type(kind: AttributeType) -> Any:

@@ -1,4 +1,4 @@
-"""Memory, time and streams of one GPU, by CuPy; and a GPU that is only described."""
+"""Memory, time and streams of a GPU, by CuPy; and a GPU that is only described."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.loading import release_text
 from mucudnn.backends.cuda.peer import PeerMemory
-from mucudnn.backends.cuda.remedies import refuse_bits, told
+from mucudnn.backends.cuda.remedies import refuse_bits, with_install_hints
 from mucudnn.backends.cuda.transit import CudaTransit
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
@@ -18,12 +18,8 @@ from mucudnn.version import installed_version
 __all__ = ["CudaDevice", "DescribedDevice", "Queue"]
 
 _RANDOM_SLICE = 1 << 20
-_LOADED_LATE = 256 << 20
-"""Set aside for modules of kernels, ours and cuDNN's; assumed, not measured."""
-
-_SPIN_NS = 40_000
-"""How long a timed kernel is held back, so that the host has launched it."""
-
+_LOADED_LATE = 256 << 20  # reserve for kernel modules; assumed, not measured
+_SPIN_NS = 40_000  # delay of a timed kernel, in which the host launches it
 _SPIN = r"""
 extern "C" __global__ void spin(long long ns) {
     long long start, now;
@@ -40,12 +36,7 @@ class Queue:
 
 
 class CudaDevice:
-    """One GPU. Kernels and copies go to CuPy's current stream.
-
-    Args:
-        index: Which GPU.
-        cudnn: Version of cuDNN as it counts, e.g. 91900.
-    """
+    """A GPU whose kernels and copies go to CuPy's current stream."""
 
     def __init__(self, index: int, cudnn: int) -> None:
         import cupy
@@ -58,7 +49,7 @@ class CudaDevice:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """GPU, architecture, cuDNN and our version: what measurements depend on."""
+        """GPU, architecture, cuDNN and our version, on which measurements depend."""
         p = self._properties
         arch = f"sm_{p['major']}{p['minor']}"
         cudnn = f"cudnn-{release_text(self._cudnn)}"
@@ -72,7 +63,7 @@ class CudaDevice:
         return name
 
     def description(self) -> Mapping[str, str]:
-        """GPU, driver, libraries, memory and clocks."""
+        """Return GPU, driver, libraries, memory and clocks."""
         runtime, p = self._cupy.cuda.runtime, self._properties
         return {
             "gpu": self._name,
@@ -88,23 +79,26 @@ class CudaDevice:
         }
 
     def allocate(self, nbytes: int) -> Any:
-        """Bytes from CuPy's pool, aligned to 512."""
+        """Return bytes from CuPy's pool, aligned to 512."""
         with self._room_for(f"{nbytes} bytes"):
             return self._cupy.empty(nbytes, "uint8")
 
     def trim(self) -> None:
-        """Free what CuPy's pool holds without using it: other processes may need it."""
+        """Free unused memory of CuPy's pool, for other processes."""
         with self._cupy.cuda.Device(self._index):
             self._cupy.get_default_memory_pool().free_all_blocks()
 
     def available_bytes(self) -> int:
-        """Free memory and what CuPy's pool has over, less what is loaded late.
+        """Return free memory with CuPy's pool, minus a reserve for kernel modules.
 
-        cuBLAS takes its workspace, and cuDNN's handle what it needs, before this is
-        read. Kernels are loaded at their first launch: room for them is set aside.
+        cuBLAS's workspace and cuDNN's handle are allocated before the reading. Kernel
+        modules are loaded at their first launch: `_LOADED_LATE` is reserved for them.
         """
         self.stream()
-        with self._room_for("cuBLAS's workspace"), told("asking for free memory"):
+        with (
+            self._room_for("cuBLAS's workspace"),
+            with_install_hints("asking for free memory"),
+        ):
             one = self._cupy.empty(4, "uint8").view("float32").reshape(1, 1)
             self._cupy.matmul(one, one, out=one)
             free, _ = self._cupy.cuda.runtime.memGetInfo()
@@ -112,32 +106,38 @@ class CudaDevice:
         return max(0, int(free) + int(spare) - _LOADED_LATE)
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
-        """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits (uint16).
+        """Return a CuPy view; bfloat16 is of `ml_dtypes`' type, or else bits (uint16).
 
-        Bits are all that cuDNN and our kernels need. What would read them as numbers,
-        a conversion or a copy from or to the host, refuses them.
+        Bits are all that cuDNN and our kernels need. Operations that interpret them as
+        numbers (conversions, copies from or to the host) refuse them.
         """
         window = buffer[offset : offset + spec.nbytes]
         return window.view(_dtype(spec.dtype)).reshape(spec.shape)
 
     def dense(self, array: Any, *, copy: bool = False) -> Any:
-        """A C-contiguous array."""
+        """Return a C-contiguous array."""
         packed = array.flags.c_contiguous
         if packed and not copy:
             return array
-        with self._room_for(f"a packed copy of {array.nbytes} bytes"), told("packing"):
+        with (
+            self._room_for(f"a packed copy of {array.nbytes} bytes"),
+            with_install_hints("packing"),
+        ):
             return array.copy() if packed else self._cupy.ascontiguousarray(array)
 
     def overlap(self, one: Any, other: Any) -> bool:
-        """By their addresses, which are unique among all devices."""
+        """Compare addresses, which are unique among all devices."""
         first, second = one.data.ptr, other.data.ptr
         found: bool = first < second + other.nbytes and second < first + one.nbytes
         return found
 
     def randomize(self, array: Any) -> None:
-        """Uniform in [-1, 1), in slices, so that little memory is needed beside it."""
+        """Fill with uniform numbers in [-1, 1), in slices to save memory."""
         flat = array.reshape(-1)
-        with self._room_for("random numbers"), told("drawing random numbers"):
+        with (
+            self._room_for("random numbers"),
+            with_install_hints("drawing random numbers"),
+        ):
             rng = self._cupy.random.default_rng(0)
             for start in range(0, flat.size, _RANDOM_SLICE):
                 part = flat[start : start + _RANDOM_SLICE]
@@ -148,24 +148,24 @@ class CudaDevice:
                     part[...] = values
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy from the host, and wait for it: CuPy does not if it is pinned."""
+        """Copy from the host and wait, which CuPy does not for pinned memory."""
         refuse_bits(target.dtype.name, "a copy from the host")
         target.set(source)
         self._cupy.cuda.get_current_stream(self._index).synchronize()
 
     def download(self, source: Any) -> Any:
-        """Copy to the host, waiting for it."""
+        """Copy to the host and wait."""
         refuse_bits(source.dtype.name, "a copy to the host")
         return self._cupy.asnumpy(source)
 
     def queue(self) -> Queue:
-        """The current stream."""
+        """Return the current stream."""
         return self._queues.setdefault(self.stream(), Queue())
 
     def stream(self) -> int:
-        """Address of the current stream; the device becomes the thread's own.
+        """Return the address of the current stream; make this the thread's device.
 
-        A thread begins on device 0, wherever the one that started it was.
+        A new thread is on device 0, whatever the device of the thread that started it.
         """
         if self._cupy.cuda.runtime.getDevice() != self._index:
             self._cupy.cuda.Device(self._index).use()
@@ -173,52 +173,44 @@ class CudaDevice:
         return address
 
     def begin(self, launches: int = 1) -> Any:
-        """A mark behind a short wait on the device, the longer the more is launched.
-
-        While the device waits, the host launches what is timed: its own time for that
-        is hidden, as it is in a training step.
-        """
+        """Record an event after a delay on the device, which hides launch times."""
         self.stream()
-        with told("timing"):
+        with with_install_hints("timing"):
             self._spin((1,), (1,), (_SPIN_NS * launches,))
         return self.record()
 
     def record(self) -> Any:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         self.stream()
         event = self._cupy.cuda.Event()
         event.record()
         return event
 
     def elapsed_ms(self, start: Any, stop: Any) -> float:
-        """Between two events, once the second has happened."""
+        """Return the time between two events, waiting for the second."""
         stop.synchronize()
         elapsed: float = self._cupy.cuda.get_elapsed_time(start, stop)
         return elapsed
 
     def host(self, nbytes: int) -> Any:
-        """Page-locked memory as a NumPy array of bytes."""
+        """Return page-locked memory as a NumPy array of bytes."""
         with self._cupy.cuda.Device(self._index):
             return pinned(self._cupy, nbytes)
 
     def copier(self) -> CudaCopier:
-        """Two streams beside the one that computes."""
+        """Return two copy streams beside the compute stream."""
         return CudaCopier(self._cupy, self._index, self.stream)
 
     def transit(self, staged: bool) -> CudaTransit:
-        """A stream for inputs, and places on the way; if `staged` on the device too."""
+        """Return a stream for inputs, staged in device memory if `staged`."""
         return CudaTransit(self._cupy, self._index, self.stream, staged=staged)
 
     def peer(self, index: int, nbytes: int) -> PeerMemory:
-        """Memory of another GPU, reached by peer copies."""
+        """Return memory of another GPU, reached by peer copies."""
         return PeerMemory(self._cupy, self._index, index, nbytes, self.stream)
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Capture what `launch` launches as a graph, to be launched as one.
-
-        Raises:
-            BackendError: Something in it cannot be captured; nothing was launched.
-        """
+        """Capture all launches of `launch` as a graph, or launch nothing on failure."""
         stream = self._cupy.cuda.Stream(non_blocking=True)
         try:
             with stream:
@@ -239,7 +231,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _room_for(self, what: str) -> Iterator[None]:
-        """Be on this device; tell of too little memory in our words."""
+        """Switch to this device and convert out-of-memory errors."""
         try:
             with self._cupy.cuda.Device(self._index):
                 yield
@@ -252,12 +244,7 @@ class CudaDevice:
 
 
 class DescribedDevice:
-    """A GPU that is not here: it has a name, and neither memory nor time.
-
-    Args:
-        text: Its description, as cuDNN serialises it (JSON).
-        cudnn: Version of cuDNN that lists its engines.
-    """
+    """A GPU that is only described, by cuDNN's JSON, without memory and clock."""
 
     def __init__(self, text: str, cudnn: int) -> None:
         self._fields: dict[str, Any] = json.loads(text)
@@ -265,28 +252,24 @@ class DescribedDevice:
 
     @property
     def name(self) -> str:
-        """The GPU's."""
+        """Name of the GPU."""
         return str(self._fields["deviceName"])
 
     @property
     def fingerprint(self) -> str:
-        """The GPU that is described, and that it is not here."""
+        """Name of the GPU, marked as described, and the version of cuDNN."""
         version = release_text(self._cudnn)
         return f"cuda/{self.name} (described)/cudnn-{version}"
 
     def description(self) -> Mapping[str, str]:
-        """The fields of the description."""
+        """Return the fields of the description."""
         return {name: str(value) for name, value in self._fields.items()}
 
     def trim(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """What it has neither memory nor time for.
-
-        Raises:
-            BackendUnavailableError: Always.
-        """
+        """Raise BackendUnavailableError for everything that needs the device."""
         raise BackendUnavailableError(
             f"{self.name} is only described, not here: its engines "
             "and workspaces can be listed (--plan-only), nothing can be run"

@@ -1,4 +1,4 @@
-"""Descriptors of cuDNN's first API: made and set, and destroyed with their owner."""
+"""Descriptors of cuDNN's first (legacy) API, destroyed with their owner."""
 
 import contextlib
 import ctypes
@@ -14,11 +14,7 @@ _LARGEST_INT = 2**31 - 1
 
 
 class Descriptors:
-    """Those that belong to one call of the library.
-
-    Args:
-        calls: The library.
-    """
+    """The descriptors of one call of the library, destroyed with this object."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -30,17 +26,13 @@ class Descriptors:
                 self._calls.call(f"cudnnDestroy{kind}Descriptor", pointer)
 
     def create(self, kind: str, setter: str, *values: Any) -> int:
-        """The address of a new descriptor, which `cudnnSet…` of that name has set.
-
-        Raises:
-            MucudnnError: The library refuses the values.
-        """
+        """Return the address of a new descriptor, set by a function `cudnnSet…`."""
         address = self.empty(kind)
         self._calls.call(f"cudnnSet{setter}Descriptor", address, *values)
         return address
 
     def empty(self, kind: str) -> int:
-        """The address of a new descriptor that is not set yet."""
+        """Return the address of a new descriptor without values."""
         pointer = ctypes.c_void_p()
         self._calls.call(f"cudnnCreate{kind}Descriptor", ctypes.byref(pointer))
         address = pointer.value or 0
@@ -50,21 +42,13 @@ class Descriptors:
     def tensor(
         self, data_type: int, shape: Sequence[int], strides: Sequence[int]
     ) -> int:
-        """The address of a tensor's descriptor.
-
-        Raises:
-            UnsupportedError: A size or a stride is beyond the API's 32 bits.
-        """
+        """Return the address of a tensor descriptor."""
         sizes = ints(shape), ints(strides)
         return self.create("Tensor", "TensorNd", data_type, len(shape), *sizes)
 
 
 def ints(values: Sequence[int]) -> Any:
-    """An array of C integers.
-
-    Raises:
-        UnsupportedError: One is beyond 32 bits.
-    """
+    """Return an array of C integers."""
     if any(value > _LARGEST_INT for value in values):
         raise UnsupportedError(
             f"{tuple(values)} does not fit the 32 bits of the first API"

@@ -1,8 +1,8 @@
-"""Finding libcudnn 9 and loading it, without naming a path and without a package.
+"""Search and loading of libcudnn 9, without a configured path.
 
-One process can hold one cuDNN: its parts find each other by name. So a copy that is
-loaded already (PyTorch's) comes first, whatever else is installed; what is installed
-but not loaded is never imported for its sake.
+A process can hold one cuDNN only, as its parts find each other by name. So a copy that
+is already loaded (by PyTorch) comes first, whatever else is installed. Installed
+packages that are not loaded are never imported for the search.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ __all__ = ["OLDEST", "TRIED", "LoadedLibrary", "load_library", "release_text"]
 _LOGGER = logging.getLogger(__name__)
 
 OLDEST = 91300
-"""The first release whose engines, workspaces and device descriptions were checked."""
+"""First release whose engines, workspaces and device descriptions were checked."""
 
 TRIED = 92899
-"""The last one, any patch of it: what is newer is expected to work, and is logged."""
+"""Last tested release, with any patch; newer ones are accepted and logged."""
 
 _CUDNN = "libcudnn.so.9"
 _INSTALL = (
@@ -39,13 +39,13 @@ _NO_LOAD = os.RTLD_LAZY | getattr(os, "RTLD_NOLOAD", 0)
 
 @dataclass(frozen=True, slots=True)
 class LoadedLibrary:
-    """cuDNN, loaded; no prototypes are set.
+    """A loaded cuDNN, without prototypes.
 
     Attributes:
         cdll: The library.
-        path: Its file, or its name where only the loader knows the file.
+        path: Its file, or its name if only the loader knows the file.
         version: Release as one number: 91900 is 9.19.0.
-        found_by: Which way of looking found it.
+        found_by: Search method that found it.
     """
 
     cdll: ctypes.CDLL
@@ -55,22 +55,22 @@ class LoadedLibrary:
 
 
 def load_library(*, without_driver: bool) -> LoadedLibrary:
-    """Load cuDNN, and make sure that it will not abort the process for want of cuBLAS.
+    """Load cuDNN, after checking for cuBLAS, without which it would abort the process.
 
     Args:
-        without_driver: Whether it shall work on a machine that has no NVIDIA driver,
-            for devices described to it; see `stub_driver`.
+        without_driver: Whether to work without an NVIDIA driver, for described devices;
+            see `stub_driver`.
 
     Raises:
-        BackendUnavailableError: It is not installed, is not a release this package
-            knows, or lacks a library it needs.
+        BackendUnavailableError: cuDNN or a library it needs is not installed, or its
+            release is not supported.
     """
     if sys.platform != "linux":
         raise BackendUnavailableError(
             f"the cuda backend runs on Linux; this system is {sys.platform!r}"
         )
     cdll, path, found_by = _find_cudnn()
-    version = _checked_version(cdll, path)
+    version = _check_version(cdll, path)
     _require_cublaslt(cdll, path)
     if without_driver:
         load_stub_driver()
@@ -79,14 +79,14 @@ def load_library(*, without_driver: bool) -> LoadedLibrary:
 
 
 def release_text(version: int) -> str:
-    """A release as people write it: 91900 is `9.19.0`."""
+    """Return a readable release: 91900 is `9.19.0`."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _find_cudnn() -> tuple[ctypes.CDLL, str, str]:
-    """The first way of looking that gives a library: it, its path, the way."""
+    """Return the first library found, its path and the search method."""
     tried = []
-    for found_by, find in _WAYS:
+    for found_by, find in _SEARCHES:
         paths = list(find(_CUDNN))
         for path in paths:
             try:
@@ -104,7 +104,7 @@ def _find_cudnn() -> tuple[ctypes.CDLL, str, str]:
 
 
 def _mapped(name: str) -> Iterator[str]:
-    """Files called `name`, or `name` and a longer version, that this process maps."""
+    """Yield the mapped file called `name`, or `name` and a longer version."""
     pattern = re.compile(rf"/{re.escape(name)}(\.[\d.]+)?$")
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
@@ -115,14 +115,14 @@ def _mapped(name: str) -> Iterator[str]:
 
 
 def _loaded_by_name(name: str) -> Iterator[str]:
-    """The name, where it stands for a library that is loaded (and not in /proc)."""
+    """Yield the name if a library of that name is loaded (but not in /proc)."""
     with suppress(OSError):
         ctypes.CDLL(name, _NO_LOAD)
         yield name
 
 
 def _by_pathfinder(name: str) -> Iterator[str]:
-    """NVIDIA's own search: packages, conda, CUDA's installation folder."""
+    """Yield the result of NVIDIA's search: packages, conda, CUDA's folder."""
     with suppress(ImportError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -134,7 +134,7 @@ def _by_pathfinder(name: str) -> Iterator[str]:
 
 
 def _in_packages(name: str) -> Iterator[str]:
-    """The `nvidia` namespace package, in which every wheel has its folder."""
+    """Yield files of the `nvidia` namespace package, with one folder per wheel."""
     spec = importlib.util.find_spec("nvidia")
     for root in (spec and spec.submodule_search_locations) or ():
         yield from map(str, sorted(Path(root).glob(f"*/lib/{name}")))
@@ -144,7 +144,7 @@ def _by_name(name: str) -> Iterator[str]:
     yield name
 
 
-_WAYS: tuple[tuple[str, Callable[[str], Iterator[str]]], ...] = (
+_SEARCHES: tuple[tuple[str, Callable[[str], Iterator[str]]], ...] = (
     ("mapped by this process", _mapped),
     ("loaded by this process", _loaded_by_name),
     ("cuda.pathfinder", _by_pathfinder),
@@ -153,7 +153,7 @@ _WAYS: tuple[tuple[str, Callable[[str], Iterator[str]]], ...] = (
 )
 
 
-def _checked_version(cdll: ctypes.CDLL, path: str) -> int:
+def _check_version(cdll: ctypes.CDLL, path: str) -> int:
     version = _number(cdll, path, "cudnnGetVersion")
     if version // 10000 != 9 or version < OLDEST:
         raise BackendUnavailableError(
@@ -170,7 +170,6 @@ def _checked_version(cdll: ctypes.CDLL, path: str) -> int:
 
 
 def _number(cdll: ctypes.CDLL, path: str, name: str) -> int:
-    """What a function without arguments answers."""
     try:
         function = getattr(cdll, name)
     except AttributeError as e:
@@ -182,10 +181,10 @@ def _number(cdll: ctypes.CDLL, path: str, name: str) -> int:
 
 
 def _require_cublaslt(cdll: ctypes.CDLL, path: str) -> None:
-    """Load the cuBLASLt that cuDNN will ask for, as it aborts where there is none.
+    """Load the cuBLASLt that cuDNN needs, as cuDNN aborts without it.
 
-    It asks by a name that holds CUDA's major version, so that whatever is loaded under
-    that name serves it.
+    cuDNN loads it by a name with CUDA's major version, so any library loaded under that
+    name is used.
     """
     cuda = _number(cdll, path, "cudnnGetCudartVersion") // 1000
     name = f"libcublasLt.so.{cuda}"
@@ -208,7 +207,7 @@ def _require_cublaslt(cdll: ctypes.CDLL, path: str) -> None:
 
 
 def _beside(path: str) -> Callable[[str], Iterator[str]]:
-    """Where a wheel of cuDNN expects the libraries of its neighbours."""
+    """Return a search of the folders in which a cuDNN wheel expects other libraries."""
 
     def find(name: str) -> Iterator[str]:
         here = Path(path).parent

@@ -1,13 +1,13 @@
-"""Device memory under several addresses, by the driver's virtual memory management.
+"""Device memory mapped at several addresses, by the driver's virtual memory management.
 
-Chunks are allocated once, one handle each: a mapping begins at the beginning of a
-handle. Rows of addresses are reserved, mapped and made accessible before anything runs
-over them. A chunk may be behind several addresses: what one launch or copy wrote is
-seen under all of them by those that come after it (CUDA C++ Programming Guide, "Virtual
-aliasing support"), and an executor orders whatever shares bytes.
+Chunks are allocated once, with one handle each, because a mapping starts at the
+beginning of a handle. Address ranges are reserved, mapped and made accessible before
+any work uses them. A chunk may be mapped at several addresses: data written by one
+launch or copy is visible at all of them to later ones (CUDA C++ Programming Guide,
+"Virtual aliasing support"), and an executor orders all work that shares bytes.
 
-The driver maps as soon as it is called, whatever its streams still have to do, so that
-addresses are taken back only when the device is at rest; and never during a capture.
+The driver maps immediately, regardless of pending work on its streams. So ranges are
+unmapped only after synchronizing the device, and never during a capture.
 """
 
 import functools
@@ -25,29 +25,21 @@ _NO_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class CudaMapper:
-    """Device memory in chunks as small as the device has them: 2 MiB.
-
-    Args:
-        index: Which GPU.
-        stream: Makes it the calling thread's own.
-    """
+    """A mapper of device memory in the smallest chunks of the device: 2 MiB."""
 
     def __init__(self, index: int, stream: Callable[[], int]) -> None:
         self._index, self._stream = index, stream
 
     @functools.cached_property
     def chunk_bytes(self) -> int:
-        """The device's granularity.
-
-        Raises:
-            UnsupportedError: The driver's bindings are missing, or the device is too
-                old.
-        """
+        """Granularity of the device in bytes; UnsupportedError if it has none."""
         driver = self._driver
         self._stream()
         attribute = driver.CUdevice_attribute
         can = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        (known,) = _done(driver.cuDeviceGetAttribute(can, self._index), "asking")
+        (known,) = _check_status(
+            driver.cuDeviceGetAttribute(can, self._index), "asking"
+        )
         if not known:
             raise UnsupportedError(
                 f"GPU {self._index} cannot map its memory; use the static placement"
@@ -55,25 +47,24 @@ class CudaMapper:
         least = driver.CUmemAllocationGranularity_flags
         least = least.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         asked = driver.cuMemGetAllocationGranularity(self._kind(), least)
-        (nbytes,) = _done(asked, "asking for the granularity")
+        (nbytes,) = _check_status(asked, "asking for the granularity")
         return int(nbytes)
 
     def allocate(self, chunks: int) -> "CudaMappedMemory":
-        """So many chunks, a handle each."""
+        """Allocate chunks, with one handle each."""
         size, driver = self.chunk_bytes, self._driver
         self._stream()
         found = CudaMappedMemory(driver, self._index, size, self._stream)
         for done in range(chunks):
             what = f"{exact_bytes(chunks * size)}, of which {exact_bytes(done * size)}"
-            (handle,) = _done(
-                driver.cuMemCreate(size, self._kind(), 0),
-                f"allocating {what} were had",
+            (handle,) = _check_status(
+                driver.cuMemCreate(size, self._kind(), 0), f"allocating {what} were had"
             )
             found.handles.append(handle)
         return found
 
     def _kind(self) -> Any:
-        """Memory of the device, as `cuMemCreate` has it described."""
+        """Return the properties of device memory, as `cuMemCreate` takes them."""
         driver = self._driver
         kind = driver.CUmemAllocationProp()
         kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -106,13 +97,13 @@ class CudaMappedMemory:
         weakref.finalize(self, _release, driver, self.handles).atexit = False
 
     def map(self, chunks: Sequence[int]) -> Any:
-        """A CuPy array of bytes over a row of addresses."""
+        """Return a CuPy array of bytes over contiguous addresses."""
         import cupy
 
-        strange = [c for c in chunks if not 0 <= c < len(self.handles)]
-        if strange:
+        invalid = [c for c in chunks if not 0 <= c < len(self.handles)]
+        if invalid:
             raise ValueError(
-                f"chunk {strange[0]} of {len(self.handles)} cannot be mapped; they are "
+                f"chunk {invalid[0]} of {len(self.handles)} cannot be mapped; they are "
                 "counted from 0"
             )
         if not chunks:
@@ -133,13 +124,13 @@ class CudaMappedMemory:
     def _reserved(self, nbytes: int) -> "_Row":
         reserve = self._driver.cuMemAddressReserve
         what = f"reserving {exact_bytes(nbytes)} of addresses"
-        (start,) = _done(reserve(nbytes, self._size, 0, 0), what)
+        (start,) = _check_status(reserve(nbytes, self._size, 0, 0), what)
         return _Row(self._driver, int(start), nbytes)
 
 
 @dataclass(slots=True)
 class _Row:
-    """Reserved addresses, and how many of them have memory behind them."""
+    """A reserved address range, and how many of its bytes are mapped."""
 
     driver: Any
     start: int
@@ -147,13 +138,11 @@ class _Row:
     mapped: int = 0
 
     def map(self, handle: Any, nbytes: int) -> None:
-        """Put a chunk behind the next of them."""
         at = self.start + self.mapped
-        _done(self.driver.cuMemMap(at, nbytes, 0, handle, 0), "mapping a chunk")
+        _check_status(self.driver.cuMemMap(at, nbytes, 0, handle, 0), "mapping a chunk")
         self.mapped += nbytes
 
     def open(self, index: int) -> None:
-        """Let a device read and write all of them."""
         driver = self.driver
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -161,13 +150,10 @@ class _Row:
         flags = driver.CUmemAccess_flags
         access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         opened = driver.cuMemSetAccess(self.start, self.nbytes, [access], 1)
-        _done(opened, "making mapped memory accessible")
+        _check_status(opened, "making mapped memory accessible")
 
-    def give_back(self) -> None:
-        """Take memory and addresses apart, once the device is at rest.
-
-        A device that is lost has no memory to give back: no status is looked at.
-        """
+    def free(self) -> None:
+        """Unmap and free the range after synchronizing, even if the device is lost."""
         self.driver.cuCtxSynchronize()
         if self.mapped:
             self.driver.cuMemUnmap(self.start, self.mapped)
@@ -175,11 +161,11 @@ class _Row:
 
 
 class _Addresses:
-    """A row in use, and the memory that is kept with it."""
+    """A range in use; keeps its memory alive."""
 
     def __init__(self, memory: CudaMappedMemory, row: _Row) -> None:
         self.row, self._memory = row, memory
-        weakref.finalize(self, row.give_back).atexit = False
+        weakref.finalize(self, row.free).atexit = False
 
 
 def _release(driver: Any, handles: Sequence[Any]) -> None:
@@ -187,13 +173,8 @@ def _release(driver: Any, handles: Sequence[Any]) -> None:
         driver.cuMemRelease(handle)
 
 
-def _done(answer: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    """What a call returned beside its status.
-
-    Raises:
-        OutOfMemoryError: There is no room.
-        BackendError: Another status.
-    """
+def _check_status(answer: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """Return the results of a driver call without its status."""
     status, *found = answer
     if int(status) == _NO_MEMORY:
         raise OutOfMemoryError(f"no room: {what} failed ({status})")

@@ -1,7 +1,7 @@
-"""Memory of another GPU, as a place to swap out to.
+"""Memory of another GPU as an offload target.
 
-Copies go from GPU to GPU without the host where the two can reach each other; else the
-driver stages them. It has not run on two GPUs yet.
+Copies between GPUs bypass the host if the two can access each other; otherwise the
+driver stages them. This has not run on two GPUs yet.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,7 @@ __all__ = ["PeerMemory"]
 
 
 class PeerMemory:
-    """One slab on another GPU.
-
-    Args:
-        cupy: The module.
-        index: The GPU that computes.
-        peer: The other one.
-        nbytes: Size.
-        compute: Tells the address of the stream that kernels go to now.
-
-    Raises:
-        ValueError: There is no such GPU, or it is the one that computes.
-        OutOfMemoryError: It has no room.
-    """
+    """A slab of memory on GPU `peer` for computing GPU `index`; see `Device.peer`."""
 
     def __init__(
         self, cupy: Any, index: int, peer: int, nbytes: int, compute: Callable[[], int]
@@ -45,7 +33,7 @@ class PeerMemory:
         self._cupy, self._index, self._compute = cupy, index, compute
         with cupy.cuda.Device(index), suppress(runtime.CUDARuntimeError):
             if runtime.deviceCanAccessPeer(index, peer):
-                runtime.deviceEnablePeerAccess(peer)  # refused where it is already
+                runtime.deviceEnablePeerAccess(peer)  # fails if already enabled
         try:
             with cupy.cuda.Device(peer):
                 self._slab = cupy.empty(nbytes, "uint8")
@@ -55,13 +43,13 @@ class PeerMemory:
             ) from e
 
     def view(self, offset: int, nbytes: int) -> Any:
-        """A slice of the slab."""
+        """Return a slice of the slab."""
         return self._slab[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """Two streams of the GPU that computes."""
+        """Return two copy streams of the computing GPU."""
         return CudaCopier(self._cupy, self._index, self._compute, peer=True)
 
     def close(self) -> None:
-        """Drop the slab."""
+        """Release the slab."""
         self._slab = None

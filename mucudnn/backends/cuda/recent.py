@@ -1,4 +1,4 @@
-"""A dictionary of what was used last, of bounded size, that threads may share."""
+"""A bounded, thread-safe cache of recently used values."""
 
 import threading
 from collections import OrderedDict
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Remembers up to `most` values; the one unused for longest is forgotten."""
+    """A cache of up to `most` values that evicts the least recently used one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -25,7 +25,7 @@ class Recent(Generic[K, V]):
         return len(self._values)
 
     def get(self, key: K) -> V | None:
-        """What is remembered under a key, if anything."""
+        """Return the value of a key; None if there is none."""
         with self._lock.mine:
             value = self._values.get(key)
             if value is not None:
@@ -33,7 +33,7 @@ class Recent(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Remember a value, replacing what the key had."""
+        """Store a value, replacing the key's previous one."""
         with self._lock.mine:
             self._values[key] = value
             self._values.move_to_end(key)

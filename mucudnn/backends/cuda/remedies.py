@@ -1,8 +1,8 @@
-"""What to install, where CuPy says only what went wrong.
+"""Installation hints for errors in which CuPy only says what went wrong.
 
-CuPy compiles its own kernels (copies with gaps, conversions, arithmetic) when they are
-first used, from sources that include CUDA's headers. Ours include none, so that such a
-lack shows late, in the middle of something else.
+CuPy compiles its own kernels (copies with gaps, conversions, arithmetic) at their first
+use, from sources that include CUDA's headers. Our sources include none, so missing
+headers show late, in the middle of something else.
 """
 
 import re
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from mucudnn.errors import BackendError, MucudnnError, UnsupportedError
 
-__all__ = ["refuse_bits", "told", "with_remedy"]
+__all__ = ["refuse_bits", "with_install_hints", "with_remedy"]
 
 _HEADERS = re.compile(
     r"(cannot|could not) open source file|\.(h|hpp|cuh)\b.*not found|cuda headers",
@@ -23,12 +23,11 @@ _TOOLKIT = (
     "pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 driver), or set "
     "CUDA_PATH to an installed toolkit"
 )
-_BITS = "uint16"
-"""How bfloat16 is held where NumPy has no name for it."""
+_BITS = "uint16"  # type of bfloat16 arrays if NumPy has no name for bfloat16
 
 
 def with_remedy(message: str) -> str:
-    """The message, begun by what to install where it tells of headers or libraries."""
+    """Prefix a message about headers or libraries with what to install."""
     for pattern, lacking in ((_HEADERS, "headers"), (_LIBRARY, "library")):
         if pattern.search(message):
             return f"{_TOOLKIT.format(lacking=lacking)}. What failed: {message}"
@@ -36,17 +35,13 @@ def with_remedy(message: str) -> str:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Tell of a compilation by CuPy that fails in our words; all else passes.
-
-    Raises:
-        BackendError: CuPy lacks headers or a library.
-    """
+def with_install_hints(what: str) -> Iterator[None]:
+    """Convert a failed compilation by CuPy to a BackendError with a hint."""
     try:
         yield
     except (MucudnnError, MemoryError):
         raise
-    except Exception as e:  # CuPy has many kinds, and some of the Python's own
+    except Exception as e:  # CuPy raises many types, some of them builtin
         message = with_remedy(f"{what} failed: {e}")
         if message.startswith(what):
             raise
@@ -54,11 +49,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def refuse_bits(name: str, what: str) -> None:
-    """Refuse to read bfloat16 as whole numbers.
-
-    Raises:
-        UnsupportedError: The elements are bfloat16's bits.
-    """
+    """Refuse to interpret the bits of bfloat16 as whole numbers."""
     if name == _BITS:
         raise UnsupportedError(
             f"{what} of bfloat16 needs ml_dtypes, which is not installed: "

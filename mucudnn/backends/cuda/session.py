@@ -1,4 +1,4 @@
-"""Where the library runs: on a device, with a handle a thread, or on paper only."""
+"""Library sessions: on a device, with one handle per thread, or on a description."""
 
 import contextlib
 import ctypes
@@ -15,25 +15,22 @@ __all__ = ["LiveSession", "PaperSession", "Session", "describe_device"]
 
 
 class Session(Protocol):
-    """What the convolution libraries need to know of where they are."""
+    """The library's environment, as the convolution libraries see it."""
 
     @property
     def calls(self) -> Calls:
         """The raw calls."""
-        ...
 
     @property
     def description(self) -> Descriptor | None:
-        """The device's description, where the device itself is not there."""
-        ...
+        """Description of the device, if the device itself is absent."""
 
     def handle(self) -> int | None:
-        """The calling thread's cuDNN handle, on its current stream; None on paper."""
-        ...
+        """Return the thread's handle, on its current stream; None without a device."""
 
 
 class _Handle:
-    """A cuDNN handle, destroyed with this; `stream` is what it was last set to."""
+    """A cuDNN handle, destroyed with this object; `stream` is its current stream."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self._pointer, self.stream = calls, ctypes.c_void_p(), -1
@@ -47,16 +44,11 @@ class _Handle:
 
 
 class _Thread(threading.local):
-    """What a thread has; it goes when the thread ends."""
-
     handle: _Handle | None = None
 
 
 class LiveSession:
-    """A device that is there.
-
-    `current_stream` tells the address of the stream that its caller launches on.
-    """
+    """A session on a device; `current_stream` returns the stream to launch on."""
 
     description: Descriptor | None = None
 
@@ -66,12 +58,8 @@ class LiveSession:
         self._thread = _Thread()
 
     def handle(self) -> int:
-        """See `Session.handle`; made on a thread's first call.
-
-        Raises:
-            BackendError: There is no usable device.
-        """
-        stream = self._current_stream()  # first: it puts the thread on its device
+        """See `Session.handle`; a thread's handle is made at its first call."""
+        stream = self._current_stream()  # first: it sets the thread's device
         if (handle := self._thread.handle) is None:
             handle = self._thread.handle = _Handle(self.calls)
         if stream != handle.stream:
@@ -81,15 +69,7 @@ class LiveSession:
 
 
 class PaperSession:
-    """A device that is not there, but described.
-
-    Args:
-        calls: The library.
-        text: The description, as cuDNN serialises it (JSON).
-
-    Raises:
-        BackendUnavailableError: The library does not take the description.
-    """
+    """A session on an absent device, described by the JSON that cuDNN writes."""
 
     def __init__(self, calls: Calls, text: str) -> None:
         self.calls = calls
@@ -105,15 +85,11 @@ class PaperSession:
             ) from e
 
     def handle(self) -> None:
-        """There is none."""
+        """Return None: there is no device."""
 
 
 def describe_device(calls: Calls, index: int) -> str:
-    """The description of a device that is there, as JSON.
-
-    Raises:
-        BackendError: There is no such device.
-    """
+    """Return the description of a present device, as JSON."""
     description = Descriptor(calls, DescriptorType.DEVICEPROP)
     description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)
     return description.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)

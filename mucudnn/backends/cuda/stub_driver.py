@@ -1,14 +1,14 @@
 """A `libcuda.so.1` that answers "no device", for machines without a driver.
 
-cuDNN lists engines and their workspaces for a device that is only described to it, but
-some of its libraries do not load unless the driver's symbols exist. Where there is no
-driver, a shared object with those symbols is written here, byte by byte: it needs no
-compiler, and there is so little in it that ELF's own specification is its description
-(System V ABI, "Object Files" and "Program Loading and Dynamic Linking").
+cuDNN lists engines and their workspaces for a described device, but some of its
+libraries load only if the driver's symbols exist. Without a driver, a shared object
+with those symbols is generated here, byte by byte. It needs no compiler, and it is so
+small that ELF's specification is its documentation (System V ABI, "Object Files" and
+"Program Loading and Dynamic Linking").
 
-The object is two segments: one that is read and executed (headers, symbols, strings,
-code), one that loaders may write (the dynamic section, in which older ones put
-addresses). Its hash table has a single bucket, so that nothing is hashed.
+The object has two segments: one that is read and executed (headers, symbols, strings,
+code), and one that is writable (the dynamic section, in which older loaders write
+addresses). Its hash table has a single bucket, so no name is hashed.
 """
 
 import ctypes
@@ -43,15 +43,15 @@ cuOccupancyMaxPotentialClusterSize cuStreamGetCtx cuTensorMapEncodeIm2col
 cuTensorMapEncodeTiled
 """
 SYMBOLS = (*_NAMES.split(), _VERSION_SYMBOL)
-"""The driver functions that cuDNN, in the releases tried, is linked against."""
+"""Driver functions that cuDNN, in the tested releases, is linked against."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What differs between processors.
+    """Properties of a processor architecture.
 
     Attributes:
-        elf: The processor's number in ELF (`e_machine`).
+        elf: Number of the architecture in ELF (`e_machine`).
         refuse: Machine code of `int f() { return 100; }`.
         version: Machine code of `int f(int *v) { *v = 13000; return 0; }`.
     """
@@ -85,18 +85,11 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         ),
     }
 )
-"""`platform.machine()` -> what is known of it."""
+"""`platform.machine()` to the architecture's properties."""
 
 
 def load_stub_driver() -> None:
-    """Make `libcuda.so.1` resolvable in this process, by a stub where need be.
-
-    Does nothing where the name resolves already: to a driver, or to an earlier stub.
-
-    Raises:
-        BackendUnavailableError: There is no stub for this processor, or the loader
-            refuses what was written.
-    """
+    """Make `libcuda.so.1` resolvable in this process, by a stub if necessary."""
     try:
         ctypes.CDLL(_SONAME, ctypes.RTLD_GLOBAL)
     except OSError:
@@ -138,23 +131,25 @@ _LOAD_SEGMENT, _DYNAMIC_SEGMENT, _STACK_SEGMENT = 1, 2, 0x6474E551
 _DT_HASH, _DT_STRTAB, _DT_SYMTAB = 4, 5, 6
 _DT_STRSZ, _DT_SYMENT, _DT_SONAME = 10, 11, 14
 _GLOBAL_FUNCTION = 1 << 4 | 2
-_SOME_SECTION = 1  # there are none; any number but 0 means "defined here"
+_SOME_SECTION = 1  # no sections exist; any number but 0 means "defined here"
 
 
 def stub_image(
     machine: Machine, symbols: Sequence[str] = SYMBOLS, soname: str = _SONAME
 ) -> bytes:
-    """The shared object, as it is written to a file."""
+    """Return the bytes of the shared object."""
     strings, names = _strings((soname, *symbols))
     hash_table = _single_bucket(len(symbols) + 1)
     code = machine.refuse.ljust(16, b"\0") + machine.version
 
+    # Offsets of the parts, each aligned to 16 bytes.
     hash_at = _aligned(_FILE_HEADER.size + 4 * _SEGMENT.size)
     symbols_at = _aligned(hash_at + len(hash_table))
     strings_at = symbols_at + (len(symbols) + 1) * _SYMBOL.size
     code_at = _aligned(strings_at + len(strings))
     dynamic_at = _aligned(code_at + len(code))
 
+    # Their contents: the first symbol is always empty.
     table = _SYMBOL.pack(0, 0, 0, 0, 0, 0)
     for name in symbols:
         at = code_at + (16 if name == _VERSION_SYMBOL else 0)
@@ -185,13 +180,13 @@ def stub_image(
 
 
 def _headers(machine: Machine, dynamic_at: int, dynamic_size: int) -> bytes:
-    """The file header and the four segments: code, dynamic (twice) and stack."""
+    """Return the file header and the segments: code, dynamic (twice) and stack."""
     identity = b"\x7fELF\x02\x01\x01"  # 64 bits, little-endian, version 1
     shared_object, version = 3, 1
     size, segments, sections = _FILE_HEADER.size, (_SEGMENT.size, 4), (0, 0, 0)
     fields = (shared_object, machine.elf, version, 0, size, 0, 0, size)
     file_header = _FILE_HEADER.pack(identity, *fields, *segments, *sections)
-    # A page further in memory than in the file: no page is both code and data.
+    # One page further in memory than in the file, so no page has code and data.
     address = dynamic_at + _PAGE
     return file_header + b"".join(
         _SEGMENT.pack(kind, flags, at, where, where, size, size, align)
@@ -199,14 +194,14 @@ def _headers(machine: Machine, dynamic_at: int, dynamic_size: int) -> bytes:
             (_LOAD_SEGMENT, _READ | _EXECUTE, 0, 0, dynamic_at, _PAGE),
             (_LOAD_SEGMENT, _READ | _WRITE, dynamic_at, address, dynamic_size, _PAGE),
             (_DYNAMIC_SEGMENT, _READ | _WRITE, dynamic_at, address, dynamic_size, 8),
-            # Without it loaders make the process's stacks executable, or refuse.
+            # Without this segment loaders make stacks executable, or refuse.
             (_STACK_SEGMENT, _READ | _WRITE, 0, 0, 0, 16),
         )
     )
 
 
 def _strings(texts: Sequence[str]) -> tuple[bytes, dict[str, int]]:
-    """A table of strings that end in zero, and where each begins."""
+    """Return a table of zero-terminated strings, and the offset of each."""
     table, offsets = b"\0", {}
     for text in texts:
         offsets[text] = len(table)
@@ -215,7 +210,7 @@ def _strings(texts: Sequence[str]) -> tuple[bytes, dict[str, int]]:
 
 
 def _single_bucket(count: int) -> bytes:
-    """A hash table of one bucket, whose chain visits symbols 1, 2 … in turn."""
+    """Return a hash table of one bucket, whose chain visits symbols 1, 2 … in turn."""
     chain = [0, *range(2, count), 0]
     return struct.pack(f"<{3 + count}I", 1, count, 1, *chain)
 

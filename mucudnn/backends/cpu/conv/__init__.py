@@ -1,4 +1,4 @@
-"""Convolution algorithms in NumPy, named as cuDNN names them; one file each."""
+"""Convolution algorithms in NumPy, under cuDNN's names."""
 
 import functools
 from collections.abc import Sequence
@@ -35,19 +35,13 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 
 _DTYPES = ("float32", "float64")
 
-_KERNELS = 512
-"""How many kernels are remembered for the next time; they hold no arrays."""
+_KERNELS = 512  # number of planned kernels in the cache; they hold no arrays
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 class CpuConv:
-    """The CPU's convolution library.
-
-    Args:
-        workers: Threads to share; a crew of its own if not given.
-        others: Algorithms of another library, beside ours.
-    """
+    """The convolution library of the CPU; `others` are additional algorithms."""
 
     def __init__(
         self, workers: Workers | None = None, others: Sequence[Algorithm] = ()
@@ -55,10 +49,12 @@ class CpuConv:
         self._workers = workers or Workers()
         self._by_name = {a.name: a for a in (*others, *ALGORITHMS)}
         self._kernel = functools.lru_cache(_KERNELS)(self._planned)
-        self._bound = functools.lru_cache(_KERNELS)(self._checked)
+        self._bound = functools.lru_cache(_KERNELS)(
+            lambda problem, algo: (_Views(problem), self.kernel(problem, algo))
+        )
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
-        """(name, workspace bytes) of every algorithm that can run `problem`."""
+        """See `ConvLibrary.algorithms`."""
         return [
             (a.name, self._kernel(a.name, problem).nbytes)
             for a in self._by_name.values()
@@ -66,13 +62,13 @@ class CpuConv:
         ]
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
-        """(name, reason) of every algorithm that cannot run `problem`."""
+        """See `ConvLibrary.excluded`."""
         every = self._by_name.items()
         reasons = ((name, _excluded(a, problem)) for name, a in every)
         return [(name, reason) for name, reason in reasons if reason is not None]
 
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
-        """All sum in a fixed order, in the type of the operands."""
+        """Return the notes; every algorithm sums in a fixed order and type."""
         return Traits(notes=self._by_name[algo].notes)
 
     def run(
@@ -91,15 +87,11 @@ class CpuConv:
         call(*views(a, b, out), workspace, accumulate)
 
     def bind(self, plan: ConvPlan) -> "CpuRunner":
-        """Everything that does not depend on the operands, worked out once."""
+        """Return a runner of the plan with prebuilt kernels."""
         return CpuRunner(plan, self.kernel)
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
-        """One kernel, to be called with views in logical axis order.
-
-        Raises:
-            UnsupportedError: The algorithm cannot run the problem.
-        """
+        """Return a call of one kernel on views in logical axis order."""
         kernel, workers = self._kernel(algo, problem), self._workers
         run, needed = kernel.run, kernel.nbytes
 
@@ -115,9 +107,6 @@ class CpuConv:
 
         return call
 
-    def _checked(self, problem: ConvProblem, algo: str) -> tuple["_Views", Call]:
-        return _Views(problem), self.kernel(problem, algo)
-
     def _planned(self, algo: str, problem: ConvProblem) -> Kernel:
         try:
             algorithm = self._by_name[algo]
@@ -132,12 +121,7 @@ class CpuConv:
 
 
 class CpuRunner:
-    """Runs a plan on operands that are checked once; see `Runner`.
-
-    Args:
-        plan: What to run.
-        library: Makes its kernels.
-    """
+    """A bound plan whose operands are checked once; see `Runner`."""
 
     def __init__(self, plan: ConvPlan, library: Library) -> None:
         self.plan = plan
@@ -145,12 +129,7 @@ class CpuRunner:
         self._runner = PlanRunner(plan, per_slice(plan, library))
 
     def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        """See `Runner.run`.
-
-        Raises:
-            ValueError: An array is not what the problem says.
-            StepFailedError: A kernel failed; earlier micro-batches are complete.
-        """
+        """See `Runner.run`; raise ValueError if an array does not fit the problem."""
         self._runner.run(*self._views(a, b, out), workspace, accumulate)
 
 
@@ -161,10 +140,10 @@ def _excluded(algorithm: Algorithm, problem: ConvProblem) -> str | None:
 
 
 class _Views:
-    """Stored arrays of a problem as views with axes (first, channels, *spatial).
+    """A function from stored arrays to views with axes (first, channels, *spatial).
 
-    Channels last, such a view itself is accepted too: (N, C, H, W) with the strides of
-    (N, H, W, C), as PyTorch keeps it.
+    With channels last such a view is accepted as input too: (N, C, H, W) with the
+    strides of (N, H, W, C), which is how PyTorch stores it.
     """
 
     def __init__(self, problem: ConvProblem) -> None:
@@ -194,11 +173,7 @@ class _Views:
 
 
 def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
-    """A stored array as a view with axes (first, channels, *spatial).
-
-    Channels last, such a view itself is accepted too: (N, C, H, W) with the strides of
-    (N, H, W, C), as PyTorch keeps it.
-    """
+    """Return one array as such a view; raise ValueError if it does not fit."""
     last = len(spec.shape) - 1
     stored = array
     if layout == "NHWC" and array.shape == (
@@ -206,8 +181,8 @@ def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
         spec.shape[last],
         *spec.shape[1:last],
     ):
-        turned = array.transpose(0, *range(2, last + 1), 1)
-        stored = turned if turned.flags.c_contiguous else array
+        moved = array.transpose(0, *range(2, last + 1), 1)
+        stored = moved if moved.flags.c_contiguous else array
     if stored.shape != spec.shape or stored.dtype != spec.dtype:
         raise ValueError(
             f"{spec.name} must be {spec.dtype} {spec.shape} as stored in {layout}, "

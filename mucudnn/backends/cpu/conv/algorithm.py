@@ -1,4 +1,4 @@
-"""What an algorithm of the CPU library is: a name and two functions."""
+"""The interface of a CPU algorithm: a name and two functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,14 @@ __all__ = ["Algorithm", "Kernel", "runs_everything"]
 
 
 class Kernel(Protocol):
-    """One problem planned for some workers: what it needs, and how to run it.
+    """A problem planned for a number of workers.
 
-    It holds sizes and strides and no arrays, so that threads can share it.
+    It holds sizes and strides but no arrays, so threads can share it.
     """
 
     @property
     def nbytes(self) -> int:
-        """Exact workspace."""
-        ...
+        """Exact workspace in bytes."""
 
     def run(
         self,
@@ -30,31 +29,30 @@ class Kernel(Protocol):
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Run inside the workspace; `workers` are as many as it was planned for.
+        """Run inside the workspace with as many workers as planned.
 
         Arrays are views in logical axis order, whatever `problem.layout` says:
         (N, C, *spatial) and (K, C // groups, *kernel); with `NHWC` their strides are
-        channels-last. `workspace` is 64-byte aligned bytes, exactly as many as asked.
-        Apart from it, two workers may allocate less than 64 KiB together, and each
-        further one 16 KiB: NumPy's buffers are a thread's own.
+        channels-last. `workspace` is 64-byte aligned and has exactly `nbytes` bytes.
+        Beyond it, two workers together may allocate less than 64 KiB, and each
+        further one 16 KiB, for NumPy's per-thread buffers.
         """
-        ...
 
 
 def runs_everything(problem: ConvProblem) -> str | None:
-    """What an algorithm without limitations excludes: nothing."""
+    """Return no reason: exclude nothing."""
     return None
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to compute a convolution.
+    """A way to compute a convolution.
 
     Attributes:
-        name: cuDNN's name for it, of those that it has.
-        kernel: (problem, number of workers) -> what runs it.
-        excluded: Problem -> why it cannot be run, or None if it can.
-        notes: What else is known of it, as `Traits` say it.
+        name: cuDNN's name of the algorithm.
+        kernel: (problem, number of workers) -> planned kernel.
+        excluded: Problem -> reason why it cannot be run; None if it can.
+        notes: Further notes for `Traits`.
     """
 
     name: str

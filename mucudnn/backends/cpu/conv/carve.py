@@ -1,6 +1,6 @@
-"""Cut typed arrays out of a workspace, and add up what they will take.
+"""Typed arrays in a workspace: their total size and the arrays themselves.
 
-The same layout function sizes a workspace and cuts it, so the two cannot disagree.
+One layout function both sizes and cuts a workspace, so the two cannot disagree.
 """
 
 import functools
@@ -19,12 +19,12 @@ Region = tuple[tuple[int, ...], str]
 
 
 def nbytes(regions: Sequence[Region]) -> int:
-    """Bytes that `carve` needs for these regions."""
+    """Return the bytes that `carve` needs for these regions."""
     return sum(_extent(region)[1] for region in regions)
 
 
 def carve(workspace: Any, regions: Sequence[Region]) -> list[Any]:
-    """Uninitialised arrays over consecutive, aligned parts of `workspace`."""
+    """Return uninitialised arrays over consecutive, aligned parts of `workspace`."""
     arrays, offset = [], 0
     for region in regions:
         shape, dtype = region
@@ -36,7 +36,7 @@ def carve(workspace: Any, regions: Sequence[Region]) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _extent(region: Region) -> tuple[int, int]:
-    """Bytes of an array, and bytes to the next one."""
+    """Return the bytes of an array, without and with padding to the next one."""
     shape, dtype = region
     size = math.prod(shape) * np.dtype(dtype).itemsize
     return size, -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
-"""cuDNN's FFT: every image is one tile, on the shortest circle that is exact.
+"""FFT: each image is one tile on the shortest circle that is exact.
 
 The transforms are matrix products (see `dft`), so the length need not be a product of
-small primes: 13 x 13 images with a padding of 1 take 14 points, not 16. Their cost
-grows with the square of the length, which is what bounds the image.
+small primes: 13 x 13 images with a padding of 1 take 14 points, not 16. The cost grows
+with the square of the length, which limits the image size.
 """
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
@@ -12,8 +12,7 @@ from mucudnn.ir.conv import ConvProblem
 
 __all__ = ["ALGORITHM"]
 
-_LONGEST = 512
-"""Points; beyond, a table outgrows the cache and tiles win."""
+_LONGEST = 512  # points; beyond, a table outgrows the cache and tiles are faster
 
 
 def _kernel(problem: ConvProblem, workers: int) -> Spectral:

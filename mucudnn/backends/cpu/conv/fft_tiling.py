@@ -1,7 +1,7 @@
-"""cuDNN's FFT_TILING: images in tiles of 32 x 32 points, whatever their size.
+"""FFT_TILING: images in tiles of 32 x 32 points, whatever their size.
 
-The workspace of a tile is fixed, and so is its cost; tiles overlap by what the filter
-spans, so small filters waste little and those that span a tile have no output in it.
+The workspace and the cost of a tile are fixed. Tiles overlap by the filter's span, so
+small filters waste little; a filter that spans a whole tile leaves no output in it.
 Volumes take tiles of 16 points an axis: 32 would need 32 768 a tile.
 """
 
@@ -12,8 +12,7 @@ from mucudnn.ir.conv import ConvProblem
 
 __all__ = ["ALGORITHM"]
 
-_TILE = {1: 32, 2: 32, 3: 16}
-"""Points an axis, by the number of spatial axes."""
+_TILE = {1: 32, 2: 32, 3: 16}  # points per axis, by the number of spatial axes
 
 
 def _kernel(problem: ConvProblem, workers: int) -> Spectral:

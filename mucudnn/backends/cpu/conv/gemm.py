@@ -1,7 +1,7 @@
-"""GEMM: explicit lowering, one large product a worker.
+"""GEMM: explicit lowering, one large matrix product per worker.
 
 All patches of the micro-batch are written to the workspace, which grows with it, and
-multiplied at once: the largest products that can be had, where images are small.
+multiplied at once. This gives the largest products where images are small.
 """
 
 import math

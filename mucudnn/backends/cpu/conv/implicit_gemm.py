@@ -1,14 +1,14 @@
-"""IMPLICIT_GEMM: matrix products whose patches are gathered as it goes, in blocks.
+"""IMPLICIT_GEMM: matrix products of patches that are gathered in small blocks.
 
-No workspace: what a kernel may allocate anyway (see `Kernel`) holds one small block.
-One thread works with it: two blocks of half the room would take nearly twice the time
-of a whole one, as BLAS packs the filter for each.
+The algorithm has no workspace. What a kernel may allocate anyway (see `Kernel`) holds
+one small block, for a single thread: two blocks of half the size would take nearly
+twice the time of a whole one, as BLAS packs the filter for each.
 
-Where each sample of the result stands for itself, there is more room: the last few
-samples, which are written last, hold the blocks of all others until then, large ones
-for every worker. Results that are added to what is there have the small block only, and
-so have filter gradients, which are sums over samples. Where a pixel is its own patch no
-block is needed, and all workers take part.
+Where the samples of the result are independent, more memory is available: the last few
+samples, which are written last, hold large blocks for every worker until then. Results
+that are accumulated have only the small block, and so have filter gradients, which are
+sums over samples. Where a pixel is its own patch no block is needed, and all workers
+take part.
 """
 
 import math
@@ -26,18 +26,13 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["ALGORITHM"]
 
-_SMALL = 32 << 10  # bytes of a block and what belongs to it, if they are allocated
-_LARGE = 256 << 10  # of a worker's, if they are part of the result
-_PART = 2  # at most one of so many samples is given up for that
+_SMALL = 32 << 10  # bytes of a block and its padding, if they are allocated
+_LARGE = 256 << 10  # bytes per worker, if the block lies in the result
+_PART = 2  # at most every second remaining sample holds blocks
 
 
 class ImplicitGemm:
-    """The products of one problem.
-
-    Args:
-        problem: In any direction.
-        workers: However many.
-    """
+    """The products of one problem, in any direction, by a number of workers."""
 
     nbytes = 0
 
@@ -60,7 +55,7 @@ class ImplicitGemm:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `Kernel`."""
+        """See `Kernel.run`."""
         if not self._problem.batch:
             if not accumulate:
                 out[...] = 0
@@ -71,17 +66,13 @@ class ImplicitGemm:
             buffers = self._within(room, blocks.room, workers.count)
             blocks.run(a[n], b, out[n], buffers, workers, accumulate)
             first = last
-        self._by_small(a[first:], b, out[first:], workers, accumulate)
-
-    def _by_small(
-        self, a: Any, b: Any, out: Any, workers: Workers, accumulate: bool
-    ) -> None:
-        room = 0 if self._small.needs_no_room else self._small.room
-        buffers = [np.empty(room, out.dtype)] * self._crew
-        self._small.run(a, b, out, buffers, workers, accumulate)
+        # No later samples can hold blocks for the last ones: use the small block.
+        size = 0 if self._small.needs_no_room else self._small.room
+        buffers = [np.empty(size, out.dtype)] * self._crew
+        self._small.run(a[first:], b, out[first:], buffers, workers, accumulate)
 
     def _planned(self, workers: int) -> Iterator[tuple[int, int, Blockwise]]:
-        """(end of some samples, how many beyond it are their room, how to go)."""
+        """Yield (end of samples, samples beyond it that hold blocks, blocks)."""
         sums = self._problem.direction is Direction.BACKWARD_FILTER
         if sums or self._small.needs_no_room or not self._sample:
             return
@@ -97,7 +88,7 @@ class ImplicitGemm:
             left = spare
 
     def _within(self, spare: Any, room: int, workers: int) -> list[Any]:
-        """The room of each worker, in samples that are densely packed."""
+        """Return each worker's buffer within densely packed samples."""
         start = -spare.__array_interface__["data"][0] % ALIGNMENT // self._item
         flat = as_strided(spare, (spare.size,), (self._item,))[start:]
         return [flat[i * room : (i + 1) * room] for i in range(workers)]

@@ -1,7 +1,7 @@
-"""IMPLICIT_PRECOMP_GEMM: patches of one tile at a time, where each is precomputed.
+"""IMPLICIT_PRECOMP_GEMM: patches of one tile at a time, at precomputed offsets.
 
-The offsets of a tile's patches are worked out once, as strides of a small padded copy
-of what the tile reads; the patches are copied into a buffer that stays in cache and is
+The offsets of a tile's patches are computed once, as strides of a small padded copy of
+the tile's input. The patches are copied into a buffer that stays in cache and are
 multiplied at once. Workspace does not grow with the batch.
 """
 
@@ -15,7 +15,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["ALGORITHM"]
 
-_TILE_BYTES = 2 << 20  # of patches: short calls cost more than a cache that is missed
+_TILE_BYTES = 2 << 20  # of patches: short calls cost more than cache misses
 _FEW_CHANNELS = 16  # rows below which a product does not fill the vector units
 
 
@@ -28,10 +28,10 @@ def _kernel(problem: ConvProblem, workers: int) -> Kernel:
 
 
 def _scatters(problem: ConvProblem) -> bool:
-    """Whether patches of dx are added up, sooner than patches of dy gathered.
+    """Return whether to scatter patches of dx rather than to gather patches of dy.
 
-    With a stride, gathering takes a product for each residue class of positions, of
-    short rows; where patches do not overlap, these are all that there is to do.
+    With a stride, gathering takes one product per residue class of positions, with
+    short rows; if patches do not overlap, these products are all the work there is.
     """
     _, channels, *kernel = problem.w_shape
     overlapping = math.prod(kernel) > math.prod(problem.stride) > 1

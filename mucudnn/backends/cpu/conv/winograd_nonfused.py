@@ -33,7 +33,7 @@ __all__ = ["ALGORITHM"]
 
 
 def excluded(problem: ConvProblem) -> str | None:
-    """Only stride 1, dilation 1 and 3 taps along every axis."""
+    """Return a reason unless stride and dilation are 1 and kernel sizes are 3."""
     for name, value, needed in (
         ("kernel", problem.w_shape[2:], TAPS),
         ("stride", problem.stride, 1),
@@ -45,12 +45,7 @@ def excluded(problem: ConvProblem) -> str | None:
 
 
 class Winograd:
-    """One problem, cut into blocks of tiles.
-
-    Args:
-        problem: One that is not `excluded`.
-        workers: How many threads will share the work.
-    """
+    """A problem that is not `excluded`, cut into blocks of tiles."""
 
     def __init__(self, problem: ConvProblem, workers: int) -> None:
         self._problem = problem
@@ -67,7 +62,7 @@ class Winograd:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `Kernel`."""
+        """See `Kernel.run`."""
         problem, plan, minimal = self._problem, self._plan, self._plan.minimal
         arrays = carve.carve(workspace, self._regions)
         kernel, inner, outer, spare, even, odd, *bands = arrays
@@ -96,11 +91,11 @@ Product = tuple[int, slice]
 
 
 def _regions(problem: ConvProblem, plan: Plan, nworkers: int) -> list[carve.Region]:
-    """Values of filter, source and result; what each worker needs; band matrices."""
+    """List the values of filter, source and result; workers' scratch; band matrices."""
     dtype = problem.dtype
     adjoint = problem.direction is Direction.BACKWARD_FILTER
     rooms = max(1, plan.crew)
-    # a sum each, and what is added to it
+    # Each worker has a sum and the next block's summand.
     kernels = 2 * plan.crew if adjoint and plan.crew else 1
     spare = spare_items(problem) if adjoint else 0
     even, odd = plan.scratch_items(adding=not adjoint)
@@ -119,7 +114,6 @@ def _regions(problem: ConvProblem, plan: Plan, nworkers: int) -> list[carve.Regi
 def _correlate_apart(
     plan: Plan, source: Tiles, result: Tiles, w: Filter, workers: Workers, *, add: bool
 ) -> None:
-    """Forward and backward data, a block a worker; written or added."""
     kernel = w.values()
 
     def work(worker: int, block: Block) -> None:
@@ -136,7 +130,6 @@ def _correlate_apart(
 def _correlate_together(
     plan: Plan, source: Tiles, result: Tiles, w: Filter, workers: Workers, *, add: bool
 ) -> None:
-    """The same, all workers on one block."""
     kernel = w.values()
     for block in plan.blocks():
         v, m = (t.values(block, kernel.shape[1]) for t in (source, result))
@@ -159,9 +152,9 @@ def _correlate_together(
 def _sum_apart(
     plan: Plan, x: Tiles, dy: Tiles, dw: Filter, _: Any, workers: Workers
 ) -> None:
-    """Sum the gradient of the transformed filter, each of several parts of the tiles.
+    """Sum the transformed filter's gradient over the tiles, one part per worker.
 
-    Which worker takes a part does not matter: it has its own sums and room.
+    The result does not depend on which worker takes a part: sums belong to the part.
     """
 
     def work(_: int, part: int) -> None:
@@ -184,7 +177,7 @@ def _sum_apart(
 def _sum_together(
     plan: Plan, x: Tiles, dy: Tiles, dw: Filter, spare: Any, workers: Workers
 ) -> None:
-    """Sum the gradient of the transformed filter over all tiles, block by block."""
+    """Sum the transformed filter's gradient over all tiles, block by block."""
     sums = dw.values()
     for i, block in enumerate(plan.blocks()):
         v, y = (t.values(block, sums.shape[1]) for t in (x, dy))
@@ -210,7 +203,6 @@ def _sum_together(
 
 
 def _products(plan: Plan, rows: int, workers: Workers) -> list[Product]:
-    """The matrix products of a block, in parts if there are many workers."""
     parts = min(rows, -(-4 * workers.count // plan.values))
     return [
         (value, slice(start, stop))
@@ -220,7 +212,7 @@ def _products(plan: Plan, rows: int, workers: Workers) -> list[Product]:
 
 
 def _product(a: Any, b: Any, out: Any) -> None:
-    """Matrix products, one a group."""
+    """Multiply matrices, one pair per group."""
     if a.shape[-1] == 1:
         np.multiply(a, b, out=out)
     else:

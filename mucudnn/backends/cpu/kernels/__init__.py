@@ -1,10 +1,10 @@
-"""Kernels of a training step in NumPy: one idea a file, one function an operation.
+"""NumPy kernels of a training step: one function per operation.
 
-Arrays are C-contiguous, channels first, float32 or float64 (labels int64); what images
-with channels last are seen as is `ir.channels_last`'s. A kernel writes into its outputs
-and allocates a few tiles of memory, whatever the tensors' size; it divides its work by
-shapes alone, so that its results are the same bits on any number of workers.
-Elementwise kernels and gradients may be given an input's memory as output.
+Arrays are C-contiguous, channels first, float32 or float64 (labels int64); see
+`ir.channels_last` for the view of images with channels last. A kernel writes into its
+outputs and allocates a few tiles of memory, whatever the tensors' size. It divides its
+work by shapes alone, so results are bit-identical on any number of workers. Elementwise
+kernels and gradients may be given an input's memory as output.
 """
 
 from collections.abc import Mapping
@@ -63,15 +63,15 @@ _FILES = (
 KERNELS: Mapping[str, Run] = MappingProxyType(
     {name: run for file in _FILES for name, run in file.OPERATIONS.items()}
 )
-"""Operation -> its kernel, which still has to be given workers."""
+"""Operation name to kernel; kernels still need workers, see `bind`."""
 
 
 def bind(workers: Workers) -> Mapping[str, Kernel]:
-    """The kernels, to run on these workers."""
+    """Return the kernels bound to these workers."""
 
     def bound(run: Run) -> Kernel:
         def call(inputs: Any, outputs: Any, attrs: Any, _: Any) -> None:
-            with np.errstate(all="ignore"):  # infinities in results say enough
+            with np.errstate(all="ignore"):  # infinities show in the results
                 run(KernelCall(workers, inputs, outputs, attrs))
 
         return Kernel(call)

@@ -1,8 +1,8 @@
 """Average pooling and its gradient; over whole images a product with a vector of ones.
 
-What a window's sum is divided by is counted along each axis on its own: elements
-inside the image, or inside it and its padding, but never those that only rounding the
-number of windows up has added.
+The divisor of a window's sum is counted along each axis separately: elements inside the
+image, or inside it and its padding, but never positions that exist only because the
+number of windows was rounded up.
 """
 
 import functools
@@ -20,9 +20,9 @@ __all__ = ["OPERATIONS"]
 
 
 def avg_pool(call: KernelCall) -> None:
-    """The mean of each window."""
+    """Compute the mean of each window."""
     axes = spatial_axes(call.inputs[0].shape, call.outputs[0].shape, call.attrs)
-    if _whole(axes):
+    if _is_global(axes):
         _global_mean(call, call.inputs[0], call.outputs[0])
         return
     x = call.inputs[0].reshape([axis.size for axis in axes])
@@ -40,9 +40,9 @@ def avg_pool(call: KernelCall) -> None:
 
 
 def avg_pool_grad(call: KernelCall) -> None:
-    """Dx: each dy shared out among the elements of its window."""
+    """Compute dx by distributing each dy over the elements of its window."""
     axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
-    if _whole(axes):
+    if _is_global(axes):
         _global_mean_grad(call, call.inputs[0], call.outputs[0])
         return
     dy = call.inputs[0].reshape([axis.out for axis in axes])
@@ -50,7 +50,7 @@ def avg_pool_grad(call: KernelCall) -> None:
     counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
-        gradient = _Behind(windows, dy)
+        gradient = _CoveringWindows(windows, dy)
         share_of = gradient.image[gradient.inside]
         share_of /= _divisors(counts, gradient.source, dy.dtype)
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
@@ -65,7 +65,7 @@ def avg_pool_grad(call: KernelCall) -> None:
     call.share(Windows.of_inputs(axes, dx.itemsize), tile)
 
 
-def _whole(axes: list[Axis]) -> bool:
+def _is_global(axes: list[Axis]) -> bool:
     return all(
         axis.out == 1 and axis.padding == 0 and axis.kernel == axis.size
         for axis in axes[1:]
@@ -94,15 +94,15 @@ def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
     call.share(tiles((len(planes),), rows), tile)
 
 
-class _Behind:
-    """Results of the windows that reach back to a tile: those before it, and its own.
+class _CoveringWindows:
+    """Results of all windows that cover a tile, including those that start before it.
 
-    Zero where there is no window, so that a gradient needs no care at the borders.
+    They are zero where no window exists, so gradients need no special case at borders.
 
     Attributes:
-        image: A copy of the results, an element a window, of `windows.lengths`.
+        image: A copy of the results, one element per window, of `windows.lengths`.
         inside: The part of `image` that has windows.
-        source: The part of `results` that it is a copy of.
+        source: The part of `results` that was copied.
     """
 
     def __init__(self, windows: Windows, results: Any) -> None:
@@ -122,16 +122,13 @@ class _Behind:
         self.image[self.inside] = results[self.source]
 
     def displaced(self, offset: int) -> Any:
-        """For each position, the window whose element at this offset lies there."""
+        """Return, per position, the window whose element at this offset is there."""
         start = self._spare - offset
         return self._flat[start : start + self._size]
 
 
 def _divisors(counts: Sequence[Any], place: tuple[slice, ...], dtype: Any) -> Any:
-    """How many elements some windows count, to divide by; one number if all alike.
-
-    `counts` are those along each axis.
-    """
+    """Return divisors from the counts along each axis; one number if they are equal."""
     along = [of[part] for of, part in zip(counts, place, strict=True)]
     if all((of == of[:1]).all() for of in along):
         return dtype.type(math.prod(int(of[:1].sum()) for of in along))

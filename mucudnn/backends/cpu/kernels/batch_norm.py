@@ -1,8 +1,8 @@
 """Batch normalisation (Ioffe and Szegedy, 2015): each channel by its own statistics.
 
-A worker takes as many channels as stay in its cache with all their samples. The
-variance is a sum of squares about the mean, never a difference of large sums; the
-output holds the deviations meanwhile, so no memory is needed for them.
+A worker takes as many channels as fit its cache with all their samples. The variance is
+a sum of squares about the mean, never a difference of large sums. The output holds the
+deviations in between, so they need no extra memory.
 """
 
 from collections.abc import Callable
@@ -23,28 +23,26 @@ __all__ = [
     "factor_of",
     "finish_gradient",
     "gradient_scales",
-    "move",
     "normalise",
     "normalise_batch",
     "sums_and_dots",
+    "update_running",
 ]
 
 Chunks = list[tuple[slice, ...]]
 
 
 def batch_norm(call: KernelCall) -> None:
-    """Normalise by the statistics of the batch, and move the running ones."""
+    """Normalise by the batch's statistics, and update the running ones."""
     normalise_batch(call, lambda part, chunk: None)
 
 
 def normalise_batch(
     call: KernelCall, finish: Callable[[Any, tuple[slice, ...]], None]
 ) -> None:
-    """As `batch_norm`; each chunk of the result is finished in place, in the cache.
+    """Run `batch_norm`, and finish each chunk of the result in place, in the cache.
 
-    Args:
-        call: Its inputs begin, and its outputs are, as those of batch norm.
-        finish: Called with a part of the result, (n, c, s), and where it is.
+    `finish` is called with a part of the result, (n, c, s), and its slices.
     """
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, running_mean, running_var = call.inputs[1:5]
@@ -70,8 +68,8 @@ def normalise_batch(
             finish(part, chunk)
         if call.attrs["update"]:
             unbiased = squares / max(1, count - 1)
-            move(running_mean[channels], centre, call.attrs["momentum"])
-            move(running_var[channels], unbiased, call.attrs["momentum"])
+            update_running(running_mean[channels], centre, call.attrs["momentum"])
+            update_running(running_var[channels], unbiased, call.attrs["momentum"])
 
     call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
@@ -85,10 +83,7 @@ def batch_norm_eval(call: KernelCall) -> None:
 
 
 def batch_norm_grad(call: KernelCall) -> None:
-    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta.
-
-    x̂ is the normalised input.
-    """
+    """Compute gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
     x, dy, gamma, mean, inv_std = call.inputs
     dx, dgamma, dbeta = call.outputs
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
@@ -102,8 +97,8 @@ def batch_norm_grad(call: KernelCall) -> None:
         dgamma[channels] = dots * inverse
         scales = gradient_scales(gamma[channels], inverse, total, dots, x)
         for chunk in chunks:
-            apart = deviations(x[chunk], centre, call.scratch)
-            finish_gradient(apart, dy[chunk], dx[chunk], *scales)
+            deviation = deviations(x[chunk], centre, call.scratch)
+            finish_gradient(deviation, dy[chunk], dx[chunk], *scales)
 
     call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
@@ -111,7 +106,7 @@ def batch_norm_grad(call: KernelCall) -> None:
 def normalise(
     call: KernelCall, x: Any, y: Any, factor: Any, centre: Any, shift: Any
 ) -> None:
-    """Y = (x - centre) factor + shift, tile by tile; (C, 1) each."""
+    """Compute y = (x - centre) factor + shift, tile by tile; (C, 1) each."""
 
     def tile(part: tuple[slice, ...]) -> None:
         out, channels = y[part], part[1]
@@ -123,14 +118,14 @@ def normalise(
 
 
 def deviations(x: Any, centre: Any, scratch: Scratch) -> Any:
-    """X - centre, in the scratch memory."""
+    """Compute x - centre in the scratch memory."""
     return np.subtract(x, centre, out=scratch.like(x))
 
 
 def sums_and_dots(
     x: Any, dy: Any, centre: Any, chunks: Chunks, scratch: Scratch
 ) -> tuple[Any, Any]:
-    """Sums of dy, and of dy (x - centre), over the chunks of some channels."""
+    """Sum dy, and dy (x - centre), over the chunks of some channels."""
     total: Any = 0.0
     dots: Any = 0.0
     for chunk in chunks:
@@ -140,14 +135,14 @@ def sums_and_dots(
 
 
 def factor_of(gamma: Any, inv_std: Any, x: Any) -> Any:
-    """Of deviations, from what is saved: what runs again has no more than that."""
+    """Return the factor of deviations, from saved statistics so that reruns agree."""
     return column(gamma * inv_std.astype(np.float64), x)
 
 
 def gradient_scales(
     gamma: Any, inverse: Any, total: Any, dots: Any, x: Any
 ) -> tuple[Any, Any, Any]:
-    """What `finish_gradient` takes, from the sums of a whole batch."""
+    """Return the last arguments of `finish_gradient` from a whole batch's sums."""
     count, factor = x.shape[0] * x.shape[2], gamma * inverse
     along = -factor * inverse**2 * dots / count
     return column(factor, x), column(along, x), column(-factor * total / count, x)
@@ -156,7 +151,7 @@ def gradient_scales(
 def finish_gradient(
     deviation: Any, dy: Any, out: Any, scale: Any, along: Any, offset: Any
 ) -> None:
-    """`out = dy scale + deviation along + offset`; overwrites `deviation`."""
+    """Compute `out = dy scale + deviation along + offset`; overwrite `deviation`."""
     deviation *= along
     deviation += offset
     np.multiply(dy, scale, out=out)
@@ -164,12 +159,12 @@ def finish_gradient(
 
 
 def column(values: Any, like: Any) -> Any:
-    """Numbers of channels, to be used beside (n, c, s) in the type of `like`."""
+    """View per-channel numbers as (c, 1) in the type of `like`."""
     return values.astype(like.dtype)[:, None]
 
 
-def move(running: Any, batch: Any, momentum: float) -> None:
-    """Let running statistics follow those of a batch."""
+def update_running(running: Any, batch: Any, momentum: float) -> None:
+    """Update running statistics with those of a batch."""
     running[...] = (1 - momentum) * running.astype(np.float64) + momentum * batch
 
 

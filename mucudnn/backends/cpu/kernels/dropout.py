@@ -1,29 +1,29 @@
 """Dropout with a mask that is a function of seed, step and position.
 
 Philox (Salmon et al., 2011) encrypts a counter: block b of the positions has the key
-(seed, step) and counts from b 2^64, so any thread can make any block, and the gradient
-makes the same mask again instead of keeping it. Each element takes 16 bits, so that
-the probability is p to within 2^-17.
+(seed, step) and counts from b 2^64. Any thread can generate any block, and the gradient
+regenerates the mask instead of saving it. Each element takes 16 bits, so the
+probability is p to within 2^-17.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.elementwise import keep
+from mucudnn.backends.cpu.kernels.elementwise import apply_mask
 from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 
 __all__ = ["OPERATIONS"]
 
-_BLOCK = 65536  # positions; part of the definition of a mask
+_BLOCK = 65536  # positions per Philox key and counter; defines the mask
 _WORD = 1 << 64
 
 
 def dropout(call: KernelCall) -> None:
-    """Y = x / (1 - p) or, with probability p, 0.
+    """Compute y = x / (1 - p) or, with probability p, 0.
 
-    Rows of a tensor begin at a position `offset` of it. Those of its images are `run`
-    elements each, which begin `apart` positions behind each other.
+    A row slice of a tensor begins at position `offset` of the tensor. Slices of images
+    are runs of `run` elements, whose starts are `apart` positions distant.
     """
     run = max(1, call.attrs.get("run", call.inputs[0].size))
     x, y = (v.reshape(-1, run) for v in (call.inputs[0], call.outputs[0]))
@@ -47,7 +47,7 @@ def dropout(call: KernelCall) -> None:
         for row, start, stop in parts:
             here = row * apart - first
             out = y[row, start:stop]
-            keep(
+            apply_mask(
                 mask[here + start : here + stop], x[row, start:stop], out, call.scratch
             )
             out *= 1 / (1 - p)
@@ -56,9 +56,9 @@ def dropout(call: KernelCall) -> None:
 
 
 def _mask(key: int, block: int, count: int, p: float) -> Any:
-    """True for what stays of the first positions of a block."""
+    """Return a mask, True for kept elements, of a block's first positions."""
     source = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
-    # Unlike `random_raw`, this lets other threads run.
+    # Unlike `random_raw`, this releases the interpreter lock.
     words = source.integers(0, _WORD - 1, -(-count // 4), np.uint64, endpoint=True)
     halves = words.astype("<u8", copy=False).view("<u2")[:count]
     threshold = min(round(p * 65536), 65535)

@@ -1,7 +1,7 @@
-"""Activations, sums and products: one element at a time, any of them in place.
+"""Activations, sums and products of elements; all may run in place.
 
-Masks come from comparisons and are spread over the bits of the floats, because a
-masked NumPy operation takes a branch an element.
+Masks are comparisons, sign-extended over the bits of the floats, because a masked NumPy
+operation takes a branch per element.
 """
 
 import functools
@@ -20,58 +20,58 @@ from mucudnn.backends.cpu.kernels.tiles import (
 )
 from mucudnn.backends.cpu.scratch import Scratch
 
-__all__ = ["OPERATIONS", "keep", "rectify"]
+__all__ = ["OPERATIONS", "apply_mask", "rectify"]
 
 _MANY = BLOCK_BYTES // 4  # many passes over several temporaries
 
 _FLOOR = {"float32": -87.0, "float64": -708.0}
-"""Where a sigmoid is about to leave the normal numbers, and exp(-x) the finite."""
+"""Least inputs for which sigmoid is a normal number and exp(-x) is finite."""
 
 
 def rectify(values: Any, out: Any) -> None:
-    """`out = max(values, 0)`, without negative zeros; NaN stays.
-
-    `np.clip` has vector code for the comparison with a scalar, `np.maximum` none.
-    """
+    """Compute `out = max(values, 0)` without negative zeros; NaN stays."""
+    # `np.clip` has vector code for the comparison with a scalar, `np.maximum` none.
     np.clip(values, 0, np.inf, out=out)
 
 
-def keep(mask: Any, values: Any, out: Any, scratch: Scratch) -> None:
-    """`out = values` where the mask holds, and +0 elsewhere, even for infinities.
+def apply_mask(mask: Any, values: Any, out: Any, scratch: Scratch) -> None:
+    """Compute `out = values` where the mask holds, and +0 elsewhere.
+
+    The zeros are exact even if the values are infinite.
 
     Args:
         mask: Booleans; overwritten.
         values: Floats of the same shape.
         out: May be `values`.
-        scratch: For the mask in the width of the floats.
+        scratch: Memory for the mask in the width of the floats.
     """
     ones = mask.view(np.int8)
-    np.negative(ones, out=ones)  # all bits of a byte
+    np.negative(ones, out=ones)  # 0 or -1: all bits of a byte
     bits = f"i{values.itemsize}"
     wide = scratch.like(values).view(bits)
-    np.copyto(wide, ones)  # its sign fills the word
+    np.copyto(wide, ones)  # sign extension fills the word
     np.bitwise_and(values.view(bits), wide, out=out.view(bits))
 
 
 def add_relu(attrs: Attrs, a: Any, b: Any, y: Any) -> None:
-    """max(a + b, 0); NaN stays."""
+    """Compute max(a + b, 0); NaN stays."""
     np.add(a, b, out=y)
     rectify(y, y)
 
 
 def relu_grad(call: KernelCall) -> None:
-    """Dy where y is not 0."""
+    """Compute dy where y is not 0."""
 
     def block(y: Any, dy: Any, dx: Any) -> None:
-        keep(np.not_equal(y, 0), dy, dx, call.scratch)
+        apply_mask(np.not_equal(y, 0), dy, dx, call.scratch)
 
     call.flat_blocks([*call.inputs, *call.outputs], block)
 
 
 def leaky_relu(attrs: Attrs, x: Any, y: Any) -> None:
-    """X, or slope times it where negative."""
+    """Compute x, or slope x where x is negative."""
     slope = attrs["slope"]
-    # |x| and x span both halves: y = a x + b |x|.
+    # Without a branch: y = a x + b |x|.
     size = np.abs(x)
     size *= (1 - slope) / 2
     np.multiply(x, (1 + slope) / 2, out=y)
@@ -79,7 +79,7 @@ def leaky_relu(attrs: Attrs, x: Any, y: Any) -> None:
 
 
 def leaky_relu_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
-    """Dy, or slope times it where y is not positive (slope > 0: x neither)."""
+    """Compute dy, or slope dy where y is not positive (slope > 0: nor is x)."""
     factor = np.greater(y, 0).astype(dy.dtype)
     factor *= 1 - attrs["slope"]
     factor += attrs["slope"]
@@ -87,7 +87,7 @@ def leaky_relu_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
 
 
 def gelu_grad(attrs: Attrs, x: Any, dy: Any, dx: Any) -> None:
-    """Dy times (cdf(x) + x density(x))."""
+    """Compute dy (cdf(x) + x density(x))."""
     slope = normal_density(x)
     slope *= x
     slope += normal_cdf(x)
@@ -95,7 +95,7 @@ def gelu_grad(attrs: Attrs, x: Any, dy: Any, dx: Any) -> None:
 
 
 def sigmoid(attrs: Attrs, x: Any, y: Any) -> None:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x))."""
     np.maximum(x, _FLOOR[x.dtype.name], out=y)
     np.negative(y, out=y)
     np.exp(y, out=y)
@@ -104,21 +104,21 @@ def sigmoid(attrs: Attrs, x: Any, y: Any) -> None:
 
 
 def sigmoid_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
-    """Dy y (1 - y)."""
+    """Compute dy y (1 - y)."""
     slope = np.subtract(1, y)
     slope *= y
     np.multiply(dy, slope, out=dx)
 
 
 def tanh_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
-    """Dy (1 - y²)."""
+    """Compute dy (1 - y²)."""
     slope = np.square(y)
     np.subtract(1, slope, out=slope)
     np.multiply(dy, slope, out=dx)
 
 
 def _each(formula: Callable[..., object], nbytes: int = BLOCK_BYTES) -> Run:
-    """The kernel of a formula of (attributes, parts of inputs …, of the output)."""
+    """Make a kernel of a formula (attributes, tiles of inputs …, output tile)."""
 
     def run(call: KernelCall) -> None:
         block = functools.partial(formula, call.attrs)

@@ -1,7 +1,7 @@
 """The error function on arrays, which NumPy lacks.
 
 `erfc(x) exp(x²)` falls smoothly from 1 to 0. In s = (2 - x) / (2 + x) one polynomial
-follows it over all x that matter; it is fitted once, at Chebyshev's points, to values
+approximates it for all relevant x. It is fitted once, at Chebyshev's points, to values
 from `math.erfc` and, where that product would lose digits, from the continued fraction
 (Abramowitz and Stegun, 7.1.14).
 """
@@ -15,15 +15,14 @@ from numpy.polynomial import chebyshev
 
 __all__ = ["erf", "normal_cdf", "normal_density"]
 
-_FARTHEST = 6.2
-"""Beyond it 1 - erf(x) is below half a unit in the last place of a float64."""
+_FARTHEST = 6.2  # beyond, 1 - erf(x) is below half a unit in the last place of float64
 
 _LOWEST = (2 - _FARTHEST) / (2 + _FARTHEST)
 _DEGREE = {"float32": 8, "float64": 26}
 
 
 def erf(x: Any) -> Any:
-    """The error function, within 1e-15 (float64) or 5e-7 (float32), absolutely."""
+    """Compute the error function, within 1e-15 (float64) or 5e-7 (float32)."""
     magnitude = np.abs(x)
     tail = _erfc(magnitude)
     np.subtract(1, tail, out=tail)
@@ -31,7 +30,7 @@ def erf(x: Any) -> Any:
 
 
 def normal_cdf(x: Any) -> Any:
-    """The probability that a standard normal variable is below x."""
+    """Compute the probability that a standard normal variable is below x."""
     values = erf(x * math.sqrt(0.5))
     values += 1
     values *= 0.5
@@ -39,7 +38,7 @@ def normal_cdf(x: Any) -> Any:
 
 
 def normal_density(x: Any) -> Any:
-    """exp(-x²/2) / sqrt(2 pi)."""
+    """Compute exp(-x²/2) / sqrt(2 pi)."""
     values = np.square(x)
     values *= -0.5
     np.exp(values, out=values)
@@ -48,7 +47,7 @@ def normal_density(x: Any) -> Any:
 
 
 def _erfc(x: Any) -> Any:
-    """The complementary error function of x >= 0, which is overwritten."""
+    """Compute the complementary error function of x >= 0; overwrite x."""
     np.minimum(x, _FARTHEST, out=x)
     u = np.add(x, 2)
     np.divide(4, u, out=u)
@@ -70,8 +69,8 @@ def _erfc(x: Any) -> Any:
 
 @functools.lru_cache
 def _coefficients(degree: int) -> tuple[float, ...]:
-    """The polynomial in u, from -1 (x farthest) to 1 (x = 0); highest power first."""
-    # By cosines of the angles: Chebyshev's recurrence would lose two digits.
+    """Return the polynomial in u, highest power first; u = 1 is x = 0."""
+    # Cosines of the angles: Chebyshev's recurrence would lose two digits.
     angles = (np.arange(degree + 1) + 0.5) * (math.pi / (degree + 1))
     points = _LOWEST + (np.cos(angles) + 1) * (1 - _LOWEST) / 2
     values = np.array([_scaled_erfc(2 * (1 - s) / (1 + s)) for s in points])
@@ -82,7 +81,6 @@ def _coefficients(degree: int) -> tuple[float, ...]:
 
 
 def _scaled_erfc(x: float) -> float:
-    """erfc(x) exp(x²)."""
     if x < 1.5:
         return math.erfc(x) * math.exp(x * x)
     fraction = x

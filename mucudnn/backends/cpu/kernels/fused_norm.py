@@ -1,8 +1,8 @@
-"""Batch normalisation with a sum and a ReLU behind it, in the tiles of the first.
+"""Batch normalisation followed by an optional sum and a ReLU, in the same tiles.
 
-What `batch_norm` leaves in a worker's cache is finished there. Without a sum gradients
-are masked where they are first read, and the mask is told from the input by the formula
-of the forward pass, rounding by rounding, so that its result is not read at all.
+Tiles are finished while they are in a worker's cache. Without a sum, gradients are
+masked when they are first read. The mask is recomputed from the input by the formula of
+the forward pass, rounding by rounding, so the result is not read at all.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from mucudnn.backends.cpu.kernels.batch_norm import (
     gradient_scales,
     normalise_batch,
 )
-from mucudnn.backends.cpu.kernels.elementwise import keep, rectify
+from mucudnn.backends.cpu.kernels.elementwise import apply_mask, rectify
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
 
@@ -27,7 +27,7 @@ __all__ = ["OPERATIONS"]
 
 
 def batch_norm_relu(call: KernelCall) -> None:
-    """max(normalised + term, 0), if there is a term; moves the running statistics."""
+    """Compute max(normalised [+ term], 0); update the running statistics."""
     terms = call.inputs[5:]
     term = as_ncs(terms[0]) if terms else None
 
@@ -40,7 +40,7 @@ def batch_norm_relu(call: KernelCall) -> None:
 
 
 def batch_norm_relu_grad(call: KernelCall) -> None:
-    """As `batch_norm_grad` of the gradient where the ReLU's input is positive."""
+    """Run `batch_norm_grad` on dy masked to positive inputs of the ReLU."""
     x, dy, gamma, beta, mean, inv_std = call.inputs
     dx, dgamma, dbeta = call.outputs
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
@@ -54,41 +54,39 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
         for chunk in chunks:
             part, masked = deviations(x[chunk], centre, call.scratch), dx[chunk]
             part *= factor
-            _pass(part, threshold, dy[chunk], masked)
+            _mask_above(part, threshold, dy[chunk], masked)
             total = total + row_sums(masked)
-            apart = deviations(x[chunk], centre, call.scratch)
-            dots = dots + row_dots(apart, masked)
+            deviation = deviations(x[chunk], centre, call.scratch)
+            dots = dots + row_dots(deviation, masked)
         inverse = inv_std[channels].astype(np.float64)
         dbeta[channels], dgamma[channels] = total, dots * inverse
         scales = gradient_scales(gamma[channels], inverse, total, dots, x)
         for chunk in chunks:
-            apart = deviations(x[chunk], centre, call.scratch)
-            finish_gradient(apart, dx[chunk], dx[chunk], *scales)
+            deviation = deviations(x[chunk], centre, call.scratch)
+            finish_gradient(deviation, dx[chunk], dx[chunk], *scales)
 
     call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
-    """The gradient where the result is not 0, which is the term's, and the others.
-
-    Masks are made of dense memory, whose rows are longer than a channel's.
-    """
+    """Compute the term's gradient, dy where y is not 0, and the others."""
     x, dy, y, *parameters = call.inputs
     dterm, *others = call.outputs
 
     def mask(y: Any, dy: Any, out: Any) -> None:
-        keep(np.not_equal(y, 0), dy, out, call.scratch)
+        apply_mask(np.not_equal(y, 0), dy, out, call.scratch)
 
+    # Flat, as masks are slow on rows as short as a channel's.
     call.flat_blocks([y, dy, dterm], mask, LARGE_BYTES)
     batch_norm_grad(replace(call, inputs=[x, dterm, *parameters], outputs=others))
 
 
-def _pass(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
-    """`out = dy` where `scaled` is above the threshold, else 0; overwrites `scaled`.
+def _mask_above(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
+    """Compute `out = dy` where `scaled` exceeds the threshold, else 0.
 
-    A difference of floats has the sign of the exact one, and where they are equal it is
-    +0, as no threshold is -0: its sign is spread over the word. What is NaN may pass or
-    not: its channel's gradient is NaN.
+    Overwrites `scaled`. The floating-point difference has the sign of the exact one,
+    and is +0 for equal numbers, as no threshold is -0. Its sign bit is spread over the
+    word. NaN may or may not pass: its channel's gradient is NaN anyway.
     """
     kind = f"i{scaled.itemsize}"
     np.subtract(threshold, scaled, out=scaled)

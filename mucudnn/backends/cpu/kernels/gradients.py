@@ -1,4 +1,4 @@
-"""What happens to gradients before the updates: totals, overflows, the loss's scale."""
+"""Kernels on gradients before the update: sums, overflow detection, loss scaling."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["OPERATIONS"]
 
 
 def accumulate(call: KernelCall) -> None:
-    """Total += factor part."""
+    """Compute total += factor part."""
     factor = call.attrs["factor"]
 
     def block(total: Any, part: Any) -> None:
@@ -20,7 +20,7 @@ def accumulate(call: KernelCall) -> None:
 
 
 def find_overflow(call: KernelCall) -> None:
-    """Counts[0] = 1 where a gradient is infinite or no number."""
+    """Set counts[0] = 1 if a gradient is infinite or NaN."""
     gradient, counts = call.inputs
 
     def block(part: Any) -> None:
@@ -31,7 +31,7 @@ def find_overflow(call: KernelCall) -> None:
 
 
 def adjust_loss_scale(call: KernelCall) -> None:
-    """The scale of the next step, within its limits, and the counts."""
+    """Update the loss scale for the next step, within its limits, and the counts."""
     (scale, counts), attrs = call.inputs, call.attrs
     overflowed, good, skipped = counts.tolist()
     if overflowed:

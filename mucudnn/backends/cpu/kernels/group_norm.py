@@ -1,8 +1,8 @@
 """Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
 
-All arrays are seen as (N, groups, channels of a group, S), with channels last as with
-channels first. Gamma has a value a channel or one an element; with the last axis of
-size 1 or S both broadcast alike.
+All arrays are viewed as (N, groups, channels of a group, S), in either layout. Gamma
+has one value per channel or per element; both broadcast with a last axis of size 1 or
+S.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _LIMIT = BLOCK_BYTES
-_SAMPLES = 64  # gradients of gamma are added up in single precision over so many
+_SAMPLES = 64  # most samples summed in single precision for gradients of gamma
 
 Part = tuple[slice, ...]
 
@@ -51,16 +51,16 @@ class Grouped:
 
     @classmethod
     def of(cls, x: Any, attrs: Attrs) -> "Grouped":
-        """How an operation's input is divided."""
-        told = bool(attrs.get("channels_last"))
-        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if told else x).shape
+        """Return the grouping of an operation's input."""
+        channels_last = bool(attrs.get("channels_last"))
+        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if channels_last else x).shape
         groups = attrs["groups"]
         shape = (N, groups, C // groups, S)
         last = S if attrs["per_element"] else 1
-        return cls(shape, (1, groups, C // groups, last), told)
+        return cls(shape, (1, groups, C // groups, last), channels_last)
 
     def view(self, array: Any) -> Any:
-        """An array seen so: the same memory."""
+        """View an array in the grouped shape."""
         if not self.last:
             return array.reshape(self.shape)
         N, groups, channels, S = self.shape
@@ -72,17 +72,17 @@ class Grouped:
         return self.shape[2] * self.shape[3]
 
     def groups(self, itemsize: int) -> list[tuple[slice, slice]]:
-        """Parts of (N, groups) for a worker."""
+        """Return the parts of (N, groups) that workers take."""
         limit = max(1, _LIMIT // itemsize // self.count)
         return [(n, g) for n, g in tiles(self.shape[:2], limit)]
 
     def chunks(self, part: tuple[slice, slice], itemsize: int) -> Iterator[Part]:
-        """A part in pieces of the size of a tile."""
+        """Yield the tiles of a part."""
         for inner in tiles(self.shape[2:], _LIMIT // itemsize):
             yield (*part, *inner)
 
     def affine_part(self, part: Part) -> Part:
-        """The part of gamma that goes with a part of x."""
+        """Return the part of gamma that belongs to a part of x."""
         _, g, c, s = part
         return (slice(None), g, c, s if self.affine[3] > 1 else slice(None))
 
@@ -116,7 +116,7 @@ def group_norm(call: KernelCall) -> None:
 
 
 def group_norm_grad(call: KernelCall) -> None:
-    """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
+    """Compute dgamma and dbeta, then dx, which may overwrite dy."""
     grouped = Grouped.of(call.inputs[0], call.attrs)
     x, dy = (grouped.view(v) for v in call.inputs[:2])
     gamma = call.inputs[2].reshape(grouped.affine)
@@ -143,7 +143,7 @@ def group_norm_grad(call: KernelCall) -> None:
 def weighted_sums(
     grouped: Grouped, x: Any, dy: Any, gamma: Any, mean: Any, part: tuple[slice, slice]
 ) -> tuple[Any, Any]:
-    """Sums of dy gamma, and of its products with x - mean, of groups; in float64."""
+    """Sum dy gamma, and dy gamma (x - mean), per group, in float64."""
     total: Any = 0.0
     dots: Any = 0.0
     for c in grouped.chunks(part, x.itemsize):
@@ -156,7 +156,7 @@ def weighted_sums(
 def input_grad(
     x: Any, dy: Any, gamma: Any, numbers: tuple[Any, Any, Any, Any], out: Any
 ) -> None:
-    """Dx of a tile, by (mean, inv_std, along, offset) of its groups."""
+    """Compute dx of a tile from (mean, inv_std, along, offset) of its groups."""
     centre, inverse, along, offset = numbers
     deviation = x - centre
     deviation *= along
@@ -167,13 +167,9 @@ def input_grad(
 
 
 def affine_grads(
-    call: KernelCall,
-    grouped: Grouped,
-    arrays: tuple[Any, ...],
-    dgamma: Any,
-    dbeta: Any,
+    call: KernelCall, grouped: Grouped, arrays: tuple[Any, ...], dgamma: Any, dbeta: Any
 ) -> None:
-    """Sums over samples (and pixels, unless gamma has its own for each) of dy x̂, dy."""
+    """Sum dy x̂ and dy over samples, and over pixels unless gamma is per element."""
     x, dy, mean, inv_std = arrays
     samples = grouped.shape[0]
     per_element = grouped.affine[3] == grouped.shape[3]
@@ -203,7 +199,7 @@ def affine_grads(
 
 
 def _affine_parts(grouped: Grouped, itemsize: int) -> list[Part]:
-    """Parts of (groups, channels, S); pixels stay together if gamma is theirs all."""
+    """Split (groups, channels, S); pixels that share gamma stay together."""
     _, groups, channels, S = grouped.shape
     elements = _LIMIT // itemsize
     if grouped.affine[3] == S:
@@ -218,7 +214,7 @@ def _pixel_sums(part: Any) -> Any:
 
 
 def _row_sums(part: Any) -> Any:
-    """(n, groups) in float64."""
+    """Return the sums of (n, groups) in float64."""
     if part.shape[3] > 1:
         return np.add.reduce(_pixel_sums(part), axis=2, dtype=np.float64)
     ones = np.ones(part.shape[2], part.dtype)
@@ -226,7 +222,6 @@ def _row_sums(part: Any) -> Any:
 
 
 def _row_dots(a: Any, b: Any) -> Any:
-    """(n, groups) in float64."""
     if a.shape[3] > 1:
         return np.add.reduce(np.vecdot(a, b), axis=2, dtype=np.float64)
     return np.vecdot(a[..., 0], b[..., 0]).astype(np.float64)

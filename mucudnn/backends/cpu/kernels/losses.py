@@ -1,7 +1,7 @@
 """Losses with their gradients, and accuracy.
 
-Each tile leaves its part of the sum in a list; the parts are added in order, in double
-precision, so that the loss does not depend on which worker was first.
+Each tile leaves its part of the sum in a list. The parts are added in order, in double
+precision, so that the loss does not depend on the scheduling of workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from mucudnn.backends.cpu.kernels.tiles import (
 
 __all__ = ["OPERATIONS"]
 
-_PIECES = 8  # a batch of logits alone is small, but worth two workers
+_PIECES = 8  # least tiles: even a small batch of logits is worth two workers
 
 
 def softmax_cross_entropy(call: KernelCall) -> None:
-    """(mean of -log p[label], log p).
+    """Compute (mean of -log p[label], log p).
 
-    The mean of some rows is over `count` labels, those of the whole batch.
+    If the rows are a slice, the mean is over `count` labels, those of the whole batch.
 
     Raises:
         ValueError: A label is not a class.
@@ -50,7 +50,7 @@ def softmax_cross_entropy(call: KernelCall) -> None:
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
-    """(p - [1 at the label]) dloss / number of labels, from log p."""
+    """Compute (p - [1 at the label]) dloss / number of labels, from log p."""
     logs, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     labels = _pixel_labels(call.inputs[1], logs)
     factor = float(call.inputs[2]) / call.attrs.get("count", labels.size)
@@ -71,7 +71,7 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
 
 
 def mean_squared_error(call: KernelCall) -> None:
-    """The mean of (prediction - target)²."""
+    """Compute the mean of (prediction - target)²."""
     a, b = (v.reshape(-1) for v in call.inputs)
 
     def tile(part: tuple[slice]) -> float:
@@ -83,7 +83,7 @@ def mean_squared_error(call: KernelCall) -> None:
 
 
 def mean_squared_error_grad(call: KernelCall) -> None:
-    """2 (prediction - target) dloss / number of elements."""
+    """Compute 2 (prediction - target) dloss / number of elements."""
     a, b = (v.reshape(-1) for v in call.inputs[:2])
     out = call.outputs[0].reshape(-1)
     factor = 2 * float(call.inputs[2]) / call.attrs.get("count", a.size)
@@ -96,9 +96,9 @@ def mean_squared_error_grad(call: KernelCall) -> None:
 
 
 def accuracy(call: KernelCall) -> None:
-    """How many labels have fewer than k logits above their own.
+    """Count the labels that have fewer than k logits above their own.
 
-    A third input is a count so far, whose memory the result has.
+    A third input is a previous count, whose memory the result shares.
 
     Raises:
         ValueError: A label is not a class.
@@ -113,7 +113,7 @@ def accuracy(call: KernelCall) -> None:
         chosen = _checked(labels[n, s], x.shape[1])
         own = np.take_along_axis(logits, chosen[:, None], axis=1)
         above = np.count_nonzero(np.greater(logits, own), axis=1)
-        # A NaN is above nothing, but no right answer either.
+        # No logit exceeds a NaN, but a NaN is not a correct answer.
         hit = np.logical_and(above < call.attrs["k"], own[:, 0] == own[:, 0])
         return float(np.count_nonzero(hit))
 

@@ -31,7 +31,7 @@ def lrn(call: KernelCall) -> None:
 
 
 def lrn_grad(call: KernelCall) -> None:
-    """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
+    """Compute dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
     x, y, dy = (as_ncs(v) for v in call.inputs)
     dx = as_ncs(call.outputs[0])
     size = call.attrs["size"]
@@ -73,10 +73,7 @@ def _base(x: Any, attrs: Attrs) -> Any:
 
 
 def _neighbour_sums(values: Any, before: int, after: int) -> Any:
-    """Sums of channels [c - before, c + after]; channels on the first axis.
-
-    By doubling: sums of 2, 4, 8 … channels from sums of half as many.
-    """
+    """Return sums of channels [c - before, c + after], by doubling; axis 0."""
     C = len(values)
     size = before + after + 1
     padded = np.zeros((C + size - 1, *values.shape[1:]), values.dtype)
@@ -96,7 +93,7 @@ def _neighbour_sums(values: Any, before: int, after: int) -> Any:
 
 
 def _power(base: Any, attrs: Attrs) -> Any:
-    """base^beta; square roots where they will do. May overwrite `base`."""
+    """Compute base^beta, by square roots where possible; may overwrite `base`."""
     beta = attrs["beta"]
     if beta == 0.75:
         root = np.sqrt(base)

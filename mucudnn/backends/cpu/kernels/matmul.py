@@ -1,4 +1,4 @@
-"""Products of two matrices, in panels of fixed width with a BLAS of one thread each."""
+"""Matrix products, in panels of fixed width with a single-threaded BLAS each."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 
 __all__ = ["OPERATIONS"]
 
-_PANELS = 16  # enough for a few workers to finish together
-_NARROWEST = 64  # columns: below, BLAS packs more than it multiplies
+_PANELS = 16  # at most; enough to balance a few workers
+_NARROWEST = 64  # columns; below, BLAS spends its time packing
 
 
 def matmul(call: KernelCall) -> None:
-    """Y = a b, either transposed first if asked."""
+    """Compute y = a b, with optional transpositions."""
     a, b = call.inputs
     a = a.T if call.attrs["transpose_a"] else a
     b = b.T if call.attrs["transpose_b"] else b

@@ -2,8 +2,8 @@
 
 The maximum is taken along one axis after the other. Its position is the number of
 elements before the first equal one: comparisons and additions of single bytes. The
-gradient is one indexed addition an output; planes are divided among workers, so that
-no two add to the same place.
+gradient is one indexed addition per output. Workers take separate planes, so that no
+two add to the same position.
 """
 
 import functools
@@ -18,15 +18,15 @@ from mucudnn.backends.cpu.scratch import Scratch
 
 __all__ = ["OPERATIONS"]
 
-_INDEXED = 32768  # outputs whose targets are computed at a time, 16 bytes each
+_INDEXED = 32768  # outputs whose positions are computed at a time, 16 bytes each
 
 Images = dict[tuple[int, ...], Any]
 
 
 def max_pool(call: KernelCall) -> None:
-    """(y, index): the maximum, and which of the window's elements it is.
+    """Compute (y, index): the maximum, and its element number in the window.
 
-    Of equal maxima the first counts; if one is NaN, so is the maximum.
+    The first of equal maxima counts; if an element is NaN, so is the maximum.
     """
     axes = spatial_axes(call.inputs[0].shape, call.outputs[0].shape, call.attrs)
     x = call.inputs[0].reshape([axis.size for axis in axes])
@@ -48,8 +48,8 @@ def max_pool(call: KernelCall) -> None:
 
 
 def _first_equal(windows: Windows, images: Images, best: Any, scratch: Scratch) -> Any:
-    """How many elements of each window come before its maximum."""
-    *taps, _ = windows.taps()  # if it is none of the others, it is the last
+    """Count the elements of each window before its maximum."""
+    *taps, _ = windows.taps()  # if no other element is equal, the last one is
     before, searching = (scratch.take(windows.size, np.uint8) for _ in range(2))
     before[...], searching[...] = 0, 1
     differs = scratch.take(windows.size, bool)
@@ -73,7 +73,7 @@ def _search_inside(
 
 
 def max_pool_grad(call: KernelCall) -> None:
-    """Dx: each dy added at its maximum's place, in the order of the windows."""
+    """Add each dy to dx at its maximum's position, in the order of the windows."""
     axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
     planes, *spatial = axes
     pixels = math.prod(axis.size for axis in spatial)
@@ -82,7 +82,7 @@ def max_pool_grad(call: KernelCall) -> None:
     steps = _steps(spatial)
     parts = tiles(dy.shape[1:], _INDEXED)
     together = max(1, _INDEXED // math.prod(dy.shape[1:]))
-    alike = len(parts) == 1  # then blocks are, and the last is like the first planes
+    alike = len(parts) == 1  # then corners are equal for all blocks of planes
     corners = _corners(spatial, parts[0], together, pixels) if alike else None
 
     def block(part: tuple[slice, ...]) -> None:
@@ -114,7 +114,7 @@ def _pitches(axes: list[Axis]) -> list[int]:
 
 
 def _steps(axes: list[Axis]) -> Any:
-    """Flat distance of each element of a window from its first."""
+    """Return the flat distance of each element of a window from its first."""
     along = (
         np.arange(axis.kernel) * pitch
         for axis, pitch in zip(axes, _pitches(axes), strict=True)
@@ -125,7 +125,7 @@ def _steps(axes: list[Axis]) -> Any:
 def _corners(
     axes: list[Axis], part: tuple[slice, ...], planes: int, pixels: int
 ) -> Any:
-    """Flat places of windows' first elements, in the padding perhaps."""
+    """Return the flat positions of windows' first elements, maybe in the padding."""
     along = [np.arange(planes) * pixels]
     for axis, pitch, s in zip(axes, _pitches(axes), part, strict=True):
         first = np.arange(s.start, s.stop) * axis.stride - axis.padding

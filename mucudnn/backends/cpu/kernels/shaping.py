@@ -1,4 +1,4 @@
-"""Copies: whole tensors, parts of them, and constants; in tiles, by all threads."""
+"""Copies of whole tensors and of parts, and constants; in tiles, on all threads."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Batch normalisation of slices of a batch, in the pieces that it falls into.
+"""Batch normalisation of batch slices, split into per-slice and merging operations.
 
 A slice's statistics are its count, its mean and its sum of squares about the mean, in
-double precision. Chunks that fit a cache have theirs, too, and are merged as slices
-are: the tensor is read once.
+double precision. Chunks that fit a cache have statistics too, which are merged like
+those of slices: the tensor is read once.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from mucudnn.backends.cpu.kernels.batch_norm import (
     deviations,
     factor_of,
     finish_gradient,
-    move,
     normalise,
     sums_and_dots,
+    update_running,
 )
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
@@ -29,12 +29,12 @@ Moments = tuple[Any, Any, Any]
 
 
 def batch_norm_sums(call: KernelCall) -> None:
-    """(count, mean, sum of squares about it) of each channel, (3, C)."""
+    """Compute (count, mean, sum of squares about it) of each channel, (3, C)."""
     moments(call, as_ncs(call.inputs[0]), call.outputs[0])
 
 
 def moments(call: KernelCall, x: Any, stats: Any) -> None:
-    """Count, mean and squares about it of the channels of (N, C, S)."""
+    """Write count, mean and sum of squares about it of the channels of (N, C, S)."""
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
@@ -44,8 +44,10 @@ def moments(call: KernelCall, x: Any, stats: Any) -> None:
             count = float(part.shape[0] * part.shape[2])
             centre = row_sums(part) / count
             near = centre.astype(x.dtype)
-            apart = deviations(part, near[:, None], call.scratch)
-            squares = row_dots(apart, apart) - count * (centre - near) ** 2
+            deviation = deviations(part, near[:, None], call.scratch)
+            # Corrects for the rounding of the mean to the tensor's type.
+            correction = count * (centre - near) ** 2
+            squares = row_dots(deviation, deviation) - correction
             found = merged_moments(found, (count, centre, squares))
         for row, values in enumerate(found):
             stats[row, channels] = values
@@ -54,7 +56,7 @@ def moments(call: KernelCall, x: Any, stats: Any) -> None:
 
 
 def batch_norm_merge(call: KernelCall) -> None:
-    """Mean and 1 / standard deviation of the batch; moves the running statistics."""
+    """Compute the batch's mean and inv_std; update the running statistics."""
     *slices, running_mean, running_var = call.inputs
     mean, inv_std = call.outputs
     count, centre, squares = all_moments(slices)
@@ -62,8 +64,8 @@ def batch_norm_merge(call: KernelCall) -> None:
     inv_std[...] = 1 / np.sqrt(squares / count + call.attrs["eps"])
     if call.attrs["update"]:
         unbiased = squares / np.maximum(1, count - 1)
-        move(running_mean, centre, call.attrs["momentum"])
-        move(running_var, unbiased, call.attrs["momentum"])
+        update_running(running_mean, centre, call.attrs["momentum"])
+        update_running(running_var, unbiased, call.attrs["momentum"])
 
 
 def batch_norm_apply(call: KernelCall) -> None:
@@ -75,7 +77,7 @@ def batch_norm_apply(call: KernelCall) -> None:
 
 
 def batch_norm_grad_sums(call: KernelCall) -> None:
-    """A slice's share of dgamma and of dbeta."""
+    """Compute a slice's share of dgamma and of dbeta."""
     x, dy, mean, inv_std = call.inputs
     x, dy = as_ncs(x), as_ncs(dy)
     dgamma, dbeta = call.outputs
@@ -90,7 +92,7 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
 
 def batch_norm_grad_apply(call: KernelCall) -> None:
-    """Dx of a slice = gamma inv_std (dy - dbeta / count - x̂ dgamma / count)."""
+    """Compute a slice's gamma inv_std (dy - (dbeta + x̂ dgamma) / count)."""
     x, dy, gamma, mean, inv_std, dgamma, dbeta = call.inputs
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(call.outputs[0])
     inverse = inv_std.astype(np.float64)
@@ -102,33 +104,28 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     def tile(part: tuple[slice, ...]) -> None:
         out, channels = dx[part], part[1]
         scales = factor[channels], along[channels], offset[channels]
-        apart = deviations(x[part], centre[channels], call.scratch)
-        finish_gradient(apart, dy[part], out, *scales)
+        deviation = deviations(x[part], centre[channels], call.scratch)
+        finish_gradient(deviation, dy[part], out, *scales)
 
     call.tiles_of(x, tile, LARGE_BYTES)
 
 
 def all_moments(slices: Sequence[Any]) -> Moments:
-    """Of slices together."""
+    """Merge the moments of slices."""
     found: Moments = (0.0, 0.0, 0.0)
     for stats in slices:
         found = merged_moments(found, tuple(stats))
     count, centre, squares = found
-    # A kernel may be timed on numbers that are no statistics.
+    # A kernel may be timed on random numbers that are no valid statistics.
     return np.maximum(count, 1), centre, np.maximum(squares, 0)
 
 
 def merged_moments(one: Moments, other: Moments) -> Moments:
-    """Of two sets of numbers together (Chan, Golub and LeVeque, 1983).
-
-    Args:
-        one: Their count, mean and sum of squares about it, each (C,).
-        other: Those of the others.
-    """
+    """Merge two (count, mean, squares about it) (Chan, Golub and LeVeque, 1983)."""
     count = one[0] + other[0]
-    apart = other[1] - one[1]
-    mean = one[1] + apart * (other[0] / count)
-    return count, mean, one[2] + other[2] + apart**2 * (one[0] * other[0] / count)
+    gap = other[1] - one[1]
+    mean = one[1] + gap * (other[0] / count)
+    return count, mean, one[2] + other[2] + gap**2 * (one[0] * other[0] / count)
 
 
 OPERATIONS: dict[str, Run] = {

@@ -1,7 +1,7 @@
-"""Group and layer normalisation of strips of images, in the pieces it falls into.
+"""Group and layer normalisation of image strips, split into per-strip operations.
 
-Of a strip a group's rows are bytes in a row once more: its moments are those of one
-channel of a batch normalisation, sample by sample.
+A group's rows within a strip are contiguous, so its moments are those of one channel of
+a batch normalisation, sample by sample.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ __all__ = ["OPERATIONS"]
 
 
 def group_norm_sums(call: KernelCall) -> None:
-    """(count, mean, sum of squares about it) of each group, (3, N, groups)."""
+    """Compute (count, mean, sum of squares about it) of each group, (3, N, groups)."""
     (x,), (stats,) = call.inputs, call.outputs
     moments(call, x.reshape(1, stats[0].size, -1), stats.reshape(len(stats), -1))
 
 
 def group_norm_merge(call: KernelCall) -> None:
-    """Mean and 1 / standard deviation of each group."""
+    """Compute the mean and inv_std of each group."""
     mean, inv_std = call.outputs
     count, centre, squares = all_moments(call.inputs)
     mean[...] = centre
@@ -54,7 +54,7 @@ def group_norm_apply(call: KernelCall) -> None:
 
 
 def group_norm_grad_sums(call: KernelCall) -> None:
-    """A strip's share of dgamma and dbeta, and of the sums of its groups."""
+    """Compute a strip's share of dgamma and dbeta, and of its groups' sums."""
     grouped = Grouped.of(call.inputs[0], call.attrs)
     x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
     gamma = call.inputs[2].reshape(grouped.affine)
@@ -71,7 +71,7 @@ def group_norm_grad_sums(call: KernelCall) -> None:
 
 
 def group_norm_grad_apply(call: KernelCall) -> None:
-    """Dx of a strip, by the sums of all of its image."""
+    """Compute dx of a strip from the sums of its whole image."""
     grouped = Grouped.of(call.inputs[0], call.attrs)
     x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
     gamma = call.inputs[2].reshape(grouped.affine)

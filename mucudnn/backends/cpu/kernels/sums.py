@@ -1,6 +1,6 @@
-"""Sums over samples and pixels, one for each channel.
+"""Sums over samples and pixels, one per channel.
 
-BLAS adds a row of pixels in single precision over many lanes; rows are at most a tile
+BLAS sums a row of pixels in single precision over many lanes. Rows are at most a tile
 long, and their sums are added in double precision, in a fixed order.
 """
 
@@ -13,19 +13,19 @@ from mucudnn.backends.cpu.kernels.tiles import even, shared, tiles
 __all__ = ["LONGEST_ROW", "channel_chunks", "row_dots", "row_sums", "total_dot"]
 
 LONGEST_ROW = 16384
-"""Elements that are added in single precision at most."""
+"""Most elements that are summed in single precision."""
 
-_NEIGHBOURS = 64  # channels without pixels lie next to each other: a vector of them
+_NEIGHBOURS = 64  # least channels at a time where they are contiguous (S = 1)
 
 
 def channel_chunks(
     shape: tuple[int, ...], limit: int
 ) -> list[tuple[slice, list[tuple[slice, ...]]]]:
-    """(channels, the chunks (n, c, s) that cover them) for an array (N, C, S).
+    """Return (channels, the chunks (n, c, s) that cover them) for an array (N, C, S).
 
     Channels are taken together while all their samples fit in a tile of `limit`
-    elements (see `shared`); else the samples of one channel, or parts of its rows, are
-    chunks of their own.
+    elements (see `shared`). Otherwise the samples of one channel, or parts of its rows,
+    are separate chunks.
     """
     N, C, S = shape
     together = shared(N * C * S, limit) // max(1, N * S)
@@ -47,23 +47,23 @@ def channel_chunks(
 
 
 def row_sums(chunk: Any) -> Any:
-    """Sums of (n, c, s) over n and s: (c,) in float64."""
+    """Sum (n, c, s) over n and s: (c,) in float64."""
     if chunk.shape[2] == 1:
-        return np.add.reduce(_halves(chunk[..., 0]), axis=0, dtype=np.float64)
+        return np.add.reduce(_add_pairs(chunk[..., 0]), axis=0, dtype=np.float64)
     ones = np.ones(chunk.shape[2], chunk.dtype)
     return np.add.reduce(np.matmul(chunk, ones), axis=0, dtype=np.float64)
 
 
 def row_dots(a: Any, b: Any) -> Any:
-    """Sums of a * b over n and s: (c,) in float64."""
+    """Sum a * b over n and s: (c,) in float64."""
     if a.shape[2] == 1:
         products = np.multiply(a[..., 0], b[..., 0])
-        return np.add.reduce(_halves(products), axis=0, dtype=np.float64)
+        return np.add.reduce(_add_pairs(products), axis=0, dtype=np.float64)
     return np.add.reduce(np.vecdot(a, b), axis=0, dtype=np.float64)
 
 
 def total_dot(a: Any, b: Any) -> float:
-    """The sum of a * b over two flat arrays, summed in rows."""
+    """Sum a * b over two flat arrays, row by row."""
     total = 0.0
     for start in range(0, a.size, LONGEST_ROW):
         part = slice(start, start + LONGEST_ROW)
@@ -71,8 +71,8 @@ def total_dot(a: Any, b: Any) -> float:
     return total
 
 
-def _halves(rows: Any) -> Any:
-    """Rows added in pairs until few are left, so that few are cast to float64."""
+def _add_pairs(rows: Any) -> Any:
+    """Add rows in pairs until few are left, so that few are cast to float64."""
     while len(rows) > 16:
         half = len(rows) // 2
         rest = rows[2 * half :]

@@ -1,9 +1,9 @@
-"""How kernels divide their work: fixed tiles, shared by the workers.
+"""Division of a kernel's work into fixed tiles, shared by the workers.
 
 A tile is large, because each NumPy call of two threads may cost them a hand-over of the
 interpreter lock, and small enough for a share of the last-level cache, so that many
-passes of a formula read main memory once. Tiles depend on shapes only: results are the
-same bits whatever the number of workers.
+passes of a formula read main memory once. Tiles depend on shapes only: results are
+bit-identical for any number of workers.
 """
 
 import itertools
@@ -36,12 +36,12 @@ BLOCK_BYTES = 512 << 10
 """Bytes of each operand of a tile."""
 
 LARGE_BYTES = 2 << 20
-"""The same where a tile takes no memory of its own, or a thread's scratch alone."""
+"""Bytes of an operand if a tile takes no memory, or a thread's scratch alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of a kernel: dense arrays, and the threads to share the work."""
+    """One call of a kernel: dense arrays, and the threads that share the work."""
 
     workers: Workers
     inputs: Sequence[Any]
@@ -50,7 +50,7 @@ class KernelCall:
 
     @property
     def scratch(self) -> Scratch:
-        """Memory for one intermediate result, each thread's own."""
+        """Each thread's own memory for one intermediate result."""
         return self.workers.scratch
 
     def share(self, items: Sequence[T], fn: Callable[[T], object]) -> None:
@@ -84,22 +84,23 @@ class KernelCall:
 
 
 _LANES = 16  # elements of the widest vector registers
-_PORTIONS = 4  # at least, of what is worth it: more cost two cores more than they give
-_WORTH = 1 << 16  # elements that are worth handing to a thread
+_PORTIONS = 4  # least tiles of a large array; more do not pay off on two cores
+_WORTH = 1 << 16  # least elements worth handing to a thread
 
 Run = Callable[[KernelCall], None]
 """A kernel: writes into the outputs of its call."""
 
 
 def shared(total: int, limit: int) -> int:
-    """How many of `total` elements make a tile: `limit`, or fewer, so that all work."""
+    """Return the elements of a tile: `limit`, or fewer to occupy all workers."""
     return min(limit, max(_WORTH, -(-total // _PORTIONS)))
 
 
 def even(total: int, limit: int, unit: int = 1) -> int:
-    """How many of `total` make a portion: all, or one of an even number of portions.
+    """Return the size of a portion: `total`, or one of an even number of portions.
 
-    So that workers end together. A portion is at most `limit`, and whole units.
+    An even number lets two workers finish together. A portion is at most `limit`, and a
+    multiple of `unit`.
     """
     if total <= limit:
         return max(1, total)
@@ -109,7 +110,7 @@ def even(total: int, limit: int, unit: int = 1) -> int:
 
 
 def greedy(shape: Sequence[int], limit: int) -> tuple[int, ...]:
-    """The largest tile of at most `limit` elements, last axes kept whole first."""
+    """Return the largest tile of at most `limit` elements, whole along last axes."""
     tile: list[int] = []
     for size in reversed(shape):
         tile.append(max(1, min(size, limit)))
@@ -118,7 +119,7 @@ def greedy(shape: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def tiles(shape: Sequence[int], limit: int) -> list[tuple[slice, ...]]:
-    """Slices that cover a shape in tiles of at most `limit` elements."""
+    """Return slices that cover a shape in tiles of at most `limit` elements."""
     steps = greedy(shape, limit)
     ranges = (
         [slice(i, min(i + step, size)) for i in range(0, size, step)]
@@ -128,6 +129,6 @@ def tiles(shape: Sequence[int], limit: int) -> list[tuple[slice, ...]]:
 
 
 def as_ncs(array: Any) -> Any:
-    """A view (N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
+    """View (N, C, *spatial) as (N, C, S); S is 1 without spatial axes."""
     N, C, *spatial = array.shape
     return array.reshape(N, C, math.prod(spatial))

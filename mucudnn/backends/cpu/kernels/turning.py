@@ -1,4 +1,4 @@
-"""Channels first to channels last and back: matrices transposed, one a sample."""
+"""Layout conversions between channels first and last: one transposition per sample."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ __all__ = ["OPERATIONS"]
 
 
 def to_channels_last(call: KernelCall) -> None:
-    """(N, C, *spatial) as (N, *spatial, C)."""
+    """Copy (N, C, *spatial) to (N, *spatial, C)."""
     copy_in_tiles(call, as_ncs(call.inputs[0]), _as_ncs_from_last(call.outputs[0]))
 
 
 def to_channels_first(call: KernelCall) -> None:
-    """(N, *spatial, C) as (N, C, *spatial)."""
+    """Copy (N, *spatial, C) to (N, C, *spatial)."""
     copy_in_tiles(call, _as_ncs_from_last(call.inputs[0]), as_ncs(call.outputs[0]))
 
 
 def _as_ncs_from_last(array: Any) -> Any:
-    """A view (N, C, S) of (N, *spatial, C)."""
+    """View (N, *spatial, C) as (N, C, S)."""
     return np.swapaxes(array.reshape(len(array), -1, array.shape[-1]), 1, 2)
 
 

@@ -1,10 +1,10 @@
 """Optimizer steps, in PyTorch's conventions; they overwrite weights and state.
 
-Where the loss has a scale that is state, an update's last two inputs are that scale and
-its counts (`passes.graph.loss_scaling`): gradients are divided by the scale, and after
-an overflow nothing is changed. Such a step does not count for Adam. Before these comes
-the weight's copy as products read it, where one is kept: in the type and the layout of
-the gradient. Both may be `turned`: (K, *taps, C) of a filter (K, C, *taps).
+If the loss scale is state, an update's last two inputs are the scale and its counts
+(`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
+nothing changes. Such a step does not count for Adam. Before these two comes the
+weight's low-precision copy, if there is one, in the type and layout of the gradient.
+Copy and gradient may be `turned`: stored as (K, *taps, C) for a filter (K, C, *taps).
 """
 
 import math
@@ -20,13 +20,13 @@ __all__ = ["OPERATIONS"]
 
 
 def sgd(attrs: Attrs, rate: float, w: Any, g: Any) -> None:
-    """W -= lr g."""
+    """Compute w -= lr g."""
     g *= rate
     w -= g
 
 
 def momentum(attrs: Attrs, rate: float, w: Any, g: Any, m: Any) -> None:
-    """M = mu m + g; w -= lr m, or with Nesterov's lr (g + mu m)."""
+    """Compute m = mu m + g; w -= lr m, or with Nesterov's lr (g + mu m)."""
     m *= attrs["momentum"]
     m += g
     if attrs["nesterov"]:
@@ -38,13 +38,13 @@ def momentum(attrs: Attrs, rate: float, w: Any, g: Any, m: Any) -> None:
 
 
 def adagrad(attrs: Attrs, rate: float, w: Any, g: Any, s: Any) -> None:
-    """S += g²; w -= lr g / (sqrt(s) + eps)  (Duchi et al., 2011)."""
+    """Compute s += g²; w -= lr g / (sqrt(s) + eps)  (Duchi et al., 2011)."""
     s += np.square(g)
     _scaled_step(w, g, s, rate, attrs["eps"])
 
 
 def rmsprop(attrs: Attrs, rate: float, w: Any, g: Any, s: Any) -> None:
-    """S = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
+    """Compute s = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
     square = np.square(g)
     square *= 1 - attrs["alpha"]
     s *= attrs["alpha"]
@@ -53,7 +53,7 @@ def rmsprop(attrs: Attrs, rate: float, w: Any, g: Any, s: Any) -> None:
 
 
 def adam(call: KernelCall) -> None:
-    """Adam (Kingma and Ba, 2015); `decoupled`: AdamW (Loshchilov and Hutter, 2019)."""
+    """Run Adam (Kingma, Ba, 2015); `decoupled`: AdamW (Loshchilov, Hutter, 2019)."""
     (w, dw, lr, step, m, v, *copies), attrs, skipped = _unscaled(call)
     if attrs is None:
         return
@@ -87,24 +87,18 @@ def adam(call: KernelCall) -> None:
 
 
 def _unscaled(call: KernelCall) -> tuple[Sequence[Any], Attrs | None, int]:
-    """Operands, attributes that undo the loss's scale, and steps that were skipped.
-
-    There are no attributes where this step is one of them.
-    """
+    """Return operands, unscaling attributes (None: skip), and skipped steps."""
     if not call.attrs.get("scaled"):
         return call.inputs, call.attrs, 0
     *operands, scale, counts = call.inputs
     overflowed, _, skipped = counts.tolist()
-    factor = call.attrs["gradient_scale"] / (float(scale) or 1.0)  # 0: to be timed
+    factor = call.attrs["gradient_scale"] / (float(scale) or 1.0)  # 0 when timed
     attrs = None if overflowed else {**call.attrs, "gradient_scale": factor}
     return operands, attrs, skipped
 
 
 def _update(formula: Callable[..., None]) -> Run:
-    """The kernel of a formula of (attributes, learning rate, parts of w, g, state).
-
-    It may overwrite g, a copy of the gradient.
-    """
+    """Make a kernel of a formula (attributes, rate, tiles of w, g, state)."""
 
     def run(call: KernelCall) -> None:
         (w, dw, lr, *others), attrs, _ = _unscaled(call)
@@ -130,7 +124,7 @@ def _in_blocks(
     copies: Sequence[Any],
     block: Callable[..., None],
 ) -> None:
-    """Update (w, dw, *state) block by block, and copies with them or, turned, after."""
+    """Update (w, dw, *state) block by block; copies likewise or, if turned, after."""
     if not call.attrs.get("turned"):
         call.flat_blocks([*arrays, *copies], block)
         return
@@ -143,7 +137,6 @@ def _in_blocks(
 def _gradient(
     w: Any, dw: Any, attrs: Attrs, scratch: Scratch, decay: bool = True
 ) -> Any:
-    """A copy of the gradient, scaled, with the weight decay's if asked for."""
     g, factor = scratch.like(w), attrs["gradient_scale"]
     if not decay or not attrs["weight_decay"]:
         return np.multiply(dw, factor, out=g, dtype=w.dtype)
@@ -154,7 +147,7 @@ def _gradient(
 
 
 def _scaled_step(w: Any, g: Any, s: Any, rate: float, eps: float) -> None:
-    """W -= rate g / (sqrt(s) + eps); overwrites g."""
+    """Compute w -= rate g / (sqrt(s) + eps); overwrite g."""
     root = np.sqrt(s)
     root += eps
     g /= root

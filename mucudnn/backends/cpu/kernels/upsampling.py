@@ -1,8 +1,8 @@
-"""Enlarging images by whole factors: nearest and (bi-, tri-)linear, with gradients.
+"""Upsampling by integer factors: nearest and (bi-, tri-)linear, with gradients.
 
-Axis after axis. Linear: pixel i s + k of the result lies f = (k + 1/2) / s - 1/2 from
-pixel i of the image, so it is (1 - |f|) of it and |f| of its neighbour on that side.
-Beyond the border the image is its own reflection, and so is the gradient.
+Axis by axis. Linear: pixel i s + k of the result is f = (k + 1/2) / s - 1/2 from pixel
+i of the image, so it is the sum of (1 - |f|) of that pixel and |f| of its neighbour on
+that side. Beyond the border the image is its own reflection, and so is the gradient.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["OPERATIONS"]
 
 
 def upsample_nearest(call: KernelCall) -> None:
-    """Each pixel repeated along every axis."""
+    """Repeat each pixel along every axis."""
     x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
     rank = len(scale)
@@ -34,7 +34,7 @@ def upsample_nearest(call: KernelCall) -> None:
 
 
 def upsample_nearest_grad(call: KernelCall) -> None:
-    """Dx: the sum over each pixel's repetitions."""
+    """Compute dx as the sum over each pixel's repetitions."""
     dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
 
@@ -51,32 +51,32 @@ def upsample_nearest_grad(call: KernelCall) -> None:
 
 
 def upsample_bilinear(call: KernelCall) -> None:
-    """Linear interpolation between pixels' centres (`align_corners=False`)."""
+    """Interpolate linearly between pixels' centres (`align_corners=False`)."""
     x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
-        values = _haloed(x, part, [1] * len(scale))
+        values = _with_halo(x, part, [1] * len(scale))
         for axis, s in enumerate(scale, 1):
             shape = list(values.shape)
             shape[axis] = (shape[axis] - 2) * s
             last = axis == len(scale)
             grown = y[_enlarged(part, scale)] if last else np.empty(shape, y.dtype)
-            _stretch(values, axis, s, grown)
+            _interpolate(values, axis, s, grown)
             values = grown
 
     call.share(_tiles(x, scale), tile)
 
 
 def upsample_bilinear_grad(call: KernelCall) -> None:
-    """The transpose of the interpolation."""
+    """Apply the transpose of the interpolation."""
     dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
-        values = _haloed(dy, _enlarged(part, scale), scale)
+        values = _with_halo(dy, _enlarged(part, scale), scale)
         for axis in range(len(scale), 0, -1):
-            values = _fold(values, axis, scale[axis - 1])
+            values = _interpolate_transposed(values, axis, scale[axis - 1])
         dx[part] = values
 
     call.share(_tiles(dx, scale), tile)
@@ -88,13 +88,13 @@ def _planes(array: Any) -> Any:
 
 
 def _tiles(x: Any, scale: Sequence[int]) -> list[tuple[slice, ...]]:
-    """Tiles of the small image whose enlargement is of the size of a tile."""
+    """Return tiles of the small image whose enlargements have the size of a tile."""
     grown = int(np.prod(scale))
     return tiles(x.shape, max(1, BLOCK_BYTES // x.itemsize // grown))
 
 
 def _repetition(phase: Sequence[int], scale: Sequence[int]) -> tuple[slice, ...]:
-    """Where a large image has one repetition of each pixel, along the first axes."""
+    """Return the slices of one repetition of each pixel, along the first axes."""
     pairs = zip(phase, scale, strict=False)
     return (slice(None), *(slice(k, None, s) for k, s in pairs))
 
@@ -104,8 +104,8 @@ def _enlarged(part: tuple[slice, ...], scale: Sequence[int]) -> tuple[slice, ...
     return (part[0], *(slice(p.start * s, p.stop * s) for p, s in spatial))
 
 
-def _haloed(x: Any, part: tuple[slice, ...], halo: Sequence[int]) -> Any:
-    """A copy of a tile with its surroundings; reflections beyond the border."""
+def _with_halo(x: Any, part: tuple[slice, ...], halo: Sequence[int]) -> Any:
+    """Copy a tile with its surroundings; reflections beyond the border."""
     source, beyond = [], []
     for size, p, h in zip(x.shape, part, (0, *halo), strict=True):
         start, stop = max(0, p.start - h), min(size, p.stop + h)
@@ -122,8 +122,8 @@ def _distances(scale: int) -> list[float]:
     return [(k + 0.5) / scale - 0.5 for k in range(scale)]
 
 
-def _stretch(values: Any, axis: int, scale: int, out: Any) -> None:
-    """Interpolate along an axis that has a pixel more on either side."""
+def _interpolate(values: Any, axis: int, scale: int, out: Any) -> None:
+    """Interpolate along an axis that has one more pixel on either side."""
     centre = _cut(values, axis, slice(1, -1))
     for k, f in enumerate(_distances(scale)):
         target = _cut(out, axis, slice(k, None, scale))
@@ -132,8 +132,8 @@ def _stretch(values: Any, axis: int, scale: int, out: Any) -> None:
         np.add(neighbour, centre * (1 - abs(f)), out=target)
 
 
-def _fold(values: Any, axis: int, scale: int) -> Any:
-    """The transpose of `_stretch`, of values with `scale` more on either side."""
+def _interpolate_transposed(values: Any, axis: int, scale: int) -> Any:
+    """Apply `_interpolate` transposed to values with `scale` more on either side."""
     size = values.shape[axis] - 2 * scale
     total: Any = None
     for k, f in enumerate(_distances(scale)):

@@ -1,11 +1,11 @@
-"""Sliding windows without strides: a tile of images taken apart by phase.
+"""Sliding windows without strides: a tile of images, split by phase.
 
 With stride 2 an image is four smaller ones: even and odd columns of even and odd rows.
-Element (r, s) of every window lies in the image of phase (r % 2, s % 2), displaced by
-(r // 2, s // 2) from the window's own position. Where these images and the results
-share a row length, a displacement is an offset into flat memory, so each step over
-all windows of a tile is one long vector operation. The price is a few unused elements
-at the end of each row.
+Element (r, s) of every window is in the image of phase (r % 2, s % 2), displaced by
+(r // 2, s // 2) from the window's own position. Because these images and the results
+share a row length, a displacement is an offset into flat memory, so each step over all
+windows of a tile is one long vector operation. The price is a few unused elements at
+the end of each row.
 """
 
 import functools
@@ -20,13 +20,12 @@ from mucudnn.backends.cpu.scratch import Scratch
 
 __all__ = ["Axis", "Windows", "spatial_axes"]
 
-_TILE_BYTES = 256 << 10
-"""Bytes of one phase's image; a kernel holds up to about ten of them."""
+_TILE_BYTES = 256 << 10  # of one phase's image; a kernel holds up to about ten of them
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of an image and the windows along it."""
+    """An axis of an image and the windows along it."""
 
     size: int
     out: int
@@ -36,17 +35,17 @@ class Axis:
 
     @property
     def reach(self) -> int:
-        """The displacement of a window's last element, in elements of a phase."""
+        """Displacement of a window's last element, in elements of a phase."""
         return (self.kernel - 1) // self.stride
 
     @property
     def phases(self) -> int:
-        """How many phases windows touch."""
+        """Number of phases that windows touch."""
         return min(self.kernel, self.stride)
 
 
 def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list[Axis]:
-    """All axes of (N * C, *spatial), the first without windows."""
+    """Return all axes of (N * C, *spatial), the first without windows."""
     windows = (attrs[name] for name in ("kernel", "stride", "padding"))
     spatial = zip(shape[2:], out[2:], *windows, strict=True)
     return [Axis(shape[0] * shape[1], out[0] * out[1]), *(Axis(*v) for v in spatial)]
@@ -54,12 +53,12 @@ def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list
 
 @dataclass(frozen=True)
 class Windows:
-    """Positions [start, stop) on every axis, with as many more as windows reach over.
+    """Positions [start, stop) on every axis, plus those that windows reach beyond them.
 
     Attributes:
-        axes: Of the whole tensor.
-        starts: The tile's first position on each axis.
-        counts: How many positions it has.
+        axes: Axes of the whole tensor.
+        starts: First position of the tile on each axis.
+        counts: Number of positions of the tile on each axis.
     """
 
     axes: tuple[Axis, ...]
@@ -70,7 +69,7 @@ class Windows:
     def cover(
         cls, axes: Sequence[Axis], positions: Sequence[int], itemsize: int
     ) -> "list[Windows]":
-        """Tiles of all positions."""
+        """Return tiles that cover all positions."""
         parts = tiles(positions, _TILE_BYTES // itemsize)
         return [
             cls(
@@ -83,13 +82,13 @@ class Windows:
 
     @classmethod
     def of_inputs(cls, axes: Sequence[Axis], itemsize: int) -> "list[Windows]":
-        """Tiles such that every element of the image is in one, in some phase."""
+        """Return tiles such that one of them, in some phase, has each element."""
         positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
         return cls.cover(axes, positions, itemsize)
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Shape of an image of one phase: the positions and what is beyond."""
+        """Shape of an image of one phase: the positions and those beyond."""
         pairs = zip(self.axes, self.counts, strict=True)
         return tuple(count + axis.reach for axis, count in pairs)
 
@@ -111,36 +110,36 @@ class Windows:
         return sum(axis.reach * pitch for axis, pitch in pairs)
 
     def phases(self) -> Iterator[tuple[int, ...]]:
-        """Every phase that a window touches."""
+        """Yield every phase that a window touches."""
         return itertools.product(*(range(axis.phases) for axis in self.axes))
 
     def taps(self) -> Iterator[tuple[int, ...]]:
-        """Every element of a window, in row-major order."""
+        """Yield every element of a window, in row-major order."""
         return itertools.product(*(range(axis.kernel) for axis in self.axes))
 
     def locate(self, tap: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """(phase, flat offset) of an element of the window."""
+        """Return (phase, flat offset) of an element of the window."""
         return _locate(tuple(axis.stride for axis in self.axes), self.pitches, tap)
 
     def element(self, images: dict[tuple[int, ...], Any], tap: tuple[int, ...]) -> Any:
-        """One element of every window, flat, of what `gather` made by phase."""
+        """Return one element of every window, flat, from the images by phase."""
         phase, offset = self.locate(tap)
         return images[phase][offset : offset + self.size]
 
     def outputs(self) -> tuple[slice, ...]:
-        """The tile's positions in a tensor of windows."""
+        """Return the tile's slices in a tensor of windows."""
         pairs = zip(self.starts, self.counts, strict=True)
         return tuple(slice(start, start + count) for start, count in pairs)
 
     def inner(self, flat: Any) -> Any:
-        """The positions of an image, without the rest of its rows."""
+        """Return the positions of an image, without the rest of its rows."""
         image = flat[: self.size].reshape(self.lengths)
         return image[tuple(slice(0, count) for count in self.counts)]
 
     def gather(
         self, x: Any, phase: Sequence[int], fill: float, scratch: Scratch
     ) -> Any:
-        """The flat image of one phase; `fill` outside of `x` and in the spare."""
+        """Return a phase's flat image, with `fill` outside `x` and in the spare."""
         flat = scratch.take(self.size + self.spare, x.dtype)
         image = flat[: self.size].reshape(self.lengths)
         inside, source = self.overlap(phase, self.lengths)
@@ -159,7 +158,7 @@ class Windows:
     def overlap(
         self, phase: Sequence[int], lengths: Sequence[int]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Where an image of this phase meets the tensor: parts of either."""
+        """Return the part of a phase's image in the tensor, as slices of both."""
         inside, source = [], []
         for axis, start, r, length in zip(
             self.axes, self.starts, phase, lengths, strict=True
@@ -182,9 +181,9 @@ class Windows:
         """Combine each window's elements, one axis after the other, the last first.
 
         Args:
-            images: What `gather` made, by phase; left as they are.
-            combine: A ufunc, as `np.maximum`.
-            scratch: For the result, and what comes before it.
+            images: Images made by `gather`, by phase; not modified.
+            combine: A ufunc such as `np.maximum`.
+            scratch: Memory for the result and for intermediate ones.
         """
         for i in reversed(range(len(self.axes))):
             axis, pitch = self.axes[i], self.pitches[i]

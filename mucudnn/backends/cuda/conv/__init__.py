@@ -1,8 +1,8 @@
 """cuDNN's two libraries of convolution algorithms behind one interface.
 
-Rows of the graph API come first, in the order of its heuristics; rows of the first API
-follow. Half-precision filter gradients have every row a second time, summing their
-micro-batches in float32.
+Rows of the graph API come first, in the order of its heuristics; rows of the first
+(legacy) API follow. Half-precision filter gradients have every row a second time, with
+micro-batches summed in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,36 +21,24 @@ from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
 __all__ = ["CudaConv", "execute", "operands_of"]
 
-_LAUNCHES = 256
-"""How many prebuilt calls of `run` are kept; a plan keeps its own."""
-
+_LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
 _NO_GRAPH = "graph API"
 _NO_LEGACY = "first API"
 
 
 class CudaConv:
-    """The convolution algorithms of libcudnn.
-
-    Args:
-        session: Where the library runs.
-        absent: Why nothing can be run here; None where there is a device.
-    """
+    """The algorithms of libcudnn; `absent` is the reason why nothing can run, if so."""
 
     def __init__(self, session: Session, absent: str | None = None) -> None:
-        self._session = session
+        self.session = session
         self._absent = absent
         self._graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
         self._launches: Recent[tuple[object, ...], Sequence[Launch]]
         self._launches = Recent(_LAUNCHES)
 
-    @property
-    def session(self) -> Session:
-        """Where the library runs."""
-        return self._session
-
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
-        """See `ConvLibrary.algorithms`; cuDNN's favourites first."""
+        """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""
         rows = [(n, row.workspace) for n, row in self._graph_rows(problem).items()]
         if self._legacy is not None:
             legacy, _ = self._legacy.rows(problem)
@@ -98,7 +86,7 @@ class CudaConv:
         *,
         accumulate: bool = False,
     ) -> None:
-        """See `ConvLibrary.run`; the call is kept for the next time."""
+        """See `ConvLibrary.run`; the call is cached."""
         operands = operands_of(a, b, out, workspace)
         key = (problem, algo, operands, accumulate)
         launches = self._launches.get(key)
@@ -107,7 +95,7 @@ class CudaConv:
                 problem, algo, operands, first=True, accumulate=accumulate
             )
             self._launches.put(key, launches)
-        execute(self._session, launches)
+        execute(self.session, launches)
 
     def launches(
         self,
@@ -118,22 +106,18 @@ class CudaConv:
         first: bool,
         accumulate: bool,
     ) -> Sequence[Launch]:
-        """The calls of one algorithm on given addresses.
+        """Return the calls of one algorithm on given addresses.
 
-        What is not aligned as measured is planned for its true alignment.
+        Operands with less than the measured alignment get a plan for their true
+        alignment.
 
         Args:
-            problem: At its micro-batch size.
-            algo: As `algorithms` names it.
+            problem: Problem at its micro-batch size.
+            algo: Name from `algorithms`.
             operands: Addresses.
-            first: Whether no micro-batch came before; if one did, a filter gradient is
-                added to.
+            first: Whether this is the first micro-batch; a filter gradient adds to the
+                earlier ones otherwise.
             accumulate: Whether the caller wants the result added to the output.
-
-        Raises:
-            UnsupportedError: The algorithm cannot run the problem so.
-            BackendError: The workspace is too small.
-            BackendUnavailableError: There is no device here.
         """
         if self._absent is not None:
             raise BackendUnavailableError(f"nothing can be run: {self._absent}")
@@ -157,20 +141,14 @@ class CudaConv:
         ]
 
     def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
-        """Engines that add a bias of some type and apply a ReLU, favourites first."""
+        """Return the engines fused with bias and ReLU, in heuristic order."""
         try:
             return self._graph.rows(problem, bias)
         except UnsupportedError:
             return {}
 
     def fused_launch(self, key: PlanKey, operands: Operands, bias: int) -> Launch:
-        """The call of such an engine.
-
-        Raises:
-            UnsupportedError: The engine cannot do that.
-            BackendError: The workspace is too small.
-            BackendUnavailableError: There is no device here.
-        """
+        """Return the call of a fused engine."""
         if self._absent is not None:
             raise BackendUnavailableError(f"nothing can be run: {self._absent}")
         return self._graph.launch(key, operands, bias)
@@ -206,13 +184,13 @@ class CudaConv:
 
 
 def _plan_key(problem: ConvProblem, algo: str, accumulate: bool) -> PlanKey:
-    """The engine's plan of an algorithm; one that sums in float32 itself never adds."""
+    """Return the key of an algorithm's plan; with the float32 sum it never adds."""
     name = algo.removesuffix(float32_sum.SUFFIX)
     return PlanKey(problem, name, accumulate and name == algo)
 
 
 def operands_of(a: Any, b: Any, out: Any, workspace: Any) -> Operands:
-    """Addresses of CuPy arrays."""
+    """Return the addresses of CuPy arrays."""
     if workspace is None:
         return Operands(a.data.ptr, b.data.ptr, out.data.ptr, 0, 0)
     return Operands(
@@ -221,11 +199,7 @@ def operands_of(a: Any, b: Any, out: Any, workspace: Any) -> Operands:
 
 
 def execute(session: Session, launches: Sequence[Launch]) -> None:
-    """Make the calls, in order, on the calling thread's stream.
-
-    Raises:
-        BackendError: A call returned a status.
-    """
+    """Make the calls, in order, on the calling thread's stream."""
     handle = session.handle()
     for launch in launches:
         status = launch.function(handle, *launch.arguments)

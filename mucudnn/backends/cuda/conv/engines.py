@@ -1,8 +1,8 @@
-"""Every engine configuration that cuDNN has for a convolution.
+"""Enumeration of all engine configurations of cuDNN for a convolution.
 
-The heuristics' lists A, B and FALLBACK in their order, then the default configuration
-of every engine index, each (engine, knobs) once. The exact workspace of a configuration
-is an attribute, read before any plan is built.
+These are the heuristics' lists A, B and FALLBACK in their order, then the default
+configuration of every engine index, each (engine, knobs) once. The exact workspace of a
+configuration is an attribute, read before any plan is built.
 """
 
 import re
@@ -35,10 +35,7 @@ Knobs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine with its knobs set, and the bytes it asks for, exactly.
-
-    It is called `eng22_k5=2_k14=0`, say, as cuDNN's own front end writes it.
-    """
+    """An engine with knobs, named as `eng22_k5=2_k14=0`, and its exact workspace."""
 
     name: str
     workspace: int
@@ -47,16 +44,12 @@ class Engine:
 
 
 def engine_name(index: int, knobs: Knobs) -> str:
-    """The name of an engine index and its (knob type, value) pairs."""
+    """Return the name of an engine index and its (knob type, value) pairs."""
     return f"eng{index}" + "".join(f"_k{kind}={value}" for kind, value in knobs)
 
 
 def parse_engine_name(name: str) -> tuple[int, Knobs]:
-    """The inverse of `engine_name`.
-
-    Raises:
-        UnsupportedError: It is no such name.
-    """
+    """Parse a name made by `engine_name`."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise UnsupportedError(f"{name!r} is no engine of cuDNN's graph API")
@@ -67,16 +60,15 @@ def parse_engine_name(name: str) -> tuple[int, Knobs]:
 def engines(
     calls: Calls, graph: Descriptor, device: Descriptor | None, dtype: str
 ) -> tuple[Engine, ...]:
-    """All engine configurations for a finalized graph, cuDNN's favourites first.
+    """Return all engine configurations for a finalized graph, in heuristic order.
 
-    `device` is a description, where there is no device. The operands' `dtype` decides
-    what a tensor core means.
+    `device` is a description if there is no device; `dtype` is that of the operands.
     """
     found: dict[str, Engine] = {}
     for config in _configurations(calls, graph, device):
         try:
             engine = _read(calls, config, dtype)
-        except MucudnnError:  # it cannot be had for this device after all
+        except MucudnnError:  # not available on this device after all
             continue
         found.setdefault(engine.name, engine)
     return tuple(found.values())
@@ -85,11 +77,7 @@ def engines(
 def configuration(
     calls: Calls, graph: Descriptor, device: Descriptor | None, name: str
 ) -> Descriptor:
-    """The configuration that has a name, rebuilt without asking the heuristics.
-
-    Raises:
-        UnsupportedError: The engine does not take this graph or these knobs.
-    """
+    """Rebuild the configuration of a name, without asking the heuristics."""
     index, knobs = parse_engine_name(name)
     config = Descriptor(calls, DescriptorType.ENGINECFG)
     config.set(Attribute.ENGINECFG_ENGINE, _engine(calls, graph, device, index))
@@ -111,7 +99,7 @@ def _configurations(
     for mode in _HEURISTICS:
         try:
             yield from _recommended(calls, graph, device, mode)
-        except UnsupportedError:  # that list is empty
+        except UnsupportedError:  # the heuristic's list is empty
             continue
     (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT)
     for index in range(count):
@@ -119,7 +107,7 @@ def _configurations(
             engine = _engine(calls, graph, device, index)
             config = Descriptor(calls, DescriptorType.ENGINECFG)
             yield config.set(Attribute.ENGINECFG_ENGINE, engine).finalize()
-        except MucudnnError:  # most engines are of other devices, types and shapes
+        except MucudnnError:  # most engines need other devices, types or shapes
             continue
 
 
@@ -164,7 +152,7 @@ def _read(calls: Calls, config: Descriptor, dtype: str) -> Engine:
 
 
 def _knobs(calls: Calls, config: Descriptor) -> Knobs:
-    # Asked for the number of choices alone, the library answers 0.
+    # The library reports 0 choices if asked for their number alone.
     kind_of = DescriptorType.KNOB_CHOICE
     choices = [Descriptor(calls, kind_of) for _ in range(_MOST_KNOBS)]
     count = config.get_into(Attribute.ENGINECFG_KNOB_CHOICES, choices)
@@ -204,5 +192,5 @@ def _note(
 ) -> str:
     try:
         return kinds(value).name.lower()
-    except ValueError:  # of a newer library
+    except ValueError:  # a note of a newer library
         return f"{unknown}_{value}"

@@ -1,7 +1,7 @@
-"""A convolution, a bias and a ReLU as one operation graph: y = max(x * w + b, 0).
+"""The operation graph of a convolution, a bias and a ReLU: y = max(x * w + b, 0).
 
-What the convolution makes and what the sum does are virtual tensors: nothing but y is
-written. Sums are in the type that is computed in, whatever x and w are.
+The results of the convolution and of the sum are virtual tensors: only y is written.
+Sums are in the compute type, whatever the types of x and w.
 """
 
 from mucudnn.backends.cuda._cudnn import Calls
@@ -12,22 +12,16 @@ from mucudnn.backends.cuda._enums import (
     PointwiseMode,
 )
 from mucudnn.backends.cuda.conv.geometry import DATA_TYPES, Geometry
-from mucudnn.backends.cuda.conv.operation import (
-    UIDS,
-    convolution,
-    graph_of,
-    tensor_of,
-)
+from mucudnn.backends.cuda.conv.operation import UIDS, convolution, graph_of, tensor_of
 from mucudnn.backends.cuda.descriptors import Descriptor
 from mucudnn.ir.conv import ConvProblem
 
 __all__ = ["BIAS_UID", "bias_relu_graph"]
 
 BIAS_UID = 4
-"""Name of the bias in a variant pack, beside those of the other tensors."""
+"""Id of the bias in a variant pack, beside those of the other tensors."""
 
-_PRODUCT, _SUM = 5, 6
-"""Of the virtual tensors, which are in none."""
+_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
 
 
 def bias_relu_graph(
@@ -38,17 +32,14 @@ def bias_relu_graph(
     alignment: int,
     handle: int | None = None,
 ) -> Descriptor:
-    """A finalized graph of a forward convolution.
+    """Return a finalized graph of a forward convolution with bias and ReLU.
 
     Args:
         calls: The library.
-        problem: What x and w are, and y.
-        bias: Data type of b, a number for each of y's channels.
-        alignment: All operands' addresses are multiples of so many bytes.
-        handle: None where there is no device.
-
-    Raises:
-        UnsupportedError: cuDNN does not have such a graph.
+        problem: Convolution of x and w to y.
+        bias: Data type of b, one number per channel of y.
+        alignment: Alignment of all operands' addresses in bytes.
+        handle: Library handle; None without a device.
     """
     geometry = Geometry.of(problem)
     wide, y = geometry.compute_type, geometry.y
@@ -84,7 +75,6 @@ def _pointwise(
     read: tuple[Descriptor, ...],
     made: Descriptor,
 ) -> Descriptor:
-    """An operation on every element."""
     what = Descriptor(calls, DescriptorType.POINTWISE)
     what.set(Attribute.POINTWISE_MODE, mode)
     what.set(Attribute.POINTWISE_MATH_PREC, geometry.compute_type)
@@ -93,10 +83,7 @@ def _pointwise(
         what.set(Attribute.POINTWISE_NAN_PROPAGATION, propagate)
     node = Descriptor(calls, DescriptorType.OPERATION_POINTWISE)
     node.set(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, what.finalize())
-    names = (
-        Attribute.OPERATION_POINTWISE_XDESC,
-        Attribute.OPERATION_POINTWISE_BDESC,
-    )
+    names = (Attribute.OPERATION_POINTWISE_XDESC, Attribute.OPERATION_POINTWISE_BDESC)
     for name, tensor in zip(names, read, strict=False):
         node.set(name, tensor)
     node.set(Attribute.OPERATION_POINTWISE_YDESC, made)

@@ -1,13 +1,14 @@
 """Half-precision filter gradients summed over micro-batches in float32.
 
-cuDNN adds a part to a half-precision gradient by rounding the sum to half each time;
-over many parts that loses bits. Here each part goes to a buffer of its own and is added
-to a float32 sum, which is rounded once more into the gradient. Buffer and sum are part
-of the workspace: 6 bytes an element of the filter, ahead of the engine's own scratch.
+cuDNN rounds the sum to half precision after every micro-batch, which loses bits over
+many of them. Here each partial gradient goes to a buffer of its own and is added to a
+float32 sum, which is rounded once more into the gradient. Buffer and sum are part of
+the workspace: 6 bytes an element of the filter, ahead of the engine's own scratch.
 """
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
@@ -19,7 +20,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 __all__ = ["PROGRAM", "SUFFIX", "add_launch", "applies", "engine_operands", "scratch"]
 
 SUFFIX = "+f32"
-"""Ends the name of an algorithm that sums in float32."""
+"""Suffix of the names of algorithms that sum in float32."""
 
 _HALVES = ("float16", "bfloat16")
 _ALIGN = 256
@@ -40,39 +41,34 @@ KERNEL sum_parts(const T* part, A* sum, T* out, I count, int first, int accumula
 
 
 def applies(problem: ConvProblem) -> bool:
-    """Whether adding up parts of this result loses bits that float32 would keep."""
+    """Return whether summing parts of this result in its type loses bits."""
     return problem.direction is Direction.BACKWARD_FILTER and problem.dtype in _HALVES
 
 
 def scratch(problem: ConvProblem) -> int:
-    """Bytes of the float32 sum and of one part, a multiple of 256."""
+    """Return the bytes of the float32 sum and of one part, a multiple of 256."""
     count = math.prod(problem.w_shape)
     return _rounded(4 * count) + _rounded(2 * count)
 
 
 def engine_operands(problem: ConvProblem, operands: Operands) -> Operands:
-    """Where the engine writes its part, and the workspace left for it."""
+    """Return operands for the engine: it writes its part into the workspace."""
     part = operands.workspace + _rounded(4 * math.prod(problem.w_shape))
     used = scratch(problem)
-    return Operands(
-        a=operands.a,
-        b=operands.b,
-        out=part,
-        workspace=operands.workspace + used,
-        nbytes=operands.nbytes - used,
-    )
+    workspace, nbytes = operands.workspace + used, operands.nbytes - used
+    return replace(operands, out=part, workspace=workspace, nbytes=nbytes)
 
 
 def add_launch(
     problem: ConvProblem, operands: Operands, *, first: bool, accumulate: bool
 ) -> Launch:
-    """Add the part to the sum and write the sum, rounded, to the gradient.
+    """Return a call that adds the part to the sum and writes the rounded gradient.
 
     Args:
-        problem: Of the micro-batch.
-        operands: Of the whole algorithm, not of its engine.
+        problem: Problem of the micro-batch.
+        operands: Operands of the whole algorithm, not of its engine.
         first: Whether the sum starts here.
-        accumulate: Whether it starts from what the gradient holds.
+        accumulate: Whether it starts from the gradient's current value.
     """
     count = math.prod(problem.w_shape)
     blocks = min(_MOST_BLOCKS, -(-count // THREADS))
@@ -81,7 +77,7 @@ def add_launch(
     def launch(handle: int, *arguments: Any) -> int:
         try:
             _kernel(problem.dtype)((blocks,), (THREADS,), arguments)
-        except Exception as e:  # of CuPy: to compile, to load or to launch
+        except Exception as e:  # CuPy failed to compile, to load or to launch
             raise BackendError(
                 with_remedy(f"sum_{problem.dtype} cannot be launched: {e}")
             ) from e
@@ -89,14 +85,8 @@ def add_launch(
 
     import numpy as np
 
-    arguments = (
-        np.uint64(part),
-        np.uint64(operands.workspace),
-        np.uint64(operands.out),
-        np.int64(count),
-        np.int32(first),
-        np.int32(accumulate),
-    )
+    addresses = map(np.uint64, (part, operands.workspace, operands.out))
+    arguments = *addresses, np.int64(count), np.int32(first), np.int32(accumulate)
     return Launch(launch, arguments, f"sum_{problem.dtype}")
 
 

@@ -1,9 +1,9 @@
-"""Convolutions of a plan with bias and ReLU in one kernel, where an engine offers it.
+"""Convolutions of a plan fused with bias and ReLU, where an engine supports it.
 
-The engines of such a graph are others than a convolution's own, so a plan's algorithms
-do not carry over: its micro-batches do, and its workspace and arithmetic are limits. Of
-the engines within them the first in the order of cuDNN's heuristics is taken, so that
-the same plan gives the same bits every time.
+The engines of such a graph differ from those of a plain convolution, so a plan's
+algorithms do not carry over. Its micro-batches do, and its workspace and arithmetic are
+limits. The first engine within them, in the order of cuDNN's heuristics, is taken, so
+that the same plan gives the same bits every time.
 """
 
 import logging
@@ -22,16 +22,11 @@ __all__ = ["CudaEpilogues"]
 
 logger = logging.getLogger(__name__)
 
-_TRIED = 8
-"""Engines that are built before a micro-batch is given up: some refuse only then."""
+_TRIED = 8  # most engines to build per micro-batch: some refuse only when built
 
 
 class CudaEpilogues:
-    """See `Epilogues`.
-
-    Args:
-        conv: The library.
-    """
+    """See `Epilogues`."""
 
     def __init__(self, conv: CudaConv) -> None:
         self._conv = conv
@@ -65,10 +60,7 @@ class CudaEpilogues:
         dtype: str,
         bias: int,
     ) -> Launch | None:
-        """The call of the first engine that a micro-batch may take and that can be had.
-
-        `dtype` and `bias` are the type and the address of the bias.
-        """
+        """Return the call of the first usable engine for a micro-batch."""
         alignment = operands.alignment(ALIGNMENT)
         while bias % alignment:
             alignment //= 2

@@ -63,12 +63,12 @@ class Geometry:
         )
 
     def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Those of a densely packed tensor, in elements, as (N, C, *spatial)."""
+        """Return the strides of a dense tensor in elements, as (N, C, *spatial)."""
         return strides_of(shape, channels_last=self.channels_last)
 
 
 def strides_of(shape: Sequence[int], *, channels_last: bool) -> tuple[int, ...]:
-    """Strides in elements of a dense tensor whose axes are written channels first."""
+    """Return a dense tensor's strides in elements; axes are written channels first."""
     if not channels_last:
         return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     channels, spatial = shape[1], shape[2:]
@@ -77,7 +77,7 @@ def strides_of(shape: Sequence[int], *, channels_last: bool) -> tuple[int, ...]:
 
 
 def operand_order(direction: Direction) -> tuple[str, str, str]:
-    """Which of x, w and y the two inputs and the output are."""
+    """Return the names of the two inputs and the output: x, w or y."""
     match direction:
         case Direction.FORWARD:
             return "x", "w", "y"

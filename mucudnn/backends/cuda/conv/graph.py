@@ -1,4 +1,4 @@
-"""cuDNN's graph API as a library of algorithms: one an engine configuration."""
+"""cuDNN's graph API as a library of algorithms: one per engine configuration."""
 
 from dataclasses import dataclass
 
@@ -17,24 +17,21 @@ from mucudnn.ir.numerics import Traits
 
 __all__ = ["GraphLibrary", "GraphRow", "PlanKey"]
 
-_LISTINGS = 4096
-"""How many problems' lists of engines are remembered; each is a few kilobytes."""
-
-_PLANS = 2048
-"""How many execution plans are remembered; each is some 40 kilobytes."""
+_LISTINGS = 4096  # lists of engines in the cache; each takes a few kilobytes
+_PLANS = 2048  # execution plans in the cache; each takes some 40 kilobytes
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """What an execution plan depends on.
+    """Identity of an execution plan.
 
     Attributes:
-        problem: At its micro-batch size.
+        problem: Problem at its micro-batch size.
         algo: Engine and knobs, as named by `engines`.
-        accumulate: Whether it adds to its output.
-        alignment: Bytes that the addresses of its operands are multiples of.
-        bias: Data type of a bias that is added to the result before a ReLU; None if
-            the convolution is all.
+        accumulate: Whether the plan adds to its output.
+        alignment: Alignment of the operands' addresses in bytes.
+        bias: Data type of a bias that is added before a ReLU; None for a plain
+            convolution.
     """
 
     problem: ConvProblem
@@ -46,14 +43,14 @@ class PlanKey:
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """One engine configuration, without the configuration itself."""
+    """An engine configuration, without its descriptor."""
 
     workspace: int
     traits: Traits
 
 
 class GraphLibrary:
-    """Lists engines and builds their plans."""
+    """A library that lists engines and builds their plans."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -64,13 +61,7 @@ class GraphLibrary:
     def rows(
         self, problem: ConvProblem, bias: str | None = None
     ) -> dict[str, GraphRow]:
-        """Every engine configuration by name, cuDNN's favourites first.
-
-        With the type of a `bias` those that add it and apply a ReLU as well.
-
-        Raises:
-            UnsupportedError: cuDNN refuses the convolution as such.
-        """
+        """Return every engine configuration (every fused one for a `bias`) by name."""
         if (rows := self._listings.get((problem, bias))) is not None:
             return rows
         graph = self._graph(PlanKey(problem, "", bias=bias))
@@ -84,11 +75,7 @@ class GraphLibrary:
         return rows
 
     def plan(self, key: PlanKey) -> Descriptor:
-        """The execution plan, built once.
-
-        Raises:
-            UnsupportedError: The engine cannot do that.
-        """
+        """Return the execution plan, built once."""
         if (plan := self._plans.get(key)) is None:
             graph = self._graph(key)
             calls, description = self._session.calls, self._session.description
@@ -99,26 +86,17 @@ class GraphLibrary:
         return plan
 
     def dumps(self, key: PlanKey) -> str:
-        """An execution plan as JSON, as cuDNN writes it."""
+        """Return an execution plan as cuDNN's JSON."""
         return self.plan(key).get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
 
     def loads(self, key: PlanKey, text: str) -> None:
-        """Rebuild a plan from its JSON, without asking for engines.
-
-        Raises:
-            BackendError: The library does not take it; it may be of another version.
-        """
+        """Rebuild a plan from its JSON, without asking for engines."""
         plan = self._bare_plan()
         plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
         self._plans.put(key, plan.finalize())
 
     def launch(self, key: PlanKey, operands: Operands, bias: int = 0) -> Launch:
-        """A call of a plan on given addresses; that of a bias, if the plan has one.
-
-        Raises:
-            UnsupportedError: The engine cannot do that.
-            BackendError: The workspace is too small.
-        """
+        """Return a call of a plan on given addresses; `bias` if the plan has one."""
         plan = self.plan(key)
         (needed,) = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
         if operands.nbytes < needed:
@@ -156,7 +134,7 @@ class GraphLibrary:
         )
 
     def _bare_plan(self) -> Descriptor:
-        """A plan that knows its device; without one, loading JSON ends the process."""
+        """Return a plan with its device; loading JSON crashes without one."""
         plan = Descriptor(self._session.calls, DescriptorType.EXECUTION_PLAN)
         handle = self._session.handle()
         if handle is not None:

@@ -1,4 +1,4 @@
-"""One prebuilt call: everything but the handle, which belongs to the thread."""
+"""A prebuilt library call: everything but the handle, which belongs to the thread."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ __all__ = ["Launch", "Operands"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel launch that takes no more decisions.
+    """A kernel launch without remaining decisions.
 
     Attributes:
         function: Called as `function(handle, *arguments)`, returns a status.
         arguments: Addresses and sizes.
-        name: Of the C function, for errors.
-        kept: What must live as long as this.
+        name: Name of the C function, for errors.
+        kept: Objects that must live as long as the launch.
     """
 
     function: Callable[..., int]
@@ -38,9 +38,6 @@ class Operands:
     nbytes: int
 
     def alignment(self, most: int) -> int:
-        """The largest power of two up to `most` that divides all three addresses."""
-        return min(most, _lowest_bit(self.a | self.b | self.out | most))
-
-
-def _lowest_bit(value: int) -> int:
-    return value & -value
+        """Return the largest power of two up to `most` that divides all addresses."""
+        bits = self.a | self.b | self.out | most
+        return min(most, bits & -bits)

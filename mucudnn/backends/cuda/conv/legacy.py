@@ -1,7 +1,7 @@
-"""cuDNN's first API as a second library: 8 + 6 + 7 algorithms in four math types.
+"""cuDNN's first (legacy) API as a second library of convolution algorithms.
 
-Deprecated since 9.0 but there in all of 9.x. It makes "every algorithm" literal, and
-old GPUs keep FFT and Winograd.
+It has 8 + 6 + 7 algorithms (by direction) in four math types. It is deprecated since
+9.0 but present in all of 9.x; old GPUs keep FFT and Winograd through it.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ __all__ = ["LegacyLibrary", "LegacyRow", "legacy_names"]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a direction is called in C, and its algorithms."""
+    """A direction's name in C, and its algorithms."""
 
     name: str
     algorithms: type[IntEnum]
@@ -68,7 +68,7 @@ _LISTINGS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LegacyRow:
-    """One algorithm in one math type."""
+    """An algorithm in a math type."""
 
     algo: IntEnum
     math: MathType
@@ -77,7 +77,7 @@ class LegacyRow:
 
 
 def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]:
-    """Every algorithm of a direction in every math type, by name."""
+    """Return every algorithm of a direction in every math type, by name."""
     return {
         f"{algo.name}{suffix}": (algo, math)
         for math, suffix in _SUFFIXES.items()
@@ -86,7 +86,7 @@ def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]
 
 
 class LegacyLibrary:
-    """Lists and calls the algorithms of the first API; needs a device."""
+    """The algorithms of the first API, to be listed and called; needs a device."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -98,19 +98,19 @@ class LegacyLibrary:
     def rows(
         self, problem: ConvProblem
     ) -> tuple[Mapping[str, LegacyRow], Mapping[str, str]]:
-        """What can run, by name; and why the others cannot."""
+        """Return usable algorithms and the others' reasons, both by name."""
         if (known := self._rows.get(problem)) is not None:
             return known
         rows: dict[str, LegacyRow] = {}
         reasons: dict[str, str] = {}
-        shifting = self._nondeterministic(problem)
+        nondeterministic = self._nondeterministic(problem)
         for name, (algo, math) in legacy_names(problem.direction).items():
             try:
                 nbytes = self._workspace(problem, algo, math)
             except MucudnnError as e:
                 reasons[name] = str(e)
             else:
-                traits = _traits(problem, algo, math, algo not in shifting)
+                traits = _traits(problem, algo, math, algo not in nondeterministic)
                 rows[name] = LegacyRow(algo, math, nbytes, traits)
         self._rows.put(problem, (rows, reasons))
         return rows, reasons
@@ -118,17 +118,11 @@ class LegacyLibrary:
     def launch(
         self, problem: ConvProblem, algo: str, accumulate: bool, operands: Operands
     ) -> Launch:
-        """A call of an algorithm on given addresses.
-
-        Raises:
-            UnsupportedError: The algorithm cannot run the problem.
-            BackendError: The workspace is too small.
-        """
+        """Return a call of an algorithm on given addresses."""
         rows, reasons = self.rows(problem)
-        row = rows.get(algo)
-        if row is None and algo in reasons:
+        if algo in reasons:
             raise UnsupportedError(f"{algo} cannot run {problem}: {reasons[algo]}")
-        if row is None:
+        if (row := rows.get(algo)) is None:
             raise UnsupportedError(f"cuDNN has no algorithm {algo!r} for {problem}")
         if operands.nbytes < row.workspace:
             raise BackendError(
@@ -143,27 +137,14 @@ class LegacyLibrary:
         if problem.direction is Direction.BACKWARD_DATA:
             data = operands.b, operands.a
         name = f"cudnnConvolution{_KINDS[problem.direction].name}"
-        arguments = (
-            ctypes.addressof(one),
-            a,
-            data[0],
-            b,
-            data[1],
-            bound.convolution,
-            int(row.algo),
-            operands.workspace,
-            operands.nbytes,
-            ctypes.addressof(beta),
-            out,
-            operands.out,
-        )
+        scratch = operands.workspace, operands.nbytes
+        inputs = ctypes.addressof(one), a, data[0], b, data[1], bound.convolution
+        output = ctypes.addressof(beta), out, operands.out
+        arguments = *inputs, int(row.algo), *scratch, *output
         return Launch(self._calls.function(name), arguments, name, (bound, one, beta))
 
     def _nondeterministic(self, problem: ConvProblem) -> frozenset[int]:
-        """Algorithms that do not repeat their bits, by the library's own account.
-
-        Where it gives none, by its documentation.
-        """
+        """Return the nondeterministic algorithms, as reported or else documented."""
         most = len(_KINDS[problem.direction].algorithms) * len(MathType)
         perfs, count = (AlgoPerf * most)(), ctypes.c_int()
         try:
@@ -194,13 +175,13 @@ class LegacyLibrary:
 
 
 class _Bound:
-    """The descriptors of one problem in one math type, destroyed with it.
+    """The descriptors of one problem in one math type, destroyed with this object.
 
     Attributes:
-        direction: The problem's.
-        tensors: Addresses of those of two inputs and the output, as the C functions
-            take them: for the gradient of the input (w, dy), not (dy, w).
-        convolution: Address of the convolution's.
+        direction: Direction of the problem.
+        tensors: Descriptors of two inputs and the output, in the order of the C
+            functions: for the gradient of the input (w, dy), not (dy, w).
+        convolution: Descriptor of the convolution.
     """
 
     def __init__(self, calls: Calls, problem: ConvProblem, math: MathType) -> None:

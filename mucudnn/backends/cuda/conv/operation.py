@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 ALIGNMENT = 16
-"""Bytes that tensor-core engines want operands aligned to."""
+"""Bytes to which tensor-core engines need operands aligned."""
 
 UIDS: Mapping[str, int] = MappingProxyType({"x": 1, "w": 2, "y": 3})
-"""Names of the tensors in a variant pack."""
+"""Ids of the tensors in a variant pack."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Attributes of the node of one direction."""
+    """Descriptor type and attributes of the node of one direction."""
 
     kind: DescriptorType
     alpha: Attribute
@@ -84,13 +84,10 @@ def operation_graph(
     alignment: int = ALIGNMENT,
     handle: int | None = None,
 ) -> Descriptor:
-    """A finalized graph: out = convolution + (out if `accumulate`).
+    """Return a finalized graph: out = convolution + (out if `accumulate`).
 
     Groups need no attribute: the filter has C // groups channels. All operands'
-    addresses are multiples of `alignment`; there is no handle where there is no device.
-
-    Raises:
-        UnsupportedError: cuDNN does not have such a convolution.
+    addresses are multiples of `alignment`; `handle` is None without a device.
     """
     geometry, node = Geometry.of(problem), _NODES[problem.direction]
     operation = Descriptor(calls, node.kind)
@@ -107,11 +104,7 @@ def operation_graph(
 def graph_of(
     calls: Calls, operations: Sequence[Descriptor], handle: int | None
 ) -> Descriptor:
-    """A finalized graph of finalized operations, in order.
-
-    Raises:
-        UnsupportedError: cuDNN does not have such a graph.
-    """
+    """Return a finalized graph of finalized operations, in order."""
     graph = Descriptor(calls, DescriptorType.OPERATIONGRAPH)
     graph.set(Attribute.OPERATIONGRAPH_OPS, *operations)
     if handle is not None:
@@ -121,7 +114,7 @@ def graph_of(
 
 
 def convolution(calls: Calls, geometry: Geometry) -> Descriptor:
-    """Strides, padding and dilation, finalized."""
+    """Return the finalized descriptor of strides, padding and dilation."""
     found = Descriptor(calls, DescriptorType.CONVOLUTION)
     found.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
     mode = ConvolutionMode.CROSS_CORRELATION
@@ -144,16 +137,16 @@ def tensor_of(
     *,
     virtual: bool = False,
 ) -> Descriptor:
-    """A dense tensor, finalized.
+    """Return the finalized descriptor of a dense tensor.
 
     Args:
         calls: The library.
-        geometry: Whose layout it has, and type if no other is named.
-        uid: Its name in a variant pack.
-        shape: As (N, C, *spatial).
-        alignment: Of its address, in bytes.
-        data_type: Of its elements.
-        virtual: Whether it is never in memory: what one operation hands to the next.
+        geometry: Source of the layout, and of the type unless given.
+        uid: Id in a variant pack.
+        shape: Shape as (N, C, *spatial).
+        alignment: Alignment of the address in bytes.
+        data_type: Type of the elements.
+        virtual: Whether the tensor is an intermediate that is never in memory.
     """
     tensor = Descriptor(calls, DescriptorType.TENSOR)
     kind = geometry.data_type if data_type is None else data_type

@@ -1,14 +1,14 @@
-"""A plan bound to cuDNN: one prebuilt call a micro-batch, replayed for known addresses.
+"""A plan bound to cuDNN: one prebuilt call per micro-batch, reused for known addresses.
 
-For operands at addresses that it has seen, running is a dictionary lookup and one C
-call a micro-batch: no allocation, no descriptor, no synchronisation. Such a run can be
+For operands at known addresses, running is a dictionary lookup and one C call per
+micro-batch: no allocation, no descriptor, no synchronisation. Such a run can be
 captured; with `replay` the whole plan is captured once and launched as one graph.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mucudnn.backends.base import Capture
@@ -21,20 +21,16 @@ __all__ = ["CudaPlan", "step_operands"]
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = 64
-"""Sets of addresses remembered; beyond, all are forgotten."""
+_KNOWN = 64  # sets of addresses in the cache; at this number all are dropped
 
 
 @dataclass(slots=True)
 class _Bound:
-    """The calls of a plan on one set of addresses."""
-
     steps: Sequence[tuple[AlgoPerf, int, Sequence[Launch]]]
     calls: Sequence[tuple[Callable[..., int], tuple[Any, ...]]]
     graph: Callable[[], None] | None = None
 
     def at(self, position: int) -> tuple[AlgoPerf, int, Launch]:
-        """The micro-batch that a call belongs to, its first sample, and the call."""
         return [
             (step, start, launch)
             for step, start, launches in self.steps
@@ -43,19 +39,13 @@ class _Bound:
 
 
 class CudaPlan:
-    """Runs a plan; see `Runner`.
-
-    Args:
-        conv: The library.
-        plan: What to run.
-        capture: Makes CUDA graphs; None runs call by call.
-    """
+    """A bound plan, replayed as a CUDA graph by `capture` if given; see `Runner`."""
 
     def __init__(
         self, conv: CudaConv, plan: ConvPlan, capture: Capture | None = None
     ) -> None:
         self._conv = conv
-        self._plan = plan
+        self.plan = plan
         self._capture = capture
         self._known: dict[tuple[int, int, int, int, bool], _Bound] = {}
         micro = {n: plan.problem.with_batch(n) for n in {s.batch for s in plan.steps}}
@@ -63,17 +53,8 @@ class CudaPlan:
             (step, window.start, micro[step.batch]) for window, step in plan.slices()
         ]
 
-    @property
-    def plan(self) -> ConvPlan:
-        """What it runs."""
-        return self._plan
-
     def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        """See `Runner.run`.
-
-        Raises:
-            StepFailedError: A call failed; earlier micro-batches are complete.
-        """
+        """See `Runner.run`."""
         scratch = 0 if workspace is None else workspace.data.ptr
         key = (a.data.ptr, b.data.ptr, out.data.ptr, scratch, accumulate)
         bound = self._known.get(key)
@@ -89,13 +70,13 @@ class CudaPlan:
 
     def _bind(self, operands: Operands, accumulate: bool) -> _Bound:
         steps = []
-        sums = self._plan.problem.direction is Direction.BACKWARD_FILTER
+        sums = self.plan.problem.direction is Direction.BACKWARD_FILTER
         for step, start, micro in self._parts:
             try:
                 launches = self._conv.launches(
                     micro,
                     step.algo,
-                    step_operands(self._plan, start, operands),
+                    step_operands(self.plan, start, operands),
                     first=start == 0 or not sums,
                     accumulate=accumulate,
                 )
@@ -118,10 +99,10 @@ class CudaPlan:
             raise StepFailedError(step.algo, start, e) from e
 
     def _replay(self, bound: _Bound, capture: Capture) -> None:
-        """Launch the graph; captured on the second run, when all kernels are loaded.
+        """Launch the graph, captured on the second run, when all kernels are loaded.
 
-        While capturing nothing runs, so that a call which refuses to be captured
-        leaves nothing half done: such a plan goes on call by call.
+        Nothing runs during a capture, so a call that cannot be captured leaves no
+        partial result; such a plan continues call by call.
         """
         if bound.graph is None:
             try:
@@ -133,7 +114,7 @@ class CudaPlan:
 
 
 def step_operands(plan: ConvPlan, start: int, operands: Operands) -> Operands:
-    """Addresses of the micro-batch that begins at sample `start`."""
+    """Return the addresses of the micro-batch that begins at sample `start`."""
     problem = plan.problem
     x, y = (
         start * problem.itemsize * math.prod(shape[1:])
@@ -146,10 +127,4 @@ def step_operands(plan: ConvPlan, start: int, operands: Operands) -> Operands:
             a, b, out = y, 0, x
         case Direction.BACKWARD_FILTER:
             a, b, out = x, y, 0
-    return Operands(
-        operands.a + a,
-        operands.b + b,
-        operands.out + out,
-        operands.workspace,
-        operands.nbytes,
-    )
+    return replace(operands, a=operands.a + a, b=operands.b + b, out=operands.out + out)

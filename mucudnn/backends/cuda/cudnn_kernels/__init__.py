@@ -1,11 +1,11 @@
-"""cuDNN's own kernels beside ours, for operations that are the same function there.
+"""cuDNN's own kernels as alternatives to ours, for operations with equal semantics.
 
-All are of its first API: they take no workspace, so what a plan counts for ours is
-enough for both. Nothing depends on them. Where the library refuses a call, whatever its
-status, our kernel runs instead, and it is not asked again.
+All are of the first API and take no workspace, so the plan's workspace for our kernel
+is enough for both. They are optional: if the library rejects a call with any status,
+our kernel runs instead, and the library is not called for this case again.
 
-What it has and is not here computes another function: see `batch_norm` for what follows
-a batch normalisation.
+cuDNN functions that are not here compute something else: see `batch_norm` for those
+that fuse an activation with a batch normalisation.
 """
 
 import logging
@@ -32,17 +32,13 @@ _FILES = (batch_norm, lrn, pooling, softmax)
 OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
     {name: made for file in _FILES for name, made in file.OPERATIONS.items()}
 )
-"""Operation -> how the library computes it."""
+"""Operation name to its implementation by the library."""
 
 Call = Callable[[], None]
 
 
 class CudnnKernels:
-    """See `LibraryKernels`.
-
-    Args:
-        session: Where the library runs.
-    """
+    """cuDNN's kernels; see `LibraryKernels`."""
 
     name = "cudnn"
 
@@ -63,7 +59,7 @@ class CudnnKernels:
         return case not in self._refused and found.takes(case)
 
     def beside(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
-        """A table of kernels in which nodes may ask for the library's."""
+        """Return a kernel table in which nodes can ask for the library's kernels."""
         both = {op: self._either(op, kernels[op]) for op in OPERATIONS}
         return MappingProxyType({**kernels, **both})
 
@@ -83,7 +79,7 @@ class CudnnKernels:
         return Kernel(run, own.workspace, ready, own.together, own.flags)
 
     def _guarded(self, op: str, own: Kernel, arguments: tuple[Any, ...]) -> Call:
-        """A call of the library, and of our kernel once the library has refused."""
+        """Return a call of the library that falls back to our kernel on rejection."""
         inputs, outputs, attrs, workspace = arguments
         case = Case.of(op, inputs, outputs, attrs)
         launch = self._launch(case, inputs, outputs)
@@ -111,7 +107,7 @@ class CudnnKernels:
     def _launch(
         self, case: Case, inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> Launch | None:
-        """The library's call; None where it does not take the case."""
+        """Return the library's call; None if it does not take the case."""
         found = OPERATIONS[case.op]
         reads, writes = ([a.data.ptr for a in each] for each in (inputs, outputs))
         in_place = set(reads) & set(writes)

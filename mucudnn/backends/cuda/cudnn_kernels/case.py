@@ -1,4 +1,4 @@
-"""What a kernel of the library is asked for, and what it is called with."""
+"""The description of an operation for the library, and the arguments of its call."""
 
 import ctypes
 import math
@@ -13,33 +13,32 @@ from mucudnn.ir.operations import LIBRARY
 
 __all__ = ["Arguments", "Case", "LibraryOperation", "Shaped", "describable"]
 
-_MOST = 2**31 - 1
-"""Elements of a tensor: the first API counts in 32 bits."""
+_MOST = 2**31 - 1  # most elements of a tensor: the first API counts in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A dense tensor as a kernel is given it."""
+    """Shape and type of a dense tensor."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: Any) -> "Shaped":
-        """Of an array, or of what describes one."""
+        """Describe an array or a tensor specification."""
         dtype = tensor.dtype
         return cls(tuple(tensor.shape), dtype if isinstance(dtype, str) else dtype.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An operation on certain tensors: all that decides whether the library takes it.
+    """An operation with its shapes and attributes, the input of `takes`.
 
     Attributes:
-        op: The operation.
-        inputs: What it reads.
-        outputs: What it writes.
-        settings: Its attributes, by name.
+        op: Name of the operation.
+        inputs: Input tensors.
+        outputs: Output tensors.
+        settings: Attributes of the operation, by name.
     """
 
     op: str
@@ -55,13 +54,12 @@ class Case:
         outputs: Sequence[Any],
         attrs: Mapping[str, Any],
     ) -> "Case":
-        """Of arrays, or of what describes them."""
+        """Describe an operation on arrays or tensor specifications."""
         settings = sorted((k, v) for k, v in attrs.items() if k != LIBRARY)
         reads, writes = (tuple(map(Shaped.of, each)) for each in (inputs, outputs))
         return cls(op, reads, writes, tuple(settings))
 
     def __getitem__(self, name: str) -> Any:
-        """An attribute of the operation."""
         return dict(self.settings)[name]
 
     def __str__(self) -> str:
@@ -70,12 +68,7 @@ class Case:
 
 
 class Arguments:
-    """Descriptors and factors of one call, which live as long as this.
-
-    Args:
-        calls: The library.
-        dtype: Of the images.
-    """
+    """Descriptors and factors of one call, for images of type `dtype`."""
 
     def __init__(self, calls: Calls, dtype: str) -> None:
         self.calls, self.descriptors = calls, Descriptors(calls)
@@ -85,32 +78,32 @@ class Arguments:
 
     @property
     def one(self) -> int:
-        """The address of the factor 1."""
+        """Address of the factor 1."""
         return ctypes.addressof(self._factors[0])
 
     @property
     def zero(self) -> int:
-        """The address of the factor 0: what was in a result is overwritten."""
+        """Address of the factor 0: results are overwritten."""
         return ctypes.addressof(self._factors[1])
 
     def tensor(self, shape: Sequence[int], *, channels_last: bool) -> int:
-        """The descriptor of a dense image; axes are written (N, C, *spatial)."""
+        """Return the descriptor of a dense image; axes are written (N, C, *spatial)."""
         strides = strides_of(shape, channels_last=channels_last)
         return self.descriptors.tensor(DATA_TYPES[self._dtype], shape, strides)
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryOperation:
-    """How the library computes an operation.
+    """An operation as the library computes it.
 
     Attributes:
-        function: Its name in C.
-        takes: Whether it is the same function there, and within what is documented.
-        arguments: (case, what keeps them, addresses of inputs and of outputs) -> the
-            arguments after the handle.
+        function: Name of the C function.
+        takes: Returns whether it computes the same function, within documented limits.
+        arguments: (case, owner of the descriptors, addresses of inputs and of outputs)
+            -> arguments after the handle.
         unwritten: Positions of results that the library does not write.
-        left: Attributes by which our own kernel computes what the library leaves to
-            it, from what the library has written. None: nothing is left.
+        left: Attributes with which our own kernel completes the library's results.
+            None: the results are complete.
     """
 
     function: str
@@ -123,7 +116,7 @@ class LibraryOperation:
 
 
 def describable(*tensors: Shaped) -> bool:
-    """Whether tensors of one type have elements, and not too many to be described."""
+    """Return whether the tensors have one type, elements, and 32-bit sizes."""
     return (
         tensors[0].dtype in DATA_TYPES
         and len({tensor.dtype for tensor in tensors}) == 1

@@ -1,6 +1,6 @@
-"""Local response normalisation by the library, which sums over odd windows as we do.
+"""Local response normalisation by cuDNN, for odd windows only.
 
-An even window reaches one channel further ahead there, and one further back here.
+An even window extends one channel further ahead in cuDNN, and one further back here.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from mucudnn.backends.cuda.cudnn_kernels.channels import by_channel
 
 __all__ = ["OPERATIONS"]
 
+# Limits of the library's header, CUDNN_LRN_….
 _MOST_SIZE = 16
 _LEAST_K = 1e-5
 _LEAST_BETA = 0.01
-"""Limits of the library's header, CUDNN_LRN_…."""
 
 
 def _takes(case: Case) -> bool:
@@ -34,32 +34,31 @@ def _takes(case: Case) -> bool:
     )
 
 
-def _described(case: Case, kept: Arguments) -> tuple[int, int]:
-    """The descriptors of the normalisation and of all its tensors."""
+def _described(case: Case, owner: Arguments) -> tuple[int, int]:
     numbers = (float(case[name]) for name in ("alpha", "beta", "k"))
-    rules = kept.descriptors.create("LRN", "LRN", case["size"], *numbers)
+    rules = owner.descriptors.create("LRN", "LRN", case["size"], *numbers)
     shape, last = by_channel(case.inputs[0].shape)
-    return rules, kept.tensor(shape, channels_last=last)
+    return rules, owner.tensor(shape, channels_last=last)
 
 
 def _forward(
-    case: Case, kept: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
 ) -> tuple[Any, ...]:
-    rules, t = _described(case, kept)
+    rules, t = _described(case, owner)
     mode = LRNMode.CROSS_CHANNEL_DIM1
-    return rules, mode, kept.one, t, inputs[0], kept.zero, t, outputs[0]
+    return rules, mode, owner.one, t, inputs[0], owner.zero, t, outputs[0]
 
 
-def _back(
-    case: Case, kept: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+def _gradient(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
 ) -> tuple[Any, ...]:
-    rules, t = _described(case, kept)
+    rules, t = _described(case, owner)
     (x, y, dy), (dx,) = inputs, outputs
     mode = LRNMode.CROSS_CHANNEL_DIM1
-    return rules, mode, kept.one, t, y, t, dy, t, x, kept.zero, t, dx
+    return rules, mode, owner.one, t, y, t, dy, t, x, owner.zero, t, dx
 
 
 OPERATIONS: dict[str, LibraryOperation] = {
     "lrn": LibraryOperation("cudnnLRNCrossChannelForward", _takes, _forward),
-    "lrn_grad": LibraryOperation("cudnnLRNCrossChannelBackward", _takes, _back),
+    "lrn_grad": LibraryOperation("cudnnLRNCrossChannelBackward", _takes, _gradient),
 }

@@ -1,8 +1,8 @@
-"""Pooling by the library: averages both ways, maxima where no gradient is wanted.
+"""Pooling by cuDNN: averages in both directions, maxima where no gradient is needed.
 
-Our gradient of a maximum reads where in its window it was, which the library does not
-tell; and it does not say which of several equal maxima its own gradient goes to. So
-maxima are the library's only where nobody reads their places.
+Our gradient of a maximum reads its position in the window, which cuDNN does not report;
+nor does it specify which of several equal maxima its own gradient goes to. So maxima
+are computed by cuDNN only if nothing reads their positions.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,12 @@ from mucudnn.backends.cuda.first_api import ints
 
 __all__ = ["OPERATIONS"]
 
-_RANKS = (2, 3)
-"""Spatial axes that the library's windows may have."""
+_RANKS = (2, 3)  # numbers of spatial axes that cuDNN's windows may have
 
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Windows over an image in the library's terms; shapes are (N, C, *spatial)."""
+    """Windows over an image in cuDNN's terms; shapes are (N, C, *spatial)."""
 
     image: tuple[int, ...]
     made: tuple[int, ...]
@@ -37,10 +36,10 @@ class _Windows:
 
     @classmethod
     def of(cls, case: Case, image: Sequence[int], made: Sequence[int]) -> "_Windows":
-        """Of a case, the image's shape and that of what windows leave of it.
+        """Translate a case with the shapes of the image and of the pooled result.
 
-        Images with their channels last are seen as (N, 1, *spatial, C), with windows
-        one wide along the channels; any image seen like that is the same.
+        Images with channels last are passed as (N, 1, *spatial, C), with windows of
+        size 1 along the channels; any other image of that form is equivalent.
         """
         axes = [tuple(case[name]) for name in ("kernel", "stride", "padding")]
         shapes = [tuple(image), tuple(made)]
@@ -48,7 +47,7 @@ class _Windows:
         if last:
             shapes = [(s[0], s[-1], *s[2:-1]) for s in shapes]
             axes = [a[:-1] for a in axes]
-        if len(axes[0]) == 1:  # along a line: over an image of height 1
+        if len(axes[0]) == 1:  # a line: an image of height 1
             shapes = [(*s[:2], 1, *s[2:]) for s in shapes]
             axes = [(n, *a) for n, a in zip((1, 1, 0), axes, strict=True)]
         (x, y), (kernel, stride, padding) = shapes, axes
@@ -56,7 +55,7 @@ class _Windows:
 
     @property
     def even(self) -> bool:
-        """Whether there are as many as fit between equal paddings at both ends."""
+        """Whether as many windows exist as fit between equal paddings at both ends."""
         axes = zip(self.image[2:], self.kernel, self.stride, self.padding, strict=True)
         fitting = tuple((n + 2 * p - k) // step + 1 for n, k, step, p in axes)
         return fitting == self.made[2:] and len(self.kernel) in _RANKS
@@ -78,12 +77,11 @@ def _mode(case: Case) -> PoolingMode:
 
 
 def _described(
-    case: Case, kept: Arguments, image: Sequence[int], made: Sequence[int]
+    case: Case, owner: Arguments, image: Sequence[int], made: Sequence[int]
 ) -> tuple[int, int, int]:
-    """The descriptors of the windows, the image and what windows leave of it."""
     windows = _Windows.of(case, image, made)
     axes = windows.kernel, windows.padding, windows.stride
-    pooling = kept.descriptors.create(
+    pooling = owner.descriptors.create(
         "Pooling",
         "PoolingNd",
         _mode(case),
@@ -92,30 +90,32 @@ def _described(
         *map(ints, axes),
     )
     last = windows.channels_last
-    x = kept.tensor(windows.image, channels_last=last)
-    return pooling, x, kept.tensor(windows.made, channels_last=last)
+    x = owner.tensor(windows.image, channels_last=last)
+    return pooling, x, owner.tensor(windows.made, channels_last=last)
 
 
 def _forward(
-    case: Case, kept: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
 ) -> tuple[Any, ...]:
     shapes = case.inputs[0].shape, case.outputs[0].shape
-    pooling, x, y = _described(case, kept, *shapes)
-    return pooling, kept.one, x, inputs[0], kept.zero, y, outputs[0]
+    pooling, x, y = _described(case, owner, *shapes)
+    return pooling, owner.one, x, inputs[0], owner.zero, y, outputs[0]
 
 
-def _average_back(
-    case: Case, kept: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+def _average_gradient(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
 ) -> tuple[Any, ...]:
-    """Of an average neither x nor y matters: dx and dy stand for them."""
+    """Return the arguments; x and y do not matter, so dx and dy stand for them."""
     shapes = case.outputs[0].shape, case.inputs[0].shape
-    pooling, x, y = _described(case, kept, *shapes)
+    pooling, x, y = _described(case, owner, *shapes)
     (dy,), (dx,) = inputs, outputs
-    return pooling, kept.one, y, dy, y, dy, x, dx, kept.zero, x, dx
+    return pooling, owner.one, y, dy, y, dy, x, dx, owner.zero, x, dx
 
 
 OPERATIONS: dict[str, LibraryOperation] = {
     "avg_pool": LibraryOperation("cudnnPoolingForward", _takes, _forward),
-    "avg_pool_grad": LibraryOperation("cudnnPoolingBackward", _takes, _average_back),
+    "avg_pool_grad": LibraryOperation(
+        "cudnnPoolingBackward", _takes, _average_gradient
+    ),
     "max_pool": LibraryOperation("cudnnPoolingForward", _takes, _forward, (1,)),
 }

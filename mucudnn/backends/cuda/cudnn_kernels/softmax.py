@@ -1,7 +1,7 @@
-"""Softmax with cross entropy by the library: logarithms of probabilities.
+"""Softmax with cross entropy by cuDNN, which computes the logarithms of probabilities.
 
-The library computes them of all classes, and our own kernel the mean of those at the
-labels. Both types are one there: logits that are narrower than the loss stay ours.
+cuDNN computes them for all classes, and our own kernel the mean of those at the labels.
+cuDNN needs one type for both: logits narrower than the loss stay with our kernel.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ def _takes(case: Case) -> bool:
 
 
 def _logarithms(
-    case: Case, kept: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
 ) -> tuple[Any, ...]:
     shape = *as_ncs(case.inputs[0].shape), 1
-    t = kept.tensor(shape, channels_last=False)
+    t = owner.tensor(shape, channels_last=False)
     how = SoftmaxAlgorithm.LOG, SoftmaxMode.CHANNEL
-    return *how, kept.one, t, inputs[0], kept.zero, t, outputs[1]
+    return *how, owner.one, t, inputs[0], owner.zero, t, outputs[1]
 
 
 OPERATIONS: dict[str, LibraryOperation] = {
     "softmax_cross_entropy": LibraryOperation(
         "cudnnSoftmaxForward", _takes, _logarithms, left={GIVEN: True}
-    ),
+    )
 }

@@ -1,10 +1,10 @@
-"""Kernels of a training step on a GPU: one idea a file, as the CPU's, in CUDA C.
+"""CUDA kernels of a training step: one file per subject, as on the CPU, in CUDA C.
 
-A kernel writes into its outputs; partial sums go to a workspace that it asks for, so
-that nothing is allocated. It launches and never waits, adds no numbers atomically
-(blocks are counted so), and divides its work by shapes alone: results are the same bits
-every time. Those that may run in place read an element before they write it, and no
-other.
+A kernel writes into its outputs; partial sums go to a workspace of declared size, so
+that nothing is allocated. It launches without waiting, adds no numbers atomically
+(only blocks are counted so), and divides its work by shapes alone: results are
+bit-identical every time. Kernels that may run in place read an element before they
+write it, and no other.
 
 This package imports neither CuPy nor NumPy; sources are compiled at their first launch.
 """
@@ -71,33 +71,20 @@ _FILES = (
 KERNELS: Mapping[str, Operation] = MappingProxyType(
     {name: made for file in _FILES for name, made in file.OPERATIONS.items()}
 )
-"""Operation -> its kernel, which still has to be given a launcher."""
+"""Operation name to kernel; kernels still need a launcher, see `bind`."""
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
-        "average_pooling": average_pooling.PROGRAM,
-        "batch_norm": batch_norm.PROGRAM,
-        "batch_norm_grad": batch_norm_grad.PROGRAM,
-        "bias": bias.PROGRAM,
-        "dropout": dropout.PROGRAM,
-        "elementwise": elementwise.PROGRAM,
-        "gradients": gradients.PROGRAM,
-        "group_norm": group_norm.PROGRAM,
-        "losses": losses.PROGRAM,
-        "lrn": lrn.PROGRAM,
-        "max_pooling": max_pooling.PROGRAM,
-        "split_batch_norm": split_batch_norm.PROGRAM,
-        "split_group_norm": split_group_norm.PROGRAM,
-        "turning": turning.PROGRAM,
-        "updates": updates.PROGRAM,
-        "upsampling": upsampling.PROGRAM,
+        file.__name__.rpartition(".")[2]: vars(file)["PROGRAM"]
+        for file in _FILES
+        if "PROGRAM" in vars(file)
     }
 )
-"""File -> its CUDA C; matrices and copies are CuPy's."""
+"""File to its CUDA C; matrix products and copies are CuPy's."""
 
 
 def bind(launcher: Preparer) -> Mapping[str, Kernel]:
-    """The kernels, to be launched by this launcher."""
+    """Return the kernels bound to this launcher."""
     return {name: _bound(launcher, made) for name, made in KERNELS.items()}
 
 

@@ -1,8 +1,8 @@
-"""Average pooling and its gradient; over whole images neighbouring threads share one.
+"""Average pooling and its gradient; over whole images several threads share an image.
 
-What a window's sum is divided by is counted along each axis on its own: elements
-inside the image, or inside it and its padding, but never those that only rounding the
-number of windows up has added.
+The divisor of a window's sum is counted along each axis separately: elements inside the
+image, or inside it and its padding, but never positions that exist only because the
+number of windows was rounded up.
 """
 
 import math
@@ -105,9 +105,9 @@ KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
 
 
 def avg_pool(call: KernelCall) -> None:
-    """The mean of each window."""
+    """Compute the mean of each window."""
     (x,), (y,) = call.inputs, call.outputs
-    if _whole(x.shape, y.shape, call.attrs):
+    if _is_global(x.shape, y.shape, call.attrs):
         pixels = math.prod(x.shape[2:])
         width = min(THREADS, 1 << (pixels.bit_length() - 1))
         blocks = flat(y.size * width)
@@ -119,15 +119,15 @@ def avg_pool(call: KernelCall) -> None:
 
 
 def avg_pool_grad(call: KernelCall) -> None:
-    """Dx: each dy shared out among the elements of its window."""
+    """Compute dx by distributing each dy over the elements of its window."""
     (dy,), (dx,) = call.inputs, call.outputs
     arguments = dx.size, int(call.attrs["count_include_pad"])
     axes = geometry(dx.shape, dy.shape, call.attrs)
     call.launch(PROGRAM, "avg_pool_grad", walking(dx.size), dy, dx, *arguments, *axes)
 
 
-def _whole(image: tuple[int, ...], out: tuple[int, ...], attrs: Attrs) -> bool:
-    """Whether a window is an image."""
+def _is_global(image: tuple[int, ...], out: tuple[int, ...], attrs: Attrs) -> bool:
+    """Return whether each window is a whole image."""
     return (
         math.prod(out[2:]) == 1
         and tuple(attrs["kernel"]) == tuple(image[2:])

@@ -1,10 +1,10 @@
 """Batch normalisation (Ioffe and Szegedy, 2015): each channel by its own statistics.
 
-A sum, a ReLU or both may follow, in the same launches. A block reads its part of a
-channel twice: for its first two moments, and to normalise; the parts of a sum are added
-up by whoever needs it. Where a channel fits into a block's shared memory, one launch
-does both and reads it once. Where channels are last, the last block of the first launch
-adds up the parts and writes the statistics.
+A sum, a ReLU or both may follow in the same launches. A block reads its part of a
+channel twice: for the first two moments, and to normalise; each reader adds up the
+partial sums itself. If a channel fits a block's shared memory, one launch does both and
+reads it once. With channels last, the last block of the first launch adds up the
+partial sums and writes the statistics.
 """
 
 from collections.abc import Sequence
@@ -176,12 +176,12 @@ KERNEL batch_norm_eval_last(EVAL) {
 
 
 def batch_norm(call: KernelCall) -> None:
-    """Normalise by the statistics of the batch, and move the running ones."""
+    """Normalise by the batch's statistics, and update the running ones."""
     forward(call, relu=False)
 
 
 def forward(call: KernelCall, *, relu: bool) -> None:
-    """The same with a term added, if there is a sixth input, and a ReLU."""
+    """Run `batch_norm`, then add a sixth input, if any, and apply a ReLU if asked."""
     x, gamma, *_ = call.inputs
     operands = *(*call.inputs, None)[:6], *call.outputs
     rules = *call.numbers("eps", "momentum"), int(call.attrs["update"])
@@ -222,12 +222,12 @@ def _forward_last(
 def apply_last(
     call: KernelCall, channels: Channels, operands: Sequence[Any], *, relu: bool
 ) -> None:
-    """Normalise, where channels are last.
+    """Normalise with channels last.
 
     Args:
-        call: What has a launcher.
-        channels: How they are divided.
-        operands: X, gamma, beta, mean, 1 / standard deviation, a term or None, and y.
+        call: Call with the launcher.
+        channels: Division of the channels.
+        operands: x, gamma, beta, mean, 1 / standard deviation, a term or None, and y.
         relu: Whether a ReLU follows.
     """
     arguments = *operands, *channels.arguments, int(relu)

@@ -1,9 +1,9 @@
-"""The gradients of batch normalisation, of a ReLU behind it, and of a sum between them.
+"""Gradients of batch normalisation, also fused with a ReLU and a sum before it.
 
-Gradients are masked where they are read. Without a sum the mask is told from the input
-by the formula of the forward pass, rounding by rounding, from what that pass saved: its
-result is not read. Where a channel fits into a block's shared memory, one launch does
-all; it keeps the masked gradient in registers.
+Gradients are masked when they are read. Without a sum the mask is recomputed from the
+input by the formula of the forward pass, rounding by rounding, with its saved
+statistics; the forward result is not read. If a channel fits a block's shared memory,
+one launch does everything and keeps the masked gradient in registers.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,15 @@ PROGRAM = Program(
     + LAST_BLOCK
     + NORMED
     + r"""
-// What a ReLU lets through of a gradient: all without one; where its result, if it is
-// given, is not 0, which is kept as the term's gradient; where the formula says so; or
-// which of them is told by what is given.
+// How a ReLU masks a gradient: not at all; by its result, if given, and the masked
+// gradient is stored as the term's; by recomputing the formula; or as arguments imply.
 enum Passing { ALL, RESULT, FORMULA, ANY };
 
 template <int CH, Passing BY> struct Gradient {
     T* dterm;
     NormedOf<CH> normed;
     bool result, formula;
-    // Of x, dy and the result at W neighbours.
+    // Masks dy, given x, dy and the result at W neighbours.
     template <int W> __device__ void pass(const Found<W, 3>& found, A* passed) const {
         for (int j = 0; j < W; ++j) {
             A d = (A)found.of[1].at[j];
@@ -41,7 +40,7 @@ template <int CH, Passing BY> struct Gradient {
             passed[j] = d;
         }
     }
-    // And counted, kept as the term's, and given back.
+    // Also adds to the sums, stores the term's gradient, and returns the masked one.
     template <int W>
     __device__ Pack<T, W> count(I i, const Found<W, 3>& found, Tally<CH>& sums,
                                 Tally<CH>& dots) const {
@@ -66,7 +65,7 @@ template <int CH, Passing BY> struct Gradient {
         const P *mean, const P *inv_std, T *dterm
 
 #define BACKWARD_GIVEN x, dy, y, gamma, beta, mean, inv_std, dterm
-// A loop for each way, without a branch.
+// One loop for each kind of mask, without a branch inside.
 #define BY_PASSING(function, CH, ...)                                             \
     if (y) function<CH, RESULT>(__VA_ARGS__);                                     \
     else if (beta) function<CH, FORMULA>(__VA_ARGS__);                            \
@@ -105,11 +104,11 @@ KERNEL channel_dots_last(BACKWARD, double* sums, double* dots, long long* arrive
 #define RESULTS                                                                   \
     T *dx, P *dgamma, P *dbeta, const double *sums, const double *dots, I parts, I N, \
         I C, I S, I width
-// A result of the ReLU is not asked again: what it let through is kept, and is dy here.
+// The ReLU's result is not read again: dy is the masked gradient that was stored.
 template <int CH, Passing BY> __device__ void input_grad(BACKWARD, RESULTS) {
     ChannelsOf<CH> channel(N, C, S, width);
-    // A thread finds the numbers of one channel, for all; parts not yet added up are
-    // added by all.
+    // Each thread computes the coefficients of one channel for all threads; partial
+    // sums that are not merged yet are added by all of them.
     __shared__ InputGrad all[CH == 1 ? 32 : CH * MOST_WIDTH];
     I own = threadIdx.x, c = (I)blockIdx.x * width * CH + own;
     double sum = 0, dot = 0;
@@ -196,7 +195,7 @@ KERNEL batch_norm_grad_whole(WHOLE) {
 
 
 def batch_norm_grad(call: KernelCall) -> None:
-    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
+    """Compute gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
     x, dy, gamma, mean, inv_std = call.inputs
     backward(call, (x, dy, None, gamma, None, mean, inv_std, None), call.outputs)
 
@@ -204,14 +203,14 @@ def batch_norm_grad(call: KernelCall) -> None:
 def backward(
     call: KernelCall, operands: tuple[Any, ...], results: Sequence[Any]
 ) -> None:
-    """Those of what a ReLU lets through.
+    """Compute the gradients of a batch normalisation and an optional ReLU.
 
     Args:
-        call: Which backward pass.
-        operands: X, dy, the ReLU's result, gamma, beta, mean, 1 / standard deviation
-            and the term's gradient. With a result the mask is told from it, with beta
-            from x; None is what there is not.
-        results: Dx, dgamma and dbeta.
+        call: Call with the launcher.
+        operands: x, dy, the ReLU's result, gamma, beta, mean, 1 / standard deviation
+            and the term's gradient. The mask comes from the result if given, or from x
+            if beta is given; missing operands are None.
+        results: dx, dgamma and dbeta.
     """
     x, dy, y, gamma, _, mean, inv_std, dterm = operands
     channels = Channels.here(call, x, dy, y, dterm, results[0])
@@ -222,7 +221,7 @@ def backward(
         return
     parts = channels.buffers(call.workspace, 2)
     partial_sums(call, channels, operands, parts)
-    if y is not None:  # what it let through is kept
+    if y is not None:  # dterm now holds the masked gradient
         operands = x, dterm, None, gamma, None, mean, inv_std, None
     arguments = *operands, *results, *parts, channels.left, *channels.arguments
     blocks, name = channels.blocks, channels.kernel("batch_norm_grad")
@@ -232,7 +231,7 @@ def backward(
 def partial_sums(
     call: KernelCall, channels: Channels, operands: Sequence[Any], parts: Sequence[Any]
 ) -> None:
-    """The sums of gradients, and of gradients times deviations: `channels.left`."""
+    """Sum gradients, and gradients times deviations, in `channels.left` parts."""
     sums = *parts, *channels.arrived(call)
     arguments = *operands, *sums, *channels.arguments
     blocks, name = channels.blocks, channels.kernel("channel_dots")
@@ -240,5 +239,5 @@ def partial_sums(
 
 
 OPERATIONS: dict[str, Operation] = {
-    "batch_norm_grad": Operation(batch_norm_grad, workspace),
+    "batch_norm_grad": Operation(batch_norm_grad, workspace)
 }

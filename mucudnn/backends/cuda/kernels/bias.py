@@ -1,4 +1,4 @@
-"""One number a channel added, and its gradient: sums over everything but channels."""
+"""Per-channel bias, and its gradient: sums over everything but channels."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ KERNEL bias_last(const T* x, const P* b, T* y, I relu, SHAPE) {
     added<PACKED>(x, b, y, relu, N, C, S, width);
 }
 
-// With y where that is not 0, which is kept.
+// Sums dy; if y is given, only where y is not 0, and stores dx.
 template <int CH>
 __device__ void summed(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
     ChannelsOf<CH> channel(N, C, S, width);
@@ -58,7 +58,7 @@ KERNEL bias_relu_grad(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
     summed<1>(y, dy, dx, parts, N, C, S, width);
 }
 
-// The last block adds up.
+// As `summed`; the last block adds the parts up.
 __device__ void summed_last(const T* y, const T* dy, T* dx, P* db, double* parts,
                             long long* arrived, SHAPE) {
     summed<PACKED>(y, dy, dx, parts, N, C, S, width);
@@ -85,23 +85,23 @@ KERNEL bias_grad_last(const T* dy, P* db, double* parts, long long* arrived, SHA
 
 
 def bias(call: KernelCall) -> None:
-    """Y = x + b, b of shape (C,) along axis 1."""
+    """Compute y = x + b, b of shape (C,) along axis 1."""
     _added(call, relu=False)
 
 
 def bias_relu(call: KernelCall) -> None:
-    """max(x + b, 0)."""
+    """Compute max(x + b, 0)."""
     _added(call, relu=True)
 
 
 def bias_relu_grad(call: KernelCall) -> None:
-    """Dy where y is not 0, and its sum over samples and pixels."""
+    """Compute dy where y is not 0, and its sum over samples and pixels."""
     (y, dy), (dx, db) = call.inputs, call.outputs
     _summed(call, "bias_relu_grad", (y, dy, dx), db)
 
 
 def bias_grad(call: KernelCall) -> None:
-    """The sum of dy over samples and pixels."""
+    """Sum dy over samples and pixels."""
     dy, db = call.inputs[0], call.outputs[0]
     _summed(call, "bias_grad", (dy,), db)
 
@@ -119,8 +119,7 @@ def _summed(call: KernelCall, name: str, images: tuple[Any, ...], db: Any) -> No
 
 
 def _added(call: KernelCall, *, relu: bool) -> None:
-    x, b = call.inputs
-    y = call.outputs[0]
+    (x, b), (y,) = call.inputs, call.outputs
     channels = Channels.here(call, x, y)
     arguments = x, b, y, int(relu), *channels.arguments
     name = channels.kernel("bias")

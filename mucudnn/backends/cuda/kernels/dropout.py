@@ -1,9 +1,9 @@
 """Dropout with the CPU's masks: Philox 4x64 (Salmon et al., 2011), ten rounds.
 
 Block b of 65536 positions has the key (seed, step); its n-th encryption, from 1, is
-that of the counter (n, b, 0, 0) and yields sixteen numbers of 16 bits. A thread makes
-one encryption; a block of threads then writes what they chose, adjacent threads at
-adjacent elements.
+that of the counter (n, b, 0, 0) and yields sixteen numbers of 16 bits. A thread
+computes one encryption; then the block of threads writes the results, adjacent threads
+at adjacent elements.
 """
 
 from mucudnn.backends.cuda.kernels.program import (
@@ -16,7 +16,7 @@ from mucudnn.backends.cuda.kernels.program import (
 __all__ = ["OPERATIONS", "PROGRAM"]
 
 _WORD = 1 << 64
-_AT_ONCE = 16 * THREADS  # positions of a block of threads
+_AT_ONCE = 16 * THREADS  # positions per block of threads
 _MOST_RUNS = 65535  # blocks along a grid's second axis
 
 PROGRAM = Program(
@@ -72,10 +72,10 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
 
 
 def dropout(call: KernelCall) -> None:
-    """Y = x / (1 - p) or, with probability p, 0.
+    """Compute y = x / (1 - p) or, with probability p, 0.
 
-    Rows of a tensor begin at a position `offset` of it. Those of its images are `run`
-    elements each, which begin `apart` positions behind each other.
+    A row slice of a tensor begins at position `offset` of the tensor. Slices of images
+    are runs of `run` elements, whose starts are `apart` positions distant.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
-"""Activations, sums and products of elements, any of them in place.
+"""Activations, sums and products of elements; all may run in place.
 
-A thread takes 16 bytes of each tensor at once, where they are aligned, and what is left
-over element by element.
+A thread accesses 16 bytes of each tensor at once if they are aligned, and the remainder
+element by element.
 """
 
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
@@ -27,7 +27,7 @@ __device__ void map(const T* a, const T* b, T* y, I count, const F& formula) {
     span<PACKED>(a, b, y, 0, whole, formula);
     span<1>(a, b, y, whole, count, formula);
 }
-// Of one tensor it is read twice, which the compiler sees.
+// A single tensor is passed as both inputs; the compiler merges the two reads.
 #define ONE(formula) map(a, a, y, count, [=](A x, A) -> A { return formula; });
 #define TWO(formula) map(a, b, y, count, [=](A x, A d) -> A { return formula; });
 
@@ -72,7 +72,7 @@ _PACK_BYTES = 16
 
 
 def _elementwise(kernel: str, *names: str) -> Operation:
-    """An operation of one or two tensors and the attributes of these names."""
+    """Make an operation of one or two tensors and the named attributes."""
 
     def run(call: KernelCall) -> None:
         (y,) = call.outputs

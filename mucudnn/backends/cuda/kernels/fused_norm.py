@@ -1,4 +1,4 @@
-"""Batch normalisation with a sum and a ReLU behind it: its launches, and no more."""
+"""Batch normalisation fused with a sum and a ReLU, by the kernels of `batch_norm`."""
 
 from mucudnn.backends.cuda.kernels.batch_norm import forward
 from mucudnn.backends.cuda.kernels.batch_norm_grad import backward
@@ -9,18 +9,18 @@ __all__ = ["OPERATIONS"]
 
 
 def batch_norm_relu(call: KernelCall) -> None:
-    """max(normalised, 0), or max(normalised + term, 0); moves the statistics."""
+    """Compute max(normalised [+ term], 0); update the running statistics."""
     forward(call, relu=True)
 
 
 def batch_norm_relu_grad(call: KernelCall) -> None:
-    """As `batch_norm_grad` of the gradient where the ReLU's input is not negative."""
+    """Run `batch_norm_grad` on dy masked to positive inputs of the ReLU."""
     x, dy, gamma, beta, mean, inv_std = call.inputs
     backward(call, (x, dy, None, gamma, beta, mean, inv_std, None), call.outputs)
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
-    """The gradient where the result is not 0, which is the term's, and the others."""
+    """Compute the term's gradient, dy where y is not 0, and the others."""
     x, dy, y, gamma, mean, inv_std = call.inputs
     dterm, *others = call.outputs
     backward(call, (x, dy, y, gamma, None, mean, inv_std, dterm), others)

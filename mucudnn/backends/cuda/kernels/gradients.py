@@ -1,6 +1,6 @@
-"""What happens to gradients before the updates: totals, overflows, the loss's scale.
+"""Kernels on gradients before the update: sums, overflow detection, loss scaling.
 
-Each takes all tensors that follow one another in one launch.
+Consecutive calls are combined into one launch over all of their tensors.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ KERNEL accumulate_all(const long long* table, I rows, double factor) {
         total[i] = (T)((A)total[i] + (A)factor * (A)more[i]);
 }
 
-// Infinity minus itself is no number. All who find one write the same.
+// Infinity minus itself is NaN. All threads that find one write the same value.
 __device__ bool is_finite(T value) { return (A)value - (A)value == 0; }
 KERNEL find_overflow(const T* gradient, long long* counts, I count) {
     EACH(i, count) if (!is_finite(gradient[i])) counts[0] = 1;
@@ -59,7 +59,7 @@ KERNEL adjust_loss_scale(T* scale, long long* counts, double growth, double back
 
 
 def accumulate(call: KernelCall) -> None:
-    """Total += factor part."""
+    """Compute total += factor part."""
     total, part = call.inputs
     size, factor = total.size, float(call.attrs["factor"])
     arguments = total, part, size, factor
@@ -67,7 +67,7 @@ def accumulate(call: KernelCall) -> None:
 
 
 def accumulate_all(calls: Sequence[KernelCall]) -> None:
-    """The same of several totals, a launch for each type and factor."""
+    """Accumulate several totals, with one launch per type and factor."""
     groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
     for call in calls:
         total, part = call.inputs
@@ -81,14 +81,14 @@ def accumulate_all(calls: Sequence[KernelCall]) -> None:
 
 
 def find_overflow(call: KernelCall) -> None:
-    """Counts[0] = 1 where a gradient is infinite or no number."""
+    """Set counts[0] = 1 if a gradient is infinite or NaN."""
     gradient, counts = call.inputs
     arguments = gradient, counts, gradient.size
     call.launch(PROGRAM, "find_overflow", flat(gradient.size), *arguments)
 
 
 def find_overflow_all(calls: Sequence[KernelCall]) -> None:
-    """The same of several gradients, a launch for each type."""
+    """Check several gradients, with one launch per type."""
     groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
     for call in calls:
         gradient, counts = call.inputs
@@ -102,7 +102,7 @@ def find_overflow_all(calls: Sequence[KernelCall]) -> None:
 
 
 def adjust_loss_scale(call: KernelCall) -> None:
-    """The scale of the next step, and the counts."""
+    """Update the loss scale for the next step, and the counts."""
     numbers = call.numbers("growth", "backoff", "least", "most")
     arguments = *call.inputs, *numbers, int(call.attrs["interval"])
     call.launch(PROGRAM, "adjust_loss_scale", (1,), *arguments)

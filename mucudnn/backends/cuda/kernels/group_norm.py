@@ -1,13 +1,13 @@
 """Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
 
-A group of a sample is a row of `length` neighbouring elements, and a block takes one;
-a thread divides to find its first elements in it, and adds to find the next. Gamma has
-one value for `inner` neighbouring elements of a sample: S if it is a channel's, 1 if it
-is an element's. So seen, its gradient is a sum over samples and pixels of (N, values of
-gamma, inner), as a batch normalisation's.
+A group of a sample is a row of `length` contiguous elements, processed by one block. A
+thread divides to locate its first elements, and adds to locate the next ones. Gamma has
+one value for `inner` contiguous elements of a sample: S if it is per channel, 1 if it
+is per element. So its gradient is a sum over samples and pixels of (N, values of gamma,
+inner), as for a batch normalisation.
 
-Where channels are last, (N, pixels, C), a group is what some neighbouring channels have
-in all pixels of a sample; a gradient of gamma is a sum over all pixels of all samples.
+With channels last, (N, pixels, C), a group consists of some neighbouring channels of
+all pixels of a sample; a gradient of gamma is a sum over all pixels of all samples.
 """
 
 import math
@@ -26,17 +26,10 @@ from mucudnn.backends.cuda.kernels.program import (
 )
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH
 
-__all__ = [
-    "OPERATIONS",
-    "PROGRAM",
-    "ROWS",
-    "affine_grads",
-    "affine_workspace",
-    "rows",
-]
+__all__ = ["OPERATIONS", "PROGRAM", "ROWS", "affine_grads", "affine_workspace", "rows"]
 
 ROWS = r"""
-// A row, and a thread's elements of it with the values of gamma that they have: one for
+// A row, and a thread's elements of it with their values of gamma: one value for
 // `inner` neighbours.
 struct Row {
     I begin, first, length, inner, thread, threads;
@@ -66,8 +59,8 @@ struct Row {
         }
     }
 };
-// The same of a group of a sample whose channels are last, in all pixels; W at once if
-// all tensors are aligned. Only where a thread begins is divided for.
+// The same for a group of a sample with channels last, over all pixels; W at once if
+// all tensors are aligned. Only a thread's first position takes divisions.
 struct LastRow {
     I C, width, first, length, apiece, begin, own, over, jump;
     __device__ LastRow(I row, I groups, I pixels, I C, bool aligned)
@@ -96,7 +89,7 @@ struct LastRow {
         }
     }
 };
-// Elements `at` of a row, an R: W at once, where the tensors that are named allow it.
+// Loops over elements `at` of a row of type R, W at once if `packed`.
 #define EACH_OF_ROW(row, packed, ...)                                             \
     if (row.packs() && (packed)) {                                                \
         constexpr int W = PACKED;                                                 \
@@ -162,7 +155,7 @@ __device__ void input_grad(const R& row, const T* x, const T* dy, const P* gamma
     })
 }
 """
-"""What kernels over rows are made of; `REDUCE` comes before it."""
+"""Device code of kernels over rows; needs `REDUCE` before it."""
 
 PROGRAM = Program(
     CHANNELS
@@ -239,7 +232,7 @@ template <int CH> __device__ void gamma_of(GAMMA_GRAD) {
         if (++rest == each) rest = 0, ++own;
     }
     Tally<CH> dots, sums;
-    // Of what is summed over, `pixels` neighbours are one sample.
+    // Of the elements summed over, `pixels` contiguous ones belong to one sample.
     I sample = (CH > 1 ? channel.start : channel.start / S) / pixels;
     I behind = (sample + 1) * pixels;
     EACH_PACK(channel, aligned(x) && aligned(dy), (x, dy), {
@@ -272,22 +265,22 @@ KERNEL gamma_grad_last(GAMMA_GRAD) {
 
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    name, blocks, sizes = _whole(call, "group_norm")
+    name, blocks, sizes = _variant(call, "group_norm")
     arguments = *call.inputs, *call.outputs, *sizes, *call.numbers("eps")
     call.launch(PROGRAM, name, blocks, *arguments, beside=call.inputs[1])
 
 
 def group_norm_grad(call: KernelCall) -> None:
-    """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
+    """Compute dgamma and dbeta, then dx, which may overwrite dy."""
     dx, *gradients = call.outputs
     affine_grads(call, gradients)
-    name, blocks, sizes = _whole(call, "group_norm_grad")
+    name, blocks, sizes = _variant(call, "group_norm_grad")
     arguments = *call.inputs, dx, *sizes
     call.launch(PROGRAM, name, blocks, *arguments, beside=call.inputs[3])
 
 
-def _whole(call: KernelCall, name: str) -> tuple[str, tuple[int], Sequence[int]]:
-    """The kernel for this layout, its grid, and what it is told of shapes."""
+def _variant(call: KernelCall, name: str) -> tuple[str, tuple[int], Sequence[int]]:
+    """Return the kernel for this layout, its grid, and its shape arguments."""
     shape, attrs = call.inputs[0].shape, call.attrs
     if _is_last(attrs):
         N, pixels, C = shape
@@ -297,10 +290,10 @@ def _whole(call: KernelCall, name: str) -> tuple[str, tuple[int], Sequence[int]]
 
 
 def affine_grads(call: KernelCall, gradients: Sequence[Any]) -> None:
-    """Dgamma and dbeta of (x, dy, gamma, mean, inv_std)."""
+    """Compute dgamma and dbeta from inputs (x, dy, gamma, mean, inv_std)."""
     x, dy, _, mean, inv_std = call.inputs
-    seen = (v.reshape(_seen(x.shape, call.attrs)) for v in (x, dy))
-    channels = Channels.here(call, *seen)
+    views = (v.reshape(_gamma_channels(x.shape, call.attrs)) for v in (x, dy))
+    channels = Channels.here(call, *views)
     sums = channels.buffers(call.workspace, 2)
     sizes = call.attrs["groups"], x.shape[1] if _is_last(call.attrs) else 1
     arguments = x, dy, mean, inv_std, *sums, *channels.arguments, *sizes
@@ -311,14 +304,14 @@ def affine_grads(call: KernelCall, gradients: Sequence[Any]) -> None:
 
 
 def rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
-    """(groups of all samples, groups of one, their length, inner)."""
+    """Return (groups of all samples, groups of a sample, their length, inner)."""
     N, C, S = as_ncs(shape)
     groups = attrs["groups"]
     return N * groups, groups, C // groups * S, 1 if attrs["per_element"] else S
 
 
-def _seen(shape: Sequence[int], attrs: Attrs) -> tuple[int, ...]:
-    """With the values of gamma as channels."""
+def _gamma_channels(shape: Sequence[int], attrs: Attrs) -> tuple[int, ...]:
+    """Return the shape with the values of gamma as channels."""
     N, *rest = shape
     if _is_last(attrs):
         return math.prod(shape[:-1]), shape[-1]
@@ -326,14 +319,16 @@ def _seen(shape: Sequence[int], attrs: Attrs) -> tuple[int, ...]:
 
 
 def _is_last(attrs: Attrs) -> bool:
-    """Whether arrays are (N, pixels, C)."""
+    """Return whether arrays are (N, pixels, C)."""
     return bool(attrs.get("channels_last"))
 
 
 def affine_workspace(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
-    """Bytes that `affine_grads` needs."""
+    """Return the bytes that `affine_grads` needs."""
     spec = inputs[0]
-    return 2 * Channels.most_bytes(replace(spec, shape=_seen(spec.shape, attrs)))
+    return 2 * Channels.most_bytes(
+        replace(spec, shape=_gamma_channels(spec.shape, attrs))
+    )
 
 
 OPERATIONS: dict[str, Operation] = {

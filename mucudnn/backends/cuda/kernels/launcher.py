@@ -1,8 +1,8 @@
-"""Launching kernels by CuPy: at once, or prepared once and called step after step.
+"""Launching kernels by CuPy: at once, or prepared once and repeated every step.
 
-What is prepared has its kernel, its grid and its arguments as CUDA takes them: calling
-it is one call of CuPy. It goes to the current stream of the current device, which who
-calls it has to see to; what is launched at once sees to that itself.
+A prepared launch holds its kernel, grid and arguments in CUDA's form: repeating it is
+one call of CuPy. It goes to the current stream of the current device, which the caller
+must set; immediate launches set it themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,43 +20,28 @@ from mucudnn.errors import BackendError, UnsupportedError
 
 __all__ = ["CupyLauncher"]
 
-_NARROW = 1 << 30
-"""Below so many elements a 32-bit index may go one stride of the grid too far."""
+_NARROW = 1 << 30  # elements; below, a 32-bit index can overrun by a stride of the grid
 
 _BLOCK = (THREADS,)
 
 
 class CupyLauncher:
-    """Kernels on CuPy's current stream.
-
-    Args:
-        stream: Called before every launch; makes the backend's GPU the thread's own.
-    """
+    """A launcher on CuPy's current stream; `stream` sets the thread's device before."""
 
     def __init__(self, stream: Callable[[], object]) -> None:
         self._stream = stream
         self._compiled: dict[tuple[Program, str, tuple[str, str], bool], Any] = {}
 
     def launch(self, launch: KernelLaunch) -> None:
-        """Compile it if this is the first time, and launch it.
-
-        Raises:
-            BackendError: CUDA refuses to compile, to load or to launch it.
-        """
+        """Launch a kernel, compiled at its first launch."""
         if launch.empty:
             return
-        call = self.prepared(launch)
-        self._stream()
-        call()
+        self._run(self.prepared(launch))
 
     def prepared(self, launch: KernelLaunch) -> Call:
-        """The launch, to be called; its arrays must stay where they are.
-
-        Raises:
-            UnsupportedError: No kernel computes with these types.
-        """
+        """Return the launch as a function; its arrays must stay in place."""
         wide = any(getattr(a, "size", 1) >= _NARROW for a in launch.arguments)
-        passed, blocks = _passed(launch.arguments, wide), launch.blocks
+        arguments, blocks = _cuda_arguments(launch.arguments, wide), launch.blocks
 
         try:
             function: Any = self._function(launch, wide)
@@ -67,29 +52,22 @@ class CupyLauncher:
 
         def call() -> None:
             try:
-                function(blocks, _BLOCK, passed)
+                function(blocks, _BLOCK, arguments)
             except Exception as e:  # of CuPy: to compile, to load or to launch
                 raise _refused(launch, e) from e
 
         return call
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """By cuBLAS, into `out`.
-
-        Raises:
-            UnsupportedError: The elements are no floats that CuPy knows by name.
-            BackendError: cuBLAS fails.
-        """
-        call = self.prepared_matmul(a, b, out)
-        self._stream()
-        call()
+        """Multiply matrices by cuBLAS, into `out`."""
+        self._run(self.prepared_matmul(a, b, out))
 
     def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
-        """The product, to be called; see `matmul`."""
+        """Return the product as a function; see `matmul`."""
         import cupy
 
         refuse_bits(out.dtype.name, "a product of matrices")
-        if out.dtype.name not in TYPES:  # not by `kind`: bfloat16's is that of bytes
+        if out.dtype.name not in TYPES:  # bfloat16's `kind` is that of bytes
             raise UnsupportedError(f"no product of matrices of {out.dtype.name}")
 
         def call() -> None:
@@ -103,18 +81,11 @@ class CupyLauncher:
         return call
 
     def copy(self, source: Any, target: Any) -> None:
-        """By CuPy, converting if the types differ.
-
-        Raises:
-            UnsupportedError: It would convert bfloat16 and `ml_dtypes` is missing.
-            BackendError: CUDA fails.
-        """
-        call = self.prepared_copy(source, target)
-        self._stream()
-        call()
+        """Copy by CuPy, converting if the types differ."""
+        self._run(self.prepared_copy(source, target))
 
     def prepared_copy(self, source: Any, target: Any) -> Call:
-        """The copy, to be called; see `copy`."""
+        """Return the copy as a function; see `copy`."""
         kinds = {name_of(source), target.dtype.name}
         if len(kinds) > 1 and target.size:
             for name in kinds:
@@ -133,11 +104,7 @@ class CupyLauncher:
         return call if target.size else _nothing
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """Whole numbers on the device, row after row.
-
-        Raises:
-            BackendError: CUDA has no room, or fails.
-        """
+        """Return an int64 array on the device, row after row."""
         import cupy
         import numpy as np
 
@@ -153,8 +120,12 @@ class CupyLauncher:
         return made
 
     def address(self, array: Any) -> int:
-        """Where an array begins."""
+        """Return the address of an array."""
         return int(array.data.ptr)
+
+    def _run(self, call: Call) -> None:
+        self._stream()
+        call()
 
     def _function(self, launch: KernelLaunch, wide: bool) -> Any:
         key = launch.program, launch.kernel, launch.types, wide
@@ -170,12 +141,12 @@ class CupyLauncher:
 
 
 def name_of(source: Any) -> str:
-    """The type of an array's elements; of a number that it is one."""
+    """Return the element type of an array, or "a number"."""
     return str(source.dtype.name) if hasattr(source, "dtype") else "a number"
 
 
-def _passed(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
-    """Arguments as CUDA takes them; an array that is missing is a null pointer."""
+def _cuda_arguments(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
+    """Convert arguments to CUDA's types; a missing array is a null pointer."""
     import numpy as np
 
     index = np.int64 if wide else np.int32
@@ -199,4 +170,4 @@ def _refused(launch: KernelLaunch, error: Exception) -> BackendError:
 
 
 def _nothing() -> None:
-    """What there is to do for no elements."""
+    """Do nothing: there are no elements."""

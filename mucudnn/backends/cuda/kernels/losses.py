@@ -1,13 +1,13 @@
 """Losses with their gradients, and accuracy.
 
-A block takes 32 neighbouring pixels (more of few classes), or one sample that has no
-pixels, and leaves its part of the sum in the workspace; one last block adds the parts
-up in order. What a gradient reads are logarithms of probabilities: none of them is
-rounded to 0 or 1. Logits may be narrower than these and losses; gradients are as the
-logits.
+A block takes 32 neighbouring pixels (more if there are few classes), or one sample
+without pixels, and leaves its part of the sum in the workspace. A final block adds the
+parts in order. Gradients read logarithms of probabilities, none of which is rounded to
+0 or 1. Logits may be narrower than the logarithms and losses; gradients have the type
+of the logits.
 
-A kernel cannot stop the host. Where a label is not a class, the loss is NaN and the
-answer is wrong; nothing is read or written out of bounds.
+A kernel cannot raise an error. If a label is not a class, the loss is NaN and the
+accuracy counts the answer as wrong; nothing is read or written out of bounds.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,9 @@ from mucudnn.backends.cuda.kernels.windows import WALK
 __all__ = ["GIVEN", "OPERATIONS", "PROGRAM"]
 
 GIVEN = "logarithms_given"
-"""Attribute of `softmax_cross_entropy`: its second result is already there, as a
-library has written it, and only the loss is to be computed."""
+"""Attribute of `softmax_cross_entropy`: the second result was already computed by a
+library, and only the loss is missing.
+"""
 
 _LANES = 32
 
@@ -40,7 +41,7 @@ typedef long long Label;
 // Elements of one access to the wider of two tensors.
 #define BOTH_PACKED ((int)(16 / (sizeof(T) > sizeof(P) ? sizeof(T) : sizeof(P))))
 
-// As `lane_sum`, the highest.
+// As `lane_sum`, for the maximum.
 __device__ A lane_max(A value, I width) {
     __shared__ A highest[THREADS];
     for (int other = 16; other >= width; other /= 2) {
@@ -56,8 +57,8 @@ __device__ A lane_max(A value, I width) {
     return value;
 }
 
-// Lanes are pixels; the threads of a lane share its classes. Those of a pixel that is
-// all of its sample are neighbours, W of which are read at once.
+// Lanes are pixels; the threads of a lane share its classes. Classes are contiguous if
+// a sample has a single pixel, and then W of them are read at once.
 #define EACH_CLASS(...)                                                           \
     if (packed) {                                                                 \
         constexpr int W = BOTH_PACKED;                                            \
@@ -114,8 +115,8 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* logs, double* p
     if (threadIdx.x == 0) parts[blockIdx.x] = loss;
 }
 
-// Of logarithms that are known. Where the type has no number as low as a label's, the
-// logits say how far it is below the highest.
+// The loss from known logarithms. If a label's is too low for the type, the
+// logits tell its distance from the highest.
 KERNEL picked_mean(const T* x, const P* logs, const Label* labels, double* parts,
                    I pixels, I C, I S) {
     double loss = 0;
@@ -212,7 +213,7 @@ KERNEL finish_float(const double* parts, T* out, I count, I more) {
 
 
 def softmax_cross_entropy(call: KernelCall) -> None:
-    """(mean of -log p[label], log p)."""
+    """Compute (mean of -log p[label], log p)."""
     (x, labels), (_, logs) = call.inputs, call.outputs
     if call.attrs.get(GIVEN):
         blocks, sizes = (partials(labels.size),), (labels.size, *as_ncs(x.shape)[1:])
@@ -226,7 +227,7 @@ def softmax_cross_entropy(call: KernelCall) -> None:
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
-    """(p - [1 at the label]) dloss / number of labels, from log p."""
+    """Compute (p - [1 at the label]) dloss / number of labels, from log p."""
     logs, (dx,) = call.inputs[0], call.outputs
     _, C, S = as_ncs(logs.shape)
     name = "softmax_cross_entropy_grad"
@@ -236,7 +237,7 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
 
 
 def mean_squared_error(call: KernelCall) -> None:
-    """The mean of (prediction - target)²."""
+    """Compute the mean of (prediction - target)²."""
     size = call.inputs[0].size
     blocks = (partials(size),)
     arguments = *call.inputs, call.workspace, size
@@ -245,7 +246,7 @@ def mean_squared_error(call: KernelCall) -> None:
 
 
 def mean_squared_error_grad(call: KernelCall) -> None:
-    """2 (prediction - target) dloss / number of elements."""
+    """Compute 2 (prediction - target) dloss / number of elements."""
     (dx,) = call.outputs
     blocks = flat(dx.size)
     arguments = *call.inputs, dx, dx.size, float(call.attrs.get("count", dx.size))
@@ -253,9 +254,9 @@ def mean_squared_error_grad(call: KernelCall) -> None:
 
 
 def accuracy(call: KernelCall) -> None:
-    """How many labels have fewer than k logits above their own.
+    """Count the labels that have fewer than k logits above their own.
 
-    A third input is a count so far, whose memory the result has.
+    A third input is a previous count, whose memory the result shares.
     """
     x, labels, *before = call.inputs
     blocks, shape = _pixels(x.shape)
@@ -265,21 +266,21 @@ def accuracy(call: KernelCall) -> None:
     parts = call.workspace, out, blocks[0], int(bool(before))
     if out.dtype.name == "int64":
         call.launch(PROGRAM, "finish_count", (1,), *parts, like=x)
-    else:  # a network's own result has the network's type
+    else:  # as a result of the network it has the network's type
         call.launch(PROGRAM, "finish_float", (1,), *parts, like=out)
 
 
 def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]]:
-    """(blocks, (N, C, S, width)) of a kernel that goes over pixels."""
+    """Return (blocks, (N, C, S, width)) of a kernel over pixels."""
     N, C, S = as_ncs(shape)
-    # Few classes need few threads of a lane, and all threads need a lane.
+    # With few classes fewer threads share a lane, so there are more lanes.
     sharing = 1 << (min(C, THREADS // _LANES).bit_length() - 1) if C else 1
     width = 1 if S == 1 else THREADS // sharing
     return (min(PARTIALS, -(-N * S // width)),), (N, C, S, width)
 
 
 def _finish_mean(call: KernelCall, blocks: tuple[int], divisor: int) -> None:
-    """Add up what the blocks left in the workspace, into the first output."""
+    """Add the blocks' parts in the workspace, into the first output."""
     out = call.outputs[0]
     arguments = call.workspace, out, blocks[0], float(divisor)
     call.launch(PROGRAM, "finish_mean", (1,), *arguments, like=out)

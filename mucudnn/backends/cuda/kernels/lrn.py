@@ -1,11 +1,11 @@
 """Local response normalisation across channels (Krizhevsky et al., 2012).
 
 y = x / d^beta, d = k + alpha / size * (sum of x² over neighbouring channels). A thread
-goes through channels of a pixel, or of neighbours that fill an access, in order: what
-it read for one is at hand for the next. The gradient may overwrite dy on its way, so it
-keeps what the next channels need, the last `size` of dy y / d: in shared memory, or in
-the workspace where that is too small. Where a pixel's channels are neighbours and
-nothing else is, neighbouring threads have them.
+processes the channels of one pixel, or of neighbouring pixels that fill a memory
+access, in order, so values read for one channel are cached for the next. The gradient
+may overwrite dy on its way, so it saves the values that later channels need, the last
+`size` of dy y / d, in a ring: in shared memory, or in the workspace if that is too
+small. For images of few pixels, neighbouring threads process a pixel's channels.
 """
 
 from typing import Any
@@ -26,9 +26,8 @@ from mucudnn.backends.cuda.kernels.windows import WALK
 __all__ = ["OPERATIONS", "PROGRAM"]
 
 _BLOCKS = 1024
-_FEWEST = 8  # channels of a thread, or finding its pixel is not worth it
-_SHARED = 10
-"""Rows of the ring that shared memory has room for; a thread has 16 bytes of each."""
+_FEWEST = 8  # least channels per thread, to amortise locating its pixel
+_SHARED = 10  # rows of the ring that fit shared memory; a thread has 16 bytes of each
 
 PROGRAM = Program(
     WALK
@@ -170,7 +169,7 @@ def lrn(call: KernelCall) -> None:
 
 
 def lrn_grad(call: KernelCall) -> None:
-    """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
+    """Compute dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
     N, C, S = as_ncs(call.inputs[0].shape)
     operands = *call.inputs, call.outputs[0], call.workspace
     arguments = *operands, N * S, C, S, *_numbers(call)
@@ -182,7 +181,7 @@ def _numbers(call: KernelCall) -> tuple[Any, ...]:
 
 
 def _ring(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
-    """Bytes of the ring that shared memory has no room for."""
+    """Return the bytes of the ring if it does not fit shared memory."""
     N, _, S = as_ncs(inputs[0].shape)
     size: int = attrs["size"]
     return 0 if size <= _SHARED else 16 * size * walking(N * S)[0] * THREADS

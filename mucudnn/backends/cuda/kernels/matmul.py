@@ -1,4 +1,4 @@
-"""Products of two matrices, by cuBLAS."""
+"""Matrix products, by cuBLAS."""
 
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation
 
@@ -6,7 +6,7 @@ __all__ = ["OPERATIONS"]
 
 
 def matmul(call: KernelCall) -> None:
-    """Y = a b, either transposed first if asked."""
+    """Compute y = a b, with optional transpositions."""
     a, b = call.inputs
     a = a.T if call.attrs["transpose_a"] else a
     b = b.T if call.attrs["transpose_b"] else b

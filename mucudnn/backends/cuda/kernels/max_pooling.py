@@ -1,7 +1,8 @@
 """Max pooling, with the position of each maximum in its window, and its gradient.
 
-A thread has one result, or those that fill an access where channels are last: in the
-gradient elements of the image, which gather from the windows that hold them, in order.
+A thread computes one result, or with channels last as many as fill a memory access. In
+the gradient results are elements of the image, gathered in order from the windows that
+contain them.
 """
 
 from mucudnn.backends.cuda.kernels.program import (
@@ -85,9 +86,9 @@ KERNEL max_pool_grad(const T* dy, const Tap* index, T* dx, I count, AXES) {
 
 
 def max_pool(call: KernelCall) -> None:
-    """(y, index): the maximum, and which of the window's elements it is.
+    """Compute (y, index): the maximum, and its element number in the window.
 
-    Of equal maxima the first counts; if one is NaN, so is the maximum.
+    The first of equal maxima counts; if an element is NaN, so is the maximum.
     """
     (x,), (y, index) = call.inputs, call.outputs
     axes = geometry(x.shape, y.shape, call.attrs)
@@ -95,7 +96,7 @@ def max_pool(call: KernelCall) -> None:
 
 
 def max_pool_grad(call: KernelCall) -> None:
-    """Dx: each dy at its maximum's place."""
+    """Compute dx: each dy at the position of its maximum."""
     (dy, index), (dx,) = call.inputs, call.outputs
     axes = geometry(dx.shape, dy.shape, call.attrs)
     arguments = dy, index, dx, dx.size, *axes

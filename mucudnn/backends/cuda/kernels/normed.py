@@ -1,7 +1,7 @@
-"""What the kernels of batch normalisation share: arithmetic, and what a block keeps.
+"""Arithmetic shared by the kernels of batch normalisation, and their use of memory.
 
-A network's second forward pass must give what the first gave, and the gradient of a
-ReLU behind it is told from the input: all round as `Normed` does.
+A recomputed forward pass must reproduce the first one bit by bit, and the gradient of a
+fused ReLU is recomputed from the input: all kernels round as `Normed` does.
 """
 
 from mucudnn.backends.cuda.kernels.channels import Channels
@@ -11,14 +11,13 @@ from mucudnn.ir.tensor import itemsize
 __all__ = ["NORMED", "fits", "workspace"]
 
 _ROOM = 45 << 10
-"""Bytes of a channel in shared memory; with what sums take, within the 48 KiB that
-every GPU gives a block unasked."""
+"""Bytes of a channel in shared memory; together with the sums they fit the 48 KiB that
+every GPU grants a block by default.
+"""
 
-_HELD = 64
-"""Elements a thread keeps in registers, so that two blocks at least run at once."""
-
+_HELD = 64  # elements a thread keeps in registers, for at least two blocks at once
 _FEW_CHANNELS = 64
-_SHORT = 16 * THREADS  # elements of a channel for which more blocks are not worth it
+_SHORT = 16 * THREADS  # elements of a channel that do not occupy more blocks
 
 NORMED = (
     f"""
@@ -27,7 +26,7 @@ NORMED = (
                                           PACKED * PACKED)
 """
     + r"""
-// NaN is not 0 or below, and goes through a ReLU.
+// A ReLU that passes NaN.
 __device__ A positive(A v) { return v <= 0 ? (A)0 : v; }
 
 // Normalised elements of a channel, from numbers as they are saved.
@@ -48,7 +47,7 @@ struct Normed {
     }
 };
 
-// Those of CH neighbouring channels; without gamma and beta only their means.
+// `Normed` of CH neighbouring channels; without beta only their means are set.
 template <int CH> struct NormedOf {
     Normed of[CH];
     NormedOf() = default;
@@ -80,7 +79,7 @@ struct Moments {
     }
 };
 
-// The input's gradient: of the masked gradient, the input, and a constant.
+// The input's gradient: a linear function of the masked gradient and the input.
 struct InputGrad {
     A centre, scale, along, offset;
     InputGrad() = default;
@@ -101,7 +100,7 @@ struct InputGrad {
 
 
 def fits(channels: Channels, nbytes: int) -> bool:
-    """Whether a block has room for a channel, and there is work for all blocks."""
+    """Return whether a channel fits a block, and enough blocks have work."""
     N, C, S = channels.shape
     most = min(_ROOM // nbytes, _HELD * THREADS)
     worth = C >= _FEW_CHANNELS or N * S <= _SHORT
@@ -109,7 +108,7 @@ def fits(channels: Channels, nbytes: int) -> bool:
 
 
 def workspace(inputs: Specs, *_: object) -> int:
-    """Bytes of partial sums; none where one launch does all."""
+    """Return the bytes of partial sums; none if one launch does everything."""
     channels = Channels.of(inputs[0].shape)
     if fits(channels, itemsize(inputs[0].dtype)):
         return 0

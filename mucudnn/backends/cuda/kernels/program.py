@@ -1,9 +1,8 @@
-"""What kernels are written against: a call of an operation, and what launches them.
+"""The interface between kernels and launchers: calls, launches, recorded launches.
 
-Scalars reach a kernel as `I` (a Python int), `double` (a float) or 64 bits without sign
-(a NumPy scalar); None is an array that is missing. Rates, step numbers and loss scales
-are read on the device: a launch never waits for one, so a whole step can be captured as
-a graph.
+Scalars reach a kernel as `I` (a Python int), `double` (a float) or unsigned 64 bits (a
+NumPy scalar); None is a missing array. Rates, step numbers and loss scales are read on
+the device: a launch never waits for one, so a whole step can be captured as a graph.
 """
 
 import math
@@ -36,7 +35,7 @@ Attrs = Mapping[str, Any]
 Specs = Sequence[TensorSpec]
 
 Call = Callable[[], None]
-"""Launches what it was prepared for."""
+"""Launches prepared work."""
 
 _MOST_BLOCKS = 1 << 16
 _MOST_WALKING = 1 << 11  # enough to fill any GPU
@@ -44,12 +43,12 @@ _MOST_WALKING = 1 << 11  # enough to fill any GPU
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """A kernel, its grid and what it is given.
+    """A kernel, its grid and its arguments.
 
     Attributes:
-        program: Where the kernel is.
-        kernel: Its name.
-        blocks: Of `THREADS`, along one or two axes; if there are none, nothing runs.
+        program: Program that contains the kernel.
+        kernel: Name of the kernel.
+        blocks: Blocks of `THREADS` along one or two axes; with none, nothing runs.
         arguments: Arrays, ints, floats, NumPy scalars; None is a missing array.
         types: Names of the types of elements, and of parameters and statistics.
     """
@@ -67,71 +66,59 @@ class KernelLaunch:
 
 
 class Launcher(Protocol):
-    """What kernels need of a GPU."""
+    """The operations that kernels need of a GPU."""
 
     def launch(self, launch: KernelLaunch) -> None:
         """Start a kernel."""
-        ...
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
         """Multiply two matrices, which may be transposed views."""
-        ...
 
     def copy(self, source: Any, target: Any) -> None:
         """Write an array or a number into an array; either may have gaps."""
-        ...
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """An array of whole numbers (int64), row after row."""
-        ...
+        """Return an int64 array on the device, row after row."""
 
     def address(self, array: Any) -> int:
-        """Where an array begins, as a kernel finds it in a table."""
-        ...
+        """Return the address of an array, for a table."""
 
 
 class Preparer(Launcher, Protocol):
-    """A launcher that can also get launches ready, for arrays that stay in place."""
+    """A launcher that also prepares launches, for arrays that stay in place."""
 
     def prepared(self, launch: KernelLaunch) -> Call:
-        """As `launch`, to be called later."""
-        ...
+        """Return the launch as a function."""
 
     def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
-        """As `matmul`, to be called later."""
-        ...
+        """Return the product as a function."""
 
     def prepared_copy(self, source: Any, target: Any) -> Call:
-        """As `copy`, to be called later."""
-        ...
+        """Return the copy as a function."""
 
 
 class Recorder:
-    """A launcher that launches nothing yet.
-
-    What a kernel launches depends on shapes alone, so it can be recorded once and
-    repeated for the same arrays.
-    """
+    """A launcher that records launches; they depend on shapes and can be repeated."""
 
     def __init__(self, gpu: Preparer) -> None:
         self._gpu = gpu
         self._calls: list[Call] = []
 
     def launch(self, launch: KernelLaunch) -> None:
-        """Note a launch."""
+        """Record a launch."""
         if not launch.empty:
             self._calls.append(self._gpu.prepared(launch))
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """Note a product."""
+        """Record a product."""
         self._calls.append(self._gpu.prepared_matmul(a, b, out))
 
     def copy(self, source: Any, target: Any) -> None:
-        """Note a copy."""
+        """Record a copy."""
         self._calls.append(self._gpu.prepared_copy(source, target))
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """A table, which is written now."""
+        """Write a table immediately."""
         return self._gpu.table(rows)
 
     def address(self, array: Any) -> int:
@@ -139,7 +126,7 @@ class Recorder:
         return self._gpu.address(array)
 
     def recorded(self) -> Call:
-        """All that was noted, as one call."""
+        """Return all recorded launches as one function."""
         calls = tuple(self._calls)
         if len(calls) == 1:
             return calls[0]
@@ -172,7 +159,7 @@ class KernelCall:
     ) -> None:
         """Start a kernel for elements of the type of `like`, or the first argument's.
 
-        `beside` is a parameter, or a statistic, whose type may be another.
+        `beside` is a parameter or a statistic, whose type may differ.
         """
         element = (arguments[0] if like is None else like).dtype
         other = element if beside is None else beside.dtype
@@ -180,20 +167,19 @@ class KernelCall:
         self.gpu.launch(KernelLaunch(program, kernel, blocks, arguments, types))
 
     def numbers(self, *names: str) -> tuple[float, ...]:
-        """The attributes of these names as what a kernel takes as `double`."""
+        """Return the named attributes as floats, which kernels take as `double`."""
         return tuple(float(self.attrs[name]) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel of the contract before it is given its launcher.
+    """A kernel without its launcher.
 
     Attributes:
-        run: Launches what the operation takes.
-        workspace: As `Kernel.workspace`.
-        together: Launches what several calls in a row take, where that is less than
-            one after the other.
-        flags: As `Kernel.flags`.
+        run: Launches one call.
+        workspace: See `Kernel.workspace`.
+        together: Launches several consecutive calls, in fewer launches.
+        flags: See `Kernel.flags`.
     """
 
     run: Callable[[KernelCall], None]
@@ -203,16 +189,16 @@ class Operation:
 
 
 def flat(count: int) -> tuple[int]:
-    """Blocks for a kernel that takes elements one by one, with EACH."""
+    """Return the blocks of a kernel that loops over elements with EACH."""
     return (min(_MOST_BLOCKS, -(-count // THREADS)),)
 
 
 def walking(count: int) -> tuple[int]:
-    """The same for one whose threads take many elements each, with a `Walk`."""
+    """Return the blocks of a kernel whose threads take many elements with a `Walk`."""
     return (min(_MOST_WALKING, -(-count // THREADS)),)
 
 
 def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:
-    """(N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
+    """Return (N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
     N, C, *spatial = shape
     return N, C, math.prod(spatial)

@@ -1,6 +1,6 @@
-"""Copies: whole tensors, parts of them, and constants; by CuPy's assignments.
+"""Copies of whole tensors and of parts, and constants; by CuPy's assignments.
 
-They go to the current stream and need no memory beside what they write.
+They run on the current stream and need no memory besides the output.
 """
 
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation

@@ -1,9 +1,9 @@
-"""CUDA C of the kernels: what every source begins with, and how it is compiled.
+"""The common prelude of the CUDA C sources, and their compiler options.
 
-A source is compiled for one type of elements and one of indices. `T` is what tensors
-hold, `P` what parameters and statistics beside them do, which may be wider, `A` what is
-computed with, `I` an index: 32 bits wide where that is enough, because GPUs divide
-64-bit numbers slowly. The sources need no header.
+A source is compiled for one element type and one index type. `T` is the type of
+tensors, `P` that of parameters and statistics, which may be wider, `A` the type of
+arithmetic, `I` an index: 32 bits wide if that is enough, because GPUs divide 64-bit
+numbers slowly. The sources include no header.
 """
 
 import re
@@ -27,7 +27,7 @@ TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "uint16": ("BFloat", "float"),  # bfloat16's bits, where ml_dtypes is missing
     }
 )
-"""Type -> what its elements are in a source, and what is computed with."""
+"""Type name to the C types of elements and of arithmetic."""
 
 PRELUDE = r"""
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
@@ -78,7 +78,7 @@ typedef INDEX I;
 
 // Neighbouring elements, read and written by one access to memory; 16 bytes at most.
 template <class E, int W> struct alignas(W * sizeof(E)) Pack { E at[W]; };
-// What rounds to 0, if it is positive, is at most this.
+// The largest positive number that rounds to 0 in E.
 template <class E> __device__ A vanishing() { return 0; }
 #ifdef HALVES
 template <> __device__ A vanishing<Half>() { return (A)0x1p-25; }
@@ -86,7 +86,7 @@ template <> __device__ A vanishing<BFloat>() { return (A)0x1p-134; }
 #endif
 #define PACKED ((int)(16 / sizeof(T)))
 __device__ bool aligned(const void* p) { return (unsigned long long)p % 16 == 0; }
-#ifndef ACCESSIBLE  // a debugger of sources may look at what is accessed
+#ifndef ACCESSIBLE  // a test harness may redefine it to check accesses
 #define ACCESSIBLE(Access, p) true
 #endif
 template <int W, class E> __device__ Pack<E, W> load(const E* p) {
@@ -102,33 +102,33 @@ template <int W, class E> __device__ void store(E* p, const Pack<E, W>& pack) {
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one file, in CUDA C: each begins with the word KERNEL."""
+    """The kernels of one file, in CUDA C; each definition begins with KERNEL."""
 
     body: str
 
     @property
     def source(self) -> str:
-        """The text that the compiler is given."""
+        """Source text for the compiler."""
         return PRELUDE + self.body
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names, as they come."""
+        """Names of the kernels, in order."""
         return tuple(re.findall(r"^KERNEL (\w+)\(", self.body, re.MULTILINE))
 
 
 def compiler_options(
     dtype: str, *, wide: bool, parameters: str | None = None
 ) -> tuple[str, ...]:
-    """What makes a source one for these elements.
+    """Return the compiler options for these types.
 
     Args:
-        dtype: Of tensors.
+        dtype: Type of tensors.
         wide: Whether indices need 64 bits.
-        parameters: Of parameters and statistics; None is that of tensors.
+        parameters: Type of parameters and statistics; None: that of tensors.
 
     Raises:
-        UnsupportedError: There is no arithmetic in this type.
+        UnsupportedError: No arithmetic exists for a type.
     """
     for name in (dtype, parameters):
         if name is not None and name not in TYPES:

@@ -1,7 +1,7 @@
-"""Batch normalisation of slices of a batch, in the pieces that it falls into.
+"""Batch normalisation of batch slices, split into per-slice and merging operations.
 
 A slice's statistics are its count, its mean and its sum of squares about the mean, in
-double precision. Sums over a slice are those of a whole batch, by the same kernels.
+double precision. Sums over a slice are computed by the kernels for whole batches.
 """
 
 from collections.abc import Sequence
@@ -120,12 +120,12 @@ KERNEL batch_norm_grad_apply_last(GRADIENT) {
 
 
 def batch_norm_sums(call: KernelCall) -> None:
-    """(count, mean, sum of squares about it) of each channel, (3, C)."""
+    """Compute (count, mean, sum of squares about it) of each channel, (3, C)."""
     moments(call, Channels.here(call, call.inputs[0]))
 
 
 def moments(call: KernelCall, channels: Channels) -> None:
-    """Count, mean and squares about it of what a tensor is seen as channels of."""
+    """Write count, mean and sum of squares about it of the channels of a tensor."""
     (x,), (stats,) = call.inputs, call.outputs
     sums, squares = channels.buffers(call.workspace, 2)
     partial = x, sums, squares, *channels.arrived(call)
@@ -136,7 +136,7 @@ def moments(call: KernelCall, channels: Channels) -> None:
 
 
 def batch_norm_merge(call: KernelCall) -> None:
-    """Mean and 1 / standard deviation of the batch; moves the running statistics."""
+    """Compute the batch's mean and inv_std; update the running statistics."""
     *slices, mean, var = call.inputs
     numbers = float(call.attrs["momentum"]), bool(call.attrs["update"])
     all_moments(call, slices, (mean, var), *numbers)
@@ -149,7 +149,7 @@ def all_moments(
     momentum: float,
     update: bool,
 ) -> None:
-    """Merge moments of slices; write what follows from them, and what follows them."""
+    """Merge the moments of slices; write mean, inv_std and running statistics."""
     C = running[0].size
     blocks = flat(C)
     for number, stats in enumerate(slices):
@@ -176,7 +176,7 @@ def batch_norm_apply(call: KernelCall) -> None:
 
 
 def batch_norm_grad_sums(call: KernelCall) -> None:
-    """A slice's share of dgamma and of dbeta."""
+    """Compute a slice's share of dgamma and of dbeta."""
     x, dy, mean, inv_std = call.inputs
     channels = Channels.here(call, x, dy)
     parts = channels.buffers(call.workspace, 2)
@@ -188,7 +188,7 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
 
 def batch_norm_grad_apply(call: KernelCall) -> None:
-    """Dx of a slice = gamma inv_std (dy - dbeta / count - x̂ dgamma / count)."""
+    """Compute a slice's gamma inv_std (dy - (dbeta + x̂ dgamma) / count)."""
     x, dy, gamma, *_ = call.inputs
     channels = Channels.here(call, x, dy, *call.outputs)
     operands = *call.inputs, *call.outputs, *channels.arguments
@@ -202,7 +202,7 @@ def _two_sums(inputs: Specs, *_: object) -> int:
 
 
 def statistics(inputs: Specs, *_: object) -> int:
-    """Bytes of the workspace that moments are merged in."""
+    """Return the bytes of the workspace in which moments are merged."""
     return inputs[0].nbytes
 
 

@@ -1,7 +1,7 @@
-"""Group and layer normalisation of strips of images, by blocks that share a group.
+"""Group and layer normalisation of image strips, by blocks that share a group.
 
 The moments of a strip's groups come from the kernels of batch normalisation, which see
-the groups of all samples as channels of one.
+the groups of all samples as the channels of one sample.
 """
 
 import math
@@ -30,7 +30,7 @@ from mucudnn.backends.cuda.kernels.sums import REDUCE
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
-_FEWEST = 8  # elements of a thread, or more blocks are not worth their launch
+_FEWEST = 8  # least elements per thread for which another block pays off
 _MOST_PARTS = 64
 
 PROGRAM = Program(
@@ -66,13 +66,13 @@ KERNEL group_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* m
 
 
 def group_norm_sums(call: KernelCall) -> None:
-    """(count, mean, sum of squares about it) of each group, (3, N, groups)."""
+    """Compute (count, mean, sum of squares about it) of each group, (3, N, groups)."""
     moments(call, _as_channels(call.inputs, call.outputs))
 
 
 def group_norm_merge(call: KernelCall) -> None:
-    """Mean and 1 / standard deviation of each group."""
-    # Nothing runs along with a group's statistics: what stands for it stays as it is.
+    """Compute the mean and inv_std of each group."""
+    # Groups have no running statistics: the outputs stand in and are not updated.
     all_moments(call, call.inputs, call.outputs, momentum=0.0, update=False)
 
 
@@ -85,7 +85,7 @@ def group_norm_apply(call: KernelCall) -> None:
 
 
 def group_norm_grad_sums(call: KernelCall) -> None:
-    """A strip's share of dgamma and dbeta, and of the sums of its groups."""
+    """Compute a strip's share of dgamma and dbeta, and of its groups' sums."""
     affine_grads(call, call.outputs[:2])
     (count, _), sizes = _parts(call)
     arguments = *call.inputs[:4], call.outputs[2], *sizes
@@ -94,7 +94,7 @@ def group_norm_grad_sums(call: KernelCall) -> None:
 
 
 def group_norm_grad_apply(call: KernelCall) -> None:
-    """Dx of a strip, by the sums of all of its image."""
+    """Compute dx of a strip from the sums of its whole image."""
     blocks, sizes = _parts(call)
     arguments = *call.inputs, *call.outputs, *sizes, float(call.attrs["count"])
     beside = call.inputs[3]
@@ -102,14 +102,14 @@ def group_norm_grad_apply(call: KernelCall) -> None:
 
 
 def _parts(call: KernelCall) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """The grid: groups of samples, and blocks that share one; then their sizes."""
+    """Return the grid (groups of all samples, blocks per group) and the sizes."""
     count, groups, length, inner = rows(call.inputs[0].shape, call.attrs)
     parts = min(_MOST_PARTS, max(1, length // (THREADS * _FEWEST)))
     return (count, parts), (groups, length, inner)
 
 
 def _as_channels(inputs: Specs, outputs: Specs) -> Channels:
-    """With the groups of all samples as channels of one."""
+    """View the groups of all samples as the channels of one sample."""
     count = math.prod(outputs[0].shape[1:])
     return Channels.of((1, count, math.prod(inputs[0].shape) // count))
 

@@ -1,11 +1,11 @@
-"""Sums over samples and pixels, one for each channel, in a fixed order.
+"""Per-channel sums over samples and pixels, in a fixed order.
 
-A block takes one channel or, where images are small, 32 neighbouring ones; and a part
-of its samples and pixels, so that there are blocks enough. Each leaves a sum in double
-precision in the workspace, as (parts, C); whoever needs the total adds the parts up.
-Where channels are last in memory a thread has the neighbours that one access of 16
-bytes holds, and a block rows of 128 bytes. There are many short parts then: whichever
-block comes last adds up those of its channels, in the order of the blocks.
+A block takes one channel or, where images are small, 32 neighbouring ones, and a part
+of their samples and pixels, so that there are enough blocks. Each writes a sum in
+double precision to the workspace, as (parts, C); the reader adds up the parts. With
+channels last, a thread has the neighbours of one 16-byte access, and a block rows of
+128 bytes. There are many short parts then: the last block to finish adds up those of
+its channels, in the order of the blocks.
 
 Parts depend on shapes alone (see `channels`) and no number is added atomically: results
 are reproducible.
@@ -30,14 +30,14 @@ LANES = 32
 """Neighbouring channels of a block, where images are small."""
 
 ROW = 8
-"""Threads that read neighbours where channels are last: 128 bytes."""
+"""Threads that read neighbours with channels last: 128 bytes."""
 
 PARTIALS = 512
 """Most blocks of a sum over everything."""
 
 REDUCE = r"""
 // Threads of one lane, threadIdx.x % width, share a result; width is a power of two.
-// Warps add in registers; what they leave is added by all who want it.
+// Warps add in registers; all threads of a lane add the warps' sums.
 __device__ double lane_sum(double value, I width) {
     __shared__ double sums[THREADS];
     I place = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -59,14 +59,14 @@ CHANNELS = (
     f"#define MOST_WIDTH {ROW}  // threads beside each other where channels are last\n"
     + REDUCE
     + r"""
-// The compiler is not to know what a number has to do with others.
+// Hides the origin of a number from the optimizer.
 __device__ void forget(int& number) { asm volatile("" : "+r"(number)); }
 __device__ void forget(long long& number) { asm volatile("" : "+l"(number)); }
 
-// Where a thread is: an element, its sample, and its place in the part of a channel.
+// A thread's position: element, sample, and index within the part of a channel.
 struct Element { I i, n, k; };
 
-// What some tensors hold at W neighbours; nothing of one that is missing.
+// Values of several tensors at W neighbours; none of a missing tensor.
 template <int W, int TENSORS> struct Found {
     Pack<T, W> of[TENSORS];
     template <class... From> __device__ void read(I i, const From*... from) {
@@ -75,7 +75,7 @@ template <int W, int TENSORS> struct Found {
             if (all[j]) of[j] = load<W>(all[j] + i);
     }
 };
-// An array of as many bytes as there are tensors.
+// Declared only: sizeof its result is the number of tensors.
 template <class... From>
 __device__ char (&counted(const From*... from))[sizeof...(From)];
 
@@ -93,9 +93,9 @@ template <int CH> struct ChannelsOf {
         start = blockIdx.y * length;
         stop = c >= C ? start : start + length < N * S ? start + length : N * S;
     }
-    // Calls `body` for each W neighbours of the thread, with what `from` hold there;
-    // only its start divides. Several are read before the first is used, even where
-    // results are written in between, so that memory is not waited for one by one.
+    // Calls `body` for each W neighbours of the thread, with their values in `from`.
+    // Only the start divides. Several reads are issued before the first is used, even
+    // if results are written in between, to overlap the memory latencies.
     template <int W, class F, class... From>
     __device__ void each(const F& body, const From*... from) const {
         constexpr int AHEAD = sizeof...(From) > 1 ? 2 : 4;
@@ -118,8 +118,8 @@ template <int CH> struct ChannelsOf {
             body(place, found);
         }
     }
-    // The same for at most MOST times, which are numbered as the compiler unrolls them.
-    // All places together would take too many registers to be kept for the next call.
+    // The same for at most MOST turns, unrolled, so that their numbers are constants.
+    // `forget` keeps the compiler from holding all positions in registers.
     template <int W, int MOST, class F> __device__ void few(const F& body) const {
         Steps at(*this, W);
         forget(at.k), forget(at.i), forget(at.s);
@@ -129,7 +129,7 @@ template <int CH> struct ChannelsOf {
             at.next(*this);
         }
     }
-    // The first of its channels, or of any where it has none.
+    // The first channel of the thread, or channel 0 if it has none.
     __device__ I own() const { return c < C ? c : 0; }
     __device__ bool first() const { return row == 0 && c < C; }
     struct Steps {
@@ -158,7 +158,7 @@ template <int CH> struct ChannelsOf {
 };
 typedef ChannelsOf<1> Channel;
 
-// Sums of a thread's channels; of a few numbers in A, then in double precision.
+// Sums of a thread's channels: of a few numbers in A, of those in double precision.
 template <int CH> struct Tally {
     A near[CH];
     double far[CH];
@@ -167,7 +167,7 @@ template <int CH> struct Tally {
         for (int j = 0; j < CH; ++j) near[j] = 0, far[j] = 0;
     }
     __device__ void add(int j, A value) { near[CH == 1 ? 0 : j] += value; }
-    // After each W neighbours.
+    // Called after each W neighbours.
     __device__ void added() {
         if (CH == 1 || ++count % 16 == 0) settle();
     }
@@ -175,8 +175,8 @@ template <int CH> struct Tally {
         for (int j = 0; j < CH; ++j) far[j] += (double)near[j], near[j] = 0;
     }
 };
-// What all threads of a block have found of their channels is left by some of them:
-// added as `lane_sum` adds, and all channels between the same barriers.
+// Adds the tallies of a block's threads as `lane_sum` does, with all channels between
+// the same barriers, and writes the sums to `parts`.
 template <int CH>
 __device__ void leave_sums(const ChannelsOf<CH>& channel, Tally<CH>& tally,
                            double* parts, I width) {
@@ -203,8 +203,8 @@ __device__ void leave_sums(const ChannelsOf<CH>& channel, Tally<CH>& tally,
         parts[(I)blockIdx.y * channel.C + c] = sum;
     }
 }
-// Elements `at` of CH channels: W at once, where the tensors that are named allow it,
-// of which element j is of channel OF(j); `found` is what those in brackets hold there.
+// Loops over elements `at` of CH channels, W at once if `packed`; element j belongs to
+// channel OF(j), and `found` holds the values of the tensors in parentheses.
 #define OF(j) (CH == 1 ? 0 : (j))
 #define LISTED(...) __VA_ARGS__
 #define FOUND(tensors) Found<W, sizeof(counted(LISTED tensors))>
@@ -227,7 +227,7 @@ __device__ double total(const double* parts, I count, I C, I c) {
     for (I part = 0; part < count; ++part) sum += parts[part * C + c];
     return sum;
 }
-// The same by the threads of a lane, who read side by side and all get it.
+// The same by the threads of a lane, which read in parallel and all get the result.
 __device__ double lane_total(const double* parts, I count, I C, I c, I width) {
     double sum = 0;
     if (c < C)
@@ -246,10 +246,10 @@ KERNEL finish_channels(T* out, const double* parts, I count, I C) {
     if (threadIdx.x < 32 && c < C) out[c] = (T)sum;
 }
 """
-"""What adds parts up into a tensor."""
+"""Kernel that adds parts up into a tensor."""
 
 LAST_BLOCK = """
-// Whether all other blocks with these channels have left their sums; one is told so.
+// True in the last block of these channels to finish: all sums are written then.
 // Counters, one for each place along x, are 0 before and after.
 __device__ bool is_last(long long* arrived) {
     __shared__ bool last;
@@ -265,15 +265,15 @@ __device__ bool is_last(long long* arrived) {
     return last;
 }
 
-// The channel that a thread of the last block adds up with others, CH a place.
+// The channel whose parts a thread of the last block adds up, with other threads.
 template <int CH> struct Gathering {
     I C, place, threads, c;
     __device__ Gathering(I C, I width)
         : C(C), place(threadIdx.x & (width * CH - 1)), threads(width * CH),
           c((I)blockIdx.x * threads + place) {}
     __device__ bool leads() const { return threadIdx.x < threads && c < C; }
-    // All parts, past caches that do not see what other blocks have written; many are
-    // read before the first is added, as the other blocks have nothing to do meanwhile.
+    // Sums all parts, bypassing caches that are not coherent with other blocks' writes;
+    // many reads are issued before the first addition to hide their latency.
     __device__ double sum(const double* parts) const {
         const int AHEAD = 16;
         double sum = 0;
@@ -290,16 +290,16 @@ template <int CH> struct Gathering {
         }
         return lane_sum(sum, threads);
     }
-    // They become the first.
+    // Replaces the first part by the sum of all.
     __device__ void merge(double* parts) const {
         double found = sum(parts);
         if (leads()) parts[c] = found;
     }
 };
 """
-"""What adds parts up where they are, by the block that comes last."""
+"""Device code with which the last block adds the parts up in place."""
 
 
 def partials(count: int) -> int:
-    """Blocks of a sum over `count` things, a block's thread taking at least one."""
+    """Return the blocks of a sum over `count` items; each thread has at least one."""
     return max(1, min(PARTIALS, math.ceil(count / THREADS)))

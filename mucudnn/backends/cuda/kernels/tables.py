@@ -1,10 +1,10 @@
-"""One launch for many tensors: a table on the device says where they are.
+"""Tables on the device that let one launch process many tensors.
 
-A block has a part of one tensor, `CHUNK` elements at most, and finds it by its number:
-a row holds the first block of its tensor, how many elements there are, a flag, how a
-filter is turned, and the addresses of the arrays that belong together, such as a
-weight, its gradient and its state; one that is missing is 0. Addresses stay what they
-are from step to step, so a table is written once.
+A block has a part of one tensor, at most `CHUNK` elements, and finds it by its index. A
+row of the table holds the first block of its tensor, the number of elements, a flag,
+the channels and taps of a transposed filter, and the addresses of the arrays that
+belong together, such as a weight, its gradient and its state; a missing array is 0.
+Addresses are the same in every step, so a table is written once.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,10 @@ from mucudnn.backends.cuda.kernels.program import Launcher
 __all__ = ["CHUNK", "TABLE", "Row", "table_of"]
 
 CHUNK = 4096
-"""Elements of a block: 16 for each thread, so that finding them costs little."""
+"""Elements of a block: 16 per thread, so that locating them costs little."""
 
-_ARRAYS = 5
-"""Most arrays of a row."""
-
-_BEFORE = 5
-"""Numbers of a row before its arrays."""
+_ARRAYS = 5  # most arrays of a row
+_BEFORE = 5  # numbers of a row before its arrays
 
 TABLE = f"""
 // The part of a tensor that a block has.
@@ -54,13 +51,13 @@ struct Part {{
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of a tensor.
+    """A tensor's row of a table.
 
     Attributes:
-        arrays: Of one size; None for one that is missing.
-        flag: What the kernel makes of it.
+        arrays: Arrays of one size; None for a missing one.
+        flag: Kernel-specific flag.
         turned: (channels, taps) of a filter that is (K, C, taps) in some of its arrays
-            and (K, taps, C) in others; (0, 0) of what is the same in all.
+            and (K, taps, C) in others; (0, 0) if all have the same layout.
     """
 
     arrays: Sequence[Any]
@@ -69,11 +66,7 @@ class Row:
 
 
 def table_of(gpu: Launcher, rows: Sequence[Row]) -> tuple[Any, int, int]:
-    """The table of these rows.
-
-    Returns:
-        The table, how many rows it has, and how many blocks they take.
-    """
+    """Write a table of these rows; return it, its number of rows, and of blocks."""
     table, blocks = [], 0
     for row in rows:
         if (count := row.arrays[0].size) == 0:

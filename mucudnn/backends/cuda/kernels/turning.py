@@ -1,9 +1,9 @@
-"""Channels first to channels last and back: matrices transposed, one a sample.
+"""Layout conversions between channels first and last: one transposition per sample.
 
-A block takes squares of 32 x 32 elements through shared memory, so that what it reads
-and what it writes are neighbours alike; a column more a row keeps threads of a warp off
-each other's banks. Of a few rows or columns, such as the colours of an image, squares
-would be nearly empty: a thread takes what one pixel has.
+A block moves squares of 32 x 32 elements through shared memory, so that both reads and
+writes are contiguous; an extra column per row avoids bank conflicts. For few rows or
+columns, such as the colours of an image, squares would be nearly empty: there a thread
+moves all elements of one pixel.
 """
 
 import math
@@ -55,13 +55,13 @@ KERNEL transpose_few(const T* x, T* y, I N, I few, I many, I rows_are_few) {
 
 
 def to_channels_last(call: KernelCall) -> None:
-    """(N, C, *spatial) as (N, *spatial, C)."""
+    """Copy (N, C, *spatial) to (N, *spatial, C)."""
     n, c, *spatial = call.inputs[0].shape
     _transposed(call, (n, c, math.prod(spatial)))
 
 
 def to_channels_first(call: KernelCall) -> None:
-    """(N, *spatial, C) as (N, C, *spatial)."""
+    """Copy (N, *spatial, C) to (N, C, *spatial)."""
     n, *spatial, c = call.inputs[0].shape
     _transposed(call, (n, math.prod(spatial), c))
 

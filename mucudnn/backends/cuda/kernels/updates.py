@@ -1,14 +1,14 @@
-"""Optimizer steps, in PyTorch's conventions; each overwrites weights and state at once.
+"""Optimizer steps, in PyTorch's conventions, updating weights and state in one pass.
 
-Half-precision weights are computed with in float32 and rounded once; their learning
-rate has the type of the weights. Gradients may be narrower than weights. Where the loss
-has a scale that is state, an update's last two inputs are that scale and its counts
+Half-precision weights are computed in float32 and rounded once; their learning rate has
+the type of the weights. Gradients may be narrower than weights. If the loss scale is
+state, an update's last two inputs are the scale and its counts
 (`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
-nothing is changed. Before these comes the weight's copy in the gradient's type and
-layout, where one is kept: both may be `turned`, (K, *taps, C) of a filter
+nothing changes. Before these two comes the weight's copy in the gradient's type and
+layout, if there is one: both may be `turned`, stored as (K, *taps, C) for a filter
 (K, C, *taps).
 
-Updates that follow one another are one launch: a table says where each has its tensors.
+Consecutive updates are one launch over a table of their tensors.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ from mucudnn.backends.cuda.kernels.tables import TABLE, Row, table_of
 __all__ = ["OPERATIONS", "PROGRAM"]
 
 _RULES = r"""
-// What every update is told, beside its tensors; `scale` and `counts` may be missing.
+// Scalars of every update; `scale` and `counts` may be missing.
 struct Common {
     A rate, factor;
     bool skipped;
@@ -92,12 +92,12 @@ struct RmsProp {
 """
 
 _LOOPS = r"""
-// Where an element of a weight is in its gradient and its copy: in the same place.
+// Position of a weight's element in its gradient and copy: the same.
 struct Same {
     __device__ I at(I i) const { return i; }
     __device__ void next() {}
 };
-// Or (K, C, taps) are (K, taps, C) there. Only a thread's first element is divided for.
+// Or transposed from (K, C, taps) to (K, taps, C). Divides for a thread's first only.
 struct Turned {
     I channels, taps, c, s, step_c, step_s;
     long long row, step_row, size;
@@ -175,22 +175,22 @@ _ADAM = """
 
 
 def _pair(name: str, parameters: str, rule: str, before: str = "") -> str:
-    """The kernels of an update: of one tensor, and of all in a table."""
-    told = (
+    """Return the source of an update's kernels: for one tensor, and for a table."""
+    scalars = (
         "const T* lr, const long long* step, const T* scale, const long long* counts, "
         f"I count, double decay, double factor{parameters}"
     )
     begin = f"Common common(lr, scale, counts, factor);{before}"
     return f"""
 KERNEL {name}(T* w, const P* dw, T* first, T* second, P* copy, I channels, I taps,
-               {told}) {{
+               {scalars}) {{
     {begin}
     if (common.skipped) return;
     I thread = (I)blockIdx.x * THREADS + threadIdx.x;
     update(Tensors{{w, dw, {{first, second}}, copy}}, count, thread,
            (I)gridDim.x * THREADS, 0, channels, taps, common.factor, (A)decay, {rule});
 }}
-KERNEL {name}_all(const long long* table, {told}) {{
+KERNEL {name}_all(const long long* table, {scalars}) {{
     {begin}
     if (common.skipped) return;
     Part part(table, count);
@@ -229,13 +229,12 @@ PROGRAM = Program(
 )
 
 _COMMON = ("weight_decay", "gradient_scale")
-_PER_THREAD = 4
-"""Elements of a thread, where there is but one tensor."""
+_PER_THREAD = 4  # elements per thread in a launch for one tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """An update with the attributes of these names, in its kernels' order."""
+    """An update with its attributes and flags, in its kernels' order."""
 
     kernel: str
     names: tuple[str, ...] = ()
@@ -243,19 +242,19 @@ class _Update:
     counted: bool = False
 
     def run(self, call: KernelCall) -> None:
-        """One tensor."""
-        (w, dw, *others), told = self._operands(call)
+        """Update one tensor."""
+        (w, dw, *others), scalars = self._operands(call)
         numbers = *call.numbers(*_COMMON), *self._numbers(call)
         blocks = flat(-(-w.size // _PER_THREAD))
-        arguments = w, dw, *others, *_turned(call), *told, w.size, *numbers
+        arguments = w, dw, *others, *_turned(call), *scalars, w.size, *numbers
         call.launch(PROGRAM, self.kernel, blocks, *arguments, beside=dw)
 
     def together(self, calls: Sequence[KernelCall]) -> None:
-        """A launch for all that differ in nothing but tensors and having a decay."""
+        """Update many tensors, with one launch per type, scalars and weight decay."""
         groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
         for call in calls:
-            arrays, told = self._operands(call)
-            places = tuple(a if a is None else call.gpu.address(a) for a in told)
+            arrays, scalars = self._operands(call)
+            places = tuple(a if a is None else call.gpu.address(a) for a in scalars)
             factor = call.attrs["gradient_scale"]
             alike = (
                 arrays[0].dtype,
@@ -274,24 +273,21 @@ class _Update:
                 self._launch(part, decay)
 
     def _launch(self, calls: Sequence[KernelCall], decay: float) -> None:
-        """All calls, whose decay is this one or none."""
+        """Launch calls whose weight decay is this one or none."""
         first = calls[0]
         rows = [
             Row(self._operands(c)[0], c.attrs["weight_decay"] != 0, _turned(c))
             for c in calls
         ]
         table, count, blocks = table_of(first.gpu, rows)
-        (w, dw, *_), told = self._operands(first)
+        (w, dw, *_), scalars = self._operands(first)
         numbers = decay, *first.numbers("gradient_scale"), *self._numbers(first)
-        arguments = table, *told, count, *numbers
+        arguments = table, *scalars, count, *numbers
         name = f"{self.kernel}_all"
         first.launch(PROGRAM, name, (blocks,), *arguments, like=w, beside=dw)
 
     def _operands(self, call: KernelCall) -> tuple[list[Any], tuple[Any, ...]]:
-        """Weight, gradient, two of state, copy; rate, step, loss's scale and counts.
-
-        None is what there is not.
-        """
+        """Return weight, gradient, states, copy; and rate, step, scale, counts."""
         w, dw, lr, *others = call.inputs
         step = others.pop(0) if self.counted else None
         scale = counts = None
@@ -307,19 +303,15 @@ class _Update:
 
 
 def _turned(call: KernelCall) -> tuple[int, int]:
-    """(channels, taps) of a filter whose gradient is turned; else (0, 0)."""
+    """Return (channels, taps) of a filter with a transposed gradient, else (0, 0)."""
     if not call.attrs.get("turned"):
         return 0, 0
     _, channels, taps = as_ncs(call.inputs[0].shape)
     return channels, taps
 
 
-def _operation(update: _Update) -> Operation:
-    return Operation(update.run, together=update.together)
-
-
 OPERATIONS: dict[str, Operation] = {
-    update.kernel: _operation(update)
+    update.kernel: Operation(update.run, together=update.together)
     for update in (
         _Update("adagrad", ("eps",)),
         _Update("adam", ("beta1", "beta2", "eps"), ("decoupled",), counted=True),

@@ -1,9 +1,10 @@
-"""Enlarging images by whole factors: nearest and (bi-, tri-)linear, with gradients.
+"""Upsampling by integer factors: nearest and (bi-, tri-)linear, with gradients.
 
-Linear: pixel i s + k of the result lies f = (k + 1/2) / s - 1/2 from pixel i of the
-image, so it is (1 - |f|) of it and |f| of its neighbour on that side, at the border of
-itself. A thread has a pixel of the small image, or neighbours that fill an access of 16
-bytes, and all of the large one that come of them: nothing is divided to find them.
+Linear: pixel i s + k of the result is f = (k + 1/2) / s - 1/2 from pixel i of the
+image, so it is the sum of (1 - |f|) of that pixel and |f| of its neighbour on that
+side, or of itself at the border. A thread has a pixel of the small image, or neighbours
+that fill a 16-byte access, and all pixels of the large image that depend on them, which
+it locates without dividing.
 """
 
 from mucudnn.backends.cuda.kernels.program import (
@@ -30,7 +31,7 @@ struct Axis {
         return f > 0 && i < size - 1 ? i + 1 : i;
     }
 };
-// Results that pixel i has gone into, one after another: the k-th of pixel i + t.
+// Iterates over the results that depend on pixel i: the k-th of pixel i + t.
 struct Taps {
     Axis axis;
     I i, o, end, t, k;
@@ -53,7 +54,7 @@ struct Taps {
 #define MAKE_AXES                                                                 \
     const Axis D = {d_size, d_scale}, H = {h_size, h_scale}, W = {w_size, w_scale};
 
-// Where a thread's V neighbours are, and the row of large images that begins there.
+// Index of a thread's V neighbours, and of the row of large images that begins there.
 #define EACH_SMALL                                                                \
     for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next())
 #define SMALL (((at.image * D.size + at.d) * H.size + at.h) * W.size + at.w * V)
@@ -61,7 +62,7 @@ struct Taps {
     (((at.image * D.large() + (od)) * H.large() + (oh)) * W.large() +             \
      at.w * V * W.scale)
 
-// By 16 bytes at once where rows are full of them and the factor is a small one.
+// Accesses of 16 bytes if rows are multiples of them and the factor is 1 or 2.
 #define DISPATCH(function, small, large)                                          \
     bool packed = W.size % PACKED == 0 && aligned(small) && aligned(large);       \
     if (packed && W.scale == 1)                                                   \
@@ -125,12 +126,12 @@ template <int V, int SCALE> __device__ void gather(IMAGES(T, const T)) {
     }
 }
 
-// Of two neighbours; of the first alone what the second has no part in.
+// Interpolation of two neighbours; ignores the second, even NaN, if its part is 0.
 __device__ A between(A one, A other, A part) {
     return part == 0 ? one : (1 - part) * one + part * other;
 }
 
-// Columns of the rows that one row of results is made of.
+// Interpolates one column of the (up to four) rows that a row of results depends on.
 struct Column {
     const T *near, *high, *deep, *both;
     A part_h, part_d;
@@ -171,7 +172,7 @@ template <int V, int SCALE> __device__ void blend(IMAGES(const T, T)) {
     }
 }
 
-// What V pixels from w on get of a row of large images, which begins at theirs.
+// Gradient of V pixels from w on from a row of a large image, which begins at theirs.
 template <int V, int SCALE>
 __device__ void row_grad(const T* row, const Axis& W, I w, A* made) {
     if constexpr (SCALE == 0) {
@@ -239,7 +240,7 @@ KERNEL upsample_bilinear_grad(const T* dy, T* dx, I count, AXES) {
 
 
 def _resampling(kernel: str, *, gradient: bool) -> Operation:
-    """An operation between a small image and a large one."""
+    """Make an operation between a small image and a large one."""
 
     def run(call: KernelCall) -> None:
         (given,), (made,) = call.inputs, call.outputs

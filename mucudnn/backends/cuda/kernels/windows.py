@@ -1,6 +1,6 @@
-"""Windows over images of up to three axes, to kernels always three: D, H, W.
+"""Windows over images of up to three axes, which kernels always see as three: D, H, W.
 
-A thread finds the axes' indices of its first element by dividing, and those of the
+A thread computes the axes' indices of its first element by dividing, and those of the
 next ones by adding: GPUs have no instruction that divides whole numbers.
 """
 
@@ -10,10 +10,10 @@ from mucudnn.backends.cuda.kernels.program import Attrs
 
 __all__ = ["WALK", "WINDOWS", "geometry"]
 
-_ABSENT = (1, 1, 1, 1, 0)  # of an axis: size, out, kernel, stride, padding
+_ABSENT = (1, 1, 1, 1, 0)  # size, out, kernel, stride, padding of a missing axis
 
 WALK = r"""
-// A thread's elements one after another, and where each is along axes of these sizes.
+// Iterates over a thread's elements and their indices along axes of these sizes.
 struct Walk {
     I i, w, h, d, image, W, H, D, step, step_w, step_h, step_d, step_image;
     __device__ Walk(I W, I H, I D)
@@ -41,7 +41,7 @@ WINDOWS = (
 // One axis of an image and its windows.
 struct Axis {
     I size, out, kernel, stride, padding;
-    // Most strides are 1 or 2, which all threads find at once.
+    // Most strides are 1 or 2, for which no division is needed.
     __device__ I by_stride(I x) const {
         return stride == 1 ? x : stride == 2 ? x / 2 : x / stride;
     }
@@ -66,22 +66,22 @@ struct Axis {
         return (stop < size + padding ? stop : size + padding) - origin(o);
     }
 };
-// Windows that hold a place, as numbers that loops need not find again.
+// Range of windows that contain a position, computed once before a loop.
 struct Windows {
     I first, end;
     __device__ Windows(I first, I end) : first(first), end(end) {}
     __device__ Windows(const Axis& axis, I x)
         : first(axis.earliest(x)), end(axis.past(x)) {}
 };
-// Whether windows are one wide along rows of whole accesses, as where channels are
-// last: then neighbours have the same windows, and a thread takes PACKED of them.
+// Whether windows have width 1 along rows of whole accesses, as with channels last:
+// then neighbours are in the same windows, and a thread takes PACKED of them.
 __device__ bool rows_pack(const Axis& W) {
     return W.kernel == 1 && W.stride == 1 && W.padding == 0 && W.size == W.out &&
            W.size % PACKED == 0;
 }
-// The sums that an image's places gather from the windows that hold them, in order.
-// `add(sums, at, o, od, oh, ow)` takes in a window: result `o`, numbered along axes. A
-// thread has V neighbours with the same windows, or one place.
+// Computes, for each position of an image, a sum over the windows that contain it, in
+// order. `add(sums, at, o, od, oh, ow)` adds one window: result `o`, at these indices.
+// A thread has V neighbours in the same windows, or one position.
 template <int V, class F>
 __device__ void gather(T* dx, I count, const Axis& D, const Axis& H, const Axis& W,
                        const F& add) {
@@ -113,7 +113,7 @@ __device__ void gather(T* dx, I count, const Axis& D, const Axis& H, const Axis&
 
 
 def geometry(image: Sequence[int], out: Sequence[int], attrs: Attrs) -> list[int]:
-    """The arguments AXES of a kernel, for shapes (N, C, *spatial)."""
+    """Return the arguments AXES of a kernel, for shapes (N, C, *spatial)."""
     names = ("kernel", "stride", "padding")
     axes = list(zip(image[2:], out[2:], *(attrs[n] for n in names), strict=True))
     axes = [_ABSENT] * (3 - len(axes)) + axes

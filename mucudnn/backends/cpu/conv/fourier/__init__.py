@@ -1,1 +1,1 @@
-"""Convolution in the Fourier domain: transforms by matrix product."""
+"""Convolution in the Fourier domain; the transforms are matrix products."""

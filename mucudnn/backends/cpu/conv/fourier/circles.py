@@ -1,9 +1,9 @@
-"""Where a convolution's samples sit on the circles that a Fourier transform sees.
+"""Positions of a convolution's samples on the circle of a Fourier transform.
 
 A circular transform of length n computes all three kernels of a convolution exactly if
 no two positions that do not belong together agree modulo n. With x at position j, the
 filter at t and y at m they belong together when j = m + t, so n must exceed the
-greatest |j - m - t| of a tile: it need not cover the padding at both ends.
+greatest |j - m - t| of a tile. It need not cover the padding at both ends.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ __all__ = ["Axis", "tiled_axis", "whole_axis"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One spatial axis: the length of its transform and its tiles.
+    """A spatial axis: the length of its transform and its tiles.
 
     Attributes:
         length: Points of the circle.
-        x: Windows of the input, one a tile.
-        y: Windows of the output, one a tile.
+        x: Windows of the input, one per tile.
+        y: Windows of the output, one per tile.
         x_at: Positions of the columns that `x` refers to.
-        y_at: Positions of the columns that `y` refers to; further apart with a stride.
-        w_at: Positions of the filter's taps; further apart with a dilation.
+        y_at: Positions of the columns that `y` refers to, `stride` apart.
+        w_at: Positions of the filter's taps, `dilation` apart.
     """
 
     length: int
@@ -36,7 +36,7 @@ class Axis:
 
 
 def whole_axis(problem: ConvProblem, axis: int) -> Axis:
-    """Spatial axis number `axis` in one piece, on the shortest circle that is exact."""
+    """Return spatial axis number `axis` in one piece, on the shortest exact circle."""
     size, out = problem.x_shape[2 + axis], problem.y_shape[2 + axis]
     step, pad = problem.stride[axis], problem.padding[axis]
     taps = _taps(problem, axis)
@@ -53,13 +53,10 @@ def whole_axis(problem: ConvProblem, axis: int) -> Axis:
 
 
 def tiled_axis(problem: ConvProblem, axis: int, tile: int) -> Axis:
-    """Spatial axis number `axis` in tiles on circles of `tile` points.
+    """Return spatial axis number `axis` in tiles on circles of `tile` points.
 
-    What the kernel reads overlaps, what it writes does not (overlap-save); a gradient
-    of the filter reads tiles of y that do not overlap.
-
-    Raises:
-        ValueError: The filter and the stride leave no room for an output in a tile.
+    The tiles that the kernel reads overlap, those it writes do not (overlap-save); a
+    filter gradient reads tiles of y that do not overlap.
     """
     size, out = problem.x_shape[2 + axis], problem.y_shape[2 + axis]
     step, pad = problem.stride[axis], problem.padding[axis]
@@ -100,7 +97,7 @@ def _taps(problem: ConvProblem, axis: int) -> range:
 
 
 def _window(start: int, width: int, size: int) -> Window:
-    """The part of `start`, `start + 1` … that exists."""
+    """Return the existing part of the positions `start` to `start + width`."""
     low = min(max(start, 0), size)
     high = min(max(start + width, low), size)
     return Window(low, high, max(low - start, 0) if high > low else 0)

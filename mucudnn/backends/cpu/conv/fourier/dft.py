@@ -1,19 +1,19 @@
 """Discrete Fourier transforms of real images by matrix products.
 
-One axis at a time, a product with a small real matrix whose rows are cosines and
-(negated) sines: through BLAS that is several times faster than a radix transform, which
+One axis at a time is multiplied by a small real matrix whose rows are cosines and
+(negated) sines. Through BLAS this is several times faster than a radix transform, which
 NumPy runs one line at a time, for every length a convolution has (up to hundreds), and
-it leaves the transformed axis in front, where the products per frequency want it.
+it puts the transformed axis in front, where the products per frequency need it.
 Padding, dilation and stride cost nothing: positions that hold zeros have no column, and
-positions nobody wants have no row.
+unwanted positions have no row.
 
-Real input has a redundant spectrum. The transform keeps exactly the rest: along the
-first axis n real values become one or two real frequencies (0 and, for even n, n / 2)
-and (n - 1) // 2 complex ones; along every further axis a real column does the same and
-a complex one becomes n complex ones, k and -k by adding and subtracting the same two
-products. So the frequencies of a spectrum are `r` real ones, then `z` complex ones,
-with r + 2 z = the number of points. Planar storage (real part, imaginary part) keeps
-all of it in real matrix products.
+Real input has a redundant spectrum, of which only the independent half is stored. Along
+the first axis n real values become one or two real frequencies (0 and, for even n,
+n / 2) and (n - 1) // 2 complex ones. Along every further axis a real column does the
+same, and a complex one becomes n complex ones: k and -k from the sum and the difference
+of the same two products. So the frequencies of a spectrum are `r` real ones, then `z`
+complex ones, with r + 2 z = the number of points. Planar storage (real part, imaginary
+part) keeps all arithmetic in real matrix products.
 """
 
 import math
@@ -38,15 +38,12 @@ __all__ = [
     "split",
 ]
 
-_INDICES = 1024  # of a table, computed at a time: they live outside the workspace
+_INDICES = 1024  # computed at a time, as they are allocated outside the workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A tile's share of an axis: indices `start:stop` sit at the columns from `column`.
-
-    Columns count the positions that the axis's table was made for.
-    """
+    """A tile's part of an axis: indices `start:stop` at columns from `column` on."""
 
     start: int
     stop: int
@@ -54,25 +51,23 @@ class Window:
 
     @property
     def columns(self) -> slice:
-        """Which columns of the table."""
+        """Columns of the table."""
         return slice(self.column, self.column + self.stop - self.start)
 
 
-def _real(n: int) -> int:
-    """Real frequencies of n real points."""
+def _num_real(n: int) -> int:
     return 2 - n % 2
 
 
-def _pairs(n: int) -> int:
-    """Pairs of conjugate frequencies of n points."""
+def _num_pairs(n: int) -> int:
     return (n - 1) // 2
 
 
 def frequencies(lengths: Sequence[int]) -> tuple[int, int]:
-    """Real and complex frequencies of a real image of these lengths."""
+    """Return the numbers of real and complex frequencies of a real image."""
     r, z = 1, 0
     for n in lengths:
-        r, z = r * _real(n), r * _pairs(n) + z * n
+        r, z = r * _num_real(n), r * _num_pairs(n) + z * n
     return r, z
 
 
@@ -83,12 +78,12 @@ def fill_table(
 
     Args:
         table: Output; its first size is the length n of the transform.
-        positions: Where each column's sample sits, modulo n.
+        positions: Position of each column's sample, modulo n.
         scale: Factor of every row; 1 / n for an inverse.
         pair: Further factor of the rows that stand for two frequencies.
     """
     n, width = table.shape
-    r, z = _real(n), _pairs(n)
+    r, z = _num_real(n), _num_pairs(n)
     angle = np.arange(n) * (2 * math.pi / n)
     at = np.array(positions) % n
     ones = (np.array([0, n // 2][:r]), np.cos(angle) * scale)
@@ -107,7 +102,7 @@ def fill_table(
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns by kind: `r` real ones, the real and imaginary parts of `z` others."""
+    """Columns by kind: `r` real ones, and the two parts of `z` complex ones."""
 
     real: Any
     re: Any
@@ -115,23 +110,23 @@ class Columns:
 
 
 def planar(state: Any, r: int) -> Columns:
-    """The kinds of columns of an intermediate array: real, re, im, in this order."""
+    """Split an intermediate array into its columns: real, re, im, in this order."""
     z = (len(state) - r) // 2
     return Columns(state[:r], state[r : r + z], state[r + z :])
 
 
 def halves(spectrum: Any, r: int) -> Columns:
-    """The kinds of columns of a whole spectrum (frequencies, 2, …)."""
+    """Split a whole spectrum (frequencies, 2, …) into its columns."""
     return Columns(spectrum[:r, 0], spectrum[r:, 0], spectrum[r:, 1])
 
 
 def _blocks(part: Any, r: int, z: int, n: int) -> tuple[Any, Any, Any, Any]:
-    """One part of the complex columns after an axis of n, by where they come from.
+    """Split one part of the complex columns after an axis of n points by origin.
 
-    (r, pairs) from real columns; of complex ones (z, real frequencies), (z, pairs +)
-    and (z, pairs -).
+    Return (r, pairs) from real columns and, from complex ones, (z, real frequencies),
+    (z, pairs +) and (z, pairs -).
     """
-    ones, pairs, tail = _real(n), _pairs(n), part.shape[1:]
+    ones, pairs, tail = _num_real(n), _num_pairs(n), part.shape[1:]
     a, b, c = r * pairs, r * pairs + z * ones, r * pairs + z * (ones + pairs)
     return (
         part[:a].reshape(r, pairs, *tail),
@@ -142,13 +137,13 @@ def _blocks(part: Any, r: int, z: int, n: int) -> tuple[Any, Any, Any, Any]:
 
 
 def _cut(columns: Any, n: int) -> tuple[Any, Any, Any]:
-    """Rows of the table by kind: real frequencies, cosines, negated sines."""
-    a, b = _real(n), _real(n) + _pairs(n)
+    """Split the rows of a table's product into real frequencies, cosines, -sines."""
+    a, b = _num_real(n), _num_real(n) + _num_pairs(n)
     return columns[:, :a], columns[:, a:b], columns[:, b:]
 
 
 def split(product: Any, r: int, out: Columns) -> None:
-    """Products (columns, n, …) of an axis's table -> complex columns.
+    """Combine the products (columns, n, …) with an axis's table to complex columns.
 
     With c and s the rows of cos and -sin, exp(-i t) (a + i b) = (c a - s b) +
     i (s a + c b), and for the opposite frequency s changes its sign.
@@ -171,14 +166,14 @@ def split(product: Any, r: int, out: Columns) -> None:
 
 
 def merge(spectrum: Columns, r: int, out: Any, pair: float) -> None:
-    """Complex columns -> (columns, n, …), which an axis's table maps back.
+    """Undo `split`: complex columns to (columns, n, …), the input of an inverse table.
 
     Args:
-        spectrum: What `split` wrote, and what was done to it since.
+        spectrum: Complex columns.
         r: Real columns among those of `out`.
         out: Output.
         pair: Factor for the conjugate of a real column's frequency: 2, or 1 if the
-            table has it.
+            table includes it.
     """
     n = out.shape[1]
     kinds = planar(out, r)
@@ -201,7 +196,7 @@ def merge(spectrum: Columns, r: int, out: Any, pair: float) -> None:
 def basis_scratch(
     lengths: Sequence[int], taps: Sequence[int], dtype: str
 ) -> list[Region]:
-    """Arrays that `fill_basis` needs; both sequences innermost axis first."""
+    """List the arrays that `fill_basis` needs; both arguments innermost axis first."""
     regions: list[Region] = []
     for level in range(1, len(lengths)):
         size = math.prod(lengths[: level + 1]) * math.prod(taps[: level + 1])
@@ -214,11 +209,11 @@ def fill_basis(basis: Any, tables: Sequence[Any], scratch: Sequence[Any]) -> Non
 
     Args:
         basis: Output (frequencies, 2, taps), taps in row-major order.
-        tables: The filter's tables, innermost axis first.
-        scratch: Arrays as `basis_scratch` lists them.
+        tables: Tables of the filter, innermost axis first.
+        scratch: Arrays as listed by `basis_scratch`.
     """
     last, free = len(tables) - 1, iter(scratch)
-    state, r = tables[0], _real(len(tables[0]))
+    state, r = tables[0], _num_real(len(tables[0]))
     for level, table in enumerate(tables[1:], start=1):
         n, width = table.shape
         columns, taps = state.shape
@@ -226,10 +221,10 @@ def fill_basis(basis: Any, tables: Sequence[Any], scratch: Sequence[Any]) -> Non
         np.multiply(table[:, :, None], state[:, None, None, :], out=product)
         product = product.reshape(columns, n, width * taps)
         if level == last:
-            split(product, r, halves(basis, r * _real(n)))
+            split(product, r, halves(basis, r * _num_real(n)))
         else:
             state = next(free).reshape(columns * n, width * taps)
-            split(product, r, planar(state, r * _real(n)))
-        r *= _real(n)
+            split(product, r, planar(state, r * _num_real(n)))
+        r *= _num_real(n)
     if last == 0:
         split(state[None], 1, halves(basis, r))

@@ -1,15 +1,15 @@
-"""The products of spectra, a block of frequencies at a time.
+"""Products of spectra, one block of frequencies at a time.
 
-The filter's spectrum, usually the largest of the three, is never whole in memory: a
+The filter's spectrum, usually the largest of the three, is never whole in memory. A
 filter has few taps, so a block of its frequencies is one matrix product with the DFT of
-the single taps (the basis), made (or, for its gradient, used up) when the block's turn
-comes and while it is in the cache.
+the single taps (the basis). It is computed (or, for the filter gradient, consumed) just
+when its block is multiplied, while it is in the cache.
 
 A complex product is done as real ones. Real and imaginary parts of all samples are the
-rows of one matrix, which makes the four real products two, with their sums afterwards;
-BLAS runs that as fast as its complex product, and planar storage spares the transforms
-from interleaving. A filter gradient sums over the rows, so there [re; im] times
-[im; -re] gives the imaginary part directly.
+rows of one matrix, which turns the four real products into two, with their sums
+afterwards. BLAS runs this as fast as its complex product, and planar storage saves the
+transforms from interleaving. A filter gradient sums over the rows, so there [re; im]
+times [im; -re] gives the imaginary part directly.
 """
 
 import math
@@ -25,29 +25,22 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["Products"]
 
-_BLOCK_BYTES = 1 << 20
-"""Bytes of a block's arrays; about a core's second-level cache."""
-
-_LEAST = 16
-"""Frequencies of a block: the product with the basis is slow with fewer."""
-
-_ROWS = 256
-"""Samples and tiles whose products are summed while they are in the cache."""
-
-_PIECE = 16
-"""Output channels of the filter that are copied at a time."""
+_BLOCK_BYTES = 1 << 20  # bytes of a block's arrays; about a core's second-level cache
+_LEAST = 16  # frequencies of a block; the product with the basis is slow with fewer
+_ROWS = 256  # samples and tiles whose products are summed while they are in the cache
+_PIECE = 16  # output channels of the filter that are copied at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How the spectra of a problem are multiplied.
+    """The multiplication of the spectra of one problem.
 
     Spectra of x and y are (frequencies, 2, rows, channels); the basis is (frequencies,
     2, taps).
 
     Attributes:
         problem: The convolution.
-        frequencies: How many a spectrum has.
+        frequencies: Number of frequencies of a spectrum.
         rows: Samples times tiles.
     """
 
@@ -65,7 +58,7 @@ class Products:
 
     @property
     def _channels_last(self) -> bool:
-        """Whether the filter's taps and channels are in the order taps, channels."""
+        """Whether the filter is stored with its taps before its channels."""
         return self.problem.layout == "NHWC" and self.problem.w_shape[1] > 1
 
     @property
@@ -76,7 +69,7 @@ class Products:
         return min(max(fit, _LEAST), self.frequencies)
 
     def _arrays(self, block: int) -> list[tuple[int, ...]]:
-        """The filter's spectrum and what goes with it, for a block of frequencies."""
+        """Return the shapes of the filter's spectrum and of the products of a block."""
         p = self.problem
         if p.direction is Direction.BACKWARD_FILTER:
             other: tuple[int, ...] = (block, 2, self.rows, p.x_shape[1])
@@ -93,17 +86,17 @@ class Products:
         return slice(start, min(start + self._block, self.frequencies))
 
     def basis(self) -> Region:
-        """The DFT of every tap."""
+        """Region of the DFT of every tap."""
         return (self.frequencies, 2, self._taps), self.problem.dtype
 
     def filter(self, nworkers: int) -> Region:
-        """The filter as products take it, or each worker's share of its gradient."""
+        """Return the region of the reordered filter or of the workers' gradients."""
         if self.problem.direction is Direction.BACKWARD_FILTER:
             return (nworkers, self._weights * self._taps), self.problem.dtype
         return (self._taps, self._weights), self.problem.dtype
 
     def scratch(self) -> list[Region]:
-        """A worker's arrays for one block."""
+        """Return the regions of a worker's arrays for one block."""
         shapes = self._arrays(self._block)
         if self.problem.direction is Direction.BACKWARD_FILTER:
             shapes += [(self._weights, self._taps)]
@@ -119,7 +112,7 @@ class Products:
         taps: Any,
         scratch: Any,
     ) -> None:
-        """Y = X conj(W), or X = Y W for the data gradient; `w` is stored densely."""
+        """Compute Y = X conj(W), or X = Y W for dx; `w` is stored densely."""
         self._gather(workers, w, taps)
 
         def work(worker: int, start: int) -> None:
@@ -162,7 +155,7 @@ class Products:
     def _multiply(self, source: Any, spectrum: Any, result: Any, products: Any) -> None:
         groups, channels = self.problem.groups, source.shape[-1]
         count, _, rows, _ = source.shape
-        # real and imaginary rows are one matrix unless some rows are left out
+        # Real and imaginary rows are adjacent only if all rows are taken.
         parts, height = (1, 2 * rows) if rows == self.rows else (2, rows)
         left = source.reshape(count, 1, parts, height, groups, -1)
         products = products[: 4 * count * rows * result.shape[-1]]
@@ -171,9 +164,8 @@ class Products:
             spectrum.reshape(count, 2, 1, groups, channels // groups, -1),
             out=products.reshape(count, 2, parts, height, groups, -1).swapaxes(3, 4),
         )
-        by = products.reshape(
-            count, 2, 2, rows, -1
-        )  # part of the filter, of the source
+        # Axes 1 and 2: real or imaginary part of the filter, and of the source.
+        by = products.reshape(count, 2, 2, rows, -1)
         if self.problem.direction is Direction.FORWARD:
             np.add(by[:, 0, 0], by[:, 1, 1], out=result[:, 0])
             np.subtract(by[:, 0, 1], by[:, 1, 0], out=result[:, 1])
@@ -182,40 +174,34 @@ class Products:
             np.add(by[:, 0, 1], by[:, 1, 0], out=result[:, 1])
 
     def gradient(
-        self,
-        workers: Workers,
-        basis: Any,
-        xs: Any,
-        ys: Any,
-        sums: Any,
-        scratch: Any,
+        self, workers: Workers, basis: Any, xs: Any, ys: Any, sums: Any, scratch: Any
     ) -> None:
-        """W = X conj(Y), transformed back; leaves each worker's share in `sums`.
+        """Compute W = X conj(Y), transformed back, as one partial sum per worker.
 
-        Which blocks a worker adds up is fixed, so that the result is.
+        The fixed assignment of blocks to workers makes the result deterministic.
         """
         blocks = self._blocks()
         sums[...] = 0
 
         def work(worker: int, start: int, stop: int) -> None:
-            spectrum, turned, share = carve(scratch[worker], self.scratch())
+            spectrum, rotated, share = carve(scratch[worker], self.scratch())
             for first in blocks[start:stop]:
                 block = self._slice(first)
                 count = block.stop - first
-                arrays = spectrum[:count], turned[:count], share
+                arrays = spectrum[:count], rotated[:count], share
                 self._correlate(basis[block], xs[block], ys[block], arrays)
                 np.add(sums[worker], share.reshape(-1), out=sums[worker])
 
         workers.ranges(len(blocks), work)
 
     def _correlate(self, basis: Any, x: Any, y: Any, arrays: Sequence[Any]) -> None:
-        spectrum, turned, share = arrays
+        spectrum, rotated, share = arrays
         groups, (K, C) = self.problem.groups, self.problem.w_shape[:2]
         count = len(x)
-        np.copyto(turned[:, 0], x[:, 1])
-        np.negative(x[:, 0], out=turned[:, 1])
+        np.copyto(rotated[:, 0], x[:, 1])
+        np.negative(x[:, 0], out=rotated[:, 1])
         left = y.reshape(count, -1, groups, K // groups).transpose(0, 2, 3, 1)
-        for part, right in enumerate((x, turned)):
+        for part, right in enumerate((x, rotated)):
             np.matmul(
                 left,
                 right.reshape(count, -1, groups, C).swapaxes(1, 2),

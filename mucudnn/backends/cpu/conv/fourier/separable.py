@@ -1,11 +1,11 @@
-"""The separable Fourier transform of the tiles of one tensor, both ways.
+"""The separable Fourier transform of the tiles of one tensor, forward and inverse.
 
-A tensor is cut into chunks of samples or channels, which are what the workers take
-turns at: a chunk's intermediate arrays stay in the processor's cache. Within a chunk
-the transform walks the spatial axes, the innermost first, and within an axis the tiles.
-No tile is ever copied out of its image: a window of an axis is a matrix with a longer
-row stride, which BLAS takes as it is. Channels-last tensors take one small product a
-pixel line instead of one large product, and need no transposition either.
+A tensor is cut into chunks of samples or channels, the workers' units of work, so that
+a chunk's intermediate arrays stay in the processor's cache. Within a chunk the
+transform runs over the spatial axes, innermost first, and within an axis over the
+tiles. No tile is copied out of its image: a window of an axis is a matrix with a longer
+row stride, which BLAS accepts. Channels-last tensors take one small product per pixel
+line instead of one large product, and need no transposition either.
 """
 
 import math
@@ -27,11 +27,8 @@ from mucudnn.backends.cpu.conv.fourier.dft import (
 
 __all__ = ["Chunk", "Separable"]
 
-_CHUNK_BYTES = 1 << 20
-"""Bytes of intermediate arrays; about a core's second-level cache."""
-
-_CHANNELS = 16
-"""A chunk smaller than a sample has a multiple of so many channels."""
+_CHUNK_BYTES = 1 << 20  # of intermediate arrays; about a core's second-level cache
+_CHANNELS = 16  # unit of the number of channels of a chunk smaller than a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Chunk:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many of each."""
+        """Number of samples and of channels."""
         return (
             self.samples.stop - self.samples.start,
             self.channels.stop - self.channels.start,
@@ -52,10 +49,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Separable:
-    """How one tensor (N, C, *spatial) is transformed.
+    """The transform of one tensor (N, C, *spatial).
 
-    Sequences run over the spatial axes, the innermost first: points of the transform,
-    sizes of the tensor, and tiles. Channels last, the channels are contiguous.
+    Sequences run over the spatial axes, innermost first: points of the transform, sizes
+    of the tensor, and tiles. With `channels_last` the channels are contiguous.
     """
 
     batch: int
@@ -68,20 +65,20 @@ class Separable:
 
     @property
     def spectrum(self) -> Region:
-        """(frequencies, 2, *tiles, N, C), real and imaginary parts."""
+        """Region (frequencies, 2, *tiles, N, C), real and imaginary parts."""
         tiles = (len(windows) for windows in self.windows)
         shape = (sum(frequencies(self.lengths)), 2, *tiles, self.batch, self.channels)
         return shape, self.dtype
 
     def _states(self, planes: int) -> list[tuple[int, ...]]:
-        """Shapes that enter the axes after the first, as (columns, planes x pixels)."""
+        """Return the shapes (columns, planes x pixels) before the later axes."""
         return [
             (math.prod(self.lengths[:i]), planes * math.prod(self.sizes[i:]))
             for i in range(1, len(self.sizes))
         ]
 
     def _products(self, planes: int) -> list[tuple[int, ...]]:
-        """Shapes of products with a table that are not a state already."""
+        """Return shapes of the products with a table that are not states."""
         rank = len(self.sizes)
         return [
             (math.prod(self.lengths[: i + 1]), planes * math.prod(self.sizes[i + 1 :]))
@@ -89,7 +86,7 @@ class Separable:
         ]
 
     def scratch(self, samples: int, channels: int) -> list[Region]:
-        """Intermediate arrays of a chunk: states, products, a tile of the output."""
+        """Return a chunk's intermediate regions: states, products, an output tile."""
         planes = samples * channels
         widest = max(w.stop - w.start for w in self.windows[0])
         tile: tuple[int, ...] = (planes * math.prod(self.sizes[1:]) * widest,)
@@ -97,7 +94,7 @@ class Separable:
         return [(shape, self.dtype) for shape in shapes]
 
     def chunk_shape(self, nworkers: int) -> tuple[int, int]:
-        """Samples and channels of the largest chunk."""
+        """Return the numbers of samples and channels of the largest chunk."""
         plane = sum(math.prod(shape) for shape, _ in self.scratch(1, 1))
         planes = max(1, _CHUNK_BYTES // (plane * np.dtype(self.dtype).itemsize))
         if planes >= self.channels:
@@ -107,7 +104,7 @@ class Separable:
         return 1, min(step, self.channels)
 
     def chunks(self, nworkers: int) -> Iterator[Chunk]:
-        """All of them, made as they are asked for: thousands would be memory too."""
+        """Yield all chunks lazily: a list of thousands would take memory too."""
         samples, channels = self.chunk_shape(nworkers)
         for n in range(0, self.batch, samples):
             for c in range(0, self.channels, channels):
@@ -139,8 +136,8 @@ class Separable:
     ) -> None:
         """Transform back, into (or onto) a chunk of `tensor`.
 
-        The tables hold the inverse's factors; those of the first axis also the factor 2
-        for conjugate frequencies.
+        The tables include the inverse's factors; those of the first axis also the
+        factor 2 for conjugate frequencies.
         """
         job = self._job(tables, tensor, spectrum, chunk, workspace)
         for i, window in enumerate(self.windows[0]):
@@ -173,7 +170,7 @@ class Separable:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One chunk, with everything it needs at hand.
+    """The transform of one chunk with all of its arrays.
 
     Images are (planes, …, size) or, channels last, (samples, …, size, channels); states
     have an axis of columns in front.
@@ -210,7 +207,7 @@ class _Job:
                 out[:after, 1] = 0
                 continue
             following = self.states[level + 1].reshape(-1, *product.shape[2:])
-            if level > 0:  # the first product is the next state as it stands
+            if level > 0:  # the first product already is the next state
                 split(product, r, planar(following, after))
             self.forward(level + 1, following, (*tile, i))
 
@@ -222,7 +219,7 @@ class _Job:
         tile: tuple[int, ...],
         accumulate: bool,
     ) -> None:
-        """Write one tile of `state` from all the axes after it."""
+        """Write one tile of `state` from the spectrum of all later axes."""
         if window.start == window.stop:
             return
         lines = self._lines(state, level)
@@ -249,7 +246,7 @@ class _Job:
     def _back(
         self, level: int, product: Any, lines: Any, window: Window, accumulate: bool
     ) -> None:
-        """The product with the inverse's table, into or onto a window of lines."""
+        """Multiply by the inverse's table into or onto a window of lines."""
         table = self.tables[level][:, window.columns]
         target = out = lines[:, :, window.start : window.stop]
         if accumulate:
@@ -262,18 +259,17 @@ class _Job:
             np.add(out, target, out=out)
 
     def _lines(self, state: Any, level: int) -> Any:
-        """A state as (columns, lines, size) or (columns, lines, size, channels)."""
+        """Return a state as (columns, lines, size[, channels])."""
         size = self.plan.sizes[level]
         if self.plan.channels_last:
             return state.reshape(len(state), -1, size, self.image.shape[-1])
         return state.reshape(len(state), -1, size)
 
     def _product(self, level: int, lines: tuple[int, ...]) -> Any:
-        """Room for a table's product with lines of this shape."""
+        """Return the buffer of a table's product with lines of this shape."""
         columns, count, _, *channels = lines
         n = self.plan.lengths[level]
         return self.products[level].reshape(columns, n, count, *channels)
 
     def _leaf(self, product: Any, spectrum: Any) -> Any:
-        """The last axis's product, its planes as (samples, channels)."""
         return product.reshape(*product.shape[:2], *spectrum.shape[-2:])

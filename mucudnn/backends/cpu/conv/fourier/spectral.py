@@ -1,4 +1,4 @@
-"""A convolution in the Fourier domain: transform, multiply by frequency, go back.
+"""A convolution in the Fourier domain: transform, multiply by frequency, invert.
 
 With X, W and Y the spectra of input, filter and output, the three kernels are
 Y = X conj(W), X = Y W and W = X conj(Y), summed over input channels, output channels or
@@ -32,7 +32,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 __all__ = ["Spectral"]
 
 _Job = tuple[Separable, Sequence[Any], Any, Any]
-"""A transform, its tables, the tensor and the spectrum."""
+"""Transform, its tables, spectrum, tensor."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Spectral:
     """A convolution whose spatial axes have been cut into tiles.
 
     Attributes:
-        problem: What to compute.
-        workers: How many threads will share the work.
-        axes: Its spatial axes, the innermost first.
+        problem: The convolution.
+        workers: Number of threads that share the work.
+        axes: Spatial axes, innermost first.
     """
 
     problem: ConvProblem
@@ -51,7 +51,7 @@ class Spectral:
 
     @cached_property
     def nbytes(self) -> int:
-        """Exact workspace."""
+        """Exact workspace in bytes."""
         return nbytes(self._regions)
 
     def run(
@@ -63,10 +63,11 @@ class Spectral:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Compute one kernel; see `Kernel`."""
+        """See `Kernel.run`."""
         arrays = carve(workspace, self._regions)
         basis, xs, ys, scratch, *arrays = arrays
         *tables, kernel = arrays
+        # Tables depend on shapes only, but are refilled: kernels hold no arrays.
         self._fill_tables(tables)
         self._fill_basis(basis, tables[2::3], scratch.reshape(-1))
         x = (self._x, tables[0::3], xs)
@@ -122,7 +123,7 @@ class Spectral:
         return Products(self.problem, count, self.problem.batch * tiles)
 
     def _stored(self, w: Any) -> Any:
-        """A filter's view in the order of its memory."""
+        """Return a filter's view in the order of its memory."""
         return np.moveaxis(w, 1, -1) if self.problem.layout == "NHWC" else w
 
     def _basis_scratch(self) -> list[Region]:
@@ -131,7 +132,7 @@ class Spectral:
 
     @cached_property
     def _regions(self) -> list[Region]:
-        """Basis, spectra, scratch a worker; tables; the filter or its shares."""
+        """List basis, spectra, scratch a worker, tables, filter or partial sums."""
         p, products, nworkers = self.problem, self._products, self.workers
         each = max(
             *(nbytes(s.scratch(*s.chunk_shape(nworkers))) for s in (self._x, self._y)),
@@ -153,7 +154,7 @@ class Spectral:
         ]
 
     def _fill_tables(self, tables: Sequence[Any]) -> None:
-        """Of x, y and w, axis after axis; the output's are those of the inverse."""
+        """Fill the tables of x, y and w per axis; inverse ones for the result."""
         direction = self.problem.direction
         for i, axis in enumerate(self.axes):
             back = {"scale": 1 / axis.length, "pair": 2.0 if i == 0 else 1.0}
@@ -165,7 +166,7 @@ class Spectral:
             fill_table(w, axis.w_at)
 
     def _fill_basis(self, basis: Any, tables: Sequence[Any], scratch: Any) -> None:
-        """Forward, or with the factors of the inverse for a filter gradient."""
+        """Fill the basis, with the factors of the inverse for a filter gradient."""
         fill_basis(basis, tables, carve(scratch, self._basis_scratch()))
         r, _ = frequencies(self._lengths)
         basis[:r, 1] = 0
@@ -175,7 +176,6 @@ class Spectral:
 
 
 def _forward(workers: Workers, scratch: Any, job: _Job) -> None:
-    """Transform a tensor into a spectrum."""
     transform, tables, spectrum, tensor = job
 
     def work(worker: int, chunk: Chunk) -> None:
@@ -185,7 +185,6 @@ def _forward(workers: Workers, scratch: Any, job: _Job) -> None:
 
 
 def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> None:
-    """Transform a spectrum into a tensor."""
     transform, tables, spectrum, tensor = job
 
     def work(worker: int, chunk: Chunk) -> None:
@@ -196,8 +195,6 @@ def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> Non
 
 
 def _reduce(workers: Workers, sums: Any, out: Any, accumulate: bool) -> None:
-    """Add up what the workers have."""
-
     def work(_: int, start: int, stop: int) -> None:
         target = out[start:stop]
         if not accumulate:

@@ -1,1 +1,1 @@
-"""Convolution as a product of matrices: gather patches, multiply, scatter."""
+"""Convolution as a matrix product: gather patches, multiply, scatter."""

@@ -1,7 +1,7 @@
-"""Blocks of patches of a few kilobytes: which filter columns, and how they are filled.
+"""Blocks of patches of a few kilobytes: their filter columns and their gathering.
 
 A block is planned once, as views with an axis of samples, and then filled for one
-sample after another: what is worked out in Python costs as much as copying does.
+sample after another, because planning in Python costs as much as copying.
 """
 
 import itertools
@@ -29,10 +29,10 @@ class Block:
     """A contiguous range of filter columns.
 
     Attributes:
-        groups: Groups it is of.
-        channels: Channels of each.
-        taps: Taps of each, a slice along every kernel axis.
-        columns: Where they lie in a filter's rows.
+        groups: Range of groups.
+        channels: Range of channels of each group.
+        taps: Range of taps along every kernel axis.
+        columns: Range of columns in a filter's rows.
     """
 
     groups: slice
@@ -42,7 +42,7 @@ class Block:
 
     @property
     def kernel(self) -> tuple[int, ...]:
-        """Taps along each axis."""
+        """Number of taps along each axis."""
         return (*map(_length, self.taps),)
 
 
@@ -50,12 +50,12 @@ class Blocks:
     """Filter columns, (channel, tap) or channels last (tap, channel), cut into blocks.
 
     Args:
-        gather: Whose taps.
+        gather: Gather that reads the taps.
         groups: Groups of the filter.
         channels: Columns of a filter for each tap.
-        limit: Columns of a block, at most, over all its groups.
-        taps_limit: Taps of a block, at most.
-        last: Whether channels are last.
+        limit: Most columns of a block, over all its groups.
+        taps_limit: Most taps of a block.
+        last: Whether channels are last in memory.
         spanning: Whether a block may span several groups.
     """
 
@@ -83,24 +83,20 @@ class Blocks:
         whole = channels * math.prod(kernel)
         alone = not spanning or len(self._channels) * len(self._taps) > 1
         self.most_groups = 1 if alone else max(1, min(groups, limit // whole))
-        self._groups = list(cuts(groups, self.most_groups))
+        self.groups = list(cuts(groups, self.most_groups))
         self._kernel, self._count, self._last = kernel, channels, last
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """(groups, channels), which no other part shares."""
-        return itertools.product(self._groups, self._channels)
-
-    def groups(self) -> Iterator[slice]:
-        """Groups that a block may span."""
-        return iter(self._groups)
+        """Return the disjoint ranges of (groups, channels)."""
+        return itertools.product(self.groups, self._channels)
 
     def of_groups(self, groups: slice) -> Iterator[Block]:
-        """All blocks of some groups."""
+        """Yield all blocks of a range of groups."""
         for channels in self._channels:
             yield from self.of_part(groups, channels)
 
     def of_part(self, groups: slice, channels: slice) -> Iterator[Block]:
-        """The blocks of one part, which differ in their taps."""
+        """Yield the blocks of one range of channels, one per box of taps."""
         for taps in self._taps:
             first = self._flat([t.start for t in taps])
             last = self._flat([t.stop - 1 for t in taps])
@@ -128,7 +124,7 @@ class Blocks:
 
 
 def _tap_block(kernel: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Largest box of at most `limit` taps whose copies cut the kernel contiguously."""
+    """Return the largest box of at most `limit` taps that are contiguous columns."""
     box, room = [], limit
     for size in reversed(kernel):
         box.append(max(1, min(size, room)))
@@ -137,14 +133,14 @@ def _tap_block(kernel: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 class PatchBlock:
-    """One block of patches of one tile.
+    """A block of patches of one tile.
 
     Args:
         source: (N, G, C, *spatial).
-        gather: What to read.
-        block: Which columns.
+        gather: Positions to read.
+        block: Columns to fill.
         tile: Outputs along each axis, with explicit bounds.
-        buffers: For patches and for what padding surrounds, flat.
+        buffers: Flat buffers for the patches and for a zero-padded copy.
         last: Whether channels are last in memory.
     """
 
@@ -192,7 +188,7 @@ class PatchBlock:
         self._pad(part, target, axes, tile, reads, buffers[1], room)
 
     def fill(self, n: int) -> None:
-        """Have the patches of one sample in the block."""
+        """Gather the patches of sample `n` into the block."""
         for inner, source, target, windows in self._steps:
             if inner is None:
                 np.copyto(target, windows[n])
@@ -212,17 +208,14 @@ class PatchBlock:
         buffer: Any,
         room: int,
     ) -> None:
-        """Plan to go by a padded copy, of so many channels at a time as there is room.
-
-        The padding stays what it is from one sample to the next.
-        """
+        """Plan gathering through a zero-padded copy of as many channels as fit."""
         groups, channels = part.shape[1:3]
         lengths = [len(r) for r in reads]
         have, want = overlap(reads, part.shape[3:])
         each = groups * math.prod(lengths)
         some = min(room, channels)
         padded = buffer[: some * each].reshape(groups, some, *lengths)
-        padded[...] = 0
+        padded[...] = 0  # kept from one sample to the next
         for cut in cuts(channels, some):
             copy = padded[:, : cut.stop - cut.start]
             windows = tap_windows(copy, axes, tile, [-r.start for r in reads])
@@ -233,7 +226,7 @@ class PatchBlock:
     def _fill_by_tap(
         n: int, part: Any, target: Any, axes: Sequence[Axis], tile: Sequence[slice]
     ) -> None:
-        """Copy tap by tap, where what they read together would be too much."""
+        """Copy tap by tap, where a padded copy would not fit the buffer."""
         for tap in itertools.product(*(range(axis.taps) for axis in axes)):
             if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
                 written, read = hit
@@ -241,7 +234,7 @@ class PatchBlock:
 
 
 def pointwise(gather: Gather, spatial: Sequence[int]) -> bool:
-    """Whether each output reads the pixel at its own place and nothing else."""
+    """Return whether each output reads exactly the pixel at its own position."""
     return all(
         (axis.start, axis.out_step, axis.taps, axis.outs) == (0, 1, 1, size)
         for axis, size in zip(gather.axes, spatial, strict=True)
@@ -254,7 +247,7 @@ def reach(
     tile: Sequence[slice],
     sizes: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Outputs (within a tile) that a tap reaches, and what it reads for them."""
+    """Return the outputs (within a tile) that a tap reaches, and their inputs."""
     outputs, read = [], []
     for axis, j, t, size in zip(axes, tap, tile, sizes, strict=True):
         low, high = axis.inside(j, size, t.start, t.stop)
@@ -269,10 +262,7 @@ def reach(
 def tap_block(
     buffer: Any, block: Block, tile: Sequence[slice], *, last: bool
 ) -> tuple[Any, Any]:
-    """A buffer as (groups, channels, *taps, *outs) and (groups, terms, pixels).
-
-    Channels last, they are contiguous in it; else pixels are.
-    """
+    """View a buffer as (groups, channels, *taps, *outs) and (groups, terms, pixels)."""
     groups, channels = map(_length, (block.groups, block.channels))
     kernel, outs = block.kernel, map(_length, tile)
     rank = len(kernel)
@@ -291,7 +281,7 @@ def _length(part: slice) -> int:
 
 
 def cuts(total: int, block: int) -> Iterator[slice]:
-    """As many parts as blocks of this size would make, about equal."""
+    """Yield about equal parts, as many as blocks of this size would make."""
     count = -(-total // block)
     size = -(-total // max(1, count))
     for start in range(0, total, max(1, size)):

@@ -1,14 +1,14 @@
-"""A convolution as matrix products of blocks, in as little room as there is.
+"""A convolution as matrix products of blocks, in a buffer of any given size.
 
 A block of patches is gathered, all rows of the filter are multiplied by it at once, and
-the product is added where the result lies: BLAS takes leading dimensions and a factor
-for what is there, which `mucudnn.backends.cpu.blas` offers and `np.matmul` does not, so
-no product is kept. Where groups are so narrow that a block spans several, or where
-there is no such BLAS, part of the room is the product's, and the filter's rows are
-taken a few at a time.
+the product is added directly to the result: BLAS takes leading dimensions and a factor
+beta, which `mucudnn.backends.cpu.blas` exposes and `np.matmul` does not, so no product
+is stored. Where groups are so narrow that a block spans several, or where no such BLAS
+exists, part of the buffer holds the product, and the filter's rows are taken a few at a
+time.
 
-Backward data goes the other way: a block of the patches of dx is multiplied in full,
-then each tap's plane of it is added where the patch was read.
+Backward data is the transpose: a block of the patches of dx is computed in full, then
+each tap's plane of it is added to the positions that the patch was read from.
 """
 
 import itertools
@@ -39,11 +39,11 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["Blockwise"]
 
-_PIXELS = 64  # of a block of patches, about
-_PER_PIXEL = 256  # elements of a larger room, for each further pixel
-_TAPS = 12  # of a block that is scattered: each is an addition of its own
-_PER_TAP = 1024  # elements of a larger room, for each further tap
-_SAMPLES = 8  # that one plan of a block serves, while the result stays in cache
+_PIXELS = 64  # least pixels of a block of patches
+_PER_PIXEL = 256  # elements of a larger buffer for each further pixel
+_TAPS = 12  # least taps of a scattered block: each tap is one addition
+_PER_TAP = 1024  # elements of a larger buffer for each further tap
+_SAMPLES = 8  # samples per planned block, while the result stays in cache
 
 _Step = Callable[[int], None]
 
@@ -52,7 +52,7 @@ class Blockwise:
     """The products of one problem, or of some of its samples.
 
     Args:
-        problem: In any direction.
+        problem: The convolution, in any direction.
         room: Elements of a worker's buffer.
     """
 
@@ -72,14 +72,14 @@ class Blockwise:
         narrow = groups > 1 and 4 * self._terms * self._tile <= room
         self._direct = available(problem.dtype) and not narrow
 
-        # for patches, for what padding surrounds and for a product
+        # Sixths of the buffer for patches, a zero-padded copy and a product.
         shares = (4, 2, 0) if self._direct else (2, 2, 2)
         sixth = 0 if self.needs_no_room else room // 6
         self._sizes = [share * sixth for share in shares]
 
     @property
     def needs_no_room(self) -> bool:
-        """Whether what is read is its own patches' matrix, and BLAS adds to results."""
+        """Whether no buffer is needed: pixels are patches, and BLAS accumulates."""
         return self._direct and self._pixelwise
 
     def run(
@@ -91,10 +91,9 @@ class Blockwise:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `Kernel`.
+        """Write (or add) the result; see `Kernel.run`.
 
-        `buffers` are flat arrays of `room` elements, overwritten: one for each of the
-        workers that shall take part.
+        `buffers` are flat arrays of `room` elements, one per participating worker.
         """
         groups = self._problem.groups
         one = grouped(a, groups, 1)
@@ -118,7 +117,7 @@ class Blockwise:
                 self._scatter(one, self._filters(b), dest, buffers, workers)
 
     def _filters(self, w: Any) -> Any:
-        """Filters, or their gradients, as a view (groups, outputs, terms)."""
+        """Return filters, or their gradients, as a view (groups, outputs, terms)."""
         w = grouped(w, self._problem.groups, 0)
         taps = tuple(range(3, 3 + self._rank))
         ordered = w.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
@@ -143,7 +142,7 @@ class Blockwise:
             n, index, d = item
             _, tile = tiling[index]
             own = self._parts(buffers[worker])
-            for groups in blocks.groups():
+            for groups in blocks.groups:
                 out = as_matrix(dest[(n, groups, d, *tile)], 1, self._rank)
                 add = accumulate
                 for block in blocks.of_groups(groups):
@@ -163,7 +162,7 @@ class Blockwise:
     ) -> None:
         """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, terms)."""
         blocks, tiling = self._cut(x)
-        every = [b for groups in blocks.groups() for b in blocks.of_groups(groups)]
+        every = [b for groups in blocks.groups for b in blocks.of_groups(groups)]
         rows = list(cuts(dw.shape[1], -(-dw.shape[1] // len(buffers))))
         if len(every) >= len(buffers):
             rows = [slice(0, dw.shape[1])]
@@ -189,7 +188,7 @@ class Blockwise:
     def _scatter(
         self, dy: Any, w: Any, dx: Any, buffers: Sequence[Any], workers: Workers
     ) -> None:
-        """Add wᵀ @ dy, as patches (G, terms, …) of dx, where they were read."""
+        """Add wᵀ @ dy, as patches (G, terms, …) of dx, to their positions."""
         blocks = Blocks(
             self._gather,
             dx.shape[1],
@@ -224,7 +223,7 @@ class Blockwise:
         workers.each(items, work, at_most=len(buffers))
 
     def _cut(self, source: Any) -> tuple[Blocks, Tiling]:
-        """Blocks of filter columns, and tiles of the result."""
+        """Return the blocks of filter columns and the tiles of the result."""
         size, pixels = self._sizes[0], self._pixels
         limit = max(1, size // self._tile) if size else self._terms
         blocks = Blocks(
@@ -241,14 +240,13 @@ class Blockwise:
         return blocks, Tiling(1, self._gather.out_shape, pixels)
 
     def _parts(self, buffer: Any) -> list[Any]:
-        """A worker's buffer, cut accordingly."""
         starts = itertools.accumulate(self._sizes, initial=0)
         return [buffer[start:stop] for start, stop in itertools.pairwise(starts)]
 
     def _shares(
         self, batch: int, tiles: int, rows: int, crew: int
     ) -> tuple[list[slice], list[slice]]:
-        """Samples, and rows of the result, that are one item of work."""
+        """Return the ranges of samples and of rows that make one item of work."""
         samples = list(cuts(batch, min(_SAMPLES, -(-batch // crew))))
         enough = len(samples) * tiles >= crew
         return samples, list(cuts(rows, rows if enough else -(-rows // crew)))
@@ -261,7 +259,7 @@ class Blockwise:
     def _additions(
         self, dx: Any, block: Block, tile: Sequence[slice], planes: Any
     ) -> list[tuple[Any, Any]]:
-        """What is added to dx (N, G, C, …), and where: planes (G, C, *taps, *outs)."""
+        """List (target in dx, plane) for each tap that reaches dx (N, G, C, …)."""
         axes, part = self._gather.axes, dx[:, block.groups, block.channels]
         adds = []
         for own in itertools.product(*map(range, block.kernel)):
@@ -273,14 +271,14 @@ class Blockwise:
 
 
 def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
-    """What writes (or adds) one sample's product.
+    """Return a function that writes (or adds) the product of one sample.
 
     Args:
-        a: (N, G, m, k), or one for all samples; so are the others.
+        a: (N, G, m, k), or one for all samples; `b` and `out` likewise.
         b: (N, G, k, n).
         out: (N, G, m, n).
-        buffer: Where a product is kept that BLAS cannot add.
-        add: Instead of writing.
+        buffer: Memory for a product that BLAS cannot add.
+        add: Whether to add instead of writing.
     """
     multiply = product(a[0, 0], b[0, 0], out[0, 0]) if out.shape[1] == 1 else None
     if multiply is not None:
@@ -304,6 +302,5 @@ def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
 
 
 def _addresses(array: Any) -> tuple[int, int]:
-    """Where its first sample lies, and bytes from one to the next."""
     start: int = array.__array_interface__["data"][0]
     return start, array.strides[0] if len(array) > 1 else 0

@@ -1,11 +1,11 @@
-"""A matrix product over gathered patches: forward, and backward data.
+"""Forward and backward data as matrix products over gathered patches.
 
 Backward data is a correlation of dy with transposed filters, one for each residue class
 of input positions when the stride is greater than 1.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ _LEAST_PIXELS = 256  # below this, BLAS spends its time packing the filter
 
 @dataclass(frozen=True)
 class _Part:
-    """One gather, cut into tiles."""
+    """A gather and its tiles."""
 
     gather: Gather
     tiling: Tiling
@@ -38,7 +38,7 @@ class _Part:
 
 
 class Correlation:
-    """Lower a tile, multiply it, write it; tiles are independent of each other.
+    """A kernel that lowers, multiplies and writes one independent tile at a time.
 
     About `tile_bytes` of patches are lowered at a time; if infinite, all of them.
     """
@@ -59,15 +59,16 @@ class Correlation:
         self._parts = [self._part(problem, g, source, workers) for g in gathers]
         transposed = not self._forward and math.prod(problem.w_shape[2:]) > 1
         weights = math.prod(problem.w_shape) if transposed else 0
-        # no part at all where every output sees nothing but padding
+        # There is no part at all if every output sees nothing but padding.
         pixels = max((part.tiling.pixels for part in self._parts), default=0)
         self._crew = workers
         dtype = problem.dtype
         self._own: list[Region] = [
-            *self._largest(part.patches.regions for part in self._parts),
+            *map(max, zip(*(p.patches.regions for p in self._parts), strict=True)),
             ((dest[1] * pixels,), dtype),
         ]
         self.regions: list[Region] = [((weights,), dtype), *self._own * workers]
+        self.nbytes = nbytes(self.regions)
 
     def _part(
         self, problem: ConvProblem, gather: Gather, source: Sequence[int], workers: int
@@ -80,24 +81,9 @@ class Correlation:
         tiling = Tiling(problem.batch, gather.out_shape, target)
         samples, *tile = tiling.largest
         patches = Patches(
-            gather.axes,
-            source[2:],
-            source[1],
-            samples,
-            tile,
-            self._last,
-            problem.dtype,
+            gather.axes, source[2:], source[1], samples, tile, self._last, problem.dtype
         )
         return _Part(gather, tiling, patches)
-
-    @staticmethod
-    def _largest(choices: Iterable[list[Region]]) -> list[Region]:
-        return [max(regions) for regions in zip(*choices, strict=True)]
-
-    @property
-    def nbytes(self) -> int:
-        """Exact workspace."""
-        return nbytes(self.regions)
 
     def run(
         self,
@@ -108,7 +94,7 @@ class Correlation:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `Kernel`."""
+        """See `Kernel.run`."""
         weights, *buffers = carve(workspace, self.regions)
         source = grouped(source, self._groups, 1)
         dest = grouped(dest, self._groups, 1)
@@ -142,7 +128,7 @@ class Correlation:
             workers.each(part.tiling, work)
 
     def _weights(self, w: Any, gather: Gather, buffer: Any) -> Any:
-        """(groups, outputs, reduction), in the order of the patches."""
+        """Return (groups, outputs, reduction), in the order of the patches."""
         w = grouped(w[(..., *gather.taps)], self._groups, 0)
         taps = tuple(range(3, 3 + self._rank))
         rows, channel = (1, 2) if self._forward else (2, 1)

@@ -20,15 +20,15 @@ from mucudnn.ir.conv import ConvProblem
 
 __all__ = ["FilterGradient"]
 
-_LEAST_TERMS = 512  # pixels that one product sums over
+_LEAST_TERMS = 512  # least pixels that one product sums over
 _LARGE_FILTER = 1 << 17  # elements; above, private sums cost more than they save
 
 
 class FilterGradient:
-    """Products over tiles, added up in an order that does not depend on threads.
+    """A sum of products over tiles, in an order that does not depend on threads.
 
-    Where the filter is small every worker sums its own share of the tiles; where it is
-    large every worker sums all tiles for its own share of the channels.
+    If the filter is small, every worker sums its own share of the tiles; if it is
+    large, every worker sums all tiles for its own share of the channels.
 
     About `tile_bytes` of patches are lowered at a time; if infinite, all of them.
     """
@@ -70,11 +70,7 @@ class FilterGradient:
             [] if self._by_channel else [((k * c * taps,), dtype)] * (workers - 1)
         )
         self.regions: list[Region] = [*self._sums, *self._own * workers]
-
-    @property
-    def nbytes(self) -> int:
-        """Exact workspace."""
-        return nbytes(self.regions)
+        self.nbytes = nbytes(self.regions)
 
     def run(
         self,
@@ -85,7 +81,7 @@ class FilterGradient:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `Kernel`."""
+        """See `Kernel.run`."""
         arrays = carve(workspace, self.regions)
         sums, buffers = arrays[: len(self._sums)], arrays[len(self._sums) :]
         each = len(self._own)

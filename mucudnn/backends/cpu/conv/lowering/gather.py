@@ -1,9 +1,9 @@
-"""Where each tap of a convolution reads, as strides.
+"""Positions that each tap of a convolution reads, as strides.
 
 All three directions gather patches of one tensor and multiply them by a matrix. Along
 one spatial axis a gather is five integers (`Axis`): output `m` and tap `j` read element
-`start + m * out_step + j * tap_step`. A forward convolution is one gather; backward
-data with stride s is s gathers an axis, one a residue class of input positions, each
+`start + m * out_step + j * tap_step`. A forward convolution is one gather. Backward
+data with stride s is s gathers an axis, one per residue class of input positions, each
 with the filter taps that reach it (so no multiplication by inserted zeros).
 """
 
@@ -48,14 +48,14 @@ class Axis:
     taps: int
 
     def reads(self, m0: int, m1: int) -> range:
-        """Positions from the first to the last that outputs [m0, m1) read."""
+        """Return the range of positions that outputs [m0, m1) read."""
         first = self.start + m0 * self.out_step
         last = self.start + (m1 - 1) * self.out_step
         reach = (self.taps - 1) * self.tap_step
         return range(first + min(0, reach), last + max(0, reach) + 1)
 
     def inside(self, tap: int, size: int, m0: int, m1: int) -> tuple[int, int]:
-        """Outputs within [m0, m1) whose tap reads inside [0, size)."""
+        """Return the outputs within [m0, m1) whose tap reads inside [0, size)."""
         at = self.start + tap * self.tap_step
         low = max(m0, -(at // self.out_step))
         high = min(m1, (size - 1 - at) // self.out_step + 1)
@@ -67,7 +67,7 @@ class Gather:
     """Patches to read, filter taps to multiply them by, outputs to write.
 
     Attributes:
-        axes: One a spatial axis.
+        axes: One per spatial axis.
         taps: Slices of the filter's kernel axes.
         outs: Slices of the result's spatial axes.
     """
@@ -88,7 +88,7 @@ class Gather:
 
 
 def forward_gather(problem: ConvProblem) -> Gather:
-    """The gather of x for a forward convolution or a filter gradient."""
+    """Return the gather of x for a forward convolution or a filter gradient."""
     axes = tuple(
         Axis(-pad, step, outs, dil, k)
         for pad, step, outs, dil, k in zip(
@@ -105,7 +105,7 @@ def forward_gather(problem: ConvProblem) -> Gather:
 
 
 def backward_gathers(problem: ConvProblem) -> Iterator[Gather]:
-    """The gathers of dy for backward data; outputs no tap reaches have none."""
+    """Yield the gathers of dy for backward data; unreached outputs have none."""
     choices = [list(_backward_axis(problem, i)) for i in range(len(problem.stride))]
     for combination in itertools.product(*choices):
         axes, taps, outs = zip(*combination, strict=True)
@@ -127,7 +127,7 @@ def _backward_axis(problem: ConvProblem, i: int) -> Iterator[tuple[Axis, slice, 
 
 
 def grouped(array: Any, groups: int, axis: int) -> Any:
-    """Split a channel axis into (groups, channels of a group); a view."""
+    """Split a channel axis into (groups, channels of a group); return a view."""
     size, stride = array.shape[axis], array.strides[axis]
     shape = (*array.shape[:axis], groups, size // groups, *array.shape[axis + 1 :])
     strides = (
@@ -142,11 +142,11 @@ def grouped(array: Any, groups: int, axis: int) -> Any:
 def overlap(
     reads: Sequence[range], sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """What a padded block has of a tensor, as slices of the tensor and of the block.
+    """Return the part of a tensor inside a padded block, as slices of both.
 
     Args:
-        reads: Positions of the block along each axis; some may lie outside.
-        sizes: Of the tensor.
+        reads: Positions of the block along each axis; some may be outside.
+        sizes: Sizes of the tensor.
     """
     inner, outer = [], []
     for r, size in zip(reads, sizes, strict=True):
@@ -163,17 +163,17 @@ def read_windows(
     tile: Sequence[slice],
     padded: Callable[[Sequence[int]], Any],
 ) -> Any:
-    """A view (…, *taps, *outs of the tile) of `source` or of a zero-padded copy.
+    """Return a view (…, *taps, *outs of the tile) of `source` or a zero-padded copy.
 
     Args:
         source: (…, *spatial).
-        axes: What to read along each spatial axis.
+        axes: Positions to read along each spatial axis.
         tile: Outputs wanted along each axis, with explicit bounds.
-        padded: Makes room (…, *spatial) for what is read, of this spatial shape; None
-            if there is none.
+        padded: Function from a spatial shape to a buffer (…, *spatial) for the copy,
+            or None if it does not fit.
 
     Returns:
-        None where padding is read and there is no room for it.
+        None if padding is read and there is no buffer for it.
     """
     reads = [axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)]
     sizes = source.shape[-len(axes) :]
@@ -190,9 +190,9 @@ def read_windows(
 def tap_windows(
     source: Any, axes: Sequence[Axis], tile: Sequence[slice], offset: Sequence[int]
 ) -> Any:
-    """A view (…, *taps, *outs of the tile) of `source`, which holds all that is read.
+    """Return a view (…, *taps, *outs of the tile) of `source`, which needs no padding.
 
-    Along each axis `offset` is where position 0 lies in it.
+    Along each axis `offset` is the index of position 0.
     """
     lead = source.ndim - len(axes)
     starts = (
@@ -216,9 +216,9 @@ def tap_windows(
 
 
 def as_matrix(array: Any, rows: int, columns: int) -> Any:
-    """(…, *row axes, *column axes) as (…, row, column) without a copy, or None.
+    """View (…, *row axes, *column axes) as (…, row, column), or return None.
 
-    None also where BLAS could not read the result, so that NumPy would copy it.
+    None means that the view needs a copy, or that NumPy would copy it for BLAS.
     """
     lead = array.ndim - rows - columns
     row = _collapse(array.shape[lead:-columns], array.strides[lead:-columns])
@@ -227,10 +227,10 @@ def as_matrix(array: Any, rows: int, columns: int) -> Any:
         return None
     (m, row_stride), (n, column_stride) = row, column
     item = array.itemsize
-    if n == 1:  # strides of single elements are free: choose what BLAS accepts
+    if n == 1:  # the stride of a single element is free: choose what BLAS accepts
         column_stride = item
         row_stride = row_stride if m > 1 else item
-    elif m == 1:  # columns that are not contiguous are a column-major matrix's
+    elif m == 1:  # a single row with gaps is a column-major matrix
         row_stride = n * item if column_stride == item else item
     by_row = column_stride == item and row_stride >= n * item
     by_column = row_stride == item and column_stride >= m * item
@@ -244,7 +244,7 @@ def as_matrix(array: Any, rows: int, columns: int) -> Any:
 
 
 def _collapse(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
-    """(size, stride) of axes that form one, else None."""
+    """Merge axes to one (size, stride) if their strides allow, else return None."""
     size, stride = 1, 0
     for n, s in zip(reversed(shape), reversed(strides), strict=True):
         if n == 1:
@@ -258,10 +258,7 @@ def _collapse(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] |
 
 
 def even_shares(share: int, most: int) -> int:
-    """Elements of a tile, so that a worker's share is a whole number of such tiles.
-
-    At most `most`, and the share itself where it is less.
-    """
+    """Return the elements, at most `most`, of tiles that divide a share evenly."""
     return -(-share // -(-share // most)) if share else 0
 
 
@@ -269,7 +266,7 @@ class Tiling:
     """(samples, *outputs) cut into blocks of about `target` elements, in memory order.
 
     A block is whole along its last axes, partial along one, single along the first.
-    Blocks are worked out when asked for: a list of thousands would be memory too.
+    Blocks are computed on access: a list of thousands would take memory too.
     """
 
     def __init__(self, batch: int, shape: Sequence[int], target: int) -> None:

@@ -1,9 +1,9 @@
-"""Copy patches of a tensor into a matrix: the lowering of the GEMM algorithms.
+"""Patches of a tensor copied into a matrix: the lowering of the GEMM algorithms.
 
-Buffers follow the layout: channels first keeps pixels contiguous (rows of channel and
+Buffers follow the layout. Channels first keeps pixels contiguous (rows of channel and
 tap, columns of pixels), channels last keeps channels contiguous (rows of pixels,
-columns of tap and channel). Both are handed on as the same logical matrix (groups,
-reduction, pixels), of which BLAS takes either order.
+columns of tap and channel). Both are passed on as the same logical matrix (groups,
+reduction, pixels), which BLAS takes in either order.
 """
 
 import math
@@ -19,10 +19,10 @@ __all__ = ["Patches", "matrix_buffer", "multiply", "packed", "padded_buffer"]
 
 
 class Patches:
-    """Lowers tiles of one tensor, of this spatial shape, for one gather.
+    """A function that lowers tiles of one tensor for one gather.
 
-    At a time at most so many channels (over all groups), samples, and outputs along
-    each axis.
+    `spatial` is the tensor's spatial shape; `channels` (over all groups), `samples` and
+    `tile` (outputs along each axis) are upper limits of one call.
     """
 
     def __init__(
@@ -55,13 +55,12 @@ class Patches:
         self.regions: list[Region] = [((padded,), dtype), ((columns,), dtype)]
 
     def lower(self, source: Any, tile: Sequence[slice], buffers: Sequence[Any]) -> Any:
-        """Patches of `source` (samples, groups, channels, *spatial) as a matrix.
+        """Return the patches of `source` (samples, groups, channels, *spatial).
 
         `tile` has explicit bounds; `buffers` are arrays of `regions`, overwritten.
 
-        Returns:
-            (groups, reduction, pixels); reduction is (channel, *tap) or, channels
-            last, (*tap, channel); pixels are (sample, *output).
+        Returns: A matrix (groups, reduction, pixels); reduction is (channel, *tap) or,
+            channels last, (*tap, channel); pixels are (sample, *output).
         """
         rank = len(self._axes)
         windows = read_windows(
@@ -82,7 +81,7 @@ class Patches:
 def padded_buffer(
     buffer: Any, shape: Sequence[int], spatial: Sequence[int], *, channels_last: bool
 ) -> Any:
-    """A flat buffer as (samples, groups, channels, *spatial), in the layout's order.
+    """View a flat buffer as (samples, groups, channels, *spatial), in layout order.
 
     `shape` is that of any tensor with so many samples, groups and channels.
     """
@@ -95,9 +94,9 @@ def padded_buffer(
 
 
 def packed(array: Any, rows: int, buffer: Any, *, by_column: bool) -> Any:
-    """(group, *row axes, *column axes) as (group, row, column) that BLAS can read.
+    """View (group, *row axes, *column axes) as (group, row, column) that BLAS can read.
 
-    A view if there is one, else a copy in the buffer; arguments as `matrix_buffer`.
+    Copy to the buffer if no such view exists; see `matrix_buffer` for the arguments.
     """
     matrix = as_matrix(array, rows, array.ndim - 1 - rows)
     if matrix is None:
@@ -111,7 +110,8 @@ def multiply(
 ) -> None:
     """Write (or add) a @ b to `out` (group, row, *column axes).
 
-    By way of the buffer where BLAS cannot write it; `by_column` is the buffer's order.
+    If BLAS cannot write to `out`, the product goes through the buffer, which is
+    column-major with `by_column`.
     """
     if not accumulate and (direct := as_matrix(out, 1, out.ndim - 2)) is not None:
         np.matmul(a, b, out=direct)
@@ -127,13 +127,13 @@ def multiply(
 def matrix_buffer(
     buffer: Any, shape: Sequence[int], rows: int, *, by_column: bool
 ) -> tuple[Any, Any]:
-    """One flat buffer as (group, *row axes, *column axes) and as (group, row, column).
+    """View one buffer as (group, *row axes, *column axes) and as (group, row, column).
 
     Args:
-        buffer: At least as many elements as `shape` has.
-        shape: Of the first view.
-        rows: How many axes after the first belong to the rows.
-        by_column: Columns contiguous in memory one after another, instead of rows.
+        buffer: Flat, at least as many elements as `shape` has.
+        shape: Shape of the first view.
+        rows: Number of axes after the first that belong to the rows.
+        by_column: Whether the matrices are stored column by column.
     """
     groups, row_shape, column_shape = shape[0], shape[1 : 1 + rows], shape[1 + rows :]
     m, n = math.prod(row_shape), math.prod(column_shape)

@@ -1,7 +1,7 @@
-"""Backward data as a product whose patches are added back where they were read.
+"""Backward data as a product whose patches are added to the positions they come from.
 
-The mirror image of lowering (col2im): patches = wᵀ @ dy, then each tap's plane is added
-to a padded dx. It multiplies matrices with as many rows as the filter has weights per
+This is the transpose of lowering (col2im): patches = wᵀ @ dy, then each tap's plane is
+added to a padded dx. The matrices have as many rows as the filter has weights per
 output channel, which suits few input channels and large strides.
 """
 
@@ -34,7 +34,7 @@ _LEAST_PIXELS = 256  # below this, BLAS spends its time packing the filter
 
 
 class Scattering:
-    """Samples, or blocks of channels of one, are independent of each other.
+    """A kernel whose items of work are samples, or blocks of channels of one sample.
 
     About `tile_bytes` of patches are multiplied at a time; if infinite, those of a
     worker's whole share of the samples.
@@ -66,11 +66,7 @@ class Scattering:
             ((problem.w_shape[0] * tiling.pixels,), dtype),
         ]
         self.regions: list[Region] = self._own * workers
-
-    @property
-    def nbytes(self) -> int:
-        """Exact workspace."""
-        return nbytes(self.regions)
+        self.nbytes = nbytes(self.regions)
 
     def run(
         self,
@@ -81,7 +77,7 @@ class Scattering:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) dx; see `Kernel.run`."""
+        """See `Kernel.run`."""
         buffers = carve(workspace, self.regions)
         each = len(self._own)
         groups = self._problem.groups
@@ -126,7 +122,7 @@ class Scattering:
             np.copyto(reached, inner)
 
     def _patches(self, w: Any, dy: Any, buffers: Any) -> Any:
-        """wᵀ @ dy as (samples, groups, channels, *taps, *outputs)."""
+        """Return wᵀ @ dy as (samples, groups, channels, *taps, *outputs)."""
         rank = len(self._axes)
         taps = tuple(range(3, 3 + rank))
         rows = (*taps, 2) if self._last else (2, *taps)

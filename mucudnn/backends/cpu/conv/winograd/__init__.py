@@ -1,1 +1,1 @@
-"""Winograd: transform tiles, multiply, transform back."""
+"""Winograd convolution: transform tiles, multiply, transform back."""

@@ -1,4 +1,4 @@
-"""The transformed filter: (G ⊗ G) w in the workspace, and back for its gradient."""
+"""The transformed filter (G ⊗ G) w in the workspace, and the adjoint for gradients."""
 
 import math
 from collections.abc import Sequence
@@ -14,35 +14,35 @@ from mucudnn.ir.conv import ConvProblem, Direction
 __all__ = ["Filter", "filter_region", "spare_items"]
 
 _LINE = 64
-"""Bytes between the values' planes, which are often a power of two apart: without
-them all values of a filter tap compete for the same cache lines."""
+"""Padding in bytes between the values' planes. Their distance is often a power of two,
+and then all values of a filter tap would compete for the same cache lines.
+"""
 
 
-_SMALL = 1 << 18
-"""Values up to which one thread transforms a filter sooner than several."""
+_SMALL = 1 << 18  # values up to which one thread transforms a filter faster
 
 
 def filter_region(problem: ConvProblem, minimal: Minimal, sums: int = 1) -> Region:
-    """Room for the transformed filter, or for several sums of its gradient."""
+    """Return the region of the transformed filter, or of sums of its gradient."""
     values = minimal.points ** (len(problem.w_shape) - 2)
     k, c_per_group = problem.w_shape[:2]
     return (sums, values, k * c_per_group + _LINE // problem.itemsize), problem.dtype
 
 
 def spare_items(problem: ConvProblem) -> int:
-    """Items of spare room a worker needs to add gradients up."""
+    """Return the scratch items a worker needs to accumulate gradients."""
     k, c_per_group, *kernel = problem.w_shape
     return max(k, math.prod(kernel)) * c_per_group
 
 
 class Filter:
-    """A filter's values in the workspace.
+    """The transformed values of a filter in the workspace.
 
-    They are stored with the channels that are summed over first, (values, C / groups,
-    K) forward and (values, K, C / groups) otherwise, so that no matrix product needs a
-    transposed operand. Channels-last filters can be read along C only, and always take
-    the second form. `room` is an array of `filter_region`; but for sums of the
-    gradient, the first of it is meant.
+    They are stored with the summed channels first, (values, C / groups, K) forward and
+    (values, K, C / groups) otherwise, so that no matrix product needs a transposed
+    operand. Channels-last filters can be read along C only and always take the second
+    form. `room` is an array of `filter_region`; methods use its first sum unless told
+    otherwise.
     """
 
     def __init__(self, problem: ConvProblem, minimal: Minimal, room: Any) -> None:
@@ -61,7 +61,7 @@ class Filter:
         )
 
     def values(self, of: int = 0) -> Any:
-        """(values, groups, channels of the source, of the result); gradients as w."""
+        """Return one sum as (values, groups, source channels, result channels)."""
         stored, groups = self._sums[of], self._problem.groups
         if self._along_k:
             shape = (*stored.shape[:2], groups, -1)
@@ -86,11 +86,11 @@ class Filter:
     def add(
         self, of: int, others: Sequence[int], workers: Workers | None = None
     ) -> None:
-        """Add others to one of the sums, on this thread or by workers."""
+        """Add other sums to one of them, on this thread or by workers."""
         first, rest = self._room[of], [self._room[i] for i in others]
 
         def part(_: int, start: int, stop: int) -> None:
-            # what lies between the planes too: NumPy copies arrays that have gaps
+            # Includes the padding: NumPy would copy arrays that have gaps.
             for other in rest:
                 np.add(first[start:stop], other[start:stop], out=first[start:stop])
 
@@ -102,8 +102,8 @@ class Filter:
     def gradient(self, dw: Any, spare: Any, accumulate: bool, workers: Workers) -> None:
         """Apply the transposed transform to the values, which are a gradient.
 
-        Written or added to `dw` (K, C / groups, *kernel); `spare` is (workers,
-        at least `spare_items`).
+        The result is written or added to `dw` (K, C / groups, *kernel); `spare` is
+        (workers, at least `spare_items`).
         """
         dw = dw.reshape(*dw.shape[:2], -1)
         values = self._stored.transpose(1, 2, 0)

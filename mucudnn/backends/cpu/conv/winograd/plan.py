@@ -1,12 +1,12 @@
-"""How a Winograd convolution is cut: tile size, blocks of tiles, and workspace.
+"""The cut of a Winograd convolution: tile size, blocks of tiles, and workspace.
 
 All three directions relate a source image, read with overlap, to a result image, read
 or written tile by tile: x and y, dy and dx, x and dy. The plan speaks of these two.
 
-The tiles are worked on in blocks: a range of tile rows (of the first image axis) of a
-range of samples. A block's transforms should stay in cache between the phases. Where
-the filter is small, every worker takes blocks of its own through all phases, and none
-waits for another; where it is large, reading it once a block is what costs, and all
+The tiles are processed in blocks: a range of tile rows (of the first image axis) of a
+range of samples. A block's transforms should stay in cache between the phases. If the
+filter is small, every worker takes blocks of its own through all phases without waiting
+for the others. If it is large, reading it once a block is the main cost, and all
 workers share one block after another. The workspace grows with the micro-batch up to
 `_OWN_BYTES` a worker, or `_BLOCK_BYTES`.
 """
@@ -27,33 +27,19 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["Block", "Image", "Piece", "Plan", "Range", "make_plan", "pieces"]
 
-_STRETCH = 5
-"""Most tiles an axis that one band matrix covers: wider ones multiply more zeros."""
-
+_STRETCH = 5  # most tiles an axis of a band matrix: wider ones multiply more zeros
 _BLOCK_BYTES = 8 << 20
-"""Transformed tiles of a block that is shared, to stay in a last-level cache; but as
-many as the transformed filter has, which every block reads once."""
+"""Bytes of transformed tiles of a shared block, to fit a last-level cache; at least as
+many as the transformed filter has, which every block reads once.
+"""
 
-_OWN_BYTES = 3 << 20
-"""Transformed tiles of a block that one worker has for itself."""
-
-_OWN_FILTER = 4 << 20
-"""Bytes of a transformed filter up to which workers have blocks of their own."""
-
-_OWN_BALANCE = 0.75
-"""Least share of the workers' time that blocks of their own, all alike, would use."""
-
-_PIECE_BYTES = 512 << 10
-"""Intermediate results of a transform, to stay in a core's second-level cache."""
-
-_BLOCK_SAMPLES = 256
-"""Most samples of a block, so that the list of its pieces stays small."""
-
-_TRANSFORM_COST = 40
-"""Multiply-adds of a matrix product that take as long as one transformed value."""
-
-_FILTER_COST = 40
-"""Multiply-adds that take as long as one value of the transformed filter."""
+_OWN_BYTES = 3 << 20  # bytes of transformed tiles of a block that belongs to one worker
+_OWN_FILTER = 4 << 20  # bytes of a transformed filter up to which workers own blocks
+_OWN_BALANCE = 0.75  # least share of the workers' time that their own blocks must use
+_PIECE_BYTES = 512 << 10  # intermediate results, to fit a core's second-level cache
+_BLOCK_SAMPLES = 256  # most samples of a block; keeps the list of its pieces small
+_TRANSFORM_COST = 40  # multiply-adds that take as long as one transformed value
+_FILTER_COST = 40  # multiply-adds that take as long as one transformed filter value
 
 Range = tuple[int, int]
 
@@ -63,10 +49,10 @@ Piece = tuple[Range, int]
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One of the two images.
+    """The source or the result image.
 
     Attributes:
-        channels: Channels, of all groups.
+        channels: Channels of all groups.
         sizes: Spatial sizes.
         pads: Items before each axis that its first tile reaches.
         reach: Items along an axis that belong to a tile.
@@ -78,7 +64,7 @@ class Image:
     reach: int
 
     def window(self, axis: int, tiles: Range, step: int) -> Range:
-        """The part of an axis that some of its tiles touch."""
+        """Return the part of an axis that some of its tiles touch."""
         return window(tiles, step, self.reach, self.pads[axis], self.sizes[axis])
 
 
@@ -107,7 +93,7 @@ class Plan:
         ranges: Ranges of tiles an axis: bands of the first axis, the parallel pieces
             of the second, all of the third.
         samples: Most samples in a block.
-        crew: How many blocks are worked on at a time, one a worker; 0 if all workers
+        crew: Number of blocks in progress at a time, one per worker; 0 if all workers
             share one.
         at_once: Most samples that are transformed at a time.
     """
@@ -123,7 +109,7 @@ class Plan:
 
     @property
     def rank(self) -> int:
-        """Spatial axes."""
+        """Number of spatial axes."""
         return len(self.ranges)
 
     @property
@@ -137,16 +123,16 @@ class Plan:
         return math.prod(ranges[-1][1] for ranges in self.ranges[1:])
 
     def rows(self, block: Block) -> int:
-        """Tile rows of a block."""
+        """Return the tile rows of a block."""
         start, stop = self.ranges[0][block.band]
         return stop - start
 
     def tiles(self, block: Block) -> int:
-        """Tiles of a block."""
+        """Return the tiles of a block."""
         return self.rows(block) * (block.samples[1] - block.samples[0]) * self.columns
 
     def blocks(self, part: int = 0, parts: int = 1) -> Iterator[Block]:
-        """Every block in order, or one of several equal parts of them."""
+        """Yield every block in order, or those of one of several equal parts."""
         chunks, bands = -(-self.batch // self.samples), len(self.ranges[0])
         count = chunks * bands
         for i in range(part * count // parts, (part + 1) * count // parts):
@@ -154,7 +140,7 @@ class Plan:
             yield Block(band, _share(self.batch, chunk, chunks))
 
     def pieces(self, block: Block) -> Iterator[Piece]:
-        """What is transformed at a time; a list of thousands would be memory too."""
+        """Yield the pieces of a block; a list of thousands would take memory too."""
         start, stop = block.samples
         chunks = -(-(stop - start) // self.at_once)
         for chunk in range(chunks):
@@ -163,15 +149,14 @@ class Plan:
                 yield (start + low, start + high), part
 
     def block_items(self, image: Image) -> int:
-        """Items of the largest block of transformed tiles of an image."""
+        """Return the items of an image's largest block of transformed tiles."""
         rows = max(stop - start for start, stop in self.ranges[0])
         return self.values * rows * self.samples * self.columns * image.channels
 
     def scratch_items(self, *, adding: bool) -> tuple[int, int]:
-        """Items of the two scratch arrays of one worker.
+        """Return the items of the two scratch arrays of one worker.
 
-        Args:
-            adding: Whether the result, a piece at a time, is one of what they hold.
+        If `adding`, they also hold a piece of the result before it is added.
         """
         tiles = [max(b - a for a, b in ranges) for ranges in self.ranges]
         needs = [[0], [0]]
@@ -184,15 +169,12 @@ class Plan:
             items = intermediate_items(self.minimal.points, tiles, spans, channels)
             for need, most in zip(needs, items, strict=True):
                 need.append(most)
-        if adding:  # `spans` is the result's
+        if adding:  # `spans` and `channels` are now those of the result
             needs[self.rank % 2].append(math.prod(spans) * channels)
         return self.at_once * max(needs[0]), self.at_once * max(needs[1])
 
     def band_regions(self, image: Image, dtype: str) -> list[Region]:
-        """The band matrices of an image, axis by axis and range by range.
-
-        Stored transposed, as BLAS multiplies these small shapes faster that way.
-        """
+        """List band matrices, transposed as BLAS is faster so, by axis and range."""
         return [
             ((high - low, self.minimal.points * (tiles[1] - tiles[0])), dtype)
             for axis, ranges in enumerate(self.ranges)
@@ -211,6 +193,7 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
     (c, source), (k, result), pads = _images(problem)
     minimal = MINIMAL[_tile(problem, result)]
     tiles = [-(-size // minimal.step) for size in result]
+    # Bands of the first axis, and how many samples of them are a block.
     bands = pieces(tiles[0], -(-tiles[0] // _STRETCH))
     rows = max(stop - start for start, stop in bands)
     tile_bytes = minimal.points ** len(tiles) * problem.itemsize  # of one channel
@@ -219,6 +202,7 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
     samples, crew = _samples(
         problem.batch, len(bands), sample_bytes, filter_bytes, workers
     )
+    # Pieces of the other axes: enough of them if all workers share a block.
     ranges = [tuple(bands)]
     for axis, count in enumerate(tiles[1:], 1):
         parts = 1
@@ -236,9 +220,10 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
         crew,
         at_once=1,
     )
+    # Samples to transform at once, so that intermediate results fit the cache.
     even, odd = plan.scratch_items(adding=False)
     most = _PIECE_BYTES // max(1, max(even, odd) * problem.itemsize)
-    if not crew:  # all workers find something to do
+    if not crew:  # enough pieces for all workers
         parts = len(ranges[1]) if len(ranges) > 1 else 1
         most = min(most, samples * parts // (2 * workers))
     return replace(plan, at_once=max(1, min(samples, most)))
@@ -247,7 +232,7 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
 def _samples(
     batch: int, bands: int, sample_bytes: int, filter_bytes: int, workers: int
 ) -> tuple[int, int]:
-    """(samples of a block, how many blocks at a time or 0), as in `Plan`."""
+    """Return the samples of a block and the crew, as in `Plan`."""
     most = min(_BLOCK_SAMPLES, max(1, _OWN_BYTES // sample_bytes))
     chunks = -(-batch // most)
     while chunks < batch and bands * chunks % workers:
@@ -264,7 +249,7 @@ def _samples(
 def _images(
     problem: ConvProblem,
 ) -> tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]], tuple[int, ...]]:
-    """(channels, sizes) of source and result, and the padding of the source."""
+    """Return (channels, sizes) of source and result, and the source's padding."""
     x = problem.x_shape[1], problem.x_shape[2:]
     y = problem.y_shape[1], problem.y_shape[2:]
     if problem.direction is Direction.BACKWARD_DATA:
@@ -273,9 +258,9 @@ def _images(
 
 
 def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
-    """The m of F(m, 3) that takes the least arithmetic; the smaller one on a tie.
+    """Return the m of F(m, 3) with the least arithmetic; the smaller one on a tie.
 
-    In three dimensions always the smallest: errors multiply with every axis.
+    In three dimensions this is always the smallest: errors multiply with every axis.
     """
     choices = sorted(MINIMAL)
     if len(result) == 3:
@@ -293,7 +278,7 @@ def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
 
 
 def pieces(total: int, parts: int) -> Sequence[Range]:
-    """`range(total)` in at most `parts` pieces, as equal as they can be."""
+    """Split `range(total)` into at most `parts` pieces of nearly equal size."""
     return [_share(total, i, parts) for i in range(parts)]
 
 

@@ -1,8 +1,8 @@
-"""The tiles of one image: their values in the workspace, and the way in and out.
+"""Tiles of one image: their values in the workspace, and the transforms in and out.
 
 A block's values are stored as (points^(rank - 1), points * tile rows, samples, tiles of
-a row * channels): what `analyse` can write for one sample in one matrix product, and
-what is, read as (values, tiles, channels), one dense matrix a value.
+a row * channels). `analyse` can write this for one sample in one matrix product, and
+read as (values, tiles, channels) it is one dense matrix per value.
 """
 
 import math
@@ -21,12 +21,12 @@ class Tiles:
     """Transforms between an image and the values of its tiles.
 
     Args:
-        plan: How the problem is cut.
-        image: Which of its images this is.
-        array: The image's data, (N, channels, *spatial), of any strides.
+        plan: Cut of the problem.
+        image: Source or result image of the plan.
+        array: Data of the image, (N, channels, *spatial), of any strides.
         matrix: (points, reach of a tile), applied along every axis.
-        values: Room for the values of a block (1 or workers, items).
-        bands: Room for the band matrices, as `Plan.band_regions` lists them.
+        values: Buffer for the values of a block (1 or workers, items).
+        bands: Buffers for the band matrices, as listed by `Plan.band_regions`.
         scratch: Two arrays (workers, items) for intermediate results.
     """
 
@@ -48,7 +48,7 @@ class Tiles:
         self._scratch = [list(pair) for pair in zip(*scratch, strict=True)]
 
     def values(self, block: Block, groups: int, worker: int = 0) -> Any:
-        """The block as (values, groups, tiles, channels of a group)."""
+        """Return the block as (values, groups, tiles, channels of a group)."""
         shape = (self._plan.values, self._plan.tiles(block), groups, -1)
         return self._stored(block, worker).reshape(shape).swapaxes(1, 2)
 
@@ -68,7 +68,7 @@ class Tiles:
     def _fill(
         self, matrix: Any, arrays: Iterator[Any]
     ) -> Iterator[list[tuple[slice, Any]]]:
-        """Per axis and range of tiles: the stretch of the axis, and its matrix."""
+        """Yield, per axis, the stretch and the band matrix of each range of tiles."""
         step = self._plan.minimal.step
         for axis, ranges in enumerate(self._plan.ranges):
             filled = []
@@ -91,7 +91,7 @@ class Tiles:
     def _cut(
         self, block: Block, piece: Piece, worker: int
     ) -> tuple[Any, Sequence[Any], Any]:
-        """A stretch of images, channels last; its band matrices; its values."""
+        """Return a stretch of images, channels last; its band matrices; its values."""
         plan, ((first, last), part) = self._plan, piece
         indices = (block.band, part, 0)
         chosen = [of[i] for of, i in zip(self._bands, indices, strict=False)]

@@ -4,11 +4,10 @@ m outputs of a 3-tap correlation cost m + 2 multiplications instead of 3 m:
 y = Aᵀ [(G g) ⊙ (Bᵀ d)] (Winograd 1980; Lavin and Gray 2016, section 4). A tile of
 several dimensions takes each matrix once an axis.
 
-Nothing is gathered into tiles first. `band` widens Bᵀ (or A) to a matrix that maps a
-stretch of an image axis to several tiles at once; overlap, padding and cropping are
-repeats and zeros in it. A transform is then one matrix product an axis, straight from
-and to the caller's tensors, whatever their layout: the products with zeros cost less
-than the copies would.
+No tile is gathered. `band` widens Bᵀ (or A) to a matrix that maps a stretch of an image
+axis to several tiles at once; overlap, padding and cropping are repeats and zeros in
+it. A transform is then one matrix product an axis, directly from and to the caller's
+tensors in any layout: the products with zeros cost less than the copies would.
 """
 
 import math
@@ -61,20 +60,20 @@ class Minimal:
         return len(self.data)
 
     def input_matrix(self) -> Any:
-        """Bᵀ in float64: (points, reach of a tile in the input)."""
+        """Return Bᵀ in float64: (points, reach of a tile in the input)."""
         return np.array(self.data, np.float64)
 
     def output_matrix(self) -> Any:
-        """A in float64: (points, outputs of a tile)."""
+        """Return A in float64: (points, outputs of a tile)."""
         return np.array(self.output, np.float64).T
 
     def kernel_matrix(self, rank: int, *, flip: bool, dtype: str) -> Any:
-        """The filter's transform over all axes at once, (points^rank, 3^rank).
+        """Return the filter's transform over all axes at once, (points^rank, 3^rank).
 
-        Rows count the points with the first axis fastest, as `analyse` leaves them;
-        columns count the taps with the last axis fastest, as filters are stored. `flip`
-        reverses the filter along every axis. In Fortran order, as BLAS multiplies this
-        small shape faster that way.
+        Rows count the points with the first axis fastest, the order of `analyse`;
+        columns count the taps with the last axis fastest, the order of filters. `flip`
+        reverses the filter along every axis. The result is in Fortran order, as BLAS
+        multiplies this small shape faster that way.
         """
         g: Any = np.array(self.filter, np.float64)
         full = g
@@ -115,10 +114,10 @@ MINIMAL = {
 def window(
     tiles: tuple[int, int], step: int, reach: int, pad: int, size: int
 ) -> tuple[int, int]:
-    """Start and stop of the stretch of an axis that a range of tiles reads.
+    """Return start and stop of the stretch of an axis that a range of tiles reads.
 
     Tile t reads `reach` items from `t * step - pad` on; the axis has `size`. The
-    stretch is empty where the tiles see padding only.
+    stretch is empty if the tiles see padding only.
     """
     start = max(0, tiles[0] * step - pad)
     stop = min(size, (tiles[1] - 1) * step - pad + reach)
@@ -136,7 +135,7 @@ def band(
         tiles: First tile and the one after the last.
         step: Distance between tiles.
         pad: Zeros before the axis; negative where the axis is cropped.
-        start: Where on the axis the stretch begins.
+        start: Position on the axis at which the stretch begins.
     """
     out[...] = 0
     count, reach = tiles[1] - tiles[0], matrix.shape[1]
@@ -150,9 +149,9 @@ def band(
 def intermediate_items(
     points: int, tiles: Sequence[int], spans: Sequence[int], channels: int
 ) -> tuple[int, int]:
-    """Items that `analyse` and `synthesise` need in each of their scratch arrays.
+    """Return the items that `analyse` and `synthesise` need in each scratch array.
 
-    For one sample's stretch of so many tiles and items (`spans`) an axis.
+    The numbers are for one sample's stretch, with `tiles` and items (`spans`) an axis.
     """
     need = [0, 0]
     for axis in range(1, len(tiles)):
@@ -196,11 +195,10 @@ def synthesise(
     *,
     add: bool,
 ) -> None:
-    """Turn products back into images: `analyse` transposed, first axis first.
+    """Transform products back into images: `analyse` transposed, first axis first.
 
-    The arguments are those of `analyse`. With `add` the result is added to the images
-    and not written over them: the scratch array that is not in use then, the first
-    where the rank is even, holds as many items as they.
+    The arguments are those of `analyse`. With `add` the result is added to the images;
+    the scratch array that is free then, the first if the rank is even, holds it before.
     """
     state = values
     for axis, matrix in enumerate(bands[:-1]):
@@ -217,7 +215,7 @@ def synthesise(
         flat = scratch[len(bands) % 2]
         if images.strides[-1] == images.itemsize:
             out = _cut(flat, images.shape)
-        else:  # in its order in memory, channels before the image
+        else:  # channels first in memory
             samples, *spatial, channels = images.shape
             out = np.moveaxis(_cut(flat, (samples, channels, *spatial)), 1, -1)
     np.matmul(bands[-1].T, state, out=out[..., None, :, :])
