@@ -171,7 +171,7 @@ def test_ranks_plan_by_what_their_cache_keeps(tmp_path):
             )
             with tuner:
                 own = ranks.Ranks(rank, network("plain", 4))
-                return own.settled(tuner, lambda: tuner.plan(problems))
+                return own.plan_until_cached(tuner, lambda: tuner.plan(problems))
 
         return Threads(2).run(ranked)
 
