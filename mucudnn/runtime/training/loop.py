@@ -123,7 +123,7 @@ def fit(
     with deferred_interrupt() as pressed:
 
         def interrupted() -> bool:
-            return run.trainer.any_rank(pressed())
+            return run.trainer.anywhere(pressed())
 
         while run.at.epoch < epochs and run.at.steps < limit:
             finished = run.epoch(batches, limit, checkpoint_every, interrupted)

@@ -309,7 +309,7 @@ class Trainer:
         """Raise `ValueError` where settings differ between ranks."""
         self._ranks.check_alike(settings)
 
-    def any_rank(self, happened: bool) -> bool:
+    def anywhere(self, happened: bool) -> bool:
         """Return whether a condition holds on any rank; all ranks must call this."""
         return self._ranks.any_rank(happened)
 
