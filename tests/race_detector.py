@@ -38,7 +38,7 @@ class RaceDetector:
         self._knows: dict[int, int] = {}
         self._lane: dict[str, int] = {}
         for copy in program.before:
-            self._started(copy, self._lane.get(copy.lane, 0))
+            self._started(copy, self._lane.get(copy.stream, 0))
 
     def before(self, task: Task) -> None:
         """A task is about to be called.
@@ -54,7 +54,7 @@ class RaceDetector:
             return
         known = self._known
         if task.copy is not None:
-            known |= self._lane.get(task.copy.lane, 0)
+            known |= self._lane.get(task.copy.stream, 0)
             for number in task.after:
                 known |= self._knows[number]
         for part in task.reads:
@@ -69,7 +69,7 @@ class RaceDetector:
     def _started(self, copy: PendingCopy, known: int) -> None:
         """What a copy knows is done when it is: what it knew, and itself."""
         known |= 1 << copy.number - self._first
-        self._knows[copy.number] = self._lane[copy.lane] = known
+        self._knows[copy.number] = self._lane[copy.stream] = known
         self._copies.append(copy)
 
     def _done(self, copy: PendingCopy, known: int) -> bool:

@@ -75,7 +75,7 @@ def test_orders_may_be_the_rank_s_own(alone):
 
 def test_statistics_that_would_not_meet_are_refused():
     orders = "builder", "depth_first"
-    with pytest.raises(ValueError, match="the same order and split on all of them"):
+    with pytest.raises(ValueError, match="give all of them the same order and split"):
         Threads(2).run(
             lambda rank: trained(
                 "branches",
@@ -171,7 +171,7 @@ def test_ranks_plan_by_what_their_cache_keeps(tmp_path):
             )
             with tuner:
                 own = ranks.Ranks(rank, network("plain", 4))
-                return own.settled(tuner, lambda: tuner.plan(problems))
+                return own.plan_until_cached(tuner, lambda: tuner.plan(problems))
 
         return Threads(2).run(ranked)
 

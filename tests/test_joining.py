@@ -5,7 +5,7 @@ import pytest
 from mucudnn.backends.base import Kernel
 from mucudnn.ir.graph import Graph, Phase, Role, TensorSpec
 from mucudnn.ir.operations import make_node
-from mucudnn.runtime.executor.joining import joinable, joined
+from mucudnn.runtime.executor.joining import batch_launches, batchable
 from mucudnn.runtime.executor.tasks import Task
 
 
@@ -51,8 +51,8 @@ def tasks(ran, kernels, *nodes):
         )
         graph = Graph(tensors, (node,), ())
         arguments = list(inputs), [], node.attrs, None
-        joins = joinable(graph, node, kernel, arguments)
-        yield Task(name, call, name, joinable=joins)
+        joins = batchable(graph, node, kernel, arguments)
+        yield Task(name, call, name, batchable=joins)
 
 
 def update(op, i):
@@ -106,6 +106,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_launched_together(name, ran, kernels):
     nodes, expected = CASES[name]
-    for call in joined(tasks(ran, kernels, *nodes)):
+    for call in batch_launches(tasks(ran, kernels, *nodes)):
         call()
     assert ran == expected

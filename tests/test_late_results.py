@@ -17,7 +17,7 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.step.result import StepResult, known_result
-from mucudnn.runtime.training.step.sizes import sketch
+from mucudnn.runtime.training.step.sizes import size_profile
 from tests.test_executor import LazyCopier
 from tests.training_cases import Epochs, examples, trainer, tuner_of
 
@@ -172,7 +172,7 @@ def test_inputs_get_room_of_a_budget_where_that_is_predicted_to_be_faster():
 
     free, rate = trainer(BATCH, evaluate=False), 300.0
     arriving = sum(s.nbytes for s in free.graph.with_role(Role.INPUT))
-    costs = sketch(tuner_of(), in_place(free.graph))
+    costs = size_profile(tuner_of(), in_place(free.graph))
     costs = replace(costs, in_bytes_per_ms=rate, out_bytes_per_ms=rate)
     plans = {
         problem: ConvPlan(problem, tuple(replace(s, time_ms=1.0) for s in plan.steps))

@@ -9,9 +9,9 @@
     for x, labels in batches.epoch(0):
         ...
 
-One file a format, all behind `Dataset`: whatever has `classes`, `image_shape`, a length
-and `read(indices)` is one. `ArrayDataset(images, labels)` makes one of arrays, and
-`FORMATS` lists what `open_dataset` takes by name.
+Each format is one file. A `Dataset` is any object with `classes`, `image_shape`, a
+length and `read(indices)`; `ArrayDataset(images, labels)` makes one of arrays, and
+`FORMATS` lists the names for `open_dataset`.
 """
 
 from mucudnn.data.arrays import ArrayDataset, open_arrays

@@ -1,6 +1,6 @@
 """Images and labels in NumPy arrays, in memory or mapped from `.npy` files.
 
-A mapped file costs no memory: `read` touches only the pages of the images asked for.
+A mapped file takes no memory: `read` touches only the pages of the images it returns.
 """
 
 import math
@@ -40,16 +40,17 @@ _MOST_CLASSES = 2**31 - 1
 
 
 class ArrayDataset:
-    """Arrays as a data set.
+    """A data set of arrays.
 
     Args:
-        images: (n, C, H, W), or (n, H, W) for one channel. Whole numbers of 8 bits
-            stay what they are, floating point is read as float32.
+        images: (n, C, H, W), or (n, H, W) for one channel; uint8 is kept, floating
+            point is read as float32.
         labels: (n,), whole numbers from 0.
-        classes: Their names or number; None counts up to the greatest label.
+        classes: Names or number of classes; None derives the number from the largest
+            label.
 
     Raises:
-        ValueError: The arrays do not fit together, or a label is no class.
+        ValueError: The arrays do not fit together, or a label is out of range.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ def _array(name: str, values: Any) -> NDArray[Any]:
 
 
 def open_arrays(folder: str | Path, split: Split) -> Dataset:
-    """`.npy` files of a folder, mapped.
+    """Open the `.npy` files of a folder, mapped to memory.
 
-    Looked for are `train_images.npy` with `train_labels.npy` and `test_…` likewise;
-    else `images.npy` and `labels.npy`, of which every fifth image of a class is for
-    testing. `classes.txt` may name the classes, one a line.
+    The files are `train_images.npy`, `train_labels.npy`, and `test_…` likewise; or else
+    `images.npy` and `labels.npy`, where every fifth image of a class is for testing.
+    `classes.txt` may name the classes, one per line.
 
     Raises:
         DataError: The files are missing, damaged, or do not fit together.
@@ -153,7 +154,7 @@ def _labels(path: Path, classes: int = _MOST_CLASSES) -> NDArray[Any]:
 
 
 def _map(path: Path) -> tuple[NDArray[Any], int]:
-    """A `.npy` file as an array over the file, and the offset of its first element."""
+    """Map a `.npy` file; return the array and the offset of its first element."""
     check_is_file(path)
     with readable(path), path.open("rb") as file:
         size = file.seek(0, 2)
@@ -186,7 +187,7 @@ def _read_header(
         raise
     except KeyError as e:
         raise fault(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
-    except Exception as e:  # the header is a Python literal: parsers raise anything
+    except Exception as e:  # parsers of the Python literal in it raise anything
         found = shown(str(e))
         raise fault(path, file.tell(), "the header of a .npy file", found) from e
 

@@ -2,11 +2,12 @@
 
 Binary: rows of one label (CIFAR-100: coarse, then fine) and 3072 bytes, the red, green
 and blue planes of 32 x 32. Python: pickled dictionaries of the same rows.
+
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009,
 and the description beside the files.
 
-No file says how many rows it holds, so a file cut between two rows looks whole; hence
-the number of rows is an argument whose default is the published one.
+No file states its number of rows, so a file cut between two rows looks complete. Hence
+the number of rows is an argument, which defaults to the published one.
 """
 
 from dataclasses import dataclass
@@ -35,21 +36,21 @@ __all__ = ["open_cifar10", "open_cifar100"]
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
 _PICKLED_ROW = 2 * _PIXELS + (1 << 10)
-"""Bytes that a row takes in a pickle at most: old ones may spend two on a pixel."""
+"""Maximum bytes of a row in a pickle; old protocols may use two per pixel."""
 _BESIDE = 1 << 20
-"""Bytes for what is no row."""
+"""Maximum bytes of everything but rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Which labels are read, and where they are.
+    """A kind of labels, and its place in the files.
 
     Attributes:
-        classes: How many there are.
-        column: Their byte in a binary row.
-        columns: Labels in a binary row.
-        key: Their entry in a pickled dictionary.
-        names: The files and the entry that name the classes: text, pickle, key.
+        classes: Number of classes.
+        column: Offset of the label in a binary row.
+        columns: Number of labels in a binary row.
+        key: Entry of the labels in a pickled dictionary.
+        names: Text file, pickle and pickle entry with the names of the classes.
     """
 
     classes: int
@@ -72,15 +73,15 @@ _COARSE = _Labels(
 
 
 def open_cifar10(folder: str | Path, split: Split, *, rows: int = 10_000) -> Dataset:
-    """CIFAR-10 from `data_batch_1` to `_5` or `test_batch`, with `.bin` or without.
+    """Open CIFAR-10: `data_batch_1` to `_5` or `test_batch`, perhaps with `.bin`.
 
     Args:
-        folder: Where they are, or where the unpacked archive's folder is.
-        split: Which part.
-        rows: Images a file holds.
+        folder: Folder of the files, or the parent of the unpacked archive's folder.
+        split: Training or test images.
+        rows: Number of images per file.
 
     Raises:
-        DataError: A file is missing, truncated or something else.
+        DataError: A file is missing, truncated or of another kind.
     """
     checked_split(split)
     stems = [f"data_batch_{i}" for i in range(1, 6)]
@@ -92,16 +93,16 @@ def open_cifar10(folder: str | Path, split: Split, *, rows: int = 10_000) -> Dat
 def open_cifar100(
     folder: str | Path, split: Split, *, coarse: bool = False, rows: int | None = None
 ) -> Dataset:
-    """CIFAR-100 from `train` or `test`, with `.bin` or without.
+    """Open CIFAR-100: `train` or `test`, perhaps with `.bin`.
 
     Args:
-        folder: Where they are, or where the unpacked archive's folder is.
-        split: Which part.
+        folder: Folder of the files, or the parent of the unpacked archive's folder.
+        split: Training or test images.
         coarse: Label with the 20 superclasses instead of the 100 classes.
-        rows: Images the file holds; None is the published 50 000 and 10 000.
+        rows: Number of images in the file; None is the published 50 000 or 10 000.
 
     Raises:
-        DataError: A file is missing, truncated or something else.
+        DataError: A file is missing, truncated or of another kind.
     """
     checked_split(split)
     published = 50_000 if split == "train" else 10_000
@@ -117,7 +118,7 @@ def _open(
     which: _Labels,
     rows: int,
 ) -> Dataset:
-    """The files of `stems` in a folder, or in an archive's folder that it holds."""
+    """Read the files of `stems` in a folder, or in the archive's folder inside it."""
     folder = a_path("folder", folder)
     inner = (folder / name for name in unpacked if (folder / name).is_dir())
     folder = next(inner, folder)
@@ -164,7 +165,7 @@ def _read_pickle(
 
 
 def _class_names(folder: Path, which: _Labels) -> tuple[str, ...] | None:
-    """The classes' names, None where no file says them."""
+    """Return the names of the classes; None without a file of names."""
     text, pickled, key = which.names
     if (folder / text).is_file():
         path = folder / text
@@ -180,9 +181,5 @@ def _class_names(folder: Path, which: _Labels) -> tuple[str, ...] | None:
     for name in found:
         if not isinstance(name, str | bytes):
             raise DataError(f"{path}: expected texts for names, found {shown(name)}")
-    return tuple(_decoded(name) for name in found)
-
-
-def _decoded(name: str | bytes) -> str:
-    text = name.decode("utf-8", "replace") if isinstance(name, bytes) else name
-    return text.strip()
+    texts = (n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in found)
+    return tuple(text.strip() for text in texts)

@@ -1,7 +1,7 @@
-"""What a data set is: labelled images, read by index.
+"""The interface of data sets: labelled images, read by index.
 
-Images are NCHW, `uint8` (0-255) or `float32`; labels are `int64` from 0. A data set
-is read from several threads at once, so `read` keeps no state.
+Images are NCHW, `uint8` (0-255) or `float32`; labels are `int64` from 0. Several
+threads read a data set at once, so `read` must not change it.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 Images: TypeAlias = NDArray[Any]
-"""A batch, (n, C, H, W)."""
+"""Images of a batch, (n, C, H, W)."""
 
 Labels: TypeAlias = NDArray[np.int64]
-"""The classes of a batch, (n,)."""
+"""Labels of a batch, (n,)."""
 
 Indices: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -42,29 +42,28 @@ _TEST_EVERY = 5
 
 
 class Dataset(Protocol):
-    """Labelled images that all have one shape."""
+    """Labelled images of one shape."""
 
     @property
     def classes(self) -> tuple[str, ...] | int:
-        """The names of the classes in the order of their labels, or their number."""
+        """Names of the classes in the order of labels, or their number."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
+        """Shape of an image, (C, H, W)."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Indices) -> tuple[Images, Labels]:
-        """The images and labels at `indices`, as arrays of the caller's own.
+        """Return images and labels at `indices`, as new arrays.
 
         Raises:
-            IndexError: An index is negative, or not below `len`.
-            DataError: A file cannot be read.
+            IndexError: An index is not in `range(len(self))`.
         """
 
 
 class Subset:
-    """Some images of another data set, in the order of `indices`."""
+    """Images of another data set, in the order of `indices`."""
 
     def __init__(self, dataset: Dataset, indices: Indices) -> None:
         checked_dataset(dataset)
@@ -73,12 +72,12 @@ class Subset:
 
     @property
     def classes(self) -> tuple[str, ...] | int:
-        """Those of the whole."""
+        """Classes of the whole data set."""
         return self._dataset.classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
+        """Shape of an image, (C, H, W)."""
         return self._dataset.image_shape
 
     def __len__(self) -> int:
@@ -90,11 +89,7 @@ class Subset:
 
 
 def checked_dataset(dataset: object) -> None:
-    """Refuse what does not look like a data set.
-
-    Raises:
-        TypeError: It cannot be one.
-    """
+    """Raise `TypeError` unless `dataset` looks like a data set."""
     if not hasattr(dataset, "read") or not hasattr(dataset, "__len__"):
         raise TypeError(
             "a data set is wanted, such as ArrayDataset(images, labels), got "
@@ -103,21 +98,17 @@ def checked_dataset(dataset: object) -> None:
 
 
 def checked_split(split: Any) -> None:
-    """Refuse what is no part of a data set.
-
-    Raises:
-        ValueError: It is neither of them.
-    """
+    """Raise `ValueError` unless `split` is "train" or "test"."""
     if not isinstance(split, str) or split not in ("train", "test"):
         raise ValueError(f"unknown split {split!r}; choose train or test")
 
 
 def checked_shape(name: str, shape: Any) -> tuple[int, int, int]:
-    """The shape of an image.
+    """Return the validated shape of an image.
 
     Raises:
-        TypeError: It is no sequence of integers.
-        ValueError: It is not (C, H, W), or one of them is below 1.
+        TypeError: `shape` is no sequence of integers.
+        ValueError: `shape` is not (C, H, W), or a size is below 1.
     """
     sizes = integers(name, shape, least=1)
     if len(sizes) != 3:
@@ -126,10 +117,10 @@ def checked_shape(name: str, shape: Any) -> tuple[int, int, int]:
 
 
 def checked_indices(indices: Indices, length: int) -> NDArray[np.intp]:
-    """`indices` as an array.
+    """Return `indices` as an array.
 
     Raises:
-        IndexError: They are no flat list of integers from 0 to `length` - 1.
+        IndexError: `indices` is no flat list of integers from 0 to `length` - 1.
     """
     try:
         array = np.asarray(indices)
@@ -151,21 +142,16 @@ def checked_indices(indices: Indices, length: int) -> NDArray[np.intp]:
 
 
 def class_count(dataset: Dataset) -> int:
-    """How many classes there are, named or not."""
+    """Return the number of classes, named or not."""
     classes = dataset.classes
     return classes if isinstance(classes, int) else len(classes)
 
 
 def split_indices(labels: NDArray[Any], split: Split, where: str) -> NDArray[np.intp]:
-    """A fixed, stratified split of data published without one.
+    """Split data that is published without a test part, stratified by class.
 
-    Every fifth image of each class is for testing, so both parts hold the classes in
-    the same shares and nothing depends on a random number.
-
-    Args:
-        labels: Of the whole, (n,).
-        split: Which part.
-        where: What the message calls the data.
+    Every fifth image of each class is for testing: the shares of classes are equal in
+    both parts, and nothing is random. Messages call the data `where`.
 
     Raises:
         DataError: No class has enough images for a test part.

@@ -1,7 +1,8 @@
-"""The 1797 handwritten digits that scikit-learn carries: real images, no download.
+"""The 1797 handwritten digits that come with scikit-learn; no download needed.
 
-8 x 8 pixels from 0 to 16, ten classes. The file is read where scikit-learn lies;
-scikit-learn itself is never imported.
+8 x 8 pixels from 0 to 16, ten classes. The file is read from the installed package
+without importing scikit-learn.
+
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
 Machine Learning Repository, 1998 (its test part).
 """
@@ -22,20 +23,16 @@ _CLASSES = 10
 _SIDE = 8
 _WHITE = 16
 _MOST = 1 << 24
-"""Bytes of text; the file has a sixtieth of it."""
+"""Maximum bytes of text, 60 times those of the file."""
 
 
 def open_digits(split: Split, path: Path | None = None) -> Dataset:
-    """The digits, their 0 to 16 stretched to 0 to 255.
+    """Open the digits, with pixels scaled from 0-16 to 0-255.
 
-    Every fifth image of each class is for testing.
-
-    Args:
-        split: Which part.
-        path: The file; None is scikit-learn's.
+    Every fifth image of each class is for testing. `path` replaces scikit-learn's file.
 
     Raises:
-        DataError: scikit-learn is not installed, or the file is not what it was.
+        DataError: scikit-learn is not installed, or the file is damaged.
     """
     checked_split(split)
     path = path or _installed()

@@ -1,6 +1,6 @@
-"""Reading published files whole, and saying what is wrong with one.
+"""Read published files, with errors that locate the damage.
 
-Every complaint has one form: the file, the byte, what was expected there and what was
+Every message has one form: the file, the byte, what was expected there and what was
 found.
 """
 
@@ -31,24 +31,20 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 _CHUNK = 1 << 16
 _HEAD = 256
-"""Bytes from whose beginning a format can tell how long it is."""
+"""Bytes of a file's beginning that are passed to `Size` functions."""
 _SHOWN = 200
 
 Size = int | Callable[[bytes], int | None] | None
-"""Bytes a file may have, or what tells them of its beginning; None is any number."""
+"""Maximum bytes of a file, or a function of its first bytes; None is unlimited."""
 
 
 def fault(path: Path, offset: int, expected: str, found: str) -> DataError:
-    """The error for a file that is not what its name says."""
+    """Return the error for unexpected contents of a file."""
     return DataError(f"{path}, byte {offset}: expected {expected}, found {found}")
 
 
 def find_file(folder: Path, names: tuple[str, ...]) -> Path:
-    """The first of `names` that `folder` has.
-
-    Raises:
-        DataError: It has none of them.
-    """
+    """Return the first of `names` that `folder` has; `DataError` without any."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -57,7 +53,7 @@ def find_file(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 def shown(value: object) -> str:
-    """A value for a message, however long or odd it is."""
+    """Return the text of a value for a message, cut to a limited length."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except Exception:  # numbers of many digits, lists of great depth
@@ -67,7 +63,7 @@ def shown(value: object) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Within it what the system says of a path is a `DataError` that names it."""
+    """Convert an `OSError` within the block to a `DataError` that names the path."""
     try:
         yield
     except OSError as e:
@@ -75,24 +71,20 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def check_is_file(path: Path) -> None:
-    """Raise `DataError` where there is no file: a FIFO may never end."""
+    """Raise `DataError` unless the path is a file; reading a FIFO may never end."""
     with readable(path):
         check_file(path)
 
 
 def read_file(path: Path, most: Size = None) -> bytes:
-    """The contents of a file, unpacked where its name ends in `.gz`.
+    """Return the contents of a file, unpacked if its name ends in `.gz`.
 
-    A packed file may claim a thousand times its size; no more of it is unpacked than
-    the format has use for, and one byte that shows there is more.
-
-    Args:
-        path: The file.
-        most: Bytes its contents may have; those beyond need not be read.
+    A packed file may expand a thousand times, so unpacking stops one byte beyond
+    `most`, the maximum size of the contents.
 
     Raises:
-        DataError: It is missing, cannot be read, is damaged, or, where `most` is a
-            number, has more bytes.
+        DataError: The file cannot be read, is damaged, or, where `most` is a number,
+            has more bytes.
     """
     packed = path.suffix == ".gz"
     known = None if packed or not isinstance(most, int) else most
@@ -107,9 +99,10 @@ def read_file(path: Path, most: Size = None) -> bytes:
 
 
 def _gunzip(path: Path, raw: bytes, most: Size) -> bytes:
-    """Every member of a gzip file; offsets are those of the packed bytes.
+    """Unpack all members of a gzip file.
 
-    zlib rather than `gzip`, which does not say where a stream breaks.
+    `zlib` instead of `gzip`, which does not report where a stream is damaged; offsets
+    are those of the packed bytes.
     """
     contents = bytearray()
     begin = 0
@@ -128,7 +121,7 @@ def _gunzip(path: Path, raw: bytes, most: Size) -> bytes:
 def _gunzip_member(
     path: Path, raw: bytes, begin: int, contents: bytearray, most: Size
 ) -> int:
-    """Append one member's contents; returns where the next begins."""
+    """Append one member's contents; return the offset of the next member."""
     unpack = zlib.decompressobj(_GZIP_WINDOW)
     for at in range(begin, len(raw), _CHUNK):
         packed, part = raw[at : at + _CHUNK], b""
@@ -148,7 +141,7 @@ def _gunzip_member(
 
 
 def _enough(contents: bytearray, most: Size) -> bool:
-    """Whether there are already more bytes than there may be."""
+    """Return whether there are more bytes than allowed."""
     if callable(most):
         most = most(bytes(contents[:_HEAD]))
     return most is not None and len(contents) > most
@@ -168,13 +161,13 @@ def check_length(path: Path, found: int, expected: int, what: str) -> None:
 def check_labels(
     path: Path, labels: NDArray[Any], classes: int, first: int, stride: int
 ) -> None:
-    """Raise `DataError` where a label is no class.
+    """Raise `DataError` where a label is out of range.
 
     Args:
         path: The file.
-        labels: What it holds, (n,).
-        classes: How many classes there are.
-        first: The offset of the first label in bytes.
+        labels: Labels in the file, (n,).
+        classes: Number of classes.
+        first: Offset of the first label in bytes.
         stride: Bytes from one label to the next.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))

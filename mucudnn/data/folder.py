@@ -1,6 +1,6 @@
-"""Folders of image files, one folder a class, decoded when they are read.
+"""Folders of image files, one per class, decoded when they are read.
 
-Needs Pillow, which is imported when a folder is opened.
+Pillow is imported when a folder is opened.
 """
 
 import os
@@ -34,15 +34,15 @@ _PARTS = {"train": ("train",), "test": ("test", "val")}
 
 
 class FolderDataset:
-    """Image files, scaled to cover a size and cropped to its middle.
+    """Image files, scaled to cover a size and center-cropped.
 
     Args:
-        files: Each with its label.
-        classes: Their names.
+        files: (path, label) of each image.
+        classes: Names of the classes.
         image_shape: (C, H, W); C is 3 for RGB or 1 for luminance.
 
     Raises:
-        ValueError: `image_shape` is no such shape.
+        ValueError: `image_shape` is not valid.
         DataError: Pillow is not installed.
     """
 
@@ -77,7 +77,7 @@ class FolderDataset:
         channels, height, width = self.image_shape
         try:
             with self._pillow.open(path) as file:
-                # JPEG only: decode no finer than needed, which is several times faster
+                # JPEG only: decoding at reduced size is several times faster
                 file.draft(_MODES[channels], (width, height))
                 if file.mode.startswith("I"):  # 16 bits, which convert would clip
                     high = np.asarray(file).clip(0, 65535) >> 8
@@ -86,7 +86,11 @@ class FolderDataset:
                     image = file
                 image = image.convert(_MODES[channels])
             scale = max(width / image.width, height / image.height)
-            box = _middle(image.width, image.height, width / scale, height / scale)
+            wide, high = width / scale, height / scale  # of the centered crop
+            left = max(0.0, (image.width - wide) / 2)
+            top = max(0.0, (image.height - high) / 2)
+            right, bottom = min(image.width, left + wide), min(image.height, top + high)
+            box = left, top, right, bottom
             image = image.resize((width, height), self._pillow.Resampling.BILINEAR, box)
         except Exception as e:  # decoders raise anything, SyntaxError included
             raise DataError(f"{path}: not a whole image file: {e}") from e
@@ -97,11 +101,11 @@ class FolderDataset:
 def open_folder(
     folder: str | Path, split: Split, image_shape: tuple[int, int, int] = (3, 224, 224)
 ) -> Dataset:
-    """The `.jpg` and `.png` files of `DIR/train/CLASS/` and `DIR/test/CLASS/`.
+    """Open the `.jpg` and `.png` files of `DIR/train/CLASS/` and `DIR/test/CLASS/`.
 
-    `val` does for `test`. Without either folder the classes are looked for in DIR
-    itself, and every fifth image of a class is for testing. Labels are the places of
-    the classes in alphabetical order.
+    `val` may stand for `test`. Without such folders, DIR itself has the folders of the
+    classes, and every fifth image of a class is for testing. Labels number the classes
+    in alphabetical order.
 
     Raises:
         DataError: There are no such files, or Pillow is not installed.
@@ -127,7 +131,7 @@ def open_folder(
 def _list_files(
     folder: Path, known: tuple[str, ...] | None
 ) -> tuple[list[tuple[Path, int]], tuple[str, ...]]:
-    """Files with their labels, and the classes: `known`, or the folders there are."""
+    """Return (path, label) of all files, and the classes: `known` or all found."""
     found = _folders(folder)
     classes = found if known is None else known
     foreign = sorted(set(found) - set(classes))
@@ -147,7 +151,7 @@ def _list_files(
 
 
 def _image_files(folder: Path) -> list[Path]:
-    """Files only: to open a FIFO with the name of an image may never end."""
+    """Return the image files of a folder, but no FIFOs, which may never end."""
     with readable(folder), os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_file()]
     paths = (folder / name for name in sorted(names))
@@ -157,14 +161,6 @@ def _image_files(folder: Path) -> list[Path]:
 def _folders(folder: Path) -> tuple[str, ...]:
     with readable(folder):
         return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-
-
-def _middle(
-    width: int, height: int, wide: float, high: float
-) -> tuple[float, float, float, float]:
-    """The box of `wide` x `high` in the middle: left, top, right, bottom."""
-    left, top = max(0.0, (width - wide) / 2), max(0.0, (height - high) / 2)
-    return left, top, min(width, left + wide), min(height, top + high)
 
 
 def _import_pillow() -> ModuleType:

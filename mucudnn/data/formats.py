@@ -1,4 +1,4 @@
-"""Data sets by name: what `--data` accepts."""
+"""Open data sets by name, as `--data` does."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -27,7 +27,7 @@ _Image = tuple[int, int, int] | None
 
 
 def _synthetic(argument: str, split: Split, image: _Image, seed: int) -> Dataset:
-    """`length`, `classes` and `noise`; a fifth of the length is for testing."""
+    """Open synthetic images of `length`, `classes`, `noise`; a fifth is for testing."""
     readers: dict[str, Callable[[str], Any]]
     readers = {"length": _digits, "classes": _digits, "noise": float}
     options: dict[str, Any] = {"length": _LENGTH}
@@ -53,11 +53,14 @@ def _synthetic(argument: str, split: Split, image: _Image, seed: int) -> Dataset
 
 
 def _digits(text: str) -> int:
-    """Plain decimal digits, and no more of them than `SyntheticDataset` would take."""
+    """Parse decimal digits.
+
+    Only the first digits are read, which are too large for `SyntheticDataset` anyway.
+    """
     number = text.strip()
     if not (number.lstrip("-").isascii() and number.lstrip("-").isdigit()):
         raise ValueError(text)
-    return int(number[:_LONGEST])  # one that is cut is still too large
+    return int(number[:_LONGEST])
 
 
 _Opener = Callable[[str, Split, _Image, int], Dataset]
@@ -79,25 +82,25 @@ _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
 )
 
 FORMATS = tuple(f"{name}{usage}" for name, (usage, _) in _OPENERS.items())
-"""How each kind of data set is asked for."""
+"""Usage of each kind of data set, such as `mnist:DIR`."""
 
 
 def open_dataset(
     spec: str, *, split: Split = "train", image: _Image = None, seed: int = 0
 ) -> Dataset:
-    """A data set by name, `mnist:DIR` for example; `FORMATS` has them all.
+    """Open a data set by name, such as `mnist:DIR`; `FORMATS` lists all names.
 
     Args:
-        spec: The name, and what it needs after a colon.
-        split: Which part.
-        image: (C, H, W) wanted; None is the data set's own, (3, 224, 224) of image
-            files and (3, 32, 32) of synthetic ones. Image files are cropped to it,
-            the others stretched.
-        seed: Of synthetic images; others have none.
+        spec: Name, and its argument after a colon.
+        split: Training or test images.
+        image: (C, H, W) of the images; None is the data set's own, (3, 224, 224) for
+            image files and (3, 32, 32) for synthetic images. Image files are cropped to
+            it, others stretched.
+        seed: Seed of synthetic images.
 
     Raises:
-        ValueError: There is no such data set, split or shape.
-        DataError: Its files are missing or not what they should be.
+        ValueError: The name, split or shape is not valid.
+        DataError: Files are missing or damaged.
     """
     checked_split(split)
     an_integer("seed", seed)

@@ -1,9 +1,9 @@
 """Batches of a data set: ordered, transformed and prefetched.
 
-The order of an epoch depends on the seed and the epoch; what a transform draws for a
-batch depends on those and the batch's place in the epoch. Nothing else does, neither
-the number of threads nor where an epoch is entered, so training resumes bit-exactly
-from (epoch, batch).
+The order of an epoch depends only on the seed and the epoch; the random numbers of a
+batch's transform depend on these and the batch's position. Neither the number of
+threads nor the first batch matters, so training resumes bit-exactly from (epoch,
+batch).
 """
 
 import functools
@@ -24,27 +24,27 @@ _ORDER, _TRANSFORM = range(2)
 
 
 class Batch(NamedTuple):
-    """What a training step is fed: images (n, C, H, W), labels (n,)."""
+    """Input of a training step: images (n, C, H, W) and labels (n,)."""
 
     images: Images
     labels: Labels
 
 
 class Loader:
-    """Epochs of a data set.
+    """Epochs of a data set in batches.
 
     Args:
-        dataset: Read from `workers` threads at once.
-        batch: Images in a batch; the last one has what is left.
-        shuffle: Another order each epoch, instead of the data set's.
-        seed: Of orders and transforms.
-        transform: Applied to each batch.
-        drop_last: Leave a smaller last batch out.
-        workers: Threads; 0 reads on the caller's.
-        depth: Batches that may be ready ahead, at least one a worker.
+        dataset: Data set, read from `workers` threads at once.
+        batch: Images in a batch; the last batch may be smaller.
+        shuffle: Use a random order for each epoch, instead of the data set's order.
+        seed: Seed of orders and transforms.
+        transform: Function applied to each batch.
+        drop_last: Omit a smaller last batch.
+        workers: Number of threads; 0 reads on the caller's thread.
+        depth: Number of batches prepared ahead, at least one per worker.
 
     Raises:
-        ValueError: A number is out of range, or there is no full batch to keep.
+        ValueError: A number is out of range, or there is no full batch.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class Loader:
         self._depth = depth
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         count = len(self.dataset)
         return count // self.batch if self._drop_last else -(-count // self.batch)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch.
+        """Iterate over the batches of one epoch.
 
-        Close the iterator, or drop it, to end the threads before it is exhausted.
+        Closing or dropping the iterator ends its threads.
 
         Args:
-            epoch: From 0.
-            start: The first batch wanted, to resume; up to `len`, where none is left.
+            epoch: Number of the epoch, from 0.
+            start: First batch, to resume an epoch; at most `len(self)`.
 
         Raises:
-            ValueError: There is no such epoch or batch.
+            ValueError: The epoch or batch is out of range.
         """
         an_integer("epoch", epoch)
         an_integer("start", start)
@@ -106,15 +106,12 @@ class Loader:
                 f"epochs count from 0 and start from 0 to {len(self)}; got epoch "
                 f"{epoch}, start {start}"
             )
-        make = functools.partial(self._make, epoch, self._order(epoch))
-        jobs = range(start, len(self))
-        return in_order(make, jobs, workers=self._workers, depth=self._depth)
-
-    def _order(self, epoch: int) -> NDArray[np.intp]:
         order = np.arange(len(self.dataset))
         if self._shuffle:
             np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
-        return order
+        make = functools.partial(self._make, epoch, order)
+        jobs = range(start, len(self))
+        return in_order(make, jobs, workers=self._workers, depth=self._depth)
 
     def _make(self, epoch: int, order: NDArray[np.intp], index: int) -> Batch:
         chosen = order[index * self.batch : (index + 1) * self.batch]

@@ -1,7 +1,8 @@
-"""MNIST and the sets published in its form (Fashion-MNIST, KMNIST): IDX files.
+"""MNIST and data sets of the same form (Fashion-MNIST, KMNIST): IDX files.
 
 An IDX file is a big-endian header (two zero bytes, the element type, the number of
 dimensions, each dimension in 32 bits) and the elements.
+
 Source: Y. LeCun, C. Cortes and C. J. C. Burges, "The MNIST database of handwritten
 digits", section "File formats".
 """
@@ -26,10 +27,10 @@ _UBYTE = 0x08
 
 
 def open_mnist(folder: str | Path, split: Split) -> Dataset:
-    """The four files as published, packed (`.gz`) or not, with `-idx` or `.idx`.
+    """Open the published files, packed (`.gz`) or not, with `-idx` or `.idx`.
 
     Raises:
-        DataError: A file is missing, truncated, damaged or something else.
+        DataError: A file is missing, truncated, damaged or of another kind.
     """
     folder = a_path("folder", folder)
     checked_split(split)
@@ -53,7 +54,7 @@ def _names(split: Split, what: str, ndim: int) -> tuple[str, ...]:
 
 
 def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
-    """The elements, and the offset of the first."""
+    """Return the elements of a file, and the offset of the first one."""
     raw = read_file(path, lambda head: _stated_size(head, ndim))
     magic = struct.pack(">HBB", 0, _UBYTE, ndim)
     if raw[:4] != magic[: len(raw)]:
@@ -76,7 +77,7 @@ def _shape(raw: bytes, ndim: int) -> tuple[int, ...]:
 
 
 def _stated_size(head: bytes, ndim: int) -> int | None:
-    """Bytes that a file claims to have; None while its header is not whole."""
+    """Return the size that a header states; None while it is incomplete."""
     header = 4 + 4 * ndim
     if len(head) < header:
         return None

@@ -1,4 +1,4 @@
-"""One process's part of every batch."""
+"""One rank's part of every batch."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ __all__ = ["PartOfBatches"]
 class PartOfBatches:
     """Epochs of one part of every batch of a loader.
 
-    Batches are made whole, as one process alone makes them: their order, and what is
-    drawn for their images, is the same.
+    Whole batches are made as in a single process, with the same order and random
+    numbers, and then cut.
 
     Args:
-        loader: Of whole batches.
-        start: The first image of the part.
-        stop: The one behind the last.
-        pieces: Into how many of one size a batch falls, of each of which the part is.
+        loader: Loader of whole batches.
+        start: First image of the part.
+        stop: Image after the last.
+        pieces: Number of equal pieces of a batch, of each of which the part is taken.
     """
 
     def __init__(self, loader: Loader, start: int, stop: int, pieces: int = 1) -> None:
@@ -26,14 +26,14 @@ class PartOfBatches:
         self._rows = [p * size + i for p in range(pieces) for i in range(start, stop)]
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self._loader)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, from one on.
+        """Iterate over the batches of one epoch, from batch `start` on.
 
         Raises:
-            ValueError: There is no such epoch or batch.
+            ValueError: The epoch or batch is out of range.
         """
         for images, labels in self._loader.epoch(epoch, start):
             yield Batch(images[self._rows], labels[self._rows])

@@ -1,22 +1,20 @@
-"""Pickled NumPy arrays, read without letting the file run anything.
+"""Read pickled NumPy arrays safely.
 
-A pickle names the functions that rebuild its objects, so reading a foreign one runs
-whatever it says. The published CIFAR files name three of NumPy's; all are answered by
-stand-ins of our own that understand arrays of unsigned bytes and nothing else. Every
-other name is refused.
+A pickle names functions that rebuild its objects, so reading an untrusted one runs
+arbitrary code. The published CIFAR files name three functions of NumPy. They are
+replaced by stand-ins that understand arrays of unsigned bytes only, and every other
+name is refused. Each stand-in has a `__setstate__`, as otherwise a pickle may set
+attributes on it.
 
-Every stand-in has a `__setstate__`: without one a pickle may set attributes on it.
-The unpickler is the one in Python: that in C allocates as many places as a damaged
-file's greatest memo number says.
-
-Only the instructions that plain data needs are obeyed. Keys are texts or numbers, for
-Python hashes a tuple by descending into it, as deep as the file says, on a stack that
-is not. What is read may be nested a few levels deep and no larger than its file.
+The pure-Python unpickler is used, because the one in C allocates memory for the largest
+memo index of a damaged file. Only the opcodes of plain data are allowed. Dictionary
+keys must be texts or numbers, because hashing a deeply nested tuple overflows the
+stack. The result may be nested a few levels deep and must not be larger than its file.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,7 +27,7 @@ __all__ = ["read_pickled_dict"]
 
 
 class _Array:
-    """Stands for `numpy.ndarray` and the function that makes an empty one."""
+    """Stand-in for `numpy.ndarray` and the function that makes an empty one."""
 
     __slots__ = ("value",)
 
@@ -45,7 +43,7 @@ class _Array:
 
 
 class _Dtype:
-    """Stands for `numpy.dtype`; unsigned bytes are the only one there is."""
+    """Stand-in for `numpy.dtype`; the only type is unsigned bytes."""
 
     __slots__ = ()
 
@@ -55,11 +53,11 @@ class _Dtype:
             raise pickle.UnpicklingError(f"elements of type {found} instead of 'u1'")
 
     def __setstate__(self, state: Any) -> None:
-        """A byte has no byte order."""
+        """Ignore the state: bytes have no byte order."""
 
 
 class _Latin1(bytes):
-    """Stands for `_codecs.encode`: how Python 3 writes bytes in old protocols."""
+    """Stand-in for `_codecs.encode`, which Python 3 uses for bytes in old protocols."""
 
     __slots__ = ()
 
@@ -82,7 +80,7 @@ _ADMITTED: dict[tuple[str, str], type] = {
 }
 
 
-_OBEYED = (
+_ALLOWED_OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP"),
     *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
     *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2"),
@@ -96,24 +94,29 @@ _OBEYED = (
 )
 _KEYS = (str, bytes, int, float, type(None))
 _DEEPEST = 4
-"""Levels of nesting; the published files have two."""
+"""Maximum levels of nesting; the published files have two."""
 
 
 _Instruction = Callable[[Any], None]
 
 
 def _keyed(instruction: _Instruction, keys: slice) -> _Instruction:
-    """The instruction, once the keys that are on the stack for it are admitted."""
-
     def checked(machine: Any) -> None:
-        _check_keys(machine.stack[keys])
+        for key in machine.stack[keys]:
+            if not isinstance(key, _KEYS):
+                raise pickle.UnpicklingError(
+                    f"a {type(key).__name__} for a key instead of a text or a number"
+                )
         instruction(machine)
 
     return checked
 
 
 def _reduce(machine: Any) -> None:
-    """Bytes made of a text are new ones, and a text can be asked for again."""
+    """Execute REDUCE, and limit the bytes made of texts.
+
+    Encoding a text makes new bytes each time, so a small file could make any number.
+    """
     function, arguments = machine.stack[-2:]
     if function is _Latin1 and arguments:
         machine.left -= len(arguments[0])
@@ -124,7 +127,7 @@ def _reduce(machine: Any) -> None:
 
 def _instructions() -> dict[int, _Instruction]:
     known: dict[int, Any] = pickle._Unpickler.dispatch
-    codes = (getattr(pickle, name)[0] for name in _OBEYED)
+    codes = (getattr(pickle, name)[0] for name in _ALLOWED_OPCODES)
     last, every = slice(-2, -1), slice(None, None, 2)
     keys = {pickle.SETITEM: last, pickle.SETITEMS: every, pickle.DICT: every}
     return {
@@ -135,7 +138,7 @@ def _instructions() -> dict[int, _Instruction]:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Reads `raw`, and no instruction that plain data does not need."""
+    """An unpickler of `raw` with the opcodes of plain data only."""
 
     dispatch: ClassVar[dict[int, _Instruction]] = _instructions()
 
@@ -150,16 +153,11 @@ class _Unpickler(pickle._Unpickler):
         return _ADMITTED[module, name]
 
 
-def _check_keys(keys: Iterable[object]) -> None:
-    for key in keys:
-        if not isinstance(key, _KEYS):
-            raise pickle.UnpicklingError(
-                f"a {type(key).__name__} for a key instead of a text or a number"
-            )
-
-
 def _check_nesting(value: Any) -> None:
-    """Level by level, each container once a level: they may hold one another."""
+    """Check the depth of nested containers, level by level.
+
+    Each container counts once per level, as containers may contain one another.
+    """
     level: dict[int, Any] = {id(value): value}
     for _ in range(_DEEPEST + 1):
         level = {
@@ -174,17 +172,14 @@ def _check_nesting(value: Any) -> None:
 
 
 def read_pickled_dict(path: Path, most: int | None = None) -> dict[str, Any]:
-    """A pickled dictionary of arrays, lists, numbers and texts.
+    """Read a pickled dictionary of arrays, lists, numbers and texts.
 
-    Python 2 wrote the published files: its texts are bytes here, keys excepted.
-
-    Args:
-        path: The file.
-        most: Bytes it may have.
+    The file may have `most` bytes. Python 2 wrote the published files, so texts are
+    returned as bytes, except keys.
 
     Raises:
-        DataError: The file is missing, truncated, too large, no such pickle, or names
-            something that is not admitted.
+        DataError: The file is missing, truncated, too large, no such pickle, or names a
+            function that is not allowed.
     """
     raw = read_file(path, most)
     reader = _Unpickler(raw)
@@ -192,9 +187,16 @@ def read_pickled_dict(path: Path, most: int | None = None) -> dict[str, Any]:
         value = reader.load()
         if isinstance(value, dict):
             _check_nesting(value)
-            entries = {_text(key): _plain(entry) for key, entry in value.items()}
+            entries = {
+                key.decode("latin1") if isinstance(key, bytes) else str(key): (
+                    entry.value if isinstance(entry, _Array) else entry
+                )
+                for key, entry in value.items()
+            }
     except Exception as e:  # a damaged pickle may raise any
-        found = _reason(e)
+        found = shown(str(e) or type(e).__name__)
+        if isinstance(e, KeyError):  # its key is an opcode
+            found = f"an instruction that plain data does not need: {e}"
         raise fault(path, reader.file.tell(), "a pickle of plain data", found) from e
     if reader.file.tell() != len(raw):
         more = f"{len(raw) - reader.file.tell()} more bytes"
@@ -202,18 +204,3 @@ def read_pickled_dict(path: Path, most: int | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise fault(path, 0, "a pickled dictionary", type(value).__name__)
     return entries
-
-
-def _reason(error: Exception) -> str:
-    """What an error says; the key of a `KeyError` is an instruction's code."""
-    if isinstance(error, KeyError):
-        return f"an instruction that plain data does not need: {error}"
-    return shown(str(error) or type(error).__name__)
-
-
-def _text(key: object) -> str:
-    return key.decode("latin1") if isinstance(key, bytes) else str(key)
-
-
-def _plain(entry: object) -> object:
-    return entry.value if isinstance(entry, _Array) else entry

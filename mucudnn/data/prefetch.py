@@ -1,12 +1,12 @@
-"""Work done ahead on threads, handed over in order.
+"""Run jobs ahead of time on threads, and return the results in order.
 
-Workers claim jobs in order from a board and pin results to it; the consumer takes
-them in order and thereby lets more jobs be claimed, so at most a fixed number are
-ahead of it. The consumer is a generator: however it ends (exhaustion, `break`, an
-exception, Ctrl-C, garbage collection), its `finally` closes the board and waits for
-the workers. Workers know the board and never the generator, so that it can be
-collected while they live. A process that is forked meanwhile has no workers: there the
-consumer makes what is left itself.
+Worker threads claim jobs in order from a board and put results on it. The consumer
+takes results in order, and each one taken lets another job be claimed, so that a
+limited number of jobs is ahead. The consumer is a generator: however it ends
+(exhaustion, `break`, an exception, Ctrl-C, garbage collection), its `finally` closes
+the board and joins the workers. Workers reference the board but not the generator, so
+that it can be collected while they run. A forked process has no workers: there the
+generator runs the remaining jobs itself.
 """
 
 import os
@@ -37,7 +37,7 @@ class _Failed:
 
 
 class _Board(Generic[T]):
-    """Which jobs are claimed, done and wanted; `ahead` may be claimed and not taken."""
+    """Claimed jobs and their results; at most `ahead` jobs are claimed, not taken."""
 
     def __init__(self, jobs: Sequence[int], ahead: int) -> None:
         self._jobs = jobs
@@ -47,7 +47,7 @@ class _Board(Generic[T]):
         self._changed = threading.Condition()
 
     def claim(self) -> int | None:
-        """The next job, once there is room; None when there is no more."""
+        """Wait until a job may be claimed and return it; None if none is left."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -60,7 +60,7 @@ class _Board(Generic[T]):
             return self._jobs[self._claimed - 1]
 
     def put(self, job: int, result: _Done[T] | _Failed) -> None:
-        """Pin a result up; after a failed one no job is claimed any more."""
+        """Store a result; after a failed one no more jobs are claimed."""
         with self._changed:
             self._results[job] = result
             if isinstance(result, _Failed):
@@ -68,7 +68,7 @@ class _Board(Generic[T]):
             self._changed.notify_all()
 
     def take(self, job: int) -> _Done[T] | _Failed:
-        """Wait for a result, take it down and make room for another."""
+        """Wait for a result, remove it, and allow another job to be claimed."""
         with self._changed:
             self._changed.wait_for(lambda: job in self._results)
             self._claimable += 1
@@ -76,7 +76,6 @@ class _Board(Generic[T]):
             return self._results.pop(job)
 
     def close(self) -> None:
-        """Let no job be claimed any more."""
         with self._changed:
             self._jobs = self._jobs[: self._claimed]
             self._changed.notify_all()
@@ -85,17 +84,18 @@ class _Board(Generic[T]):
 def in_order(
     make: Callable[[int], T], jobs: Sequence[int], *, workers: int, depth: int
 ) -> Iterator[T]:
-    """`make(job)` of every job, in order, made by `workers` threads.
+    """Yield `make(job)` of every job, in order, made by `workers` threads.
 
     Args:
-        make: Called on several threads at once.
-        jobs: Distinct.
-        workers: 0 makes each result when it is asked for, on the caller's thread.
-        depth: Results that may be ahead of the caller, at least one a worker.
+        make: Function of a job, called on several threads at once.
+        jobs: Distinct jobs.
+        workers: Number of threads; 0 makes each result on demand on the caller's
+            thread.
+        depth: Number of results ahead of the caller, at least one per worker.
 
     Yields:
-        The results. What `make` raises is raised where its result would have been,
-        with its own traceback.
+        The results. An exception of `make` is raised in place of its result, with its
+        own traceback.
     """
     if workers == 0:
         yield from map(make, jobs)
@@ -105,7 +105,7 @@ def in_order(
     threads = list[threading.Thread]()
     try:
         for number in range(workers):
-            # daemons: a generator left open must not keep a script from ending
+            # Daemon threads, as an open generator must not keep a script from ending.
             thread = threading.Thread(
                 target=_work,
                 args=(board, make),
@@ -115,15 +115,15 @@ def in_order(
             thread.start()
             threads.append(thread)
         for job in jobs:
-            # no name keeps what the caller drops
+            # Not assigned to a name, which would keep a batch that the caller drops.
             if os.getpid() == process:
                 yield board.take(job).get()
             else:
                 yield make(job)
     finally:
-        if os.getpid() == process:  # else a worker may have held the board's lock
+        if os.getpid() == process:  # in a fork, a worker may have held the lock
             board.close()
-            # the garbage collector may run this on a worker: it cannot wait for itself
+            # The garbage collector may run this on a worker, which cannot join itself.
             if threading.current_thread() not in threads:
                 for thread in threads:
                     thread.join()
@@ -133,5 +133,5 @@ def _work(board: _Board[T], make: Callable[[int], T]) -> None:
     while (job := board.claim()) is not None:
         try:
             board.put(job, _Done(make(job)))
-        except BaseException as e:  # the consumer waits for an answer, whatever it is
+        except BaseException as e:  # the consumer raises it
             board.put(job, _Failed(e))

@@ -1,4 +1,4 @@
-"""Any data set at another image shape: digits for a network that wants 224 x 224."""
+"""Resize the images of any data set, such as digits for a network of 224 x 224."""
 
 from dataclasses import dataclass
 
@@ -21,15 +21,15 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """A data set whose images are stretched, bilinearly, and greyed or coloured.
+    """A data set with bilinearly resized images, converted to grey or to color.
 
     Attributes:
-        dataset: Where they are read.
-        image_shape: (C, H, W) wanted. C is the data set's, or 1 where that is 3, or
-            3 where that is 1.
+        dataset: Data set with the original images.
+        image_shape: (C, H, W) of the result. C is that of the data set, or 1 instead of
+            3, or 3 instead of 1.
 
     Raises:
-        ValueError: The channels cannot be had.
+        ValueError: The number of channels cannot be converted.
     """
 
     dataset: Dataset
@@ -48,7 +48,7 @@ class Resized:
 
     @property
     def classes(self) -> tuple[str, ...] | int:
-        """Those of the data set."""
+        """Classes of the data set."""
         return self.dataset.classes
 
     def __len__(self) -> int:
@@ -72,9 +72,9 @@ class Resized:
 
 
 def _weights(size: int, wanted: int) -> NDArray[np.float32]:
-    """Bilinear interpolation of `size` points at `wanted`, as a matrix.
+    """Return the matrix that interpolates `size` points bilinearly at `wanted`.
 
-    Points are the middles of pixels; beyond the outermost the edge repeats.
+    Points are centers of pixels; the edge repeats beyond the outermost.
     """
     places = (np.arange(wanted) + 0.5) * size / wanted - 0.5
     places = places.clip(0, size - 1)

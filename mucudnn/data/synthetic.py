@@ -1,8 +1,9 @@
-"""Learnable images made on the fly: any number of them, no file, no memory.
+"""Learnable images generated on the fly, in any number, without files or memory.
 
-Each class has a smooth pattern, a random sum of the lowest cosines; an image is its
-class's pattern, a random brightness and pixel noise. All of it follows from the seed
-and the index, so one index is always one image, in any order and on any thread.
+Each class has a smooth pattern, a random sum of the lowest cosines. An image is its
+class's pattern with a random brightness and pixel noise. All of it depends on the seed
+and the index only, so an index always gives the same image, in any order and on any
+thread.
 """
 
 from dataclasses import dataclass
@@ -34,15 +35,15 @@ _PATTERNS, _TRAIN, _TEST = range(3)
 class SyntheticDataset:
     """Images of class-dependent patterns in noise.
 
-    Both splits show the same classes; their images differ.
+    Both splits have the same classes, but different images.
 
     Attributes:
-        length: How many images.
-        classes: How many classes; they take turns.
+        length: Number of images.
+        classes: Number of classes, which alternate.
         image_shape: (C, H, W).
-        noise: Standard deviation of a pixel's noise over that of the patterns.
-        seed: Another seed, other patterns and images.
-        split: Which stream of images.
+        noise: Standard deviation of pixel noise relative to that of the patterns.
+        seed: Seed of patterns and images.
+        split: Training or test images.
     """
 
     length: int
@@ -84,7 +85,7 @@ class SyntheticDataset:
         return np.clip(image, 0, 255, out=image)
 
     def _pattern(self, label: int) -> NDArray[np.float32]:
-        """One class's pattern, (C, H, W), with a standard deviation of `_CONTRAST`."""
+        """Return a class's pattern, (C, H, W), of deviation `_CONTRAST`."""
         rng = np.random.default_rng([self.seed, _PATTERNS, label])
         channels, height, width = self.image_shape
         rows, columns = _cosines(height), _cosines(width)
@@ -95,7 +96,7 @@ class SyntheticDataset:
 
 
 def _cosines(size: int) -> NDArray[np.float64]:
-    """The lowest cosines over `size` points, each of mean square 1."""
+    """Return the lowest cosines over `size` points, each of mean square 1."""
     places = (np.arange(size) + 0.5) / size
     waves = np.arange(min(_WAVES, size))[:, None]
     scale = np.where(waves == 0, 1.0, np.sqrt(2))

@@ -1,7 +1,7 @@
-"""What happens to a batch between the data set and the model.
+"""Transforms of batches between data set and model.
 
-A transform is any function of a batch and a random generator. Those here work on the
-whole batch at once and draw all they need from the generator passed in.
+A transform is any function of a batch and a random generator. The ones here process the
+whole batch at once and draw all random numbers from the generator.
 """
 
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ __all__ = [
 
 
 class Transform(Protocol):
-    """A function of a batch, (n, C, H, W), and a generator."""
+    """A function of a batch, (n, C, H, W), and a random generator."""
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
-        """The batch transformed; `images` stays what it is."""
+        """Return the transformed batch; `images` is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compose:
-    """Transforms one after the other, the first next to the data set."""
+    """A sequence of transforms, applied first to last."""
 
     steps: tuple[Transform, ...]
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
-        """The last step's result."""
+        """Return the last transform's result."""
         for step in self.steps:
             images = step(images, rng)
         return images
@@ -45,7 +45,7 @@ class Compose:
 
 @dataclass(frozen=True, slots=True)
 class RandomCrop:
-    """Each image moved by up to `padding` pixels each way, zeros moving in."""
+    """Shift each image by up to `padding` pixels in each direction, filling with 0."""
 
     padding: int = 4
 
@@ -54,7 +54,7 @@ class RandomCrop:
             raise ValueError(f"padding must be 0 or more, got {self.padding}")
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
-        """Every crop has the size of its image."""
+        """Return crops of the size of the images."""
         count, _, height, width = images.shape
         around = (self.padding, self.padding)
         padded = np.pad(images, ((0, 0), (0, 0), around, around))
@@ -65,7 +65,7 @@ class RandomCrop:
 
 @dataclass(frozen=True, slots=True)
 class RandomFlip:
-    """Each image mirrored, left to right, with a probability."""
+    """Mirror each image, left to right, with a probability."""
 
     probability: float = 0.5
 
@@ -74,7 +74,7 @@ class RandomFlip:
             raise ValueError(f"a probability is from 0 to 1, {self.probability} is not")
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
-        """A new batch, even where no image is mirrored."""
+        """Return a new batch, even where no image is mirrored."""
         flipped = rng.random(len(images)) < self.probability
         return np.where(flipped[:, None, None, None], images[..., ::-1], images)
 
@@ -84,9 +84,9 @@ class Normalize:
     """(x - mean) / std, channel by channel, in floating point.
 
     Attributes:
-        mean: One a channel, in units of the data set's pixels.
-        std: One a channel; 0, that of a constant channel, counts as 1.
-        dtype: Of the result.
+        mean: Mean of each channel, in units of the data set's pixels.
+        std: Standard deviation of each channel; 0 (a constant channel) counts as 1.
+        dtype: Data type of the result.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -106,12 +106,12 @@ class Normalize:
     def of(
         cls, dataset: Dataset, dtype: Literal["float32", "float64"] = "float32"
     ) -> "Normalize":
-        """The one that gives `dataset` mean 0 and deviation 1; reads all of it."""
+        """Make the transform that gives `dataset` mean 0 and deviation 1; reads all."""
         mean, std = channel_statistics(dataset)
         return cls(mean, std, dtype)
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
-        """The generator is not used."""
+        """Return the normalized batch; the generator is not used."""
         if len(self.mean) not in (1, images.shape[1]):
             raise ValueError(
                 f"images of {images.shape[1]} channels cannot be normalised by "
@@ -129,11 +129,11 @@ class Normalize:
 def channel_statistics(
     dataset: Dataset, batch: int = 256
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, over the whole data set.
+    """Return mean and standard deviation of each channel over a data set.
 
-    One pass in float64 that holds `batch` images at a time. Batches are merged by
-    the update of Chan, Golub and LeVeque ("Algorithms for Computing the Sample
-    Variance", 1983), which loses no digits where the mean is far from 0.
+    One pass in float64 that holds `batch` images at a time. Batches are merged by the
+    update of Chan, Golub and LeVeque ("Algorithms for Computing the Sample Variance",
+    1983), which is accurate even where the mean is far from 0.
     """
     channels = dataset.image_shape[0]
     count, mean, squares = 0, np.zeros(channels), np.zeros(channels)

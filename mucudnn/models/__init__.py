@@ -1,4 +1,4 @@
-"""Networks of the literature: each is a function of its batch that returns a graph.
+"""Networks of the literature: functions of the batch size that return a graph.
 
     from mucudnn import models
 
@@ -7,8 +7,8 @@
     wide = models.resnet50(32, image=288, classes=10, dtype="float32", seed=1)
     any_name = models.get_model("resnet:6,32,48,6")(8)
 
-The graph is the forward pass with the loss: what `mucudnn.Trainer` takes. A function of
-one's own becomes such a network by `get_model(function)`, which checks what it returns.
+The graph is the forward pass with the loss, as `mucudnn.Trainer` takes it.
+`get_model(function)` makes such a network of any function and validates its graphs.
 """
 
 import warnings
@@ -95,19 +95,19 @@ _GROUP = "mucudnn.models"
 MODELS: Mapping[str, Model] = MappingProxyType(
     {name: value for name in __all__ if isinstance(value := globals().get(name), Model)}
 )
-"""Name -> network; `get_model` knows the family `resnet:n1,n2,n3,n4`, too."""
+"""Name -> network; `get_model` also accepts `resnet:n1,n2,n3,n4`."""
 
 _FAMILY = "resnet:"
 _DEEPEST = 10_000
 
 
 def model_names() -> tuple[str, ...]:
-    """Names that `get_model` knows, those of installed plug-ins included."""
+    """Return the names that `get_model` accepts, those of plug-ins included."""
     return tuple(dict.fromkeys([*MODELS, *plugin_names(_GROUP)]))
 
 
 def network_name(model: str | Callable[..., Graph]) -> str:
-    """What to call a network."""
+    """Return the name of a network for messages."""
     if isinstance(model, str):
         return model
     if isinstance(model, FunctionModel):
@@ -119,17 +119,17 @@ def network_name(model: str | Callable[..., Graph]) -> str:
 
 
 def get_model(name: str | Callable[..., Graph]) -> Model | FunctionModel:
-    """A network by its name.
+    """Return a network by its name.
 
     Args:
-        name: A key of `MODELS`, or `resnet:6,32,48,6` for bottleneck residual networks
-            with that many blocks a stage, or what an installed distribution offers
-            (entry-point group `mucudnn.models`); or a function of the batch that
+        name: A key of `MODELS`, `resnet:6,32,48,6` for bottleneck residual networks
+            with that many blocks per stage, the name of an installed plug-in
+            (entry-point group `mucudnn.models`), or a function of the batch size that
             returns a graph.
 
     Raises:
-        ValueError: Nothing has that name; the message lists what there is.
-        TypeError: It is neither a name nor a function.
+        ValueError: The name is unknown; the message lists the known ones.
+        TypeError: `name` is neither a text nor a function.
     """
     if not isinstance(name, str):
         return _network(name, network_name(name))

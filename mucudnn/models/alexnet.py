@@ -1,4 +1,4 @@
-"""AlexNet in one tower: the network of 2012, and the slimmer one of 2014.
+"""AlexNet in one tower: the network of 2012, and the smaller one of 2014.
 
 Sources: A. Krizhevsky, I. Sutskever and G. Hinton, "ImageNet Classification with Deep
 Convolutional Neural Networks", 2012, without its division into two groups; A.
@@ -14,7 +14,7 @@ __all__ = ["alexnet", "alexnet_owt"]
 
 
 def _alexnet(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
-    """Section 5 gives the start: deviation 0.01, and biases of 1 in some layers."""
+    """Build the layers; section 5 has the initial deviation 0.01 and biases of 1."""
     start, one = Normal(0.01), Constant(1.0)
     x = g.relu(g.conv(x, 96, 11, stride=4, initializer=start))
     x = g.max_pool(_normalised(g, x), 3, 2)
@@ -28,7 +28,7 @@ def _alexnet(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
 
 
 def _normalised(g: GraphBuilder, x: str) -> str:
-    """Section 3.3; the paper's alpha, 1e-4, is not divided by the five channels."""
+    """Apply section 3.3; the paper does not divide alpha, 1e-4, by the 5 channels."""
     return g.lrn(x, size=5, alpha=5e-4, beta=0.75, k=2.0)
 
 

@@ -1,4 +1,4 @@
-"""The classifier that AlexNet, OverFeat and VGG end in: three dense layers."""
+"""The classifier of AlexNet, OverFeat and VGG: three dense layers."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ def dense_head(
     bias: float = 0.0,
     dropout_first: bool = False,
 ) -> str:
-    """Hidden layers with dropout of one half, and the layer of the classes.
+    """Append hidden layers with dropout of one half, and the output layer.
 
-    `bias` is what hidden layers start with; `dropout_first` says whether dropout comes
-    before each of them rather than behind.
+    `bias` is the initial bias of hidden layers. `dropout_first` puts dropout before
+    each of them instead of after it.
     """
     x = g.flatten(x)
     for features in hidden:

@@ -50,7 +50,7 @@ def _imagenet(
 def _cifar(
     g: GraphBuilder, x: str, classes: int, *, layers: int, growth: int
 ) -> tuple[str]:
-    """Three blocks without bottlenecks, dropout of 0.2 behind each convolution."""
+    """Build three blocks without bottlenecks, with dropout of 0.2."""
     x = g.conv(x, 16, 3, padding=1, bias=False)
     for i in range(3):
         with g.scope(f"block{i + 1}"):

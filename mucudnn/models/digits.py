@@ -1,4 +1,4 @@
-"""A small network for 8 x 8 pixels: seconds of training on a processor."""
+"""A small network for 8 x 8 pixels that trains within seconds on a CPU."""
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models.model import Model

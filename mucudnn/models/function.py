@@ -1,8 +1,8 @@
-"""A function of one's own as a network: called with what it takes, its graph checked.
+"""Wrap a user's function as a network, and validate its graphs.
 
-It takes the batch, and of `image`, `classes`, `dtype`, `training` and `seed` what it
-likes; it returns a graph with the inputs `image` and `label`, the loss first among its
-outputs.
+The function takes the batch size and any of `image`, `classes`, `dtype`, `training` and
+`seed`. It returns a graph with the inputs `image` and `label` and the loss as its first
+output.
 """
 
 import inspect
@@ -22,14 +22,14 @@ _OPTIONS = ("image", "classes", "dtype", "training", "seed")
 
 @dataclass(frozen=True, slots=True)
 class FunctionModel:
-    """A network that is a function of its batch.
+    """A network defined by a function of the batch size.
 
     Attributes:
-        function: Makes the graph.
-        name: What messages call it.
+        function: Function that returns the graph.
+        name: Name in messages.
 
     Raises:
-        TypeError: It cannot be called with a batch alone.
+        TypeError: The function cannot be called with a batch size alone.
     """
 
     function: Callable[..., Graph]
@@ -38,7 +38,7 @@ class FunctionModel:
     def __post_init__(self) -> None:
         try:
             signature = inspect.signature(self.function)
-        except ValueError:  # written in C; it will complain itself
+        except ValueError:  # written in C; calling it reports wrong arguments
             return
         try:
             signature.bind(1)
@@ -50,18 +50,18 @@ class FunctionModel:
 
     @property
     def image(self) -> tuple[int, ...]:
-        """Shape of an image if nothing else is asked for: (C, *spatial)."""
+        """Default shape of an image: (C, *spatial)."""
         return self(1).tensors[IMAGE].shape[1:]
 
     @property
     def classes(self) -> int:
-        """Number of classes likewise; 2 where the loss does not count them."""
+        """Default number of classes; 2 where the loss does not tell."""
         return class_count(self(1)) or 2
 
     @property
     def flexible(self) -> bool:
-        """Whether it takes another number of classes."""
-        return "classes" in self._taken()
+        """Whether the function takes a number of classes."""
+        return "classes" in self._accepted_options()
 
     def __call__(
         self,
@@ -73,11 +73,11 @@ class FunctionModel:
         training: bool = True,
         seed: int = 0,
     ) -> Graph:
-        """The forward graph with its loss.
+        """Return the forward graph with its loss.
 
         Raises:
-            ValueError: The graph is not what was asked for.
-            TypeError: The function returns something else than a graph.
+            ValueError: The graph does not match the arguments.
+            TypeError: The function does not return a graph.
         """
         an_integer("batch", batch, least=1)
         shape = None if image is None else full_image(image, self.image)
@@ -88,8 +88,8 @@ class FunctionModel:
             "training": training,
             "seed": seed,
         }
-        taken = self._taken()
-        given = {k: v for k, v in asked.items() if k in taken and v is not None}
+        accepted = self._accepted_options()
+        given = {k: v for k, v in asked.items() if k in accepted and v is not None}
         graph = self.function(batch, **given)
         self._check(graph)
         self._check_as_asked(graph, batch, shape, classes, dtype)
@@ -97,7 +97,7 @@ class FunctionModel:
             self._check_evaluates(graph)
         return graph
 
-    def _taken(self) -> frozenset[str]:
+    def _accepted_options(self) -> frozenset[str]:
         try:
             parameters = inspect.signature(self.function).parameters
         except ValueError:

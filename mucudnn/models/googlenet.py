@@ -1,6 +1,7 @@
-"""GoogLeNet as it was: local response normalisation, no batch norm, two side heads.
+"""GoogLeNet as published: local response normalization, no batch norm, two side heads.
 
-The pooling window of a side head is cut to the map where an image is small.
+For small images the pooling window of a side head is cut to the feature map.
+
 Source: C. Szegedy et al., "Going Deeper with Convolutions", 2015, section 5 and table
 1.
 """
@@ -27,7 +28,7 @@ _BLOCKS = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-"""Channels: 1x1, before 3x3, 3x3, before 5x5, 5x5, behind the pooling."""
+"""Channels: 1x1, before 3x3, 3x3, before 5x5, 5x5, after the pooling."""
 
 _POOLED = ("3b", "4e")
 _SIDE_HEADS = ("4a", "4d")

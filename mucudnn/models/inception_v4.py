@@ -1,4 +1,4 @@
-"""Inception-v4: every convolution with batch norm and without bias.
+"""Inception-v4: every convolution has batch norm and no bias.
 
 Source: C. Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual
 Connections on Learning", 2017, figures 3 to 9.
@@ -10,7 +10,7 @@ from mucudnn.models.model import Model
 __all__ = ["inception_v4"]
 
 _Layer = tuple[int, int, int]
-"""Channels, and the height and width of a kernel; padded to keep the size."""
+"""(channels, kernel height, kernel width), padded to keep the size."""
 
 
 def _conv(

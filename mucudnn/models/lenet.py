@@ -1,7 +1,7 @@
-"""LeNet for handwritten digits, with the sizes and the initialisation of Caffe's.
+"""LeNet for handwritten digits, with the sizes and the initialization of Caffe's.
 
 Source: Y. LeCun et al., "Gradient-Based Learning Applied to Document Recognition",
-1998; maximum pooling and rectified units instead of their older forms.
+1998; with max pooling and ReLU instead of their older forms.
 """
 
 from mucudnn.ir.builder import GraphBuilder

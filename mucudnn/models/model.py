@@ -1,7 +1,7 @@
-"""A network as a function of its batch: what all of them have in common.
+"""Networks as functions of the batch size: common inputs, loss and accuracy.
 
-A body turns an image into logits; around it go the inputs, the loss and the counts of
-right answers.
+A body maps an image to logits; `Model` adds the inputs, the loss and the counts of
+correct answers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,13 @@ from mucudnn.ir.shapes import Ints
 __all__ = ["IMAGE", "LABEL", "Body", "Model", "class_count", "full_image"]
 
 IMAGE = "image"
-"""Name of the input that images are fed to, (N, C, *spatial)."""
+"""Name of the input of images, (N, C, *spatial)."""
 
 LABEL = "label"
-"""Name of the input that classes are fed to: int64 (N,), of pixels (N, *spatial)."""
+"""Name of the input of labels: int64 (N,), or (N, *spatial) per pixel."""
 
 Body = Callable[[GraphBuilder, str, int], Sequence[str]]
-"""(builder, image, number of classes) -> logits: its own, then those of side heads."""
+"""(builder, image, number of classes) -> logits: the main ones, then of side heads."""
 
 _TOP = 5
 _MANY_CLASSES = 10
@@ -33,9 +33,9 @@ class Model:
 
     Attributes:
         body: Its layers up to the logits.
-        image: Shape of an image if nothing else is asked for: (C, *spatial).
-        classes: Number of classes likewise.
-        side_weight: What the loss of each side head counts beside the network's own.
+        image: Default shape of an image: (C, *spatial).
+        classes: Default number of classes.
+        side_weight: Weight of the loss of each side head.
     """
 
     body: Body
@@ -53,21 +53,21 @@ class Model:
         training: bool = True,
         seed: int = 0,
     ) -> Graph:
-        """The forward graph with its loss.
+        """Build the forward graph with its loss.
 
         Args:
             batch: Images in a mini-batch.
-            image: Another size of image: a side, all sides, or channels and sides.
+            image: Another image size: one side, all sides, or channels and sides.
             classes: Another number of classes.
-            dtype: Of activations and parameters.
-            training: Whether it is for training: with dropout, the batch's own
-                statistics and side heads.
-            seed: Of dropout's masks.
+            dtype: Data type of activations and parameters.
+            training: Whether to build for training: with dropout, batch statistics and
+                side heads.
+            seed: Seed of dropout masks.
 
         Returns:
             A graph with the inputs `image` and `label`. Its outputs are the loss (the
-            mean over the batch), how many answers are right, and for more than ten
-            classes how many are among the best five.
+            mean over the batch), the number of correct answers, and for more than ten
+            classes the number of those among the best five.
 
         Raises:
             ValueError: A size is out of range, or the image too small for the layers;
@@ -91,11 +91,11 @@ class Model:
 
 
 def full_image(image: Ints, own: tuple[int, ...]) -> tuple[int, ...]:
-    """(C, *spatial), from that, all sides or one side, of a network with an own shape.
+    """Return (C, *spatial), from a full shape, all sides or one side.
 
     Raises:
-        TypeError: These are no whole numbers.
-        ValueError: They are too many or too few, or one is below 1.
+        TypeError: A size is no whole number.
+        ValueError: The number of sizes is wrong, or a size is below 1.
     """
     channels, *sides = own
     if not isinstance(image, Iterable):
@@ -112,7 +112,7 @@ def full_image(image: Ints, own: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def class_count(graph: Graph) -> int | None:
-    """Classes that a network tells apart; None where its loss does not count them."""
+    """Return the number of classes in a network's loss; None if unknown."""
     for node in graph.nodes:
         if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
             return graph.tensors[node.inputs[0]].shape[1]

@@ -1,7 +1,8 @@
 """Residual networks for ImageNet, and a family of any depth.
 
-A bottleneck steps in its 3 x 3 convolution, as implementations have come to do, rather
-than in its first; the parameters are the same.
+A bottleneck has its stride in the 3 x 3 convolution, as in common implementations,
+instead of in the first; the parameters are the same.
+
 Sources: K. He et al., "Deep Residual Learning for Image Recognition", 2016, table 1; L.
 Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural
 Networks", 2018, for the family.
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 Block = Callable[[GraphBuilder, str, int, int], str]
-"""(builder, x, width, stride) -> what is added to the shortcut, and its ReLU."""
+"""(builder, x, width, stride) -> output of the residual block."""
 
 
 def _conv_bn(
@@ -44,7 +45,7 @@ def _conv_bn(
 
 def _basic(g: GraphBuilder, x: str, width: int, stride: int) -> str:
     y = g.relu(_conv_bn(g, x, width, 3, stride))
-    return _joined(g, x, _conv_bn(g, y, width, 3), stride)
+    return _add_shortcut(g, x, _conv_bn(g, y, width, 3), stride)
 
 
 def _bottleneck(
@@ -53,11 +54,11 @@ def _bottleneck(
     first, second = (stride, 1) if step_first else (1, stride)
     y = g.relu(_conv_bn(g, x, width, 1, first))
     y = g.relu(_conv_bn(g, y, width, 3, second))
-    return _joined(g, x, _conv_bn(g, y, 4 * width, 1), stride)
+    return _add_shortcut(g, x, _conv_bn(g, y, 4 * width, 1), stride)
 
 
-def _joined(g: GraphBuilder, x: str, y: str, stride: int) -> str:
-    """Add the shortcut: a projection where the shape changes, else nothing at all."""
+def _add_shortcut(g: GraphBuilder, x: str, y: str, stride: int) -> str:
+    """Add the shortcut (a projection where the shape changes) and apply ReLU."""
     channels = g.shape(y)[1]
     if stride != 1 or g.shape(x)[1] != channels:
         with g.scope("shortcut"):
@@ -106,10 +107,10 @@ resnet152 = _resnet(_bottleneck, 3, 8, 36, 3)
 
 
 def resnet_superneurons(n3: int, *, n1: int = 6, n2: int = 32, n4: int = 6) -> Model:
-    """Bottlenecks in any number: depth 3 (n1 + n2 + n3 + n4) + 2.
+    """Return a network of bottlenecks of depth 3 (n1 + n2 + n3 + n4) + 2.
 
-    As there: 227 x 227 pixels, steps in the first convolution of a bottleneck, and a
-    first pooling without padding. The paper goes deeper by `n3`.
+    As in the paper: 227 x 227 pixels, strides in the first convolution of a bottleneck,
+    and a first pooling without padding. The paper increases the depth by `n3`.
 
     Raises:
         ValueError: A stage has no block.

@@ -2,6 +2,7 @@
 
 Where the shape changes, the shortcut takes every second pixel and pads channels with
 zeros (the paper's option A), half of them on each side.
+
 Source: K. He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
 """
 
@@ -24,7 +25,7 @@ def _block(g: GraphBuilder, x: str, channels: int, stride: int) -> str:
     y = g.relu(_conv_bn(g, x, channels, stride))
     y = _conv_bn(g, y, channels)
     if stride != 1:
-        x = g.avg_pool(x, 1, stride)  # windows of one pixel: a choice of pixels
+        x = g.avg_pool(x, 1, stride)  # windows of one pixel: subsampling
     missing = channels - g.shape(x)[1]
     if missing:
         before, after = missing // 2, missing - missing // 2
@@ -41,10 +42,6 @@ def _body(g: GraphBuilder, x: str, classes: int, *, blocks: int) -> tuple[str]:
     return (g.linear(g.flatten(g.global_avg_pool(x)), classes),)
 
 
-def _resnet(depth: int) -> Model:
-    return Model(partial(_body, blocks=(depth - 2) // 6), (3, 32, 32), 10)
-
-
 resnet20, resnet32, resnet44, resnet56, resnet110 = (
-    _resnet(depth) for depth in (20, 32, 44, 56, 110)
+    Model(partial(_body, blocks=blocks), (3, 32, 32), 10) for blocks in (3, 5, 7, 9, 18)
 )

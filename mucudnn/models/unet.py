@@ -1,7 +1,8 @@
-"""U-Nets in two and three dimensions, their convolutions padded.
+"""U-Nets in two and three dimensions with padded convolutions.
 
-So what comes out has the size of the image, which must be divisible by two for every
-step down (the originals' convolutions are not padded and their skips are cropped).
+The output has the size of the image, which must be divisible by two for every level.
+(The originals do not pad convolutions, and crop their skips.)
+
 Sources: O. Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image
 Segmentation", 2015; Ö. Çiçek et al., "3D U-Net: Learning Dense Volumetric Segmentation
 from Sparse Annotation", 2016.
@@ -42,9 +43,10 @@ def _body(
     halving: bool,
     batch_norm: bool,
 ) -> tuple[str]:
-    """The original in 2-D halves the channels on the way up, that in 3-D keeps them.
+    """Build the levels down and up.
 
-    The latter has no bias there: only so is its size the 19 069 955 of the paper.
+    On the way up, the 2-D original halves the channels; the 3-D one keeps them and has
+    no bias there, without which its size would not be the paper's 19 069 955.
     """
     steps = len(pairs) - 1
     if any(size % 2**steps for size in g.shape(x)[2:]):
@@ -67,7 +69,7 @@ def _body(
 
 
 def narrow_unet2d(channels: int, *, batch_norm: bool = False) -> Model:
-    """A 2-D U-Net whose finest level has so many channels; the original has 64."""
+    """Return a 2-D U-Net with `channels` at the finest level; the original has 64."""
     width = an_integer("channels", channels, least=1)
     pairs = tuple((width << i, width << i) for i in range(5))
     body = partial(_body, pairs=pairs, halving=True, batch_norm=batch_norm)
@@ -75,7 +77,7 @@ def narrow_unet2d(channels: int, *, batch_norm: bool = False) -> Model:
 
 
 def narrow_unet3d(channels: int, *, batch_norm: bool = True) -> Model:
-    """A 3-D U-Net whose first convolution has so many channels; the original has 32."""
+    """Return a 3-D U-Net with `channels` in its first layer; the original has 32."""
     width = an_integer("channels", channels, least=1)
     pairs = tuple((width << i, 2 * width << i) for i in range(4))
     body = partial(_body, pairs=pairs, halving=False, batch_norm=batch_norm)

@@ -1,4 +1,4 @@
-"""VGG, and the very deep ones made of it.
+"""VGG, and the very deep networks derived from it.
 
 Sources: K. Simonyan and A. Zisserman, "Very Deep Convolutional Networks for Large-Scale
 Image Recognition", 2015, table 1, configurations D and E; M. Rhu et al., "vDNN:

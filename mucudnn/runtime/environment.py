@@ -1,6 +1,6 @@
-"""The environment variables of µ-cuDNN, read here and nowhere else; and the defaults.
+"""Environment variables of µ-cuDNN and defaults; no other module reads them.
 
-Measurements are remembered in the user's cache directory unless something else is said.
+Measurements are stored in the user's cache directory by default.
 """
 
 import enum
@@ -27,13 +27,13 @@ __all__ = [
 
 
 class Users(enum.Enum):
-    """Whose cache: there is one choice, which no path can be mistaken for."""
+    """Sentinel for the user's cache directory, distinct from every path."""
 
     CACHE = "the user's cache directory"
 
 
 USERS = Users.CACHE
-"""The default of a tuner's `cache`."""
+"""Default of a tuner's `cache`."""
 
 CacheChoice = BenchmarkCache | str | os.PathLike[str] | Users | None
 
@@ -43,9 +43,9 @@ _DEVICES = "MUCUDNN_BENCHMARK_DEVICES"
 def tuner_options(
     environ: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a `Tuner`: the overrides, and what the environment adds to them.
+    """Return arguments of a `Tuner`: the overrides, completed by the environment.
 
-    An empty variable counts as none.
+    An empty variable counts as unset.
 
     Raises:
         ValueError: A variable is not valid; the message names it.
@@ -58,14 +58,18 @@ def tuner_options(
     if text and not {"benchmark_backends", "executor"} & options.keys():
         backend = options.get("backend", "cpu")
         kind = backend if isinstance(backend, str) else backend.name
-        options["benchmark_backends"] = _named(
-            _DEVICES, text, lambda text: _backends(kind, _devices(text))
-        )
+
+        def backends(text: str) -> list[Backend]:
+            numbers = _devices(text)
+            chosen = range(device_count(kind)) if numbers == "all" else numbers
+            return [get_backend(kind, i) for i in chosen]
+
+        options["benchmark_backends"] = _named(_DEVICES, text, backends)
     return options
 
 
 def launched_processes(environ: Mapping[str, str] = os.environ) -> int:
-    """How many processes a launcher of MPI started together; 1 without one."""
+    """Return the number of processes that an MPI launcher started; 1 without one."""
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_WORLD_SIZE"):
         if (text := environ.get(name, "")).isdecimal():
             return int(text)
@@ -73,18 +77,18 @@ def launched_processes(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Where measurements are remembered: `MUCUDNN_DATABASE`, or the user's cache."""
+    """Return the cache file: `MUCUDNN_DATABASE`, or that of the user's directory."""
     return Path(environ.get("MUCUDNN_DATABASE") or default_path())
 
 
 def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
-    """What a tuner's `cache` stands for.
+    """Open the cache that a tuner's `cache` argument selects.
 
-    In the user's cache directory nothing is remembered of backends that compute
-    nothing: their times are made up, or recorded already.
+    For backends that compute nothing, the default is memory only: their times are
+    invented, or recorded already.
 
     Raises:
-        TypeError: It is none of the things that a cache can be told by.
+        TypeError: `choice` is no path, `BenchmarkCache` or None.
         ValueError: The path is empty.
     """
     if isinstance(choice, BenchmarkCache):
@@ -115,7 +119,7 @@ def _named(name: str, text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _policy(text: str) -> BatchPolicy:
-    """A policy by our name or by µ-cuDNN's."""
+    """Return a batch-size policy by our name or by µ-cuDNN's."""
     policy = cast(BatchPolicy, "powers_of_two" if text == "powerOfTwo" else text)
     candidate_batches(1, policy)
     return policy
@@ -128,11 +132,6 @@ def _devices(text: str) -> Sequence[int] | Literal["all"]:
         return [parse_integer(part) for part in text.split(",")]
     except ValueError:
         raise ValueError("expected `all` or device numbers such as 0,1") from None
-
-
-def _backends(kind: str, devices: Sequence[int] | Literal["all"]) -> list[Backend]:
-    chosen = range(device_count(kind)) if devices == "all" else devices
-    return [get_backend(kind, i) for i in chosen]
 
 
 _VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {

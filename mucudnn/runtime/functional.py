@@ -1,7 +1,7 @@
-"""Convolutions that plan themselves: the functions to put in place of a framework's.
+"""Convolution functions that plan themselves, as replacements of a framework's.
 
-The first call of a problem measures and plans it (or finds it in the tuner's cache);
-every later one is a dictionary lookup and the kernels.
+The first call of a problem measures and plans it, or finds it in the tuner's cache.
+Every later call is a dictionary lookup and the kernels.
 """
 
 import functools
@@ -29,7 +29,7 @@ __all__ = [
 Ints = int | Sequence[int]
 
 Padding = Ints | str
-"""Numbers, "same" or "valid"."""
+"""Zeros at both ends (an int, or one per axis), "same" or "valid"."""
 
 
 def conv1d(
@@ -46,7 +46,7 @@ def conv1d(
     out: Any = None,
     accumulate: bool = False,
 ) -> Any:
-    """Correlate x (N, C, W) with w (K, C // groups, S); `conv2d` tells the rest."""
+    """Correlate x (N, C, W) with w (K, C // groups, S); see `conv2d`."""
     options = (stride, padding, dilation, groups, layout)
     signature = ("forward", 1, None, options)
     return _call(signature, x, w, tuner, out, accumulate, bias)
@@ -132,10 +132,10 @@ def conv_backward_data(
     out: Any = None,
     accumulate: bool = False,
 ) -> Any:
-    """Gradient of a convolution with respect to its input, in 1, 2 or 3 dimensions.
+    """Return the gradient of a 1D, 2D or 3D convolution with respect to its input.
 
-    `dy` is the gradient of the output, stored as the output is, and `x_shape` the shape
-    of the input as it is stored (`NHWC`: channels last); `conv2d` tells the rest.
+    `dy` is the gradient of the output, stored like the output. `x_shape` is the shape
+    of the input as stored (`NHWC`: channels last). For the options see `conv2d`.
 
     Returns:
         dx, of shape `x_shape`.
@@ -162,11 +162,11 @@ def conv_backward_filter(
     out: Any = None,
     accumulate: bool = False,
 ) -> Any:
-    """Gradient of a convolution with respect to its filter, in 1, 2 or 3 dimensions.
+    """Return the gradient of a 1D, 2D or 3D convolution with respect to its filter.
 
-    `dy` is the gradient of the output and `w_shape` the shape of the filter as it is
-    stored. With `accumulate` the gradient is added to `out` once, however many
-    micro-batches there are; `conv2d` tells the rest.
+    `dy` is the gradient of the output and `w_shape` the shape of the filter as stored.
+    With `accumulate`, the gradient is added to `out` once, however many micro-batches
+    there are. For the options see `conv2d`.
 
     Returns:
         dw, of shape `w_shape`.
@@ -180,10 +180,10 @@ def conv_backward_filter(
 
 
 def explain(plan: ConvPlan, tuner: Tuner | None = None) -> str:
-    """Say in words why a plan is what it is.
+    """Explain in words why a plan was chosen.
 
-    What undivided chose, what the plan does instead, which algorithm was excluded by
-    how many bytes, what each limit would buy.
+    The text names the choice without division, what the plan does instead, which
+    algorithms were excluded by how many bytes, and what higher limits would gain.
     """
     return (tuner or _default_tuner()).explain(plan)
 
@@ -197,7 +197,7 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 _Options = tuple[Any, Any, Any, int, str]
 _Signature = tuple[str, int | None, tuple[int, ...] | None, _Options]
-"""Direction, spatial axes, shape of the result, and stride, padding … layout."""
+"""Direction, number of spatial axes, result shape, and (stride, …, layout)."""
 
 
 def _call(
@@ -209,7 +209,7 @@ def _call(
     accumulate: bool,
     bias: Any = None,
 ) -> Any:
-    """Run what is ready for this signature and these operands, or make it ready."""
+    """Run the bound plan of this signature and these operands, binding it first."""
     if tuner is None:
         tuner = _default_tuner()
     elif not isinstance(tuner, Tuner):
@@ -240,12 +240,15 @@ def _call(
         ready = tuner.bound[key] = tuner.compiled(problem)
     out = ready(a, b, out, accumulate)
     if bias is not None:
-        _add_bias(tuner.backend, bias, out, channels_last=signature[3][4] == "NHWC")
+        y = out  # the kernel takes channels as the second axis
+        if signature[3][4] == "NHWC":
+            y = out.reshape((math.prod(out.shape[:-1]), out.shape[-1]))
+        tuner.backend.kernels["bias"].run([y, bias], [y], {}, None)
     return out
 
 
 def _checked_bias(backend: Backend, bias: Any, w: Any, out: Any) -> Any:
-    """The bias, densely packed; a copy where `out` would overwrite it."""
+    """Return the bias, densely packed; a copy where `out` would overwrite it."""
     try:
         shape, dtype = bias.shape, bias.dtype
     except AttributeError:
@@ -260,13 +263,6 @@ def _checked_bias(backend: Backend, bias: Any, w: Any, out: Any) -> Any:
     device = backend.device
     overwritten = hasattr(out, "shape") and device.overlap(bias, out)
     return device.dense(bias, copy=overwritten)
-
-
-def _add_bias(backend: Backend, bias: Any, y: Any, *, channels_last: bool) -> None:
-    """Add a number a channel in place; the kernel takes channels as the second axis."""
-    if channels_last:
-        y = y.reshape((math.prod(y.shape[:-1]), y.shape[-1]))
-    backend.kernels["bias"].run([y, bias], [y], {}, None)
 
 
 def _hashable(options: _Options) -> _Options:
@@ -321,7 +317,7 @@ def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:
 
 
 def _logical(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """A stored shape with its channels second."""
+    """Return a stored shape with its channels second."""
     if layout == "NHWC" and len(shape) > 1:
         return (shape[0], shape[-1], *shape[1:-1])
     return tuple(shape)

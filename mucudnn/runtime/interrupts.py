@@ -1,7 +1,7 @@
-"""Ctrl-C and what else asks a program to end: SIGTERM and SIGHUP.
+"""Handle requests to end the program: Ctrl-C, SIGTERM and SIGHUP.
 
-All of them raise `KeyboardInterrupt`, so that what keeps something at Ctrl-C keeps it
-whoever asks. A batch system sends SIGTERM and leaves some seconds before it kills.
+All of them raise `KeyboardInterrupt`, so whatever saves its state at Ctrl-C does so for
+the others as well. A batch system sends SIGTERM some seconds before it kills.
 """
 
 import os
@@ -22,32 +22,32 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP")
     if hasattr(signal, name)
 )
-"""Those that ask a program to end; not every system has the last."""
+"""Signals that ask a program to end; not every system has SIGHUP."""
 
 _HANG_UP = getattr(signal, "SIGHUP", None)
 
 _ONE_S = 0.1
-"""Seconds within which several signals are one request. `timeout` signals a process and
-then its group, a closing terminal is told by the kernel and by the shell."""
+"""Seconds within which several signals are one request: `timeout` signals a process
+and then its group, and at a closing terminal both kernel and shell send SIGHUP."""
 
-Handler = Any  # what `signal.getsignal` gives: a function, a number or nothing
+Handler = Any  # type of `signal.getsignal`: a function, a number or None
 
 
 class Interrupts:
-    """Within it SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does.
+    """Context in which SIGTERM and SIGHUP raise `KeyboardInterrupt`, like Ctrl-C.
 
-    The first one raises; one after it ends the program at once. A signal that is
+    The first signal raises; a later one ends the program at once. A signal that is
     ignored (`nohup`, the background of some shells) or has a handler of the caller's
-    stays as it is. Entering it again within itself, or in another thread than the main
-    one, changes nothing.
+    keeps its handler. Entering the context again, or in a thread other than the main
+    one, has no effect.
 
     Args:
-        end: Ends the program, given the signal's number; by default the signal does
-            what it would have done without this.
-        clock: Seconds, for telling one request from two.
+        end: Ends the program, given the signal's number; by default the signal's usual
+            effect.
+        clock: Clock in seconds, to tell one request from two.
 
     Attributes:
-        number: The signal that came; None if none did.
+        number: Number of the signal that arrived; None if none did.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Interrupts:
                 signal.signal(number, usual)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """What the signals call."""
+        """Handle a signal."""
         if self.note(number):
             raise KeyboardInterrupt
 
     def note(self, number: int) -> bool:
-        """Remember a signal; whether it is the first, else it has ended the program."""
+        """Remember a signal; return whether it is the first. A later one ends all."""
         now = self._clock()
         if number == _HANG_UP:
             _leave_terminal()
@@ -103,11 +103,11 @@ class Interrupts:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Within it the first Ctrl-C only makes what is yielded true; a second one raises.
+    """Defer the first Ctrl-C within a block; yield a function that reports it.
 
-    For what must not be left half done: a step, a file. It holds for all signals that
-    would raise `KeyboardInterrupt`. In other threads than the main one, and under a
-    handler of the caller's own, nothing is deferred.
+    For work that must not be left half done, such as a step or a file. A second Ctrl-C
+    raises. All signals that would raise `KeyboardInterrupt` are deferred. In threads
+    other than the main one, and under a handler of the caller's own, nothing is.
     """
     seen = threading.Event()
     usual: dict[int, Handler] = {}
@@ -134,7 +134,7 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def _leave_terminal() -> None:
-    """What is written to a terminal that is gone goes nowhere: it would be an error."""
+    """Redirect output to a closed terminal to nowhere, as it would raise errors."""
     for number in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
@@ -144,10 +144,10 @@ def _leave_terminal() -> None:
 
 
 def end_children() -> None:
-    """Kill the processes that this one has started and that still run.
+    """Kill the child processes that still run.
 
-    A signal may have reached this process alone, and what waits for a solver does not
-    end it. Where the system has no `/proc` they end by themselves, later.
+    A signal may have reached this process alone, without its solvers. Where the system
+    has no `/proc`, children end by themselves later.
     """
     tasks = Path("/proc/self/task")
     with suppress(OSError):

@@ -1,7 +1,7 @@
 """Networks and benchmark sets, as lists of their convolutions.
 
-Each is one CSV file in this folder, read as any other file would be. A network lists
-every distinct shape once, `count` telling how often it occurs.
+Each is a CSV file in this folder, read like any other. A network lists every distinct
+shape once, with the number of its occurrences as `count`.
 """
 
 from importlib.resources import files
@@ -27,14 +27,14 @@ SUITES = {
     "deepbench_train": "DeepBench, training",
     "deepbench_inference": "DeepBench, inference on a server",
 }
-"""Names and what they are."""
+"""Name -> description."""
 
 
 def load_suite(name: str) -> tuple[Layer, ...]:
-    """The layers of a suite, forward.
+    """Return the layers of a suite, all forward.
 
     Raises:
-        ValueError: No suite has that name; the message lists those that exist.
+        ValueError: The name is unknown; the message lists the known ones.
     """
     if name not in SUITES:
         raise ValueError(f"unknown suite {name!r}; choose one of: {', '.join(SUITES)}")

@@ -1,8 +1,8 @@
-"""A layer to measure, and how one is written in a line of text.
+"""Convolution layers to measure, and their text form.
 
 Letters are the field's: n, c, d, h, w for the input, k, t, r, s for the filters (t
-deep, r high, s wide). How many spatial axes a layer has follows from the letters given:
-w and s alone make it 1-D, h and r add the second axis, d and t the third.
+deep, r high, s wide). The letters given determine the number of spatial axes: w and s
+alone make a layer 1-D, h and r add the second axis, d and t the third.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ __all__ = [
 ]
 
 _AXES = (("d", "t"), ("h", "r"), ("w", "s"))
-"""Input letter, filter letter, deepest first."""
+"""(input letter, filter letter) of each axis, depth first."""
 _STEPS = {"pad": 0, "stride": 1, "dilation": 1}
-"""What is said of every axis, or of each, and what it is if nothing is said."""
+"""Option for all axes or for one -> its default."""
 _MOST = 2**31 - 1  # libraries count in 32 bits
 _TEXT = ("dtype", "layout")
 
@@ -31,12 +31,12 @@ PROBLEM_KEYS = (
     *(f"{step}{axis}" for step in _STEPS for axis in ("", "_d", "_h", "_w")),
     *("groups", *_TEXT),
 )
-"""Everything a problem can be written with."""
+"""All keys of a problem's text form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A named convolution and how often its network contains it."""
+    """A named convolution and its number of occurrences in the network."""
 
     name: str
     problem: ConvProblem
@@ -44,11 +44,11 @@ class Layer:
 
 
 def parse_problem(text: str) -> ConvProblem:
-    """Read `n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2`; the direction is forward.
+    """Parse `n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2` as a forward problem.
 
     Raises:
         ValueError: A key is unknown, missing or given twice, or a value is no integer;
-            the message quotes the text and lists what would be valid.
+            the message quotes the text and lists the valid keys.
     """
     fields: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -72,19 +72,23 @@ def parse_problem(text: str) -> ConvProblem:
 def problem_from_fields(
     fields: Mapping[str, str], labels: Mapping[str, str] | None = None
 ) -> ConvProblem:
-    """A forward problem from `PROBLEM_KEYS` and the text that was given for each.
+    """Return the forward problem of the texts given for `PROBLEM_KEYS`.
 
-    Args:
-        fields: Text by key; keys that were left empty are absent.
-        labels: What the source calls a key, for messages, where it differs.
+    `labels` has the names of keys in messages, where they differ.
 
     Raises:
-        ValueError: A key is missing or a value does not fit.
+        ValueError: A key is missing or a value is not valid.
     """
     values = _integers(fields, labels or {})
-    axes = _spatial_axes(values)
+    given = [i for i, pair in enumerate(_AXES[:2]) if values.keys() & {*pair}]
+    axes = _AXES[min(given, default=2) :]
     inputs, filters = [i for i, _ in axes], [f for _, f in axes]
-    _require(values, ("n", "c", *inputs, "k", *filters))
+    keys = ("n", "c", *inputs, "k", *filters)
+    if missing := [key for key in keys if key not in values]:
+        raise ValueError(
+            f"{', '.join(missing)} missing; a {len(keys) // 2 - 1}-D convolution needs "
+            f"{', '.join(keys)}"
+        )
     groups = values.get("groups", 1)
     if groups < 1 or values["c"] % groups:
         raise ValueError(f"{values['c']} channels do not divide into {groups} groups")
@@ -102,7 +106,7 @@ def problem_from_fields(
 
 
 def short_name(problem: ConvProblem) -> str:
-    """Input, filters and kernel, width first: `112x112x64-128-3x3`."""
+    """Return input, filters and kernel, width first: `112x112x64-128-3x3`."""
     image = "x".join(str(size) for size in reversed(problem.x_shape[2:]))
     kernel = "x".join(str(size) for size in reversed(problem.w_shape[2:]))
     return f"{image}x{problem.x_shape[1]}-{problem.w_shape[0]}-{kernel}"
@@ -120,22 +124,6 @@ def _integers(fields: Mapping[str, str], labels: Mapping[str, str]) -> dict[str,
         except ValueError as e:
             raise ValueError(f"{label} is {e}") from None
     return values
-
-
-def _spatial_axes(values: Mapping[str, int]) -> Sequence[tuple[str, str]]:
-    for rank, (image, kernel) in zip((3, 2), _AXES, strict=False):
-        if image in values or kernel in values:
-            return _AXES[3 - rank :]
-    return _AXES[2:]
-
-
-def _require(values: Mapping[str, int], keys: Sequence[str]) -> None:
-    missing = [key for key in keys if key not in values]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} missing; a {len(keys) // 2 - 1}-D convolution needs "
-            f"{', '.join(keys)}"
-        )
 
 
 def _per_axis(values: Mapping[str, int], step: str, axes: Sequence[str]) -> list[int]:

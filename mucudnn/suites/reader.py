@@ -1,8 +1,8 @@
-"""Layers from a CSV file, whoever wrote it.
+"""Read layers from a CSV file in any of three dialects.
 
-Three dialects share one reader: DeepBench's (columns by position, with or without a
-header), that of µ-cuDNN's benchmark files (`source,W,H,C_in,N,C_out,kernel_w,…`) and
-ours (any of `COLUMNS`, in any order). Filter sizes are ambiguous in the wild; here r
+The dialects are DeepBench's (columns by position, with or without a header), that of
+µ-cuDNN's benchmark files (`source,W,H,C_in,N,C_out,kernel_w,…`) and ours (any of
+`COLUMNS`, in any order). Published files disagree on the order of filter sizes; here r
 and `filter_h` are the height, s and `filter_w` the width.
 """
 
@@ -18,7 +18,7 @@ from mucudnn.suites.layer import PROBLEM_KEYS, Layer, problem_from_fields, short
 __all__ = ["COLUMNS", "read_layers", "read_layers_file"]
 
 COLUMNS = ("name", *PROBLEM_KEYS, "count", "set", "application")
-"""Header names; see `_ALIASES` for those of other projects."""
+"""Names of columns; `_ALIASES` has those of other projects."""
 
 _ALIASES = {
     "batch": "n",
@@ -39,11 +39,10 @@ _MOST_TIMES = 2**31 - 1
 
 
 def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
-    """Every layer of a CSV file; unnamed ones get its name and their shape.
+    """Read all layers of a CSV file; unnamed ones get its name and their shape.
 
     Raises:
-        ValueError: The file is not such a table; the message names file, line and
-            column.
+        ValueError: The file is no valid table; names file, line and column.
         OSError: The file cannot be read.
     """
     path = Path(path)
@@ -55,15 +54,12 @@ def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
 
 
 def read_layers(lines: Iterable[str], stem: str, where: str) -> tuple[Layer, ...]:
-    """Every layer of a CSV text.
+    """Read all layers of a CSV text.
 
-    Args:
-        lines: The text.
-        stem: What unnamed layers are called after.
-        where: What messages call the text.
+    Unnamed layers are named after `stem`; messages call the text `where`.
 
     Raises:
-        ValueError: It is not such a table; the message names line and column.
+        ValueError: The text is no valid table; names line and column.
     """
     layers: list[Layer] = []
     columns: dict[str, str] = {}
@@ -76,7 +72,10 @@ def read_layers(lines: Iterable[str], stem: str, where: str) -> tuple[Layer, ...
                 continue
             at = f"{where}:{reader.line_num}"
             if not columns:
-                by_position = _is_data(cells)
+                first = cells[: len(_DEEPBENCH)]  # a row of numbers has no header
+                by_position = len(first) == len(_DEEPBENCH) and all(
+                    cell.isascii() and cell.lstrip("-").isdigit() for cell in first
+                )
                 if not by_position:
                     columns = _header(cells, at)
                     continue
@@ -91,15 +90,8 @@ def read_layers(lines: Iterable[str], stem: str, where: str) -> tuple[Layer, ...
     return _distinct(layers, stem)
 
 
-def _is_data(cells: Sequence[str]) -> bool:
-    return len(cells) >= len(_DEEPBENCH) and all(
-        cell.isascii() and cell.lstrip("-").isdigit()
-        for cell in cells[: len(_DEEPBENCH)]
-    )
-
-
 def _header(cells: Sequence[str], at: str) -> dict[str, str]:
-    """Key -> what the file calls it, column by column."""
+    """Return key -> name in the file, column by column."""
     columns: dict[str, str] = {}
     for label in cells:
         key = _ALIASES.get(label.lower(), label.lower())
@@ -146,7 +138,7 @@ def _count(text: str) -> int:
 
 
 def _distinct(layers: Sequence[Layer], stem: str) -> tuple[Layer, ...]:
-    """Names that occur twice (a column of applications) give way to shapes."""
+    """Replace names that occur twice (a column of applications) by shapes."""
     seen = Counter(layer.name for layer in layers)
     return tuple(
         layer

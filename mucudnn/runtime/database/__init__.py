@@ -1,1 +1,1 @@
-"""What was measured, kept in files."""
+"""Persistent storage of measurements: the SQLite cache, recordings, step tables."""

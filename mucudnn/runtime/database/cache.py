@@ -1,8 +1,8 @@
-"""Remember measurements, in memory or in a file that processes share.
+"""Store measurements in memory or in an SQLite file that processes share.
 
-A measurement is of a device, a convolution at a micro-batch size, an algorithm and a
-math mode. Its key holds no mini-batch size, limit or policy, so it serves them all.
-The file is `RecordFile`'s business; this module says what is in it.
+A measurement belongs to a device, a convolution at a micro-batch size, an algorithm and
+a math mode. The key holds no mini-batch size, limit or policy, so one row serves all of
+them. `RecordFile` handles the file; this module defines its contents.
 """
 
 import functools
@@ -54,23 +54,22 @@ T = TypeVar("T")
 
 
 def default_path() -> Path:
-    """The file in the user's cache directory, as the platform defines it."""
+    """Return the cache file in the user's cache directory of this platform."""
     return platformdirs.user_cache_path("mucudnn") / "perf-v3.sqlite"
 
 
 class BenchmarkCache:
-    """Measurements by device and convolution; threads and processes may share it.
+    """Measurements by device and convolution, shared by threads and processes.
 
     Args:
-        path: The file to remember in, made where it is missing; None is memory only.
-        timeout_s: How long to wait for other processes that write to it.
+        path: SQLite file, created where it is missing; None keeps rows in memory only.
+        timeout_s: Seconds to wait for other processes that write to the file.
 
     Attributes:
-        writes: How often this object has written.
+        writes: Number of write operations by this object.
 
-    A file that cannot be used never raises: see
-    `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a
-    warning that counts them.
+    An unusable file never raises: see `mucudnn.runtime.database.sqlite_file`. Damaged
+    rows are skipped with one warning that counts them.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class BenchmarkCache:
 
     @property
     def path(self) -> Path | None:
-        """The file in use; None if it is memory."""
+        """Path of the file in use; None for an in-memory cache."""
         return self._file.path
 
     def __reduce__(self) -> NoReturn:
@@ -94,19 +93,19 @@ class BenchmarkCache:
         )
 
     def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
-        """What was measured at the problem's own batch size, failures included."""
+        """Return the rows at the problem's own batch size, failures included."""
         key = (fingerprint, problem_key(problem), problem.batch)
         return tuple(m.perf for m in self._read(PERF, OF_BATCH, *key))
 
     def get_all(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
-        """What was measured at any batch size, ascending in it."""
+        """Return the rows at every batch size, by ascending batch size."""
         key = (fingerprint, problem_key(problem))
         return tuple(m.perf for m in self._read(PERF, OF_LAYER, *key))
 
     def put(
         self, fingerprint: str, problem: ConvProblem, perfs: Iterable[AlgoPerf]
     ) -> None:
-        """Remember measurements at their own batch sizes, replacing older ones.
+        """Store measurements at their own batch sizes, replacing older ones.
 
         Raises:
             ValueError: A number in them is negative, not finite or out of all bounds.
@@ -121,7 +120,7 @@ class BenchmarkCache:
     def get_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str
     ) -> float | None:
-        """See `Verdict.ratio`; None if the plans of that signature never ran whole."""
+        """Return the measured ratio (`Verdict.ratio`) of a plan, None if unknown."""
         key = (fingerprint, problem_key(problem), problem.batch, signature)
         found = self._read(VERDICT, f"{OF_BATCH} AND signature = ?", *key)
         return found[0].ratio if found else None
@@ -129,7 +128,7 @@ class BenchmarkCache:
     def put_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str, ratio: float
     ) -> None:
-        """Remember how a plan did against its baseline; see `Verdict.ratio`.
+        """Store the ratio of a plan to its baseline; see `Verdict.ratio`.
 
         Raises:
             ValueError: The ratio is negative or not finite.
@@ -140,7 +139,7 @@ class BenchmarkCache:
         self._write((VERDICT, VERDICT.insert(), [(*key, ratio, time.time())]))
 
     def get_race(self, fingerprint: str, raced: str) -> tuple[float, float] | None:
-        """What two ways took, see `Race`; None if they were not timed."""
+        """Return the times of both candidates of a `Race`; None if not timed."""
         found = self._read(RACE, OF_LAYER, fingerprint, raced)
         return next((race.times_ms for race in found), None)
 
@@ -152,9 +151,10 @@ class BenchmarkCache:
         *,
         replace: bool = False,
     ) -> tuple[float, float]:
-        """Remember what two ways took, unless it is known and not to be replaced.
+        """Store the times of two candidates, unless known and `replace` is false.
 
-        Returns what is known then: of processes that race at once all choose alike.
+        Returns the times in the cache afterwards: processes that race at the same time
+        thus all make the same choice.
 
         Raises:
             ValueError: A time is negative, not finite or out of all bounds.
@@ -172,23 +172,23 @@ class BenchmarkCache:
     def get_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str
     ) -> str | None:
-        """The execution plan of one algorithm as its library wrote it, if known."""
+        """Return an algorithm's serialized execution plan; None if unknown."""
         key = (fingerprint, problem_key(problem), problem.batch, algo)
         return next(iter(self._read(PLAN_TEXT, f"{OF_BATCH} AND algo = ?", *key)), None)
 
     def put_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str, text: str
     ) -> None:
-        """Remember an execution plan as its library writes it."""
+        """Store an execution plan as serialized by its library."""
         key = (fingerprint, problem_key(problem), problem.batch, algo)
         self._write((PLAN_TEXT, PLAN_TEXT.insert(), [(*key, text)]))
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Devices that something is known of, in alphabetical order."""
+        """Return the fingerprints of all known devices, sorted."""
         return tuple(device.fingerprint for device in self.summary())
 
     def summary(self) -> tuple[DeviceSummary, ...]:
-        """One line a device, in alphabetical order."""
+        """Return one `DeviceSummary` per device, sorted by fingerprint."""
         devices: dict[str, list[Measurement]] = {}
         for m in self.rows():
             devices.setdefault(m.fingerprint, []).append(m)
@@ -206,23 +206,20 @@ class BenchmarkCache:
     def rows(
         self, fingerprint: str | None = None, problem: ConvProblem | None = None
     ) -> tuple[Measurement, ...]:
-        """Every measurement, of one device or of all.
-
-        A convolution is found at any batch size.
-        """
+        """Return all measurements of one device, or of all, at every batch size."""
         key = None if problem is None else problem_key(problem)
         return self._read(PERF, OF_ALL, fingerprint, key)
 
     def verdicts(self, fingerprint: str | None = None) -> tuple[Verdict, ...]:
-        """What became of plans that were run whole, on one device or on all."""
+        """Return the verdicts on plans measured as a whole, of one device or all."""
         return self._read(VERDICT, OF_ALL, fingerprint, None)
 
     def races(self, fingerprint: str | None = None) -> tuple[Race, ...]:
-        """What was raced, on one device or on all."""
+        """Return the races that were run, on one device or on all."""
         return self._read(RACE, OF_ALL, fingerprint, None)
 
     def clear(self, fingerprint: str | None = None) -> int:
-        """Forget one device or everything; returns how many measurements went."""
+        """Delete the rows of one device, or all; return how many were measured."""
 
         def delete(db: sqlite3.Connection) -> int:
             named = f"WHERE {OF_ANY_DEVICE}"
@@ -230,18 +227,18 @@ class BenchmarkCache:
             with transaction(db):
                 for table in ("verdict", "plan_text", "race"):
                     db.execute(f"DELETE FROM {table} {layers}", (fingerprint,))
-                gone = db.execute(f"DELETE FROM perf {layers}", (fingerprint,))
+                deleted = db.execute(f"DELETE FROM perf {layers}", (fingerprint,))
                 db.execute(f"DELETE FROM layer {named}", (fingerprint,))
-            return gone.rowcount
+            return deleted.rowcount
 
         return self._file.do(delete)
 
     def export_json(self, file: Path | str) -> int:
-        """Write all measurements to a recording; a name in `.gz` is compressed.
+        """Write all measurements, verdicts and races to a recording.
 
-        What became of plans that were run whole goes along, and what was raced. The
-        file appears complete or not at all. A cache does not know the environments of
-        its devices, so they are empty. Returns how many rows it has.
+        A file name in `.gz` is compressed. The file appears complete or not at all. The
+        environments are empty, as a cache does not know them. Returns the number of
+        measurements.
 
         Raises:
             CacheError: The file cannot be written.
@@ -255,8 +252,8 @@ class BenchmarkCache:
     def import_json(self, file: Path | str) -> int:
         """Merge a recording, all of it or nothing; the newest measurement wins.
 
-        Of two verdicts on the same plans, or two of the same races, the one that is
-        here stays. Returns how many rows were new.
+        Verdicts and races that the cache already has are kept. Returns the number of
+        new rows.
 
         Raises:
             CacheError: The file cannot be read, or is not a recording; says where.
@@ -293,7 +290,7 @@ class BenchmarkCache:
         )
 
     def close(self) -> None:
-        """Close the file; nothing else may be asked after it."""
+        """Close the file; the cache must not be used afterwards."""
         self._file.close()
 
     def __enter__(self) -> "BenchmarkCache":
@@ -305,9 +302,10 @@ class BenchmarkCache:
     def _write(
         self, *changes: tuple[Table[Any], str, Sequence[tuple[Any, ...]]]
     ) -> int:
-        """Have statements take their rows, all or nothing; rows the first one changed.
+        """Execute statements on their rows in one transaction.
 
-        Every row begins with a fingerprint and a problem.
+        Every row begins with a fingerprint and a problem. Returns the number of rows
+        that the first statement changed.
         """
         layers = dict.fromkeys(row[:2] for *_, rows in changes for row in rows)
 
@@ -326,7 +324,7 @@ class BenchmarkCache:
         return self._file.do(write)
 
     def _read(self, table: Table[T], condition: str, *arguments: Any) -> tuple[T, ...]:
-        """The rows that are as they should be; of others there is one warning."""
+        """Return the valid rows; the first invalid ones cause one warning."""
         found = self._decoded(table, condition, *arguments)
         wrong = [row for row in found if isinstance(row, ValueError)]
         if wrong and not self._warned:

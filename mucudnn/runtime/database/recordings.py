@@ -1,14 +1,13 @@
-"""Recordings as files: what a run measured, and steps planned with it elsewhere.
+"""Read and write recordings: measurements of a run, to plan with on other machines.
 
-What is in a recording is said by `mucudnn.codecs.recordings`. A file appears complete
-or not at all. The rows of a run come from the cache, which holds every measurement with
-its time: those that the run made, and older ones that it used instead of measuring
-again. What a limit kept from being measured, or cut short, is no measurement and not
-recorded. What decides a plan beside them goes along: what became of plans that were run
-whole, what was raced on the device, and how micro-batches are aligned.
+`mucudnn.codecs.recordings` defines the format. A file appears complete or not at all.
+The rows of a run come from the cache: those that the run measured, and older ones that
+it used instead. Rows that a limit prevented or cut short are no measurements and are
+not recorded. Verdicts, races and the alignment of micro-batches go along, as plans
+depend on them.
 
-A recording knows kernels at some micro-batch sizes. Whatever mini-batch these make up
-has a Pareto front of divisions, found as if the machine were here.
+A recording has kernels at some micro-batch sizes. Every mini-batch size that is a sum
+of those has a Pareto front of divisions, computed as on the recorded machine.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from mucudnn.passes.microbatch import aligned_batches, pareto_plans
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.tuning.tuner import Tuner  # which remembers, and so comes here
+    from mucudnn.runtime.tuning.tuner import Tuner  # imports this module indirectly
 
 __all__ = [
     "RecordedFronts",
@@ -50,15 +49,10 @@ def write_recording(
     verdicts: Iterable[Verdict] = (),
     races: Iterable[Race] = (),
 ) -> None:
-    """Write a recording; a name in `.gz` is compressed.
+    """Write a recording; a file name in `.gz` is compressed.
 
-    Args:
-        file: Where; what is there is replaced, unless a newer version recorded it.
-        measurements: Of any number of devices.
-        environments: By fingerprint, what else is known of a device.
-        alignments: By fingerprint, bytes that micro-batches are aligned to.
-        verdicts: On plans for what was measured.
-        races: Of the same devices.
+    An existing file is replaced, unless a newer version wrote it. The keys of
+    `environments` and `alignments` are fingerprints of devices.
 
     Raises:
         CacheError: The file cannot be written, or a newer version's is there.
@@ -81,7 +75,7 @@ def write_recording(
 
 
 def spare_newer(target: Path) -> None:
-    """Raise `CacheError` where a newer version's recording would be lost."""
+    """Raise `CacheError` instead of overwriting a newer version's recording."""
     if not target.is_file():
         return
     with target.open("rb") as file:
@@ -99,10 +93,10 @@ def run_measurements(
     tables: Iterable[PerfTable],
     since: float,
 ) -> tuple[Measurement, ...]:
-    """Everything measured of `problems` since a time, and all that `tables` hold.
+    """Return all rows of `problems` measured since a time, and all in `tables`.
 
-    Micro-batches of `problems` count, and `since` is in seconds since 1970; `tables`
-    may lack what an interruption left unfinished.
+    Rows of micro-batches of `problems` are included. `since` is in seconds since 1970.
+    `tables` may be incomplete after an interruption.
     """
     used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
     fingerprint = tuner.backend.device.fingerprint
@@ -122,7 +116,7 @@ def record_run(
     tables: Iterable[PerfTable],
     since: float,
 ) -> int:
-    """Write `run_measurements` and what the device says of itself; returns the rows.
+    """Record `run_measurements` and the device's description; return the row count.
 
     Raises:
         CacheError: There is nothing to record, or the file cannot be written.
@@ -143,7 +137,7 @@ def record_run(
 
 
 class RecordedFronts:
-    """What was recorded of one device, as Pareto fronts."""
+    """Pareto fronts of convolutions from one device's recorded measurements."""
 
     def __init__(
         self,
@@ -159,7 +153,7 @@ class RecordedFronts:
         self._numerics = numerics or Numerics()
 
     def table(self, problem: ConvProblem) -> PerfTable:
-        """All that was measured at sizes that are candidates for a mini-batch."""
+        """Return the rows at all sizes that can be part of the mini-batch."""
         known = [n for n in self._conv.sizes(problem) if n <= problem.batch]
         sizes = aligned_batches(problem, known, self._split_alignment)
         rows = [row for n in sizes for row in self._accepted(problem, n)]
@@ -169,7 +163,7 @@ class RecordedFronts:
     def fronts(
         self, problems: Iterable[ConvProblem]
     ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
-        """The front of every problem that the measured sizes make up."""
+        """Return the Pareto front of every problem that the sizes can make up."""
         found = {
             problem: pareto_plans(self.table(problem), _NO_LIMIT)
             for problem in dict.fromkeys(problems)
@@ -189,10 +183,10 @@ class RecordedFronts:
 def read_fronts(
     files: Sequence[str], problems: Iterable[ConvProblem]
 ) -> RecordedFronts:
-    """What recordings know of some convolutions.
+    """Read the recorded Pareto fronts of some convolutions.
 
-    Files are of one device, as far as they are about these convolutions; of two
-    measurements of the same thing the newer one counts.
+    All rows of these convolutions must come from one device. Of two measurements of the
+    same kernel the newer one counts.
 
     Raises:
         BackendUnavailableError: A file is missing or no recording.

@@ -1,8 +1,8 @@
-"""A database file that processes share: whose turn it is, and who has it open.
+"""Locks for a database file that several processes open, and may have to rename.
 
-SQLite finds a write-ahead log by its name, so a renamed database that is still open
-would take, and remove, the log of the new one. Hence nothing is set aside while another
-process has it open, and opening and setting aside take turns: the folder is locked.
+SQLite finds a write-ahead log by its name: a renamed database that is still open would
+use, and remove, the log of the new one. So a file is only set aside while no other
+process has it open, and the folder is locked while a file is opened or set aside.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from mucudnn.files import check_file
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["SIDECARS", "check_names", "inode", "lock_alone", "turn"]
+__all__ = ["SIDECARS", "check_names", "folder_lock", "inode", "lock_alone"]
 
 SIDECARS = ("-wal", "-shm", "-journal")
-"""What the names of the files beside a database end in."""
+"""Suffixes of the files that SQLite keeps beside a database."""
 
-_SHARED_LOCK = (510, 0x40000002)  # length and offset that SQLite locks while open
-_TURN_S = 5.0
+_SHARED_LOCK = (510, 0x40000002)  # length and offset of SQLite's lock on an open file
+_LOCK_TIMEOUT_S = 5.0
 
 
 @contextlib.contextmanager
-def turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process opens or renames a database in this folder.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, under which databases in it are opened and renamed.
 
-    A folder that cannot be locked, or that someone else keeps locked, is not waited
-    for: what the lock prevents is rare. Windows needs none, it refuses to rename a file
-    in use.
+    A folder that cannot be locked, or stays locked for seconds, is used without: the
+    conflict that the lock prevents is rare. Windows needs no lock, as it refuses to
+    rename a file in use.
     """
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
@@ -44,7 +44,7 @@ def turn(folder: Path) -> Iterator[None]:
 
 
 def _lock_folder(descriptor: int) -> None:
-    deadline = time.monotonic() + _TURN_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,7 +55,7 @@ def _lock_folder(descriptor: int) -> None:
 
 
 def inode(file: Path) -> int:
-    """Which file has this name just now; 0 if none has."""
+    """Return the inode number of the file of this name; 0 if there is none."""
     try:
         return file.stat().st_ino
     except FileNotFoundError:
@@ -63,7 +63,11 @@ def inode(file: Path) -> int:
 
 
 def lock_alone(descriptor: int) -> bool:
-    """Whether no other process has this database open; lasts until it is closed."""
+    """Try to lock a database exclusively; return whether that succeeded.
+
+    It fails while another process has the database open. The lock lasts until the file
+    is closed.
+    """
     if sys.platform == "win32":
         return True
     try:
@@ -74,7 +78,7 @@ def lock_alone(descriptor: int) -> bool:
 
 
 def check_names(file: Path) -> None:
-    """Raise an `OSError` unless what has the names of a database are files."""
+    """Raise an `OSError` unless the database and its side files are regular files."""
     for name in (file, *(Path(f"{file}{suffix}") for suffix in SIDECARS)):
         with contextlib.suppress(FileNotFoundError):
             check_file(name)

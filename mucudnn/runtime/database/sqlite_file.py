@@ -1,14 +1,12 @@
-"""The SQLite file that measurements are recorded in, and what can go wrong with it.
+"""The SQLite file of the cache, and recovery from every way it can be unusable.
 
-Remembering must never stop work. A file that is damaged or belongs to someone else is
-set aside under another name, never deleted, and a fresh one is begun with the rows of
-it that are sound. What a newer
-version of mucudnn wrote stays where that version looks for it, and memory is used. A
-file that cannot be written is replaced by memory, too, which takes over whatever can
-still be read.
-Either way there is one warning, and the caller sees an ordinary result.
+A cache must never stop the work. A file that is damaged or foreign is set aside under
+another name, never deleted, and a new one starts with the rows that could be salvaged.
+A file of a newer version of mucudnn is left alone, and memory is used instead. So it is
+with a file that cannot be written; rows that can be read are copied to memory. Each
+case issues one warning, and the caller sees an ordinary result.
 
-How processes that share the file keep out of each other's way is `shared_file`'s.
+`shared_file` has the locks between processes.
 """
 
 import contextlib
@@ -26,9 +24,9 @@ from mucudnn.forks import Own, attend
 from mucudnn.runtime.database.shared_file import (
     SIDECARS,
     check_names,
+    folder_lock,
     inode,
     lock_alone,
-    turn,
 )
 from mucudnn.runtime.database.tables import (
     ForeignError,
@@ -51,7 +49,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IN_MEMORY_ONLY = "remembering in memory only, "
-"""Begins warnings of a file that is not used."""
+"""Prefix of the warnings that a file is not used."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _READING = (sqlite3.DatabaseError, UnicodeDecodeError)
@@ -61,16 +59,11 @@ _FORK_S = 5.0
 
 
 class CacheWarning(UserWarning):
-    """Measurements are not remembered in the file as it was."""
+    """The cache file was damaged or unusable: it was replaced, or memory is used."""
 
 
 class RecordFile:
-    """One connection to a database, shared by threads; a file, or memory.
-
-    Args:
-        path: The file; None keeps everything in memory.
-        timeout_s: How long to wait for other processes.
-    """
+    """One connection to a database (a file or memory), shared by threads."""
 
     def __init__(self, path: Path | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -100,16 +93,13 @@ class RecordFile:
 
     @property
     def path(self) -> Path | None:
-        """The file in use; None if it is memory."""
+        """Path of the file in use; None for memory."""
         return self._path
 
     def do(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        """Run an operation, and once more if the file had to be replaced.
+        """Run an operation, and again if the file had to be replaced.
 
-        The operation is one read or one `transaction`, so that nothing happens twice.
-
-        Raises:
-            sqlite3.ProgrammingError: The file was closed.
+        The operation is one read or one `transaction`, so that nothing is done twice.
         """
         contradicted = False
         with self._lock.mine:
@@ -124,7 +114,7 @@ class RecordFile:
                 except sqlite3.ProgrammingError:
                     raise
                 except sqlite3.IntegrityError as e:
-                    # rows were checked before: a table and its index contradict
+                    # Rows were validated before, so a table and its index disagree.
                     if self._path is None or contradicted:
                         raise
                     contradicted = True
@@ -142,17 +132,17 @@ class RecordFile:
                     self._at_work = False
 
     def close(self) -> None:
-        """Close the connection; a second time does nothing."""
+        """Close the connection; closing twice is allowed."""
         with self._lock.mine:
             self._notice_fork()
             self._at_rest, self._closed = False, True
             self._db.close()
 
     def before_fork(self) -> None:
-        """Close the file: SQLite's locks and its view of them must not be inherited.
+        """Close the file, as a child must not inherit SQLite's locks and state.
 
-        Whoever is at work is waited for, within reason: it may wait itself, for
-        another process.
+        Waits a few seconds for a thread in an operation, but no longer, as that thread
+        may be waiting for another process.
         """
         lock = self._lock.mine
         if not lock.acquire(timeout=_FORK_S):
@@ -164,7 +154,7 @@ class RecordFile:
             self._at_rest = True
 
     def after_fork(self, *, child: bool) -> None:
-        """Let others at it again; a child has a lock of its own."""
+        """Release the lock in the parent; a child makes a lock of its own."""
         if self._held and not child:
             self._held.pop().release()
 
@@ -185,18 +175,18 @@ class RecordFile:
         self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
-        """Connect to the file, setting aside what is in its way.
+        """Connect to the file, setting aside whatever is unusable in its place.
 
-        `found` is damage already found in it.
+        `found` is damage that was already found in the file.
         """
         problem = found
         for attempt in range(_ATTEMPTS):
             try:
-                with turn(file.parent):
+                with folder_lock(file.parent):
                     aside = self._set_aside(file, problem) if problem else file
                     db = self._connect(file) if aside else None
                     if problem and db and aside and aside != file:
-                        self._keep(file, aside, db, problem)
+                        self._salvage_from(file, aside, db, problem)
             except (*_READING, UnusableError, NewerError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
@@ -213,10 +203,7 @@ class RecordFile:
         check_names(file)
         self._inode = inode(file)
         db = sqlite3.connect(
-            file,
-            timeout=self._timeout_s,
-            isolation_level=None,
-            check_same_thread=False,
+            file, timeout=self._timeout_s, isolation_level=None, check_same_thread=False
         )
         try:
             empty = is_empty(db)
@@ -239,9 +226,10 @@ class RecordFile:
         return db
 
     def _set_aside(self, file: Path, problem: Exception) -> Path | None:
-        """Rename the file and its companions; None if another process uses it.
+        """Rename the database and its side files.
 
-        Returns its new name, or its own where another process has renamed it.
+        Returns the new name, `file` itself where another process has renamed it
+        already, or None if another process uses it.
         """
         if inode(file) != self._inode:
             return file
@@ -262,10 +250,10 @@ class RecordFile:
             file.rename(aside)
         return aside
 
-    def _keep(
+    def _salvage_from(
         self, file: Path, aside: Path, db: sqlite3.Connection, problem: Exception
     ) -> None:
-        """Copy what is sound of a file that was set aside, if its tables are ours."""
+        """Copy the sound rows of a file that was set aside, if its tables are ours."""
         words = "none of its rows can be read"
         with contextlib.suppress(*_READING, UnusableError, NewerError):
             whole = not Path(f"{aside}-wal").exists()
@@ -281,7 +269,7 @@ class RecordFile:
         )
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
-        """Go on in memory, with what the file can still tell."""
+        """Switch to memory, with the rows that can still be read from the file."""
         memory, self.checked_since = in_memory(), 0.0
         if not _is_damage(problem):
             self._copy_rows(file, memory)
@@ -314,7 +302,7 @@ class RecordFile:
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing; waits for its turn to write before it starts."""
+    """Run statements in one transaction; waits for the write lock first."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -326,7 +314,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _is_damage(error: Exception | None) -> bool:
-    """Whether the contents are at fault, rather than the disk or the permissions.
+    """Return whether the contents are at fault, not the disk or the permissions.
 
     The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
     the name of a column, by Python's own error.
@@ -340,9 +328,10 @@ def _is_damage(error: Exception | None) -> bool:
 
 
 def warn(message: str, stacklevel: int = 4) -> None:
-    """Log it, and warn whoever is so many calls above.
+    """Log a message, and issue it as a `CacheWarning` `stacklevel` frames above.
 
-    A name that is no UTF-8 has halves of characters in it, which no log can write.
+    File names that are not UTF-8 contain surrogates, which logs cannot write, so these
+    are escaped.
     """
     message = message.encode(errors="backslashreplace").decode()
     logger.warning(message)

@@ -1,13 +1,8 @@
-"""Tables of step times as files: measured on one machine, planned with on another."""
+"""Read and write step-time tables, to measure on one machine and plan on another."""
 
 from pathlib import Path
 
-from mucudnn.codecs.step_tables import (
-    KIND,
-    format_step_table,
-    kind_of,
-    read_step_table,
-)
+from mucudnn.codecs.step_tables import KIND, format_step_table, kind_of, read_step_table
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole, write_whole
 from mucudnn.ir.fleet import StepTable
@@ -20,12 +15,9 @@ _MOST_BYTES = 1 << 24
 def save_step_table(
     file: Path | str, table: StepTable, memory: int | None = None
 ) -> None:
-    """Write a table, whole or not at all.
+    """Write a step-time table to a file, completely or not at all.
 
-    Args:
-        file: Where; what is there is replaced.
-        table: What a step takes at a few sizes.
-        memory: Bytes of the device, if they are known.
+    `memory` is the bytes of the device's memory, if known.
 
     Raises:
         CacheError: The file cannot be written.
@@ -37,7 +29,7 @@ def save_step_table(
 
 
 def is_step_table(file: Path | str) -> bool:
-    """Whether a file says that it is one."""
+    """Return whether a file declares itself a step-time table."""
     try:
         return kind_of(read_whole(file, most=_MOST_BYTES).decode()) == KIND
     except (OSError, ValueError):
@@ -45,7 +37,7 @@ def is_step_table(file: Path | str) -> bool:
 
 
 def load_step_table(file: Path | str) -> tuple[StepTable, int | None]:
-    """A table, and the memory of its device if that is known.
+    """Return a table, and the bytes of its device's memory if known.
 
     Raises:
         CacheError: The file cannot be read, or is something else.

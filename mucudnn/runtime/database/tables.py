@@ -1,15 +1,16 @@
-"""What a cache's database is: its tables as they are made, and rows in and out of them.
+"""Schema of the cache's database: table definitions, and encoding of rows.
 
-A row of `layer` is a device and a convolution without its batch size, or what was raced
-there; rows of the other tables belong to one. Statements speak of a layer by
+A row of `layer` is a device and a convolution without its batch size, or the name of a
+race; rows of all other tables refer to one. SQL statements address a layer by
 fingerprint and problem.
 
-A database that has the right identity but other tables, or triggers, is not trusted:
-what else its statements say would be obeyed, too.
+A database with the right identity but other tables, or with triggers, is rejected:
+SQLite would execute whatever else its schema contains.
 
-SQLite has no checksums: a flipped bit in a row would be another time, or another row.
-So the lowest 16 bits of `measured_at`, 16 ms,  are a checksum of the row
-and its layer. `checked` says since when rows have one; plan texts have theirs behind.
+SQLite has no checksums, so a flipped bit would silently change a time or a key. The
+lowest 16 bits of `measured_at` (16 ms) are therefore a checksum of the row and its
+layer. Table `checked` has the time since when rows carry one. A plan text carries its
+checksum as a suffix.
 """
 
 import contextlib
@@ -93,33 +94,33 @@ SCHEMA = {
 
 
 _ADDED = ("race", "checked")
-"""Files of this schema may be from before there were such tables."""
+"""Tables that older files of the same schema version lack."""
 
 _SINCE = "INSERT OR REPLACE INTO checked VALUES (0, ?)"
 _CHECKSUM = 0xFFFF
 
 
 class UnusableError(Exception):
-    """The file is a database, but lacks a table or a column."""
+    """The database lacks a table or a column, or is damaged."""
 
 
 class ForeignError(UnusableError):
-    """The database is another application's, or of another schema version."""
+    """The database belongs to another application, or has another schema version."""
 
 
 class NewerError(Exception):
-    """The database is ours, of a later schema version."""
+    """The database has a later schema version of ours."""
 
 
 def in_memory() -> sqlite3.Connection:
-    """A database of ours that no file has."""
+    """Return a new database in memory with our schema."""
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     create(db)
     return db
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Make a new database ours."""
+    """Create our tables and identity in an empty database."""
     for statement in SCHEMA.values():
         db.execute(statement)
     db.execute(_SINCE, (0.0,))
@@ -128,8 +129,8 @@ def create(db: sqlite3.Connection) -> None:
 
 
 def is_empty(db: sqlite3.Connection) -> bool:
-    """Whether the database is new; ForeignError if it is not ours."""
-    # One statement: between two, another process could create the tables.
+    """Return whether the database is new; raise `ForeignError` if it is not ours."""
+    # One statement, as another process could create the tables between two.
     application, version, tables = db.execute(_IDENTITY).fetchone()
     if application == _APPLICATION_ID:
         if version > _VERSION:
@@ -148,7 +149,7 @@ def is_empty(db: sqlite3.Connection) -> bool:
 
 
 def add_missing(db: sqlite3.Connection) -> None:
-    """Make a database of ours what it would be now; what is altered stays so."""
+    """Create the tables that older files lack; altered tables stay as they are."""
     for table in _ADDED:
         if not has_table(db, table):
             db.execute(SCHEMA[table].replace("TABLE", "TABLE IF NOT EXISTS", 1))
@@ -157,15 +158,15 @@ def add_missing(db: sqlite3.Connection) -> None:
 
 
 def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Whether there is a table of that name."""
-    return bool(_made_by(db, name))
+    """Return whether the database has a table of this name."""
+    return bool(_create_statements(db, name))
 
 
 def check_tables(db: sqlite3.Connection) -> None:
-    """Tables as they were made: what else a statement says would be obeyed, too."""
+    """Raise `UnusableError` unless tables are as created and there are no triggers."""
     with contextlib.closing(in_memory()) as model:
         for table in SCHEMA:
-            if _made_by(db, table) != _made_by(model, table):
+            if _create_statements(db, table) != _create_statements(model, table):
                 raise UnusableError(f"table {table} is missing or altered")
     query = "SELECT count(*) FROM sqlite_master WHERE type = 'trigger'"
     if db.execute(query).fetchone() != (0,):
@@ -173,7 +174,7 @@ def check_tables(db: sqlite3.Connection) -> None:
 
 
 def check_contents(db: sqlite3.Connection) -> None:
-    """Raise `UnusableError` where rows may be missing: SQLite reads on in silence."""
+    """Raise `UnusableError` where rows may be missing; SQLite would not report it."""
     (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
         raise UnusableError(f"it is damaged: {found.splitlines()[-1]}")
@@ -184,9 +185,10 @@ def check_contents(db: sqlite3.Connection) -> None:
 
 
 def checked_since(db: sqlite3.Connection) -> float:
-    """Since when rows have checksums, in seconds; all of them where that is not known.
+    """Return since when rows have checksums, in seconds since 1970.
 
-    Of a file of a version that had none, which cannot be written, no row has one.
+    Infinity for a file of an older version that cannot be written, as no row has one; 0
+    where the time is unreadable, so that all rows are checked.
     """
     if not has_table(db, "checked"):
         return math.inf
@@ -195,12 +197,9 @@ def checked_since(db: sqlite3.Connection) -> float:
 
 
 def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    """Copy the sound rows of a database, perhaps damaged; returns how many.
+    """Copy the sound rows of a possibly damaged database; return their number.
 
     A damaged page ends a query, so tables are read from both ends.
-
-    Raises:
-        UnusableError: Its tables are not ours.
     """
     target.execute(_SINCE, (since := checked_since(source),))
     layers = {key: names for key, *names in _rows(source, "layer", _LAYER, 1)}
@@ -219,7 +218,7 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
 def _rows(
     db: sqlite3.Connection, name: str, columns: Sequence[str], keys: int
 ) -> Iterable[tuple[Any, ...]]:
-    """What can be read of a table, from its beginning and from its end."""
+    """Return the readable rows of a table, read from its beginning and its end."""
     found: dict[tuple[Any, ...], None] = {}
     for way in ("ASC", "DESC"):
         order = ", ".join(f"{column} {way}" for column in columns[:keys])
@@ -230,8 +229,7 @@ def _rows(
     return found
 
 
-def _made_by(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
-    """The statement that made a table."""
+def _create_statements(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
     query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
     return db.execute(query, (table,)).fetchall()
 
@@ -250,13 +248,13 @@ OF_BATCH = f"{OF_LAYER} AND batch = ?"
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[T]):
-    """One table whose rows belong to layers.
+    """A table whose rows belong to layers.
 
     Attributes:
-        name: In the file.
-        columns: Those of a row, after its layer; the first ones are its key.
-        keys: How many these are.
-        decoded: Checks a row: what makes layers, fingerprint, problem, the columns.
+        name: Name in the database.
+        columns: Columns after the layer; the first `keys` are the key.
+        keys: Number of key columns.
+        decoded: Decoder of a row: (layer factory, fingerprint, problem, *columns).
     """
 
     name: str
@@ -265,7 +263,7 @@ class Table(Generic[T]):
     decoded: Callable[..., T]
 
     def insert(self, conflict: str = "OR REPLACE") -> str:
-        """A statement that takes a fingerprint, a problem and the columns."""
+        """Return an INSERT that takes fingerprint, problem and the columns."""
         layer = f"(SELECT id FROM layer WHERE {OF_LAYER})"
         return (
             f"INSERT {conflict} INTO {self.name} (layer, {', '.join(self.columns)}) "
@@ -273,7 +271,7 @@ class Table(Generic[T]):
         )
 
     def select(self, condition: str) -> str:
-        """A statement that gives a fingerprint, a problem and the columns."""
+        """Return a SELECT that yields fingerprint, problem and the columns."""
         columns = ", ".join(f"{self.name}.{column}" for column in self.columns)
         order = ", ".join(self.columns[: self.keys])
         return (
@@ -282,7 +280,7 @@ class Table(Generic[T]):
         )
 
     def sealed(self, row: Sequence[Any]) -> tuple[Any, ...]:
-        """A row, of a fingerprint, a problem and the columns, with its checksum."""
+        """Return a row (fingerprint, problem, columns) with its checksum."""
         if _STAMP not in self.columns:
             return (*row[:-1], f"{row[-1]}{_MARK}{self._checksum(row):x}")
         at = 2 + self.columns.index(_STAMP)
@@ -291,7 +289,7 @@ class Table(Generic[T]):
         return (*row[:at], stamp, *row[at + 1 :])
 
     def is_sound(self, row: Sequence[Any], since: float) -> bool:
-        """Whether a row has its checksum, or is from before `since`."""
+        """Return whether a row has its checksum, or is older than `since`."""
         if _STAMP not in self.columns:
             text, mark, checksum = str(row[-1]).rpartition(_MARK)
             wanted = f"{self._checksum((*row[:-1], text)):x}"
@@ -302,7 +300,10 @@ class Table(Generic[T]):
         return stamp < since or _bits(stamp) & _CHECKSUM == self._checksum(row)
 
     def _checksum(self, row: Sequence[Any]) -> int:
-        """Of all columns, whatever type SQLite gives a number, but for the stamp's."""
+        """Return the checksum of all columns but the stamp.
+
+        Integers count as floats, as SQLite may return either.
+        """
         stamp = 2 + self.columns.index(_STAMP) if _STAMP in self.columns else -1
         values = [
             _bits(v) & ~_CHECKSUM
@@ -317,7 +318,7 @@ class Table(Generic[T]):
     def decode(
         self, rows: Iterable[Sequence[Any]], since: float
     ) -> list[T | ValueError]:
-        """What rows say, or what is wrong with them."""
+        """Decode rows; an invalid one becomes the `ValueError` that says why."""
         layer_of = functools.cache(_layer_at)
         found: list[T | ValueError] = []
         for row in rows:
@@ -332,13 +333,13 @@ class Table(Generic[T]):
 
 
 def _bits(number: float) -> int:
-    """A number as the 64 bits that it is stored in."""
+    """Return the 64 bits in which a number is stored."""
     (bits,) = struct.unpack(">Q", struct.pack(">d", number))
     return int(bits)
 
 
 def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
-    """The columns of a row of `PERF`, but for when and by which version."""
+    """Return the columns of a `PERF` row, without time and version."""
     values = perf_to_dict(perf)
     values["notes"] = " ".join(perf.notes)
     key = [values.pop(name) for name in _PERF_KEY]
@@ -346,7 +347,10 @@ def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
 
 
 def _layer_at(key: object) -> LayerAt:
-    """A convolution by its batch size, each made once: files have many rows."""
+    """Return a convolution as a cached function of its batch size.
+
+    Files have many rows per layer.
+    """
     text: str = decode("problem", str, key)
     return functools.cache(problem_from_key(text, 1).with_batch)
 
@@ -354,7 +358,7 @@ def _layer_at(key: object) -> LayerAt:
 def _measurement(
     layer_of: _LayerOf, fingerprint: object, key: object, *values: Any
 ) -> Measurement:
-    """A row as recordings have it, and so under the same rules."""
+    """Decode a measurement under the same rules as recordings."""
     data = dict(zip(PERF.columns, values, strict=True))
     if data["deterministic"] in (0, 1):
         data["deterministic"] = bool(data["deterministic"])
@@ -394,7 +398,7 @@ PERF = Table(
     "perf", (*_PERF_KEY, *_PERF_REST, "measured_at", "version"), 3, _measurement
 )
 PLAN_TEXT = Table("plan_text", ("batch", "algo", "text"), 2, _plan_text)
-VERDICT = Table(  # files call the ratio a time
+VERDICT = Table(  # the column `time_ms` holds the ratio
     "verdict", ("batch", "signature", "time_ms", "measured_at"), 2, _verdict
 )
 RACE = Table("race", ("first_ms", "second_ms", "measured_at"), 1, _race)
@@ -404,9 +408,9 @@ UNLESS_KNOWN = f"""ON CONFLICT DO UPDATE SET
 WHERE NOT (race.first_ms BETWEEN 0 AND {LONGEST_MS}
 AND race.second_ms BETWEEN 0 AND {LONGEST_MS}
 AND race.measured_at BETWEEN 0 AND {LATEST})"""
-"""After an insertion into `RACE`: what is there stays, but for what is damaged."""
+"""Conflict clause of `RACE`: an existing row is kept, unless it is damaged."""
 UNLESS_NEWER = f"""ON CONFLICT DO UPDATE SET
 {", ".join(f"{name} = excluded.{name}" for name in PERF.columns)}
 WHERE excluded.measured_at > perf.measured_at
 OR NOT perf.measured_at BETWEEN 0 AND {LATEST}"""
-"""After an insertion into `PERF`: the newest measurement wins."""
+"""Conflict clause of `PERF`: the newest measurement wins."""

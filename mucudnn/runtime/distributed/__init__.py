@@ -1,1 +1,1 @@
-"""Several processes that train one model in step."""
+"""Data-parallel training over several processes."""

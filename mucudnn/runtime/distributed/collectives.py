@@ -1,7 +1,7 @@
-"""The five things that the processes of one training do together.
+"""The collective operations that the ranks of a training use.
 
-An engine that exists carries them: `torch.distributed` for PyTorch's models, MPI for
-ours. All processes call the same ones in the same order.
+An existing engine implements them: `torch.distributed` for PyTorch models, MPI for our
+own networks. All ranks call the same operations in the same order.
 """
 
 import contextlib
@@ -18,47 +18,41 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
-    """A collective that was begun."""
+    """A collective operation that was started."""
 
     def wait(self) -> None:
-        """Return when it is done.
+        """Wait until the operation is complete.
 
         Raises:
-            RankLostError: Another process is gone.
+            RankLostError: Another process has ended.
         """
-        ...
 
 
 class Collectives(Protocol):
-    """One process's view of the group.
+    """One rank's view of its process group.
 
     Attributes:
-        rank: Its number.
-        size: How many there are.
+        rank: Number of this process.
+        size: Number of processes.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, array: Any) -> Pending:
-        """Begin to sum arrays of one shape, in place; all get the sum."""
-        ...
+        """Start to sum arrays of one shape over all ranks, in place."""
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        """Everybody's array becomes that of one process."""
-        ...
+        """Overwrite the array on all ranks with that of `root`."""
 
     def all_gather(self, value: T) -> list[T]:
-        """What each process says, in the order of their numbers."""
-        ...
+        """Return the value of each rank, ordered by rank."""
 
     def barrier(self) -> None:
-        """Return when all are here."""
-        ...
+        """Wait until all ranks have called this."""
 
     def abort(self, message: str) -> NoReturn:
-        """End all of them; this one with that error."""
-        ...
+        """End all ranks; raise an error with this message on this one."""
 
 
 class RanksDifferError(ValueError):
@@ -66,7 +60,7 @@ class RanksDifferError(ValueError):
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
-    """A short hash of NumPy arrays, for `check_alike`."""
+    """Return a short hash of NumPy arrays, for `check_alike`."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())
@@ -103,13 +97,13 @@ def ending_together(together: Collectives) -> Iterator[None]:
 
 
 def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
-    """Compare this rank's settings with those of all others.
+    """Check that all ranks have the same settings.
 
-    Values are compared by their text, which must say all that matters; functions by
-    their names.
+    Values are compared by their text, so the text must contain everything relevant;
+    functions are compared by their names.
 
     Raises:
-        RanksDifferError: A setting differs; names it and the value of each rank.
+        RanksDifferError: A setting differs; names the setting and each rank's value.
     """
     found = together.all_gather({name: text_of(v) for name, v in settings.items()})
     differing = []

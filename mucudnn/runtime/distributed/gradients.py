@@ -1,19 +1,18 @@
-"""Gradients of all ranks summed while the backward pass still runs.
+"""Sum gradients over all ranks while the backward pass still runs.
 
-A gradient is final after the last node that writes it, and is read by an update. As
-soon as it is final it is weighted and copied into a bucket in host memory, and the
-bucket is summed over the ranks when it is full: the rest of the backward pass runs
-meanwhile. Every node that reads a gradient afterwards finds the sum, which is put where
-the gradient then is: within a budget it may have left the device in between, and have
-come back to another place.
+A gradient is final after the last node that writes it; then an update reads it. As soon
+as it is final, it is weighted and copied into a bucket in host memory. A full bucket is
+summed over the ranks while the backward pass continues. The sum is written where each
+node that reads the gradient finds it: within a budget, the gradient may have been
+offloaded and fetched to another offset in between.
 
-Ranks whose steps are planned apart compute their gradients in orders of their own. They
-gather them alike all the same, as rank 0 does, and begin buckets in one order, each
-between the same two sums of statistics: engines match collectives by their order.
+Ranks with different plans compute their gradients in different orders. All of them fill
+buckets in the order of rank 0 and start the buckets in one order, at the same position
+among the sums of batch statistics, because engines match collectives by their order.
 
-A rank's loss is the mean over its n_i samples: weighted by n_i / N, the sum over ranks
-is the gradient of the mean over all N. A gradient of one rank that is infinite or no
-number makes the sum so on all of them, and all find the overflow of a loss scale.
+A rank's loss is the mean over its n_i samples. Weighted by n_i / N, the sum over all
+ranks is the gradient of the mean over all N samples. A gradient that is not finite on
+one rank makes the sum so everywhere, so all ranks detect an overflow of the loss scale.
 """
 
 import math
@@ -31,16 +30,16 @@ from mucudnn.ir.graph import Graph, Phase
 from mucudnn.passes.graph.dependencies import writes_before, written
 from mucudnn.passes.graph.gradient_accumulation import updated_by
 from mucudnn.runtime.distributed.collectives import Collectives, Pending
-from mucudnn.runtime.executor.tasks import Around, Call, WhileRunning
+from mucudnn.runtime.executor.tasks import Call, NodeHooks, TensorLookup
 
 __all__ = ["BUCKET_BYTES", "summed_gradients"]
 
 BUCKET_BYTES = 4 << 20
-"""Of a bucket: large enough for bandwidth to count, small enough to begin early."""
+"""Size of a bucket: large enough for full bandwidth, small enough to start early."""
 
 _NARROW = ("float16", "bfloat16")
 _WIDE = "float32"
-"""What narrow gradients are summed in: engines add no narrower types."""
+"""Type in which narrow gradients are summed, as engines do not add narrow types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,8 @@ class _Final:
     """A gradient that updates read.
 
     Attributes:
-        name: Of its tensor.
-        at: The position of the last node that writes it before.
-        readers: The positions of those that read it then.
+        at: Position of the last node that writes it before the updates.
+        readers: Positions of the updates that read it.
     """
 
     name: str
@@ -59,12 +57,12 @@ class _Final:
 
 
 _Described = tuple[str, str, int]
-"""What ranks must agree about: a gradient, the type it is summed in, its elements."""
+"""What ranks must agree about: gradient, type of the sum, number of elements."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are summed together, one behind the other, in host memory."""
+    """Gradients that are summed together, concatenated in host memory."""
 
     together: Collectives
     arrays: Sequence[Any]
@@ -77,17 +75,16 @@ class _Bucket:
         self.values = np.empty(sum(a.size for a in self.arrays), self.dtype)
 
     def fill(self, place: int) -> None:
-        """A gradient is final: weigh it."""
+        """Weight a final gradient and copy it into the bucket."""
         array = self.arrays[place].reshape(-1)
         part = self._part(place)
         np.multiply(array, self.share, out=part, dtype=part.dtype, casting="unsafe")
 
     def begin(self) -> None:
-        """All gradients are final: begin to sum."""
         self.pending = self.together.all_reduce(self.values)
 
     def hand_out(self, place: int, array: Any) -> None:
-        """Put a sum where an update reads it, once it is there."""
+        """Wait for the sum and write a gradient to where an update reads it."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
@@ -100,29 +97,29 @@ class _Bucket:
 
 def summed_gradients(
     graph: Graph,
-    array: WhileRunning,
+    array: TensorLookup,
     together: Collectives,
     share: float,
     *,
     meetings: Sequence[int] = (),
     bucket_bytes: int = BUCKET_BYTES,
-) -> Around:
-    """What is called around the nodes of a step so that all ranks update alike.
+) -> NodeHooks:
+    """Return calls around the nodes of a step that sum gradients over all ranks.
 
     Args:
-        graph: Of the step, its updates behind the backward pass.
-        array: Where tensors are, in host memory.
-        together: What the ranks do.
-        share: n_i / N, of this rank.
-        meetings: Positions of nodes at which the ranks wait for each other besides,
-            ascending; as many on every rank.
-        bucket_bytes: A bucket is full with so many.
+        graph: Graph of the step, its updates behind the backward pass.
+        array: Looks up the host array of a tensor at a node.
+        together: Collective operations of the ranks.
+        share: n_i / N of this rank.
+        meetings: Ascending positions of other nodes at which the ranks wait for each
+            other; the same number on every rank.
+        bucket_bytes: Bytes at which a bucket is full.
 
     Raises:
-        ValueError: The ranks have other gradients, or updates come too early.
+        ValueError: The ranks' gradients differ, or an update precedes gradients.
     """
     found = {final.name: final for final in _finals(graph)}
-    groups = _groups(_agreed(graph, list(found), together), bucket_bytes)
+    groups = _groups(_in_common_order(graph, list(found), together), bucket_bytes)
     finals = [[found[name] for name, _, _ in group] for group in groups]
     begins = _begins(finals, meetings, together)
     names = [node.name for node in graph.nodes]
@@ -134,23 +131,20 @@ def summed_gradients(
         for place, each in enumerate(members):
             after[names[each.at]] += (partial(bucket.fill, place),)
             for reader in each.readers:
-                _check_late(names[reader], reader, begin)
+                if reader <= begin:
+                    raise ValueError(
+                        f"update {names[reader]!r} comes before all gradients that are "
+                        "summed with its own; order='builder' has updates behind the "
+                        "backward pass"
+                    )
                 target = array(names[reader], each.name)
                 before[names[reader]] += (partial(bucket.hand_out, place, target),)
         after[names[begin]] += (bucket.begin,)
-    return Around(before, after)
-
-
-def _check_late(name: str, reader: int, begin: int) -> None:
-    if reader <= begin:
-        raise ValueError(
-            f"update {name!r} comes before all gradients that are summed with its own; "
-            "order='builder' has updates behind the backward pass"
-        )
+    return NodeHooks(before, after)
 
 
 def _finals(graph: Graph) -> Iterator[_Final]:
-    """The gradients that updates read, in the order that they become final."""
+    """Yield the gradients that updates read, in the order they become final."""
     storages = graph.storages
     wanted = {storages[tensor]: tensor for tensor in updated_by(graph)}
     readers: defaultdict[str, list[int]] = defaultdict(list)
@@ -164,10 +158,10 @@ def _finals(graph: Graph) -> Iterator[_Final]:
         yield _Final(wanted[storage], final[storage], tuple(readers[storage]))
 
 
-def _agreed(
+def _in_common_order(
     graph: Graph, names: Sequence[str], together: Collectives
 ) -> Sequence[_Described]:
-    """The gradients in the order of rank 0."""
+    """Return the gradients in the order of rank 0, which all ranks use."""
     own = []
     for name in names:
         spec = graph.tensors[name]
@@ -175,12 +169,14 @@ def _agreed(
         own.append((name, dtype, math.prod(spec.shape)))
     found = together.all_gather(own)
     if any(sorted(other) != sorted(own) for other in found):
-        raise ValueError("the ranks train different networks: their gradients differ")
+        raise ValueError(
+            "the ranks train different networks: their gradients differ; build the "
+            "same network on all of them"
+        )
     return found[0]
 
 
 def _groups(order: Sequence[_Described], nbytes: int) -> list[list[_Described]]:
-    """Gradients of one type behind each other, in buckets."""
     groups: list[list[_Described]] = []
     held = 0
     for each in order:
@@ -194,14 +190,12 @@ def _groups(order: Sequence[_Described], nbytes: int) -> list[list[_Described]]:
 
 
 def _begins(
-    groups: Sequence[Sequence[_Final]],
-    meetings: Sequence[int],
-    together: Collectives,
+    groups: Sequence[Sequence[_Final]], meetings: Sequence[int], together: Collectives
 ) -> list[int]:
-    """Behind which node each bucket is begun.
+    """Return the node after which each bucket is started.
 
-    A bucket is begun when it and those before it are full, and as many meetings are
-    behind as on the rank that is the furthest by then.
+    A bucket is started when it and all earlier ones are full, and behind as many
+    meetings as on the rank where most meetings precede it.
     """
     full = accumulate((max(each.at for each in group) for group in groups), max)
     ready = list(full)

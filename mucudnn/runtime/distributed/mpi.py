@@ -1,4 +1,4 @@
-"""The collectives over MPI, by mpi4py: `mpiexec -n 2 mucudnn train …`."""
+"""Collective operations over MPI, by mpi4py: `mpiexec -n 2 mucudnn train …`."""
 
 import os
 from typing import Any, NoReturn, TypeVar
@@ -15,8 +15,6 @@ _FAILED = 2
 
 
 class _Request:
-    """A collective of MPI's that was begun, and the memory that it works in."""
-
     def __init__(self, request: Any, array: Any) -> None:
         self._request = request
         self._array = array
@@ -26,7 +24,7 @@ class _Request:
 
 
 class MpiCollectives:
-    """Those of all processes that `mpiexec` started.
+    """Collective operations of all processes that `mpiexec` started.
 
     Raises:
         BackendUnavailableError: mpi4py or an MPI library is missing.
@@ -46,7 +44,7 @@ class MpiCollectives:
         self.size: int = self._world.Get_size()
 
     def all_reduce(self, array: Any) -> _Request:
-        """Begin to sum NumPy arrays in place; they must be contiguous."""
+        """Start to sum contiguous NumPy arrays over all ranks, in place."""
         values = np.ascontiguousarray(array)
         if values is not array:
             raise ValueError("an array to be summed in place must be contiguous")
@@ -54,19 +52,19 @@ class MpiCollectives:
         return _Request(request, array)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        """Everybody's NumPy array becomes that of one rank."""
+        """Overwrite the NumPy array on all ranks with that of `root`."""
         self._world.Bcast(array, root)
 
     def all_gather(self, value: T) -> list[T]:
-        """What each rank says; values are pickled."""
+        """Return the (pickled) value of each rank, ordered by rank."""
         found: list[T] = self._world.allgather(value)
         return found
 
     def barrier(self) -> None:
-        """Return when all are here."""
+        """Wait until all ranks have called this."""
         self._world.Barrier()
 
     def abort(self, message: str) -> NoReturn:
-        """End all ranks at once, this one included; who calls has said why."""
+        """End all ranks at once, this one too; the caller has reported why."""
         self._world.Abort(_FAILED)
-        os._exit(_FAILED)  # what ends processes may take a moment to be here
+        os._exit(_FAILED)  # Abort may return before the launcher ends this process

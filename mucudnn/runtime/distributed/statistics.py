@@ -1,17 +1,17 @@
-"""Batch normalisation over all ranks: the statistics of the whole mini-batch.
+"""Synchronized batch normalization: statistics of the whole mini-batch on all ranks.
 
-The pieces of a normalisation leave room for the other ranks twice. Forward, each has
-the count, mean and sum of squares of its own rows, or of slices of them: before they
-are merged, which no rank ever does twice, all get those of all and merge them in the
-order of the ranks, so that all have the same bits. Backward, each has its share of the
-gradients of gamma and beta, which the input's gradient needs whole: they are summed as
-soon as they are final.
+The decomposed normalization exchanges data with the other ranks twice. Forward, each
+rank has count, mean and sum of squares of its own rows, or of slices of them. Before
+they are merged, all ranks gather those of all and merge them in rank order, so that all
+get the same bits. Backward, each rank has its part of the gradients of gamma and beta,
+of which the input's gradient needs the total: they are summed as soon as they are
+final.
 
 A rank's loss is the mean over its own n_i of N samples, so its gradients are N / n_i
-times those of the batch's mean. Sums that are weighted by n_i / N are those of that
-mean, and the input's gradient divides them by the rank's own count: the factor N / n_i
-of the rank's gradients is then in them as well, and the weighted sum over the ranks
-of what is now the same everywhere changes nothing.
+times those of the batch's mean. Sums weighted by n_i / N are those of that mean, and
+the input's gradient divides them by the rank's own count, so that the factor N / n_i of
+the rank's gradients reappears. The weighted sum over the ranks of the (now equal) gamma
+and beta gradients changes nothing.
 """
 
 from dataclasses import dataclass
@@ -24,26 +24,25 @@ from mucudnn.backends.cpu.kernels.split_batch_norm import all_moments, merged_mo
 from mucudnn.ir.graph import Graph
 from mucudnn.passes.graph.dependencies import writes_before
 from mucudnn.runtime.distributed.collectives import Collectives
-from mucudnn.runtime.executor.tasks import Around, Call, WhileRunning
+from mucudnn.runtime.executor.tasks import Call, NodeHooks, TensorLookup
 
 __all__ = ["Meeting", "joint_statistics", "meetings_of"]
 
 _MOMENTS = slice(None, -2)
-"""Of what a merge reads: behind them are the running statistics."""
+"""The moments among a merge's inputs; the running statistics follow them."""
 
 _SUMS = slice(-2, None)
-"""Of what the input's gradient reads: those of gamma and beta."""
+"""The gradients of gamma and beta among the inputs of the input's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where all ranks wait for each other in a step.
+    """A point of a step at which all ranks exchange data.
 
     Attributes:
-        position: Of the node.
-        tensors: What they bring: moments of slices, before the node merges them, or one
-            sum, behind the node that writes it last.
-        merges: Whether the node merges.
+        tensors: Tensors to exchange: moments of slices, before the node merges them, or
+            one sum, after the node that writes it last.
+        merges: Whether the node merges moments.
     """
 
     position: int
@@ -52,7 +51,7 @@ class Meeting:
 
 
 def meetings_of(graph: Graph) -> tuple[Meeting, ...]:
-    """The meetings of a step whose normalisations are in pieces, in order."""
+    """Return the meetings of a step with decomposed normalizations, in order."""
     found: list[Meeting] = []
     sums: dict[str, tuple[str, int]] = {}
     for position, node in enumerate(graph.nodes):
@@ -67,15 +66,11 @@ def meetings_of(graph: Graph) -> tuple[Meeting, ...]:
 
 
 def joint_statistics(
-    graph: Graph, array: WhileRunning, together: Collectives, share: float
-) -> Around:
-    """What is called around the nodes of a step whose normalisations are in pieces.
+    graph: Graph, array: TensorLookup, together: Collectives, share: float
+) -> NodeHooks:
+    """Return calls around nodes that make batch statistics those of all ranks.
 
-    Args:
-        graph: Of the step.
-        array: Where tensors are, in host memory.
-        together: What the ranks do.
-        share: n_i / N, of this rank.
+    For the arguments see `summed_gradients`.
 
     Raises:
         ValueError: The ranks would meet in different orders.
@@ -93,24 +88,27 @@ def joint_statistics(
             (sums,) = arrays
             weigh = partial(_weigh, together, share, sums)
             after[name] = (*after.get(name, ()), weigh)
-    return Around(before, after)
+    return NodeHooks(before, after)
 
 
 def _check_order(
     graph: Graph, meetings: tuple[Meeting, ...], together: Collectives
 ) -> None:
-    """Slices have names of their own; what they are slices of is the same on all."""
+    """Check that all ranks meet in one order.
+
+    The names of slices may differ between ranks, those of merging nodes may not.
+    """
     merging = {m.position: graph.nodes[m.position].name for m in meetings if m.merges}
     own = [merging.get(m.position, m.tensors[0]) for m in meetings]
     if any(order != own for order in together.all_gather(own)):
         raise ValueError(
             "the ranks run their steps in different orders, so that their statistics "
-            "would not meet; the same order and split on all of them do"
+            "would not meet; give all of them the same order and split"
         )
 
 
 def _merge(together: Collectives, slices: list[Any]) -> None:
-    """The statistics of one rank become those of all, in its first slice."""
+    """Replace one rank's moments by those of all ranks, in its first slice."""
     own, *others = slices
     of_all = np.zeros((together.size, *own.shape), own.dtype)
     of_all[together.rank] = all_moments(slices)
@@ -125,7 +123,7 @@ def _merge(together: Collectives, slices: list[Any]) -> None:
 
 
 def _weigh(together: Collectives, share: float, sums: Any) -> None:
-    """A sum over the rows of one rank becomes that over all, each by its share."""
+    """Replace a sum over one rank's rows by the weighted sum over all ranks."""
     of_all = share * sums.astype(np.float64)
     together.all_reduce(of_all).wait()
     sums[...] = of_all

@@ -1,4 +1,4 @@
-"""Collectives that say how long this process stood in them."""
+"""Collective operations that measure how long this process waits in them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Adds up what is spent within it.
-
-    Args:
-        now: A clock in seconds.
-    """
+    """A clock that adds up the time spent in its `running` blocks."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -25,7 +21,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around what counts."""
+        """Measure the enclosed block."""
         began = self._now()
         try:
             yield
@@ -33,20 +29,16 @@ class Stopwatch:
             self._spent += self._now() - began
 
     def read_ms(self) -> float:
-        """What was spent since this was asked last."""
+        """Return the milliseconds since the last call, and reset."""
         spent, self._spent = self._spent, 0.0
         return 1e3 * spent
 
 
 class TimedCollectives:
-    """Collectives of another, timed.
+    """Collectives that measure the waiting time of an upstream implementation.
 
-    A step takes what it takes by itself, and then it waits for slower ranks; to tell
-    these apart, what is spent here is taken from the time of a step.
-
-    Args:
-        upstream: Does it.
-        now: A clock in seconds.
+    A slow step and waiting for slower ranks look the same from outside. The waiting
+    time measured here is subtracted from the time of a step.
     """
 
     def __init__(
@@ -58,37 +50,35 @@ class TimedCollectives:
         self.size: int = upstream.size
 
     def waited_ms(self) -> float:
-        """Since this was asked last."""
+        """Return the milliseconds waited since the last call."""
         return self._waited.read_ms()
 
     def all_reduce(self, array: Any) -> Pending:
-        """Begin to sum arrays of one shape, in place."""
+        """Start to sum arrays of one shape over all ranks, in place."""
         with self._waited.running():
             return _Timed(self._upstream.all_reduce(array), self._waited)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        """Everybody's array becomes that of one process."""
+        """Overwrite the array on all ranks with that of `root`."""
         with self._waited.running():
             self._upstream.broadcast(array, root)
 
     def all_gather(self, value: T) -> list[T]:
-        """What each process says."""
+        """Return the value of each rank."""
         with self._waited.running():
             return self._upstream.all_gather(value)
 
     def barrier(self) -> None:
-        """Return when all are here."""
+        """Wait until all ranks have called this."""
         with self._waited.running():
             self._upstream.barrier()
 
     def abort(self, message: str) -> NoReturn:
-        """End all of them."""
+        """End all ranks."""
         self._upstream.abort(message)
 
 
 class _Timed:
-    """A collective that was begun."""
-
     def __init__(self, pending: Pending, waited: Stopwatch) -> None:
         self._pending = pending
         self._waited = waited

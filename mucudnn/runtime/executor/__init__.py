@@ -1,13 +1,13 @@
-"""Interpret a schedule on a backend.
+"""Execute a schedule on a backend.
 
-A schedule is bound once: every tensor becomes a view at its place in one arena, every
-node a call without arguments. Running it is then a loop over calls; nothing is
-allocated, and what a node costs beside its kernel is a function call. Neighbouring
-updates are one call. Copies run beside it.
+A schedule is bound once: every tensor becomes a view at its offset in one arena, every
+node a call without arguments. A step is then a loop over these calls without any
+allocation. Adjacent parameter updates are one launch, and copies overlap with
+computation.
 
-Parameters and state that are host-resident are swapped in and out of the arena. What is
-live across iterations is fetched before the first one, and may have newer values there
-than on the host: `park` copies them out.
+Host-resident parameters and state are copied in and out of the arena. Tensors that are
+live across iterations are fetched before the first one, and may then be newer on the
+device than on the host; `park` copies them out.
 """
 
 import os
@@ -28,15 +28,15 @@ from mucudnn.runtime.executor.arenas import arenas
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.feeding import fed
 from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
-from mucudnn.runtime.executor.joining import joined
+from mucudnn.runtime.executor.joining import batch_launches
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.replay import replaying
 from mucudnn.runtime.executor.results import Present, Results
 from mucudnn.runtime.executor.tasks import (
-    Around,
     ByteRange,
     Call,
-    Surrounding,
+    HookFactory,
+    NodeHooks,
     Task,
     Watcher,
 )
@@ -44,33 +44,30 @@ from mucudnn.runtime.executor.tasks import (
 __all__ = ["Executor"]
 
 Upload = Callable[[Any, Array], None]
-"""Copies a NumPy array into a tensor."""
+"""(NumPy array, device tensor): copy the array into the tensor."""
 
 
 class Executor:
     """A schedule bound to a backend, run step after step.
 
     Args:
-        backend: Computes.
-        schedule: What to run.
-        layout: Where in the arena each workspace is, and each storage, every time that
-            it is there.
-        plans: Convolution node -> how to run it.
-        state: Arrays of the persistent tensors; shared with other executors.
-        arena: What `layout` has places in (`arenas`), over memory which executors that
-            do not run at once may share; its own if not given.
-        host: Where storages go that leave the device; host memory of its own if not
-            given. Not shared with executors that run at the same time.
-        host_buffers: Bytes on the host of persistent tensors that are host-resident;
-            shared with other executors, for which `park` brings them up to date.
-        replay: Whether launches are captured as graphs by the second step and replayed
-            by later ones, where the backend can: one for the step, or one for all that
-            is between two copies where these cannot be captured (`replaying`).
-        transit: Takes the inputs and results of what is launched.
-        watcher: Told of every task before it is called, and overwrites memory when it
-            is allocated and when it is freed: for tests. Slow.
-        around: What else is called around nodes, given the graph and where its tensors
-            are while a node runs.
+        layout: Arena offsets of each workspace and of each residency interval of a
+            storage.
+        plans: Convolution node -> plan.
+        state: Persistent tensor -> array; shared with other executors.
+        arena: Memory that `layout` refers to (`arenas`); executors that do not run at
+            the same time may share it. Allocated if not given.
+        host: Offload targets; host memory allocated for this executor if not given. Not
+            shared by executors that run at the same time.
+        host_buffers: Host-resident persistent tensor -> its bytes on the host; shared
+            with other executors, for which `park` brings them up to date.
+        replay: Whether launches are captured as graphs in the second step and replayed
+            later, where the backend can: one graph per step, or one between each two
+            copies where copies cannot be captured (`replaying`).
+        transit: Asynchronous transfer of inputs and results of `launch`.
+        watcher: Test hook, called before every task; overwrites memory when it is
+            allocated and when it is freed. Slow.
+        around: Factory of additional calls before and after nodes.
 
     Raises:
         UnsupportedError: The backend has no kernel for an operation.
@@ -92,7 +89,7 @@ class Executor:
         replay: bool = False,
         transit: Transit | None = None,
         watcher: Watcher | None = None,
-        around: Surrounding | None = None,
+        around: HookFactory | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
         self.host_bytes = 0
@@ -106,7 +103,7 @@ class Executor:
         copiers = [device.copier] if host is None else host.copiers(device)
         self._copies = Copies(copiers)
         self._live_across = schedule.live_across
-        self._away = True
+        self._is_parked = True
         self._host_buffers = {
             n: HostSlot(-1, 0, (host_buffers or {})[n], host.link(n) if host else 0)
             for n in schedule.hosted
@@ -118,18 +115,20 @@ class Executor:
         )
         self._watcher = watcher
         tasks = self._program.tasks
-        self._apart = [_call(task, watcher) for task in tasks]
-        self._of_node = {task.node: task for task in tasks if task.node is not None}
+        self._single_calls = [_watched_call(task, watcher) for task in tasks]
+        self._task_of_node = {
+            task.node: task for task in tasks if task.node is not None
+        }
         if around is not None:
-            self._surround(around(self._graph, self._while_running))
+            self._insert_hooks(around(self._graph, self._array_at_node))
         if watcher is not None or around is not None:
-            self._calls = self._apart
+            self._calls = self._single_calls
         elif replay and backend.capture is not None:
             whole = not self._live_across and (host is None or host.locked)
             captured = self._copies if whole else None
             self._calls = replaying(tasks, backend.capture, captured)
         else:
-            self._calls = joined(tasks)
+            self._calls = batch_launches(tasks)
         inputs = list(self._graph.with_role(Role.INPUT))
         self._feeds = [(spec, self._memory.array(spec.name, 0)) for spec in inputs]
         self._before_feeding = self._program.touching(
@@ -137,10 +136,7 @@ class Executor:
         )
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one step.
-
-        Args:
-            feeds: NumPy arrays for the graph's inputs; others are not looked at.
+        """Run one step and wait; other `feeds` than inputs of the graph are ignored.
 
         Returns:
             The graph's outputs as NumPy arrays of their own.
@@ -155,13 +151,9 @@ class Executor:
         return self._results()
 
     def launch(self, feeds: Mapping[str, Any]) -> Results:
-        """Run one step; with a `transit` the host does not wait for it.
+        """Run one step; with a `transit`, without waiting for its outputs.
 
-        Copies of tensors that left the device are waited for by what computes next.
-
-        Raises:
-            ValueError: An input is missing, or of another shape or type.
-            BackendError: A kernel or a copy failed.
+        The next computation waits for copies of offloaded tensors.
         """
         transit = self._transit
         if transit is None:
@@ -174,16 +166,16 @@ class Executor:
     def run_timed(
         self, feeds: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Run one step with a mark between its nodes, each launched by itself.
+        """Run one step with every node launched and timed separately.
 
         Returns:
-            What `run` returns, and node -> ms; views have no time, and waiting for
-            copies is nobody's.
+            The outputs as `run` returns them, and node -> ms. Views have no time, and
+            waits for copies are not attributed to any node.
         """
         device = self._backend.device
         with self._step(feeds, device.upload):
             marks = [device.record()]
-            for call in self._apart:
+            for call in self._single_calls:
                 call()
                 marks.append(device.record())
         results = self._results()
@@ -196,32 +188,23 @@ class Executor:
         return results, times
 
     def park(self) -> None:
-        """Swap out what is live across iterations; the next step fetches it.
+        """Offload the tensors that are live across iterations.
 
-        Afterwards the state is all there, and the arena may be used otherwise.
-
-        Raises:
-            BackendError: A copy failed.
+        Afterwards the host has the complete state, and the arena may be used for
+        something else. The next step fetches them again.
         """
-        if self._away:
-            self._copies.finish()  # of a step that nobody waited for
+        if self._is_parked:
+            self._copies.finish()  # those of a step that was launched without waiting
             return
         self._refuse_fork()
         with self._copies.of_a_step():
             self._copies.finish()
             for number, (device, slot) in enumerate(self._live_bytes()):
                 self._copies.start("out", number, device, slot.buffer, slot.link)
-        self._away = True
-
-    def _fetch(self) -> None:
-        """Swap in what is live across iterations, where a step finds it."""
-        for number, (device, slot) in enumerate(self._live_bytes()):
-            self._copies.start("back", number, slot.buffer, device, slot.link)
-        self._copies.finish()
-        self._away = False
+        self._is_parked = True
 
     def _live_bytes(self) -> Iterator[tuple[Buffer, HostSlot]]:
-        """Bytes of what is live across iterations, on the device and on the host."""
+        """Yield (device bytes, host slot) of tensors live across iterations."""
         for name in self._live_across:
             device = self._memory.bytes_of(self._memory.byte_range(name, 0))
             yield device, self._host_buffers[name]
@@ -229,42 +212,51 @@ class Executor:
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.
 
-        What is live across iterations is lost unless it was parked. Memory is freed
-        with the executor.
+        Tensors that are live across iterations are lost unless they were parked. Memory
+        is freed with the executor.
         """
         self._copies.close()
-        self._away = True
+        self._is_parked = True
 
     @contextmanager
     def _step(
         self, feeds: Mapping[str, Any], upload: Upload, *, waits: bool = True
     ) -> Iterator[None]:
-        """Before a step and after it, which the host may wait for."""
+        """Prepare and finish one step; `waits`: the host waits for its copies."""
         self._refuse_fork()
-        self._feed(feeds, upload)
-        self._backend.device.queue()  # what was made ready is launched on it
+        for number in self._before_feeding:
+            self._copies.wait(number)
+        for spec, target in self._feeds:
+            upload(fed(spec, feeds), target)
+        self._backend.device.queue()  # bound calls are launched on the current queue
         try:
             carries = bool(self._live_across)
             with self._copies.of_a_step(carries=carries, waits=waits):
-                if self._away and carries:
-                    self._fetch()
+                if self._is_parked and carries:
+                    for number, (device, slot) in enumerate(self._live_bytes()):
+                        self._copies.start(
+                            "back", number, slot.buffer, device, slot.link
+                        )
+                    self._copies.finish()
+                    self._is_parked = False
                 if self._watcher is not None:
                     self._watcher.begin(self._program, self._written())
                 yield
         except BaseException:
-            self._away = True
+            self._is_parked = True
             raise
 
     def _refuse_fork(self) -> None:
-        """Raise where the arena is another process's, which a forked child has not."""
+        """Raise where the arena is mapped in another process: forks lack it."""
         if self._process is not None and self._process != os.getpid():
             raise BackendError(
                 "the memory of this step is mapped in the process that made it "
-                f"({self._process}), not in one forked from it; make it there"
+                f"({self._process}), not in one forked from it; make the step in the "
+                "process that runs it"
             )
 
     def _written(self) -> tuple[ByteRange, ...]:
-        """Bytes that mean something as a step begins."""
+        """Return the bytes that are initialized when a step begins."""
         inputs = [spec.name for spec in self._graph.with_role(Role.INPUT)]
         tensors = self._graph.tensors
         return (
@@ -281,7 +273,7 @@ class Executor:
     def _host_slots(
         self, schedule: Schedule, host: Tiers | None
     ) -> dict[str, HostSlot]:
-        """Where on the host each storage goes that leaves."""
+        """Allocate the host bytes of all offloaded storages."""
         blocks = host_blocks(schedule)
         if not blocks:
             return {}
@@ -291,39 +283,30 @@ class Executor:
         tensors = self._graph.tensors
         return host.place(blocks, {b.name: tensors[b.name].nbytes for b in blocks})
 
-    def _feed(self, feeds: Mapping[str, Any], upload: Upload) -> None:
-        for number in self._before_feeding:
-            self._copies.wait(number)
-        for spec, target in self._feeds:
-            upload(fed(spec, feeds), target)
-
     def _results(self) -> dict[str, Any]:
         download = self._backend.device.download
         return {name: download(self[name]) for name in self._graph.outputs}
 
-    def _while_running(self, node: str, tensor: str) -> Array:
-        """A tensor's array where a node finds it."""
-        task = self._of_node[node]
+    def _array_at_node(self, node: str, tensor: str) -> Array:
+        """Return a tensor's array at the offset it has while a node runs."""
+        task = self._task_of_node[node]
         return self._memory.array_in((*task.reads, *task.writes), tensor)
 
-    def _surround(self, around: Around) -> None:
-        """Put calls before and after those of nodes."""
+    def _insert_hooks(self, around: NodeHooks) -> None:
         found: list[Call] = []
-        for task, call in zip(self._program.tasks, self._apart, strict=True):
+        for task, call in zip(self._program.tasks, self._single_calls, strict=True):
             node = task.node or ""
             before, after = around.before.get(node, ()), around.after.get(node, ())
             alone = not (before or after)
-            found.append(call if alone else _in_order((*before, call, *after)))
-        self._apart = found
+            found.append(call if alone else _sequence((*before, call, *after)))
+        self._single_calls = found
 
     def __getitem__(self, tensor: str) -> Array:
-        """A tensor's array at the end of a step; it means something while alive."""
+        """Return a tensor's array at the end of a step; valid only while live."""
         return self._memory.array(tensor, -1)
 
 
-def _in_order(calls: Sequence[Call]) -> Call:
-    """Several calls as one."""
-
+def _sequence(calls: Sequence[Call]) -> Call:
     def called() -> None:
         for call in calls:
             call()
@@ -331,8 +314,7 @@ def _in_order(calls: Sequence[Call]) -> Call:
     return called
 
 
-def _call(task: Task, watcher: Watcher | None) -> Call:
-    """What runs a task; one that is watched is told of first."""
+def _watched_call(task: Task, watcher: Watcher | None) -> Call:
     if watcher is None:
         return task.call
 

@@ -1,7 +1,7 @@
-"""Memory for layouts that are used in turn: one arena, or one and its addresses.
+"""Allocate memory for layouts that are used in turn.
 
-Where a layout has tensors in pieces, the memory is mapped: once for each layout, before
-any of them runs. All layouts are over the same bytes.
+All layouts share the same bytes. Where a layout places tensors in chunks, the memory is
+mapped to addresses once per layout, before any step runs.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ __all__ = ["arenas", "shared_bytes"]
 
 
 def shared_bytes(layouts: Sequence[Layout]) -> int:
-    """Bytes of memory for layouts that are used in turn; chunks where one has them."""
+    """Return the bytes of memory for all layouts, in whole chunks if one is mapped."""
     nbytes = max(layout.nbytes for layout in layouts)
     return rounded(nbytes, max(map(_chunk_bytes, layouts)))
 
 
 def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
-    """A buffer for each layout, all of them over the same memory.
+    """Allocate one memory; return a buffer over it for each layout.
 
     Raises:
         OutOfMemoryError: There is no room for the memory, or for its addresses.
@@ -36,14 +36,15 @@ def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
         found = "nothing" if mapper is None else f"chunks of {mapper.chunk_bytes} bytes"
         raise UnsupportedError(
             f"a layout has tensors in chunks of {max(sizes)} bytes, and backend "
-            f"{backend.name!r} maps {found}; plan with a profile of it, or statically"
+            f"{backend.name!r} maps {found}; plan with a profile of this backend, or "
+            "with the static placement"
         )
     memory = mapper.allocate(nbytes // mapper.chunk_bytes)
     return [memory.map(_chunks(a, nbytes, mapper.chunk_bytes)) for a in layouts]
 
 
 def _chunks(layout: Layout, nbytes: int, chunk_bytes: int) -> Sequence[int]:
-    """What is behind the addresses of a layout, in the chunks of a device."""
+    """Return the device chunks behind a layout's consecutive addresses."""
     if layout.pages is None:
         return range(nbytes // chunk_bytes)
     parts = layout.pages.chunk_bytes // chunk_bytes

@@ -1,7 +1,7 @@
-"""The copies of a step: numbered, started, waited for, and given up after an error.
+"""Start and wait for the copies of a step, by number; abandon them after an error.
 
-A number stands for the last copy that was started under it, in this step or the one
-before; until there is one, nothing has to be waited for.
+A number refers to the last copy started under it, in this step or the one before.
+Waiting for a number without a copy returns at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,7 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """A copier a tier, opened by its first copy, and the tickets of one step.
-
-    Args:
-        copiers: What opens the copier of each tier.
-    """
+    """The copy engines of all tiers, opened on first use, and the tickets of a step."""
 
     def __init__(self, copiers: Sequence[Callable[[], Copier]]) -> None:
         self._open = tuple(copiers)
@@ -38,11 +34,12 @@ class Copies:
         after: Sequence[int],
         link: int = 0,
     ) -> Call:
-        """What starts a copy of every step, as `number`, behind the copies `after`.
+        """Return a call that starts copy `number` after the copies `after`.
 
-        All that can be made ahead is made once, and anew for another copier.
+        Everything that does not depend on the step is prepared once, and again for a
+        new copier.
         """
-        tickets, latest, lane = self._tickets, self._latest, (way, link)
+        tickets, latest, stream = self._tickets, self._latest, (way, link)
         copiers = self._copiers
         made: list[tuple[Copier, Start]] = []
 
@@ -51,33 +48,34 @@ class Copies:
             if not made or made[0][0] is not copier:
                 made[:] = [(copier, copier.bound(way, source, target))]
             behind = [tickets[i][1] for i in after if i in tickets]
-            tickets[number] = latest[lane] = copier, made[0][1](behind)
+            tickets[number] = latest[stream] = copier, made[0][1](behind)
 
         return start
 
     def start(
         self, way: Way, number: int, source: Array, target: Array, link: int = 0
     ) -> None:
-        """Start a copy that is made now and then, as `number`."""
+        """Start a single copy as `number`."""
         copier = self._opened(link)
         ticket = (copier.out if way == "out" else copier.back)(source, target)
         self._tickets[number] = self._latest[way, link] = copier, ticket
 
     def wait(self, number: int) -> None:
-        """Make the compute queue wait for a copy."""
+        """Make the compute stream wait for a copy."""
         if number in self._tickets:
             copier, ticket = self._tickets[number]
             copier.wait(ticket)
 
     @contextmanager
     def of_a_step(self, *, carries: bool = False, waits: bool = True) -> Iterator[None]:
-        """All copies started within are finished at the end, or given up.
+        """Finish all copies started within the block, or abandon them on an error.
 
-        After an error, Ctrl-C included, nothing touches the step's memory any more.
+        After an error, Ctrl-C included, no copy touches the step's memory any more.
 
         Args:
-            carries: Whether copies may go on in the next step.
-            waits: Whether the host waits for the end, or what computes next does.
+            carries: Whether copies may continue into the next step.
+            waits: Whether the host waits for the copies; otherwise the compute stream
+                does.
         """
         try:
             yield
@@ -90,9 +88,9 @@ class Copies:
             raise
 
     def settle(self) -> None:
-        """Make the compute queue wait for all copies: each way they go in order.
+        """Make the compute stream wait for all copies.
 
-        After that nothing has to be waited for.
+        The last copy of each stream is enough, as copies of one stream run in order.
         """
         for copier, ticket in self._latest.values():
             copier.wait(ticket)
@@ -100,9 +98,9 @@ class Copies:
         self._latest.clear()
 
     def finish(self) -> None:
-        """Wait on the host for all copies, those of graphs included.
+        """Wait on the host for all copies, those in captured graphs included.
 
-        A graph goes on to copy when what it was captured from is closed.
+        A captured graph still copies after the engine it was captured from was closed.
         """
         for link in self._used:
             self._opened(link).finish()
@@ -110,7 +108,7 @@ class Copies:
         self._latest.clear()
 
     def close(self) -> None:
-        """Wait for what runs and drop the rest. The next step opens new copiers."""
+        """Wait for running copies, drop the rest; the next step opens new engines."""
         copiers = list(self._copiers.values())
         self._copiers.clear()
         self._tickets.clear()

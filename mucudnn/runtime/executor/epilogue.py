@@ -1,4 +1,4 @@
-"""A convolution with bias and ReLU: one kernel, or its plan's and another behind."""
+"""Bind a convolution with bias and ReLU: as one fused kernel, or as two launches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +15,7 @@ Call = Callable[[], None]
 
 
 def bias_and_relu_of(graph: Graph, node: Node) -> Node:
-    """What a convolution does as well, by itself: in place, on its result.
-
-    Args:
-        graph: Where the convolution is.
-        node: It, reading x, w and a bias.
-    """
+    """Return the in-place bias-and-ReLU node that a convolution node contains."""
     y, op = node.outputs[0], EPILOGUE[1]
     name = f"{node.name}:{op}"
     return make_node(graph.tensors, name, op, (y, node.inputs[2]), (y,))
@@ -32,20 +27,17 @@ def with_epilogue(
     operands: Sequence[Any],
     finish: Callable[[], tuple[Call, object]],
 ) -> Call:
-    """The call of a convolution with its bias and ReLU.
+    """Bind a convolution with its bias and ReLU to one call.
 
-    Args:
-        backend: Computes.
-        plan: Of the convolution alone.
-        operands: x, w, bias, y and the workspace of the plan.
-        finish: Makes the call of bias and ReLU by themselves, if they have to be.
+    `operands` are x, w, bias, y and the workspace of `plan`, the plan of the
+    convolution alone. `finish` binds bias and ReLU as a separate call, if no fused
+    kernel exists.
     """
-    x, w, bias, y, workspace = operands
     if backend.epilogues is not None:
-        whole = backend.epilogues.bind(plan, x, w, bias, y, workspace)
-        if whole is not None:
-            return whole
-    return _apart(backend, plan, operands, finish()[0])
+        fused = backend.epilogues.bind(plan, *operands)
+        if fused is not None:
+            return fused
+    return _unfused(backend, plan, operands, finish()[0])
 
 
 def ways_to_run(
@@ -55,29 +47,23 @@ def ways_to_run(
     operands: Sequence[Array],
     workspace: Buffer | None,
 ) -> tuple[Call, ...]:
-    """A convolution with bias and ReLU in one call and in two, if it can be in one.
+    """Return the fused and the separate call of conv + bias + ReLU; () if unfusable.
 
-    Args:
-        backend: Computes.
-        plan: Of the convolution alone.
-        graph: Of one node: bias and ReLU, which are done in place.
-        operands: x, w, y and the bias.
-        workspace: Of the plan.
+    `graph` has one node, bias and ReLU in place; `operands` are x, w, y and the bias.
     """
     x, w, y, bias = operands
     assert backend.epilogues is not None
-    whole = backend.epilogues.bind(plan, x, w, bias, y, workspace)
-    if whole is None:
+    fused = backend.epilogues.bind(plan, x, w, bias, y, workspace)
+    if fused is None:
         return ()
     (node,) = graph.nodes
     (image, _), _, attrs = operands_of(graph, node)
     seen = y.reshape(image.shape)
     behind = backend.kernels[node.op].call([seen, bias], [seen], attrs, None)
-    apart = _apart(backend, plan, (x, w, bias, y, workspace), behind)
-    return whole, apart
+    return fused, _unfused(backend, plan, (x, w, bias, y, workspace), behind)
 
 
-def _apart(
+def _unfused(
     backend: Backend, plan: ConvPlan, operands: Sequence[Any], behind: Call
 ) -> Call:
     x, w, _, y, workspace = operands

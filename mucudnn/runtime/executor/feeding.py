@@ -1,4 +1,4 @@
-"""What a step is given, checked before anything is copied."""
+"""Validate the inputs of a step before anything is copied."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["fed"]
 
 
 def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
-    """The NumPy array for an input.
+    """Return the NumPy array of an input.
 
     Raises:
         ValueError: It is missing, or of another shape or type.

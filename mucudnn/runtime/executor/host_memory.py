@@ -1,9 +1,9 @@
-"""Memory off the device: one pinned slab, and a file for what does not fit there.
+"""Offload targets on the host: a pinned slab of memory, and a file on disk.
 
-All of it is reserved before the first step. A slab costs one allocation (pinning
-tensor by tensor takes milliseconds each, and pools round to powers of two); a file has
-its full size from the start, so that a full disk is an error then and not a crash of
-whoever writes to the mapping later.
+Everything is reserved before the first step. The slab is one allocation, as pinning
+each tensor takes milliseconds and pools round sizes up. The file has its full size from
+the start, so that a full disk raises an error instead of crashing whoever writes to the
+mapping later.
 """
 
 import errno
@@ -31,11 +31,7 @@ __all__ = ["DiskTier", "HostSlot", "HostTier", "Tier", "Tiers"]
 
 
 class HostTier:
-    """One slab of host memory, pinned where the device wants that.
-
-    Raises:
-        OutOfMemoryError: The host has no room.
-    """
+    """One slab of host memory, pinned where the device requires it."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.name = "host memory"
@@ -43,11 +39,11 @@ class HostTier:
         self._slab: Buffer = device.host(nbytes)
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """A slice of the slab."""
+        """Return a slice of the slab."""
         return self._slab[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """The device's own."""
+        """Return the device's own copier."""
         return device.copier()
 
     def close(self) -> None:
@@ -56,14 +52,14 @@ class HostTier:
 
 
 class DiskTier:
-    """A memory-mapped file without a name: it goes when the mapping goes.
+    """A memory-mapped anonymous file, which disappears with the mapping.
 
-    Nothing is left behind even if the process is killed. A GPU's copies to such memory
-    are staged by the driver, and the host waits for them.
+    No file remains even if the process is killed. The driver stages a GPU's copies to
+    such memory, and the host waits for them.
 
     Args:
-        nbytes: Size; reserved at once.
-        folder: Of the file system to use; the system's for temporary files if None.
+        nbytes: Size of the file, reserved at once.
+        folder: Folder on the file system to use; the system's temporary folder if None.
 
     Raises:
         OutOfMemoryError: The disk has no room.
@@ -79,15 +75,18 @@ class DiskTier:
                 _reserve(file.fileno(), max(1, nbytes), where)
                 mapping = mmap.mmap(file.fileno(), max(1, nbytes))
         except OSError as e:
-            raise ValueError(f"no file can be made in {where}: {e.strerror}") from e
+            raise ValueError(
+                f"no file can be made in {where}: {e.strerror}; name a folder that can "
+                "be written to"
+            ) from e
         self._bytes: Any = np.frombuffer(mapping, np.uint8)
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """A slice of the mapping."""
+        """Return a slice of the mapping."""
         return self._bytes[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """The device's own, as the file is mapped into host memory."""
+        """Return the device's own copier, as the file is mapped into memory."""
         return device.copier()
 
     def close(self) -> None:
@@ -97,13 +96,11 @@ class DiskTier:
 
 @dataclass(frozen=True, slots=True)
 class HostSlot:
-    """Where a tensor is while it is not on the device.
+    """The bytes of an offloaded tensor.
 
     Attributes:
-        tier: Number of the tier; negative for bytes that are a tensor's own.
-        offset: First byte there.
-        buffer: The bytes.
-        link: Number of the tier whose links copies take.
+        tier: Index of the tier; negative for bytes that belong to one tensor alone.
+        link: Index of the tier whose link the copies use.
     """
 
     tier: int
@@ -112,17 +109,15 @@ class HostSlot:
     link: int = 0
 
     def byte_range(self, storage: str, nbytes: int) -> ByteRange:
-        """The bytes of a tensor here."""
+        """Return the byte range of a tensor in this slot."""
         space = f"tier {self.tier}" if self.tier >= 0 else f"host bytes of {storage}"
         return ByteRange(space, self.offset, self.offset + nbytes, storage)
 
 
 class Tiers:
-    """Memories by preference; a tensor goes to the first that has room for it.
+    """Offload targets in order of preference; a tensor takes the first with room.
 
-    Args:
-        tiers: The memories.
-        placement: Which storage goes where instead, if that is planned.
+    A `placement` determines tier and offset of each storage instead.
     """
 
     def __init__(
@@ -133,45 +128,36 @@ class Tiers:
 
     @property
     def locked(self) -> bool:
-        """Whether all of it is memory of the host that its system leaves in place."""
+        """Whether all tiers are pinned host memory."""
         return all(isinstance(tier, HostTier) for tier in self._tiers)
 
     def link(self, storage: str) -> int:
-        """Number of the tier that a storage is planned for; else the first."""
+        """Return the index of the tier planned for a storage; 0 without a plan."""
         return 0 if self._planned is None else self._planned[storage][0]
 
     def view(self, storage: str, nbytes: int) -> Buffer:
-        """The bytes that are planned for a storage.
-
-        Raises:
-            KeyError: None are.
-        """
+        """Return the bytes planned for a storage."""
         tier, offset = (self._planned or {})[storage]
         return self._tiers[tier].view(offset, nbytes)
 
     def copiers(self, device: Device) -> list[Callable[[], Copier]]:
-        """What opens the copier of each."""
+        """Return the factory of each tier's copier."""
         return [partial(tier.copier, device) for tier in self._tiers]
 
     def place(
         self, blocks: Sequence[Block], sizes: Mapping[str, int]
     ) -> dict[str, HostSlot]:
-        """Slots for tensors that share the bytes with those at other times.
+        """Assign slots to offloaded tensors; disjoint live ranges share bytes.
 
-        Args:
-            blocks: When they are there, and how many bytes to reserve.
-            sizes: Tensor -> its bytes.
+        `blocks` are the live ranges with the bytes to reserve, `sizes` the tensors'
+        bytes.
 
         Raises:
             OutOfMemoryError: All tiers together have no room.
         """
         if self._planned is not None:
-            return {
-                block.name: self._slot(
-                    block.name, *self._planned[block.name], sizes[block.name]
-                )
-                for block in blocks
-            }
+            planned = {block.name: self._planned[block.name] for block in blocks}
+            return {n: self._slot(*at, sizes[n]) for n, at in planned.items()}
         found, left = in_tiers(blocks, [tier.nbytes for tier in self._tiers])
         if left:
             short, needed = pack(left).nbytes, pack(blocks).nbytes
@@ -184,22 +170,19 @@ class Tiers:
                 f"{format_bytes(needed, short)} that leave the device; "
                 f"there are {there or 'no tiers'}"
             )
-        return {name: self._slot(name, *at, sizes[name]) for name, at in found.items()}
+        return {name: self._slot(*at, sizes[name]) for name, at in found.items()}
 
-    def _slot(self, name: str, tier: int, offset: int, nbytes: int) -> HostSlot:
+    def _slot(self, tier: int, offset: int, nbytes: int) -> HostSlot:
         return HostSlot(tier, offset, self._tiers[tier].view(offset, nbytes), tier)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all tiers."""
         for tier in self._tiers:
             tier.close()
 
 
 def _reserve(file: int, nbytes: int, where: Path) -> None:
-    """Give a file its full size.
-
-    Where the system cannot reserve it, it gets a hole of that size.
-    """
+    """Give a file its full size; a sparse file where space cannot be reserved."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, nbytes)

@@ -1,12 +1,12 @@
-"""A dynamic pool: tensors in one arena, for what no schedule has placed.
+"""A best-fit pool for tensors that no schedule has placed.
 
-Steps that are planned have static offsets; what comes and goes unforeseen gets its
-bytes here. The arena is allocated once, exactly as large as was asked, and never grows:
-a pool cannot exceed its budget.
+Planned steps have static offsets; allocations that are not planned take their bytes
+from this pool. Its arena is allocated once and never grows, so a pool cannot exceed its
+budget.
 
-A block takes the smallest hole that holds it and merges with the holes on both sides
-when it is freed, so that what is empty is one hole again. A request that finds no room
-is answered with the names of what is alive.
+A block takes the smallest hole that is large enough. When it is freed, it merges with
+the holes on both sides. A request that does not fit raises an error that names the live
+blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,18 +25,13 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """How full a pool is, and was.
+    """Occupancy of a pool, now and at its peak.
 
     Attributes:
-        nbytes: Of the whole arena.
-        reserved_bytes: In blocks, each rounded up.
-        used_bytes: Of these, what was asked for.
-        peak_bytes: The most that were ever reserved at once.
-        largest_hole: The largest block that it could give now, in bytes.
-        holes: How many pieces the free bytes are in.
-        blocks: How many are alive.
-        allocations: How many were ever given.
-        failures: How many requests were refused.
+        reserved_bytes: Bytes of live blocks, each rounded up to the alignment.
+        used_bytes: Requested bytes of live blocks.
+        peak_bytes: Maximum of `reserved_bytes` so far.
+        largest_hole: Bytes of the largest block that can be allocated now.
     """
 
     nbytes: int
@@ -51,18 +46,18 @@ class PoolStatistics:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no block."""
+        """Bytes that belong to no block."""
         return self.nbytes - self.reserved_bytes
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes that the largest hole does not have."""
+        """Share of the free bytes outside the largest hole."""
         return 1 - self.largest_hole / self.free_bytes if self.free_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Allocation:
-    """Bytes of a name: where, how many were asked for, and how many it occupies."""
+    """Offset, requested bytes and reserved bytes of a block."""
 
     offset: int
     nbytes: int
@@ -70,14 +65,14 @@ class _Allocation:
 
 
 class BestFit:
-    """Offsets for named blocks in a range of bytes; it has no memory itself.
+    """Best-fit offsets of named blocks in a range of bytes, without any memory.
 
-    Offsets are multiples of an arena's alignment; where the length is none, the block
-    at the end may take what is left.
+    Offsets are multiples of the arena alignment. If the length of the range is none,
+    the last block may take the remainder.
 
     Args:
-        nbytes: Length of the range; a `ValueError` if negative.
-        where: What the bytes are of, for messages.
+        nbytes: Length of the range; negative raises `ValueError`.
+        where: Name of the range in error messages.
     """
 
     def __init__(self, nbytes: int, where: str = "the pool") -> None:
@@ -94,31 +89,31 @@ class BestFit:
         return name in self._blocks
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the blocks alive, the oldest first."""
+        """Iterate over the names of live blocks, the oldest first."""
         return iter(self._blocks)
 
     def offset(self, name: str) -> int:
-        """Where a block begins; a `ValueError` if there is none of that name."""
+        """Return a block's offset; `ValueError` if there is no such block."""
         return self._block(name).offset
 
     def size(self, name: str) -> int:
-        """Bytes that were asked for; a `ValueError` if there is no such block."""
+        """Return a block's requested bytes; `ValueError` if there is none."""
         return self._block(name).nbytes
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a block of so many bytes could be had now."""
+        """Return whether a block of so many bytes can be allocated now."""
         return nbytes <= self.largest_hole
 
     @property
     def largest_hole(self) -> int:
-        """Bytes of the largest block that could be had now."""
+        """Bytes of the largest block that can be allocated now."""
         return max(self._holes.values(), default=0)
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """The offset of bytes in the smallest hole that has them, the first of equals.
+        """Allocate from the smallest sufficient hole; return the offset.
 
         Raises:
-            OutOfMemoryError: No hole is large enough; says what is alive, and what
+            OutOfMemoryError: No hole is large enough; names the live blocks, and what
                 would make room.
             ValueError: The name has a block already, or the size is negative.
         """
@@ -138,7 +133,7 @@ class BestFit:
         return block.offset
 
     def free(self, name: str) -> None:
-        """Give a block back; a `ValueError` if there is none of that name."""
+        """Free a block; `ValueError` if there is none of that name."""
         block = self._block(name)
         del self._blocks[name]
         if block.reserved:
@@ -147,13 +142,13 @@ class BestFit:
             self._holes[start] = nbytes
 
     def clear(self) -> None:
-        """Give all blocks back."""
+        """Free all blocks."""
         self._blocks.clear()
         self._holes = {0: self.nbytes} if self.nbytes else {}
 
     @property
     def statistics(self) -> PoolStatistics:
-        """How full it is, and was."""
+        """Occupancy of the range, now and at its peak."""
         blocks = self._blocks.values()
         return PoolStatistics(
             nbytes=self.nbytes,
@@ -173,11 +168,13 @@ class BestFit:
 
     def _block(self, name: str) -> _Allocation:
         if name not in self._blocks:
-            raise ValueError(f"{name!r} has no bytes of {self._where}; {self._alive()}")
+            raise ValueError(
+                f"{name!r} has no bytes of {self._where}; {self._live_blocks()}"
+            )
         return self._blocks[name]
 
     def _cut(self, nbytes: int) -> _Allocation:
-        """A block from the front of the best hole, which is large enough."""
+        """Take a block from the front of the smallest sufficient hole."""
         if nbytes == 0:
             return _Allocation(0, 0, 0)
         size, offset = min((n, at) for at, n in self._holes.items() if n >= nbytes)
@@ -188,23 +185,23 @@ class BestFit:
         return _Allocation(offset, nbytes, reserved)
 
     def _hole_without(self, block: _Allocation) -> tuple[int, int]:
-        """The hole that freeing a block would leave: its first byte and its size."""
+        """Return the hole that freeing a block leaves: (offset, bytes)."""
         below = (at for at, n in self._holes.items() if at + n == block.offset)
         start = next(below, block.offset)
         end = block.offset + block.reserved
         return start, end + self._holes.get(end, 0) - start
 
     def _shortage(self, name: str, nbytes: int) -> str:
-        """Why there is no room, and for what there would be."""
         now = self.statistics
         sizes = nbytes, self.nbytes, now.free_bytes, now.largest_hole
         needed, whole, free, hole = (format_bytes(size, *sizes) for size in sizes)
         return (
             f"no room for {name!r} of {needed} in {self._where} of {whole}: {free} are "
-            f"free, the largest hole is {hole}; {self._alive()}; {self._remedy(nbytes)}"
+            f"free, the largest hole is {hole}; {self._live_blocks()}; "
+            f"{self._remedy(nbytes)}"
         )
 
-    def _alive(self) -> str:
+    def _live_blocks(self) -> str:
         if not self._blocks:
             return "nothing is alive"
         sizes = {name: block.nbytes for name, block in self._blocks.items()}
@@ -220,26 +217,14 @@ class BestFit:
             for name, block in self._blocks.items()
             if block.reserved and self._hole_without(block)[1] >= nbytes
         ]
-        return (
-            f"freeing {min(enough)[1]!r} would make room, {larger}"
-            if enough
-            else larger
-        )
+        freeing = f"freeing {min(enough)[1]!r} would make room, " if enough else ""
+        return freeing + larger
 
 
 class Pool:
-    """One arena of a device, and the tensors in it.
+    """One arena on a device, and the tensors in it.
 
-    Not shared by threads. What is in a block at the start is undefined.
-
-    Args:
-        device: Where the arena is allocated, once.
-        nbytes: Its size, which nothing exceeds.
-        name: What it is, for messages.
-
-    Raises:
-        OutOfMemoryError: The device has no room for the arena.
-        ValueError: The size is negative.
+    Not thread-safe. New blocks are uninitialized.
     """
 
     def __init__(self, device: Device, nbytes: int, name: str = "the pool") -> None:
@@ -251,31 +236,31 @@ class Pool:
 
     @property
     def largest_hole(self) -> int:
-        """Bytes of the largest block that could be had now."""
+        """Bytes of the largest block that can be allocated now."""
         return self._blocks.largest_hole
 
     @property
     def statistics(self) -> PoolStatistics:
-        """How full the pool is, and was."""
+        """Occupancy of the pool, now and at its peak."""
         return self._blocks.statistics
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a block of so many bytes could be had now."""
+        """Return whether a block of so many bytes can be allocated now."""
         return self._blocks.fits(nbytes)
 
     def allocate(self, name: str, nbytes: int) -> None:
-        """As `BestFit.allocate`; a `ValueError`, too, if the pool is closed."""
+        """Allocate as `BestFit.allocate`; `ValueError` if the pool is closed."""
         self._opened()
         self._blocks.allocate(name, nbytes)
 
     def free(self, name: str) -> None:
-        """Give the bytes of a name back; a `ValueError` if it has none."""
+        """Free the block of a name; `ValueError` if there is none."""
         self._blocks.free(name)
 
     def view(self, name: str, spec: TensorSpec) -> Array:
-        """A tensor at the start of a name's bytes; it means something until `free`.
+        """Return a tensor at the start of a block; it is valid until `free`.
 
-        A `ValueError` if the name has no bytes, or fewer than the tensor.
+        Raises `ValueError` if there is no such block, or it is smaller than the tensor.
         """
         held = self._blocks.size(name)
         if spec.nbytes > held:
@@ -286,7 +271,7 @@ class Pool:
         return self._device.view(self._opened(), self._blocks.offset(name), spec)
 
     def buffer(self, name: str) -> Buffer:
-        """The bytes of a name; a `ValueError` if it has none."""
+        """Return the bytes of a block; `ValueError` if there is none."""
         spec = TensorSpec("bytes", (self._blocks.size(name),), "uint8")
         return self.view(name, spec)
 
@@ -303,7 +288,7 @@ class Pool:
 
 
 def largest_first(sizes: Mapping[str, int]) -> str:
-    """`'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`: names with their bytes."""
+    """Format names with sizes: `'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`."""
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name!r} ({format_bytes(n)})" for name, n in ordered[:_NAMED])
     if rest := [nbytes for _, nbytes in ordered[_NAMED:]]:

@@ -1,12 +1,12 @@
 """Bind a schedule to memory: every instruction becomes a call without arguments.
 
-A storage has an offset a residency interval, so a tensor may be at another place after
-it was swapped in, and its view is another. What has to be waited for is found here,
-once: a task that writes waits for copies that still use the bytes, a copy back for the
-copy out whose result it reads. A program without copies has nothing of all that.
+A storage has one arena offset per residency interval, so a tensor may be at another
+offset after it was fetched, and then has another view. Waits are derived once, here: a
+task that writes waits for copies that still use the bytes, and a fetch waits for the
+offload whose result it reads. A program without copies has no waits.
 
 Where copies may still run as the next step begins, a program is bound twice: the second
-time it knows of those that the first time left running.
+pass starts from the copies that the first one left running.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,12 +34,12 @@ from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.epilogue import bias_and_relu_of, with_epilogue
 from mucudnn.runtime.executor.host_memory import HostSlot
-from mucudnn.runtime.executor.joining import joinable
+from mucudnn.runtime.executor.joining import batchable
 from mucudnn.runtime.executor.tasks import (
     DEVICE,
+    Batchable,
     ByteRange,
     Call,
-    Joinable,
     Pending,
     PendingCopy,
     Program,
@@ -51,9 +51,9 @@ __all__ = ["Binding", "Memory", "bind", "kernel_of"]
 
 
 class Memory:
-    """Where the tensors of a graph are: in an arena, or in the state.
+    """Addresses of the tensors of a graph, in an arena or in the persistent state.
 
-    `layout` has offsets also of parameters and state that visit the arena.
+    `layout` also has offsets of the parameters and state that are fetched to the arena.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Memory:
         self._views: dict[tuple[str, int], Array] = {}
 
     def in_arena(self, storage: str) -> bool:
-        """Whether a storage has places in the arena: all but state that never moves."""
+        """Return whether a storage has arena offsets: all but resident state."""
         return storage in self._layout.offsets
 
     def array(self, name: str, interval: int) -> Array:
-        """A tensor's view during an interval of its storage; -1 for the last."""
+        """Return a tensor's view in a residency interval; -1 for the last."""
         spec = self._graph.tensors[name]
         storage = self._graph.storages[name]
         if not self.in_arena(storage):
@@ -86,7 +86,7 @@ class Memory:
         return self._view(name, self._layout.offsets[storage][interval])
 
     def array_in(self, touched: Iterable[ByteRange], name: str) -> Array:
-        """A tensor's view where its storage is among some bytes, or in the state."""
+        """Return a tensor's view among byte ranges that a task touches."""
         storage = self._graph.storages[name]
         if not self.in_arena(storage):
             return self.array(name, 0)
@@ -94,7 +94,6 @@ class Memory:
         return self._view(name, found.start)
 
     def _view(self, name: str, start: int) -> Array:
-        """A tensor whose storage starts somewhere in the arena."""
         offset = start + self._graph.offset(name)
         if (name, offset) not in self._views:
             spec = self._graph.tensors[name]
@@ -102,12 +101,12 @@ class Memory:
         return self._views[name, offset]
 
     def byte_range(self, storage: str, interval: int) -> ByteRange:
-        """The bytes of a storage in the arena."""
+        """Return the arena bytes of a storage in a residency interval."""
         offset = self._layout.offsets[storage][interval]
         return self._part(offset, self._graph.tensors[storage].nbytes, storage)
 
     def scratch(self, node: str, nbytes: int) -> ByteRange | None:
-        """The bytes of a node's workspace; None if it has none."""
+        """Return the bytes of a node's workspace; None if it has none."""
         if nbytes == 0:
             return None
         return self._part(self._layout.workspace_offsets[node], nbytes, "")
@@ -119,23 +118,19 @@ class Memory:
         return ByteRange(DEVICE, offset, stop, storage, pieces)
 
     def bytes_of(self, part: ByteRange) -> Buffer:
-        """A view of some bytes of the arena."""
+        """Return a view of some bytes of the arena."""
         spec = TensorSpec("bytes", (part.stop - part.start,), "uint8")
         return self._device.view(self._arena, part.start, spec)
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A schedule and all that its calls get.
+    """A schedule and everything that its calls are bound to.
 
     Attributes:
-        backend: Computes.
-        schedule: What to run.
-        memory: Of its tensors.
-        plans: Convolution node -> how to run it.
-        copies: Starts copies.
-        host: Storage -> where on the host it goes.
-        watcher: Overwrites memory that is allocated and that is freed.
+        plans: Convolution node -> plan.
+        host: Offloaded storage -> slot on the host.
+        watcher: Test hook that overwrites memory when it is allocated and freed.
     """
 
     backend: Backend
@@ -148,28 +143,19 @@ class Binding:
 
 
 def bind(binding: Binding) -> Program:
-    """The program of a schedule.
-
-    Raises:
-        UnsupportedError: The backend has no kernel for an operation.
-        ScheduleError: A node reads what is still being copied back.
-    """
+    """Bind a schedule to a program."""
     before: tuple[PendingCopy, ...] = ()
     total = 0
     for _ in range(2 if binding.schedule.live_across else 1):
         binder = _Binder(binding, before, total)
         for instruction in binding.schedule.instructions:
             binder.visit(instruction)
-        known, before, total = before, binder.left(), binder.count
+        known, before, total = before, binder.unfinished_copies(), binder.count
     return Program(tuple(binder.tasks), known, total)
 
 
 def kernel_of(backend: Backend, node: Node) -> Kernel:
-    """What runs a node that is neither a convolution nor a view.
-
-    Raises:
-        UnsupportedError: The backend has nothing that does.
-    """
+    """Return the kernel of a node; `UnsupportedError` if there is none."""
     kernel = backend.kernels.get(node.op)
     if kernel is None:
         raise UnsupportedError(
@@ -179,12 +165,9 @@ def kernel_of(backend: Backend, node: Node) -> Kernel:
 
 
 class _Binder:
-    """Tasks so far, the copies in flight, and which interval every storage is in.
+    """State of binding: tasks, copies in flight, current residency intervals.
 
-    Args:
-        binding: What is bound.
-        before: Copies of the step before that may be running.
-        total: How many copies that step started.
+    `before` has the copies of the previous step that may still run, of `total` in all.
     """
 
     def __init__(
@@ -200,8 +183,8 @@ class _Binder:
         self._last = {copy.source.storage: copy for copy in before}
         self._pending = Pending(before)
 
-    def left(self) -> tuple[PendingCopy, ...]:
-        """Copies that may be running at the end, numbered as the next step's past."""
+    def unfinished_copies(self) -> tuple[PendingCopy, ...]:
+        """Return copies that may run at the end, numbered as of the previous step."""
         return tuple(replace(c, number=c.number - self.count) for c in self._pending)
 
     def visit(self, instruction: Instruction) -> None:
@@ -253,10 +236,9 @@ class _Binder:
         else:
             call, joins = self._kernel(node, workspace)
         touched = tuple(reads), tuple(writes)
-        self.tasks.append(Task(label, call, node.name, *touched, joinable=joins))
+        self.tasks.append(Task(label, call, node.name, *touched, batchable=joins))
 
     def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
-        """The call of a convolution, by its plan."""
         backend, plan = self._binding.backend, self._binding.plans[node.name]
         a, b, *more = map(self._array, node.inputs)
         out = self._array(node.outputs[0])
@@ -270,19 +252,24 @@ class _Binder:
 
     def _kernel(
         self, node: Node, workspace: Buffer | None
-    ) -> tuple[Call, Joinable | None]:
-        """The call of any other node, and how it is launched with others."""
+    ) -> tuple[Call, Batchable | None]:
+        """Return the call of a node with a kernel, and how it may be batched."""
         kernel = kernel_of(self._binding.backend, node)
         reads, writes, attrs = operands_of(self._graph, node)
         inputs, outputs = map(self._seen, reads), map(self._seen, writes)
         arguments = list(inputs), list(outputs), attrs, workspace
-        joins = joinable(self._graph, node, kernel, arguments)
+        joins = batchable(self._graph, node, kernel, arguments)
         return kernel.call(*arguments), joins
 
     def _copy(self, way: Way, storage: str) -> None:
-        """Start a copy once those of other lanes that it collides with are done."""
+        """Start a copy after those on other streams that conflict with it.
+
+        A copy waits for copies that write its source, or read or write its target.
+        Copies on one stream run in order, so the last one of each other stream is
+        enough.
+        """
         copies, slot = self._binding.copies, self._binding.host[storage]
-        lane = f"{way} {slot.link}" if slot.link else way
+        stream = f"{way} {slot.link}" if slot.link else way
         device = self._device_bytes(storage)
         host = slot.byte_range(storage, self._graph.tensors[storage].nbytes)
         array = self._memory.bytes_of(device)
@@ -293,11 +280,11 @@ class _Binder:
             label, source, target = f"SwapIn({storage})", host, device
             ends = slot.buffer, array
         known = [*self._pending.writing(source), *self._pending.touching(target)]
-        earlier = Pending.last_of_each_lane(c for c in known if c.lane != lane)
+        earlier = Pending.last_of_each_stream(c for c in known if c.stream != stream)
         after = tuple(c.number for c in earlier)
         tickets = tuple(map(self._ticket, after))
         call = copies.bound(way, self.count, *ends, tickets, slot.link)
-        copy = PendingCopy(self.count, lane, label, source, target)
+        copy = PendingCopy(self.count, stream, label, source, target)
         self.tasks.append(
             Task(label, call, None, (source,), (target,), copy=copy, after=after)
         )
@@ -306,21 +293,20 @@ class _Binder:
         self.count += 1
 
     def _wait(self, for_copies: Iterable[PendingCopy], label: str) -> None:
-        """Wait for what is not known to be done."""
-        for copy in Pending.last_of_each_lane(for_copies):
+        for copy in Pending.last_of_each_stream(for_copies):
             if self._pending.has(copy.number):
                 call = partial(self._binding.copies.wait, self._ticket(copy.number))
                 self.tasks.append(Task(label, call, waits_for=copy.number))
                 self._pending.waited(copy)
 
     def _ticket(self, number: int) -> int:
-        """What a copy is called as it runs: every step numbers them alike."""
+        """Return a copy's number at run time, which is the same in every step."""
         return number if number >= 0 else number + self._total
 
     def _overwrite(self, label: str, part: ByteRange) -> None:
-        """Have a watcher spoil memory, unless a copy of what was in it may be running.
+        """Let a watcher overwrite memory, unless a copy of its contents may run.
 
-        Whoever reads it without writing it first computes nonsense.
+        A task that reads the memory without writing it first then computes garbage.
         """
         watcher = self._binding.watcher
         empty = part.start == part.stop
@@ -335,7 +321,7 @@ class _Binder:
         )
 
     def _seen(self, spec: TensorSpec) -> Array:
-        """A tensor in the shape that a kernel sees it in."""
+        """Return a tensor's view in the shape that its kernel expects."""
         array = self._array(spec.name)
         same = self._graph.tensors[spec.name].shape == spec.shape
         return array if same else array.reshape(spec.shape)
@@ -344,6 +330,5 @@ class _Binder:
         return self._memory.byte_range(storage, self._interval.get(storage, 0))
 
     def _touched(self, names: Iterable[str]) -> list[ByteRange]:
-        """Bytes in the arena of some tensors."""
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
         return [self._device_bytes(s) for s in storages if self._memory.in_arena(s)]

@@ -1,12 +1,13 @@
-"""The launches of a step as one graph, replayed step after step.
+"""Capture the launches of a step as one graph, and replay it in later steps.
 
-A graph is launched by one call, whatever is in it, so the host is no longer what a step
-of small kernels waits for. Learning rates, step numbers and loss scales are read on the
-device, so a graph is right for every step.
+One call launches a graph of any size, so a step of small kernels is no longer limited
+by the host. Learning rates, step numbers and loss scales are read on the device, so the
+same graph is valid for every step.
 
-Copies to pinned host memory are captured with the kernels: events order both within a
-graph as they do outside. A graph ends when all in it is done, so a step whose copies go
-on in the next one is captured between its copies, as is one that copies to a file.
+Copies to pinned host memory are captured with the kernels: events order both as they do
+outside of a graph. A graph ends when everything in it is done, so a step whose copies
+continue in the next one is captured in parts, between its copies; likewise a step that
+copies to a file.
 """
 
 import logging
@@ -17,7 +18,7 @@ from itertools import groupby
 from mucudnn.backends.base import Capture
 from mucudnn.errors import MucudnnError
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.joining import joined
+from mucudnn.runtime.executor.joining import batch_launches
 from mucudnn.runtime.executor.tasks import Call, Task
 
 __all__ = ["replaying"]
@@ -28,39 +29,35 @@ logger = logging.getLogger(__name__)
 def replaying(
     tasks: Sequence[Task], capture: Capture, copies: Copies | None = None
 ) -> list[Call]:
-    """The calls of a program: one graph, or one for what is between two copies.
+    """Return the calls of a program: one graph, or one between each two copies.
 
-    Args:
-        tasks: The program.
-        capture: Makes a graph.
-        copies: Of the program, if they can be captured as well.
+    `copies` are those of the program, if they can be captured as well.
     """
     apart = partial(_between_copies, tasks, capture)
     if copies is None or all(map(_launches, tasks)):
         return apart()
-    return [_Replayed([*joined(tasks), copies.settle], capture, apart)]
+    return [_Replayed([*batch_launches(tasks), copies.settle], capture, apart)]
 
 
 def _between_copies(tasks: Sequence[Task], capture: Capture) -> list[Call]:
     calls: list[Call] = []
     for launches, part in groupby(tasks, _launches):
-        own = joined(part)
+        own = batch_launches(part)
         calls += [_Replayed(own, capture)] if launches and len(own) > 1 else own
     return calls
 
 
 def _launches(task: Task) -> bool:
-    """Whether a task only launches kernels."""
+    """Return whether a task only launches kernels."""
     return task.copy is None and task.waits_for is None
 
 
 class _Replayed:
-    """Launches that become a graph the second time they are called.
+    """Launches that are captured as a graph the second time they are called.
 
-    The first time kernels are loaded and libraries make what they need; neither can be
-    captured. While capturing nothing runs: what refuses leaves nothing half done, and
-    is launched otherwise from then on: call by call if nothing else is given, which is
-    made only then.
+    The first time, kernels are loaded and libraries initialize, which cannot be
+    captured. Nothing runs while capturing, so a refused capture leaves nothing half
+    done. From then on `otherwise` is called instead, or the launches one by one.
     """
 
     def __init__(
@@ -75,20 +72,19 @@ class _Replayed:
         self._warm = False
 
     def __call__(self) -> None:
-        """Launch them."""
         if self._graph is None:
             if not self._warm:
-                self._one_by_one()
+                self._launch_all()
                 self._warm = True
                 return
             try:
-                self._graph = self._capture(self._one_by_one)
+                self._graph = self._capture(self._launch_all)
             except MucudnnError as e:
                 logger.warning("the step is not replayed: %s", e)
                 self._graph = partial(_in_order, self._otherwise())
         self._graph()
 
-    def _one_by_one(self) -> None:
+    def _launch_all(self) -> None:
         _in_order(self._calls)
 
 

@@ -1,4 +1,4 @@
-"""The outputs of a step, which may still be computed when its caller has them."""
+"""Outputs of a step, which may still be being computed when the caller gets them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,31 +11,27 @@ __all__ = ["Present", "Results"]
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """A tensor that is on the host."""
+    """A tensor on the host that needs no waiting."""
 
     value: Any
     ready: bool = True
 
     def __call__(self) -> Any:
-        """The array."""
+        """Return the array."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Tensor -> its values, now or later."""
+    """Tensor -> its value, possibly pending."""
 
     found: Mapping[str, Arriving]
 
     def read(self) -> dict[str, Any]:
-        """All of them as NumPy arrays, waited for.
-
-        Raises:
-            BackendError: A kernel or a copy failed.
-        """
+        """Wait for all tensors; return them as NumPy arrays."""
         return {name: arriving() for name, arriving in self.found.items()}
 
     @property
     def ready(self) -> bool:
-        """Whether nothing has to be waited for."""
+        """Whether reading would not wait."""
         return all(arriving.ready for arriving in self.found.values())

@@ -1,9 +1,8 @@
-"""A bound schedule: calls in order, what each does to memory, and what it waits for.
+"""Data types of a bound schedule: tasks, the bytes they touch, copies they wait for.
 
-Copies of one lane, which is a direction of a tier, follow one another, and each begins
-after the computations that were launched before it. What is left are copies that a
-later toucher of the same bytes has to wait for: those still running, as far as the
-program knows.
+Copies on one stream (a direction of a tier) run in order, and each begins after the
+computations launched before it. A task thus only has to wait for copies of bytes that
+it touches, as far as the program does not know them to be finished.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,42 +15,43 @@ from mucudnn.passes.placement.page_table import Extent
 
 __all__ = [
     "DEVICE",
-    "Around",
+    "Batchable",
     "ByteRange",
     "Call",
-    "Joinable",
+    "HookFactory",
+    "NodeHooks",
     "Pending",
     "PendingCopy",
     "Program",
-    "Surrounding",
     "Task",
+    "TensorLookup",
     "Watcher",
-    "WhileRunning",
 ]
 
 Call = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """Calls around those of nodes.
+class NodeHooks:
+    """Calls before and after those of nodes.
 
     Attributes:
-        before: Node -> what is called before it.
-        after: Node -> what is called after it.
+        before: Node -> calls before it.
+        after: Node -> calls after it.
     """
 
     before: Mapping[str, tuple[Call, ...]]
     after: Mapping[str, tuple[Call, ...]]
 
-    def then(self, other: "Around") -> "Around":
-        """These calls, and behind them those of another."""
-        return Around(
-            _joined(self.before, other.before), _joined(self.after, other.after)
+    def then(self, other: "NodeHooks") -> "NodeHooks":
+        """Return these calls followed by those of `other`."""
+        return NodeHooks(
+            _concatenated(self.before, other.before),
+            _concatenated(self.after, other.after),
         )
 
 
-def _joined(
+def _concatenated(
     one: Mapping[str, tuple[Call, ...]], other: Mapping[str, tuple[Call, ...]]
 ) -> Mapping[str, tuple[Call, ...]]:
     return {
@@ -60,15 +60,15 @@ def _joined(
     }
 
 
-WhileRunning = Callable[[str, str], Any]
-"""(node, tensor that it touches) -> the tensor's array while the node runs: between
-two nodes it may have been elsewhere, and come back to another place."""
+TensorLookup = Callable[[str, str], Any]
+"""(node, tensor that it touches) -> the tensor's array while the node runs.
+Between two nodes a tensor may be offloaded and fetched to another offset."""
 
-Surrounding = Callable[[Graph, WhileRunning], Around]
-"""(graph, where tensors are) -> what is called around its nodes."""
+HookFactory = Callable[[Graph, TensorLookup], NodeHooks]
+"""(graph, tensor lookup) -> calls around the graph's nodes."""
 
 DEVICE = "device"
-"""The space of the arena; other spaces are tiers of the host."""
+"""Name of the arena's address space; other spaces are tiers of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,9 @@ class ByteRange:
     """Bytes of a storage, on the device or on the host.
 
     Attributes:
-        space: Which memory.
-        start: First byte.
-        stop: The byte after the last.
-        storage: Whose they are; empty if nobody's.
-        pieces: Where they are, if `start` and `stop` are addresses of mapped memory.
+        space: Name of the address space.
+        storage: Storage that the bytes belong to; empty for scratch memory.
+        pieces: Physical extents, if `start` and `stop` are addresses of mapped memory.
     """
 
     space: str
@@ -90,7 +88,7 @@ class ByteRange:
     pieces: tuple[Extent, ...] = ()
 
     def overlaps(self, other: "ByteRange") -> bool:
-        """Whether both have a byte in common."""
+        """Return whether both ranges have a byte in common."""
         if self.space != other.space:
             return False
         if not (self.pieces or other.pieces):
@@ -107,15 +105,13 @@ class PendingCopy:
     """A copy that was started and not waited for.
 
     Attributes:
-        number: Ascending in program order; negative if of the step before.
-        lane: Its direction, `out` or `back`, and the number of a tier but the first.
-        label: Its instruction, for messages.
-        source: What it reads.
-        target: What it writes.
+        number: Ascending in program order; negative for copies of the previous step.
+        stream: Direction (`out` or `back`), and the tier's index unless it is 0.
+        label: The copy's instruction, for messages.
     """
 
     number: int
-    lane: str
+    stream: str
     label: str
     source: ByteRange
     target: ByteRange
@@ -131,27 +127,27 @@ class Pending:
         return iter(self._copies)
 
     def add(self, copy: PendingCopy) -> None:
-        """A copy was started."""
+        """Add a copy that was started."""
         self._copies.append(copy)
 
     def has(self, number: int) -> bool:
-        """Whether a copy may still be running."""
+        """Return whether a copy may still be running."""
         return any(copy.number == number for copy in self._copies)
 
     def waited(self, done: PendingCopy) -> None:
-        """A copy has been waited for, and with it those before it in its lane."""
+        """Remove a copy that was waited for, and earlier ones on its stream."""
         self._copies = [
             copy
             for copy in self._copies
-            if copy.lane != done.lane or copy.number > done.number
+            if copy.stream != done.stream or copy.number > done.number
         ]
 
     def writing(self, touched: ByteRange) -> list[PendingCopy]:
-        """Those that a reader of some bytes has to wait for."""
+        """Return the copies that a reader of some bytes must wait for."""
         return [copy for copy in self._copies if copy.target.overlaps(touched)]
 
     def touching(self, touched: ByteRange) -> list[PendingCopy]:
-        """Those that a writer of some bytes has to wait for."""
+        """Return the copies that a writer of some bytes must wait for."""
         return [
             copy
             for copy in self._copies
@@ -159,25 +155,23 @@ class Pending:
         ]
 
     @staticmethod
-    def last_of_each_lane(copies: Iterable[PendingCopy]) -> list[PendingCopy]:
-        """All that need be waited for to have waited for all of them."""
+    def last_of_each_stream(copies: Iterable[PendingCopy]) -> list[PendingCopy]:
+        """Return the last copy of each stream: waiting for them is enough."""
         last: dict[str, PendingCopy] = {}
         for copy in copies:
-            known = last.get(copy.lane)
+            known = last.get(copy.stream)
             if known is None or known.number < copy.number:
-                last[copy.lane] = copy
+                last[copy.stream] = copy
         return list(last.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Joinable:
-    """What a task launches, for its kernel to launch with that of others.
+class Batchable:
+    """A kernel call that can be batched with others of the same kernel.
 
     Attributes:
-        kernel: Of its operation.
-        arguments: As `Kernel.run` takes them.
-        reads: Storages that it reads, but for flags.
-        writes: Storages that it writes, but for flags.
+        reads: Storages that it reads, except flags.
+        writes: Storages that it writes, except flags.
     """
 
     kernel: Kernel
@@ -188,18 +182,14 @@ class Joinable:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One call of a program, and what it does to memory.
+    """One call of a program, and its effects on memory.
 
     Attributes:
-        label: The instruction that it is for.
-        call: Does it.
-        node: The node that it computes.
         reads: Bytes that it reads.
         writes: Bytes that it writes.
-        copy: The copy that it starts.
-        after: The copies that this one is told to wait for.
-        waits_for: The copy that it waits for.
-        joinable: How it is launched with its neighbours, if it can be.
+        after: Numbers of the copies that its own copy waits for.
+        waits_for: Number of the copy that it waits for.
+        batchable: How it can be batched with adjacent tasks, if at all.
     """
 
     label: str
@@ -210,17 +200,17 @@ class Task:
     copy: PendingCopy | None = None
     after: tuple[int, ...] = ()
     waits_for: int | None = None
-    joinable: Joinable | None = None
+    batchable: Batchable | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A schedule as calls.
+    """A schedule bound to calls.
 
     Attributes:
-        tasks: In order.
-        before: Copies of the step before that may be running when it begins.
-        copies: How many it starts.
+        tasks: Tasks in order of execution.
+        before: Copies of the previous step that may be running when a step begins.
+        copies: Number of copies that a step starts.
     """
 
     tasks: tuple[Task, ...]
@@ -228,24 +218,21 @@ class Program:
     copies: int
 
     def touching(self, written: Iterable[ByteRange]) -> tuple[int, ...]:
-        """What to wait for to write some bytes before a step: copies by their calls."""
+        """Return numbers of copies to wait for before writing some bytes."""
         known = Pending(self.before)
         found = (copy for touched in written for copy in known.touching(touched))
-        last = Pending.last_of_each_lane(found)
+        last = Pending.last_of_each_stream(found)
         return tuple(copy.number + self.copies for copy in last)
 
 
 class Watcher(Protocol):
-    """Told of every task of every step, to find those that come too early."""
+    """Test hook that is called at every task, to detect races."""
 
     def begin(self, program: Program, written: tuple[ByteRange, ...]) -> None:
-        """A step begins; so many bytes were written before it."""
-        ...
+        """Begin a step; `written` are the bytes that are initialized."""
 
     def before(self, task: Task) -> None:
-        """A task is about to be called."""
-        ...
+        """Observe a task that is about to be called."""
 
     def overwrite(self, memory: Buffer) -> None:
-        """Memory is allocated or freed: whoever reads it as it is, makes a mistake."""
-        ...
+        """Overwrite memory that is being allocated or freed."""

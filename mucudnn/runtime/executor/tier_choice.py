@@ -1,8 +1,8 @@
-"""Memory off the device as a user asks for it: `host`, `disk:FOLDER`, `peer:DEVICE`.
+"""Parse and open offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`.
 
-How much of it there is may follow, and then how many bytes a second its link carries:
-`host=4GiB@12GiB`. Without a size it is all that is free, which is looked at for
-planning, and only what a plan uses is taken. Without a rate the link is measured.
+A size may follow, and then the rate of the link in bytes a second: `host=4GiB@12GiB`.
+Without a size, planning uses all free memory, and execution allocates only what the
+plan uses. Without a rate, the link is measured.
 """
 
 import math
@@ -32,13 +32,13 @@ _FORMS = "host, disk:FOLDER or peer:DEVICE, each perhaps with =SIZE and @RATE be
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """One tier that is asked for.
+    """An offload target as configured by the user.
 
     Attributes:
         kind: `host`, `disk` or `peer`.
-        argument: The folder, or the number of the device.
-        nbytes: How much of it; infinity if that is not said.
-        bytes_per_ms: Rate of its link, each way; None to measure it.
+        argument: Folder or device number.
+        nbytes: Capacity in bytes; infinity if not given.
+        bytes_per_ms: Rate of the link in each direction; None to measure it.
     """
 
     kind: Kind
@@ -48,15 +48,15 @@ class TierChoice:
 
     @classmethod
     def parse(cls, text: str) -> "TierChoice":
-        """A choice as it is written.
+        """Parse a target such as `host=4GiB` or `disk:/scratch`.
 
         Raises:
-            ValueError: It is none; says what would be.
+            ValueError: The text is no target; lists the valid forms.
         """
-        text, rate = _ends_with(text, "@")
-        text, size = _ends_with(text, "=")
+        text, rate = _split_size(text, "@")
+        text, size = _split_size(text, "=")
         if rate == 0:
-            raise ValueError(f"nothing goes to {text} at 0 bytes a second")
+            raise ValueError(f"nothing goes to {text} at 0 bytes a second; raise @RATE")
         how = math.inf if size is None else size, rate and rate / 1e3
         kind, _, argument = text.partition(":")
         match kind:
@@ -69,30 +69,30 @@ class TierChoice:
         raise ValueError(f"{text!r} is no tier; choose {_FORMS}")
 
     def __str__(self) -> str:
-        """Without size and rate, such as `peer:1`."""
+        """Return the target without size and rate, such as `peer:1`."""
         return f"{self.kind}:{self.argument}" if self.argument else self.kind
 
     @property
     def addressable(self) -> bool:
-        """Whether the host can read what is there, on every backend."""
+        """Whether the host can read this memory, on every backend."""
         return self.kind != "peer"
 
     def room(self) -> float:
-        """How much there is, as far as that is said or can be looked up."""
+        """Return the capacity in bytes; of a folder, at most its free space."""
         if self.kind != "disk":
             return self.nbytes
-        with suppress(OSError):  # opening it will say what is wrong
+        with suppress(OSError):  # `open` reports the error
             free = shutil.disk_usage(self.argument).free
             return min(self.nbytes, free, file_size_limit())
         return self.nbytes
 
     def open(self, device: Device, nbytes: int) -> Tier:
-        """So many bytes of it.
+        """Allocate `nbytes` of this target.
 
         Raises:
             ValueError: There is no such folder or device.
             OutOfMemoryError: There is no room.
-            BackendUnavailableError: Such a tier cannot be had here.
+            BackendUnavailableError: This machine has no such tier.
         """
         if self.kind == "disk":
             return DiskTier(nbytes, Path(self.argument))
@@ -101,8 +101,8 @@ class TierChoice:
         return HostTier(device, nbytes)
 
 
-def _ends_with(text: str, mark: str) -> tuple[str, int | None]:
-    """What is before the last mark, and the size behind it; folders may have marks."""
+def _split_size(text: str, mark: str) -> tuple[str, int | None]:
+    """Split a size off behind the last mark; folder names may contain marks."""
     name, _, size = text.rpartition(mark)
     with suppress(ValueError):
         if name:
@@ -113,11 +113,11 @@ def _ends_with(text: str, mark: str) -> tuple[str, int | None]:
 def parse_tiers(
     tiers: str | TierChoice | Sequence[str | TierChoice],
 ) -> tuple[TierChoice, ...]:
-    """Tiers as a user gives them, each once.
+    """Parse the offload targets that a user gives.
 
     Raises:
-        ValueError: One is none, or is there twice.
-        TypeError: One is something else.
+        ValueError: A text is no target, or a target is given twice.
+        TypeError: An element is neither a text nor a `TierChoice`.
     """
     given: object = [tiers] if isinstance(tiers, str | TierChoice) else tiers
     if not isinstance(given, Sequence):
@@ -134,16 +134,10 @@ def parse_tiers(
 
 
 class OpenTiers:
-    """The tiers that some placed steps use in turn, with what they need of each.
+    """The open offload targets that placed steps use in turn.
 
-    Args:
-        device: From which tensors leave.
-        choices: Where to.
-        placed: The steps; the first tier is the fastest, whatever the choices' order.
-
-    Raises:
-        ValueError: There is no such folder or device.
-        OutOfMemoryError: There is no room; what was opened is given back.
+    The first tier of a step is the fastest, whatever the order of `choices`. If one
+    cannot be opened, those before it are closed.
     """
 
     def __init__(
@@ -165,12 +159,12 @@ class OpenTiers:
             raise
 
     def of(self, placed: PlacedStep) -> Tiers | None:
-        """The places of one of the steps; None if none are planned."""
+        """Return the tiers of a step; None if it offloads nothing."""
         placement = placed.plan.prediction.placement
         return None if placement is None else Tiers(self._tiers, placement)
 
     def close(self) -> None:
-        """Close all of them; may be called again."""
+        """Close all tiers; may be called again."""
         for tier in self._tiers:
             tier.close()
 

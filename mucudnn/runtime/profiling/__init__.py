@@ -1,1 +1,1 @@
-"""What nodes, links and mappings take on a device, measured."""
+"""Measure kernels, links and memory mapping on a device."""

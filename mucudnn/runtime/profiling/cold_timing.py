@@ -1,8 +1,8 @@
-"""Time a kernel as a step finds it: its operands made long ago, out of the caches.
+"""Time kernels with cold caches, as they run within a step.
 
-All device memory comes from one pool: operands and workspaces, the buffer whose writing
-evicts the caches before every run, and the one that is copied to measure the link. So
-measuring keeps a budget in bytes, and kernels see memory as they do in an arena.
+All device memory comes from one pool: operands, workspaces, the buffer whose writing
+evicts the caches before every run, and the buffer that is copied to measure the link.
+So measuring stays within a budget in bytes, and kernels see memory as in an arena.
 """
 
 import statistics
@@ -22,19 +22,13 @@ from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.step.sizes import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
-__all__ = [
-    "EVICTING_BYTES",
-    "LINK_BYTES",
-    "ColdBench",
-    "cold_bench",
-    "link_rates",
-]
+__all__ = ["EVICTING_BYTES", "LINK_BYTES", "ColdBench", "cold_bench", "link_rates"]
 
 EVICTING_BYTES = 64 << 20
-"""More than the caches of a processor hold, and of a GPU."""
+"""Exceeds the caches of a processor or a GPU."""
 
 LINK_BYTES = 64 << 20
-"""Large enough that starting a copy takes no time beside it."""
+"""Large enough that the launch overhead of a copy is negligible."""
 
 _COPIES = 64
 _NAME = "the memory for measuring"
@@ -51,12 +45,10 @@ class ColdBench:
         self._zeros = np.zeros(min(EVICTING_BYTES, pool.nbytes), np.uint8)
 
     def node_ms(self, graph: Graph, node: Node, workspace: int) -> float:
-        """Median time of a node that has a kernel; its first run does not count.
+        """Return the median time of a node with a kernel, without its first run.
 
-        `workspace` is what its kernel asks for, in bytes; it is no convolution or view.
-
-        Raises:
-            OutOfMemoryError: The pool does not hold its tensors.
+        `workspace` is the kernel's workspace in bytes. Convolutions and views are not
+        allowed.
         """
         needed = WorkingSet.of_node(graph, node, workspace)
         kernel, pool = self._backend.kernels[node.op], self._pool
@@ -72,7 +64,7 @@ class ColdBench:
             return self._median(kernel.call(inputs, outputs, attrs, scratch))
 
     def plan_ms(self, plan: ConvPlan) -> float | None:
-        """Median time of a convolution; None where the pool does not hold it."""
+        """Return a convolution's median time; None if the pool is too small."""
         needed = WorkingSet.of_plan(plan)
         if needed.pool_bytes > self._pool.nbytes:
             return None
@@ -86,37 +78,31 @@ class ColdBench:
     def calls_ms(
         self,
         needed: WorkingSet,
-        made: Callable[[Sequence[Array], Buffer | None], Sequence[Callable[[], None]]],
+        bind_calls: Callable[
+            [Sequence[Array], Buffer | None], Sequence[Callable[[], None]]
+        ],
     ) -> tuple[float, ...]:
-        """Median times of calls on tensors of random numbers.
+        """Return the median times of calls on tensors of random numbers.
 
-        Args:
-            needed: The tensors, and the workspace.
-            made: (the tensors, the workspace) -> the calls.
-
-        Raises:
-            OutOfMemoryError: The pool does not hold the tensors.
+        `bind_calls` makes the calls from the tensors and the workspace of `needed`.
         """
         with self._held(needed) as scratch:
             for spec in needed.operands:
                 self._fill(spec)
             views = [self._pool.view(spec.name, spec) for spec in needed.operands]
-            return tuple(self._median(call) for call in made(views, scratch))
+            return tuple(self._median(call) for call in bind_calls(views, scratch))
 
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
-        """Bytes a millisecond to the host and from it.
+        """Return the rates to the host and from it, in bytes a millisecond.
 
-        In a smaller pool several copies follow one another, from and to different bytes
-        of the host, so that starting them and caches count less.
-
-        The pool may be smaller than `nbytes`.
-
-        Raises:
-            OutOfMemoryError: The pool has not a single byte.
+        A pool smaller than `nbytes` makes several copies in a row, from and to
+        different bytes of the host, to amortize launch overhead and avoid cache hits.
         """
         size = min(nbytes, self._pool.nbytes)
         if size == 0:
-            raise OutOfMemoryError("copies of no bytes cannot be timed; give some")
+            raise OutOfMemoryError(
+                "copies of no bytes cannot be timed; give memory to measure in"
+            )
         spec = TensorSpec("the link's buffer", (size,), "uint8")
         with self._held(WorkingSet((), spec)) as buffer:
             self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
@@ -126,7 +112,7 @@ class ColdBench:
 
     @contextmanager
     def _held(self, needed: WorkingSet) -> Iterator[Buffer | None]:
-        """Have tensors in the pool during a `with`, which gets the workspace."""
+        """Allocate tensors for the duration of a `with`; yield the workspace."""
         taken = []
         try:
             for spec in needed.tensors:
@@ -139,10 +125,7 @@ class ColdBench:
                 self._pool.free(name)
 
     def _fill(self, spec: TensorSpec) -> None:
-        """Random numbers, or zeros where numbers mean something.
-
-        Such as labels, and sums of squares in the state.
-        """
+        """Fill with random numbers; labels and optimizer state with zeros."""
         array = self._pool.view(spec.name, spec)
         if spec.dtype in ITEMSIZE and spec.role is not Role.STATE:
             self._device.randomize(array)
@@ -150,7 +133,7 @@ class ColdBench:
             self._device.upload(np.zeros(spec.shape, spec.dtype), array)
 
     def _median(self, run: Callable[[], None]) -> float:
-        """Median time with what the pool has left evicting the caches before each."""
+        """Return the median time, evicting the caches before each run."""
         device = self._device
         run()
         samples: list[float] = []
@@ -170,13 +153,10 @@ class ColdBench:
 def cold_bench(
     backend: Backend, sizes: Sequence[int], memory: int | None, rule: StoppingRule
 ) -> Iterator[ColdBench]:
-    """A bench in a pool for the largest working set that there is memory for.
+    """Open a bench with a pool for the largest working set that fits the device.
 
-    `sizes` are bytes of working sets; there must be room for the first. `memory` is the
-    most that the pool may be; any size if not given.
-
-    Raises:
-        OutOfMemoryError: The device has no room for the first.
+    `sizes` are bytes of working sets; the first one must fit. `memory` limits the
+    pool's size in bytes; None does not.
     """
     bound = max(sizes) + EVICTING_BYTES if memory is None else memory
     useful = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
@@ -185,7 +165,7 @@ def cold_bench(
 
 
 def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
-    """Of the first size that the device has room for, with bytes to evict caches."""
+    """Allocate a pool of the first size that fits the device, plus evicting bytes."""
     for nbytes in sizes:
         with suppress(OutOfMemoryError):
             return Pool(device, min(bound, nbytes + EVICTING_BYTES), _NAME)
@@ -193,7 +173,7 @@ def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
 
 
 def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]:
-    """Bytes a millisecond to a tier and from it, of copies of a buffer that fill it."""
+    """Return the rates to a tier and from it, in bytes a millisecond."""
     nbytes = buffer.nbytes
     copies = tier.nbytes // nbytes
     hosts = [tier.view(i * nbytes, nbytes) for i in range(copies)]

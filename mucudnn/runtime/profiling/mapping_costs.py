@@ -1,4 +1,4 @@
-"""What it takes to map memory on a backend, measured; once before the first step."""
+"""Measure the cost of mapping memory on a backend; once before the first step."""
 
 import statistics
 from collections.abc import Callable
@@ -14,12 +14,10 @@ _SAMPLES = 5
 
 
 def mapping_costs(backend: Backend, memory: int | None = None) -> ChunkCosts:
-    """Time mapping chunks apart from one another, and taking them away.
+    """Time the mapping and unmapping of non-contiguous chunks.
 
-    Args:
-        backend: Whose memory.
-        memory: Bytes that may be taken meanwhile; where they are less than a chunk,
-            nothing is timed.
+    At most `memory` bytes are allocated meanwhile; if they are less than a chunk,
+    nothing is timed.
 
     Raises:
         UnsupportedError: The backend cannot map memory.
@@ -34,7 +32,7 @@ def mapping_costs(backend: Backend, memory: int | None = None) -> ChunkCosts:
     count = _CHUNKS if memory is None else min(_CHUNKS, memory // size)
     if count < 1:
         return ChunkCosts(size)
-    chunks = range(count - 1, -1, -1)  # none follows another: a mapping each
+    chunks = range(count - 1, -1, -1)  # descending: no two merge into one mapping
     held = mapper.allocate(count)
     rows = [held.map(chunks)]
 

@@ -1,7 +1,8 @@
-"""Time every node of a graph on a backend, each distinct one once.
+"""Time every distinct node of a graph on a backend.
 
-Convolutions come first: the tuner takes and returns its own memory. Then a pool is
-opened, in which everything else is timed; so the two never hold memory at once.
+Convolutions come first, as the tuner allocates and frees its own memory. Then a pool is
+opened, in which all other kernels are timed; the two never hold memory at the same
+time.
 """
 
 import math
@@ -30,7 +31,7 @@ _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
 
 OnNode = Callable[[str, int, int], None]
-"""Told of every node that was measured: its name, how many are done, of how many."""
+"""Progress callback: (name of the measured node, nodes done, nodes in total)."""
 
 
 def profile(
@@ -43,35 +44,32 @@ def profile(
 ) -> Profile:
     """Measure a graph: kernels by running them, convolutions by their Pareto fronts.
 
-    Where `memory` holds the largest node and 64 MiB more, it changes nothing. Below
-    that the buffer that evicts the caches before a kernel runs is what the node leaves,
-    so that operands may be found in a cache and the kernel timed as faster than it is
-    in a step; but a step in so little memory finds more in the caches, too. The link is
-    measured in copies that are at most as large as `memory`: where that is little, the
-    device's side of them may be in a cache, and starting them takes more of the time.
-    A plan of a convolution that does not fit keeps the tuner's time.
-
-    Of all that it takes on the device no more than `memory` bytes are in use, and of
-    convolutions no more than the tuner's own limit.
+    At most `memory` bytes of the device are in use at any time, and for convolutions at
+    most the tuner's own limit. If `memory` holds the largest node and 64 MiB more, it
+    does not affect results. Below that, the buffer that evicts the caches is smaller,
+    so that operands may be in a cache and a kernel timed as faster than within a step.
+    The link is measured in copies of at most `memory` bytes; small copies may hit a
+    cache, and launch overhead weighs more. A convolution plan that does not fit keeps
+    the tuner's time.
 
     Raises:
-        OutOfMemoryError: A node does not fit `memory`; it and its tensors are named.
+        OutOfMemoryError: A node does not fit `memory`; names the node and its tensors.
         PlanningError: A convolution has no algorithm, or none within the limits.
     """
     backend = tuner.backend
     workspaces = kernel_workspaces(backend, graph)
     sets = working_sets(graph, workspaces)
     _check_room(sets, memory)
-    tell = _Teller(progress, len(graph.nodes))
+    counter = _Progress(progress, len(graph.nodes))
     limit = min(tuner.memory_limit, math.inf if memory is None else memory)
-    fronts = _fronts(tuner, graph, limit, tell)
+    fronts = _fronts(tuner, graph, limit, counter)
     plans = _within(limit, (_fastest(front) for front in fronts.values()))
     sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
     with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
         cold_ms = {plan.problem: bench.plan_ms(plan) for plan in plans}
         fronts = {p: _in_step(front, cold_ms.get(p)) for p, front in fronts.items()}
-        kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, tell)
+        kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, counter)
         out_rate, in_rate = bench.link()
     fronts_of = {n.name: fronts[n.attrs["problem"]] for n in _convolutions(graph)}
     node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
@@ -94,11 +92,11 @@ def refine(
     rule: StoppingRule | None = None,
     memory: int | None = None,
 ) -> Profile:
-    """A profile in which some plans have the time that they take themselves.
+    """Replace the estimated times of some plans by measured ones.
 
-    The plans are of its fronts, those that a step was planned with. `times`, which
-    grows, is what was measured so far: a plan in it is not measured again. A plan that
-    memory is too short for keeps the time that it had.
+    `plans` are those of the profile's fronts that a step was planned with. `times` has
+    the plans that were measured before, which are not measured again; new ones are
+    added to it. A plan that does not fit the memory keeps its time.
     """
     new = _within(tuner.memory_limit, (p for p in plans if p not in times))
     better: dict[ConvPlan, ConvPlan] = {}
@@ -108,7 +106,7 @@ def refine(
             for plan in new:
                 measured = bench.plan_ms(plan)
                 if measured is not None:
-                    better[plan] = _taking(plan, measured)
+                    better[plan] = _scaled_to(plan, measured)
                     times[better[plan]] = measured
     fronts = {
         name: tuple(better.get(plan, plan) for plan in front)
@@ -119,16 +117,13 @@ def refine(
     return replace(known, fronts=fronts, node_ms=node_ms)
 
 
-class _Teller:
-    """Counts the nodes that are measured, and tells of them if anyone wants to know."""
-
+class _Progress:
     def __init__(self, on_node: OnNode | None, total: int) -> None:
         self._on_node = on_node
         self._total = total
         self._done = 0
 
     def done(self, node: Node) -> None:
-        """Another node is done."""
         self._done += 1
         if self._on_node is not None:
             self._on_node(node.name, self._done, self._total)
@@ -143,7 +138,7 @@ def _fastest(front: Iterable[ConvPlan]) -> ConvPlan:
 
 
 def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
-    """Distinct plans whose operands and workspace are within a limit."""
+    """Return the distinct plans whose operands and workspace fit a limit."""
     return [
         plan
         for plan in dict.fromkeys(plans)
@@ -152,7 +147,7 @@ def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
 
 
 def _check_room(sets: Sequence[tuple[Node, WorkingSet]], memory: int | None) -> None:
-    """Raise `OutOfMemoryError` where a node does not fit, before hours are spent."""
+    """Raise `OutOfMemoryError` early where a node does not fit."""
     if memory is None or not sets:
         return
     node, needed = max(sets, key=lambda pair: pair[1].pool_bytes)
@@ -165,9 +160,9 @@ def _check_room(sets: Sequence[tuple[Node, WorkingSet]], memory: int | None) -> 
 
 
 def _fronts(
-    tuner: Tuner, graph: Graph, limit: float, tell: _Teller
+    tuner: Tuner, graph: Graph, limit: float, counter: _Progress
 ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
-    """What the tuner measures of every convolution, within so many bytes."""
+    """Return the Pareto front of every convolution, measured within a limit."""
     fronts: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
     for node in _convolutions(graph):
         problem = node.attrs["problem"]
@@ -180,36 +175,32 @@ def _fronts(
                     f"node {node.name!r} ({node.op}) has no algorithm: it uses "
                     f"{WorkingSet.of_node(graph, node)}; {reasons or 'none is known'}"
                 )
-        tell.done(node)
+        counter.done(node)
     return fronts
 
 
 def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPlan, ...]:
-    """Plans with the times that they take within a step.
+    """Scale plans to their times within a step.
 
-    The tuner's own times are of kernels that repeat, with their operands in the caches.
-    The fastest plan was timed cold, and the others are taken to slow down as much.
+    The tuner times repeated kernels with their operands in the caches. The fastest plan
+    was also timed cold; the others are scaled by the same ratio.
     """
     known = _fastest(front).time_ms
     if measured is None or not known:
         return tuple(front)
-    return tuple(_taking(plan, plan.time_ms * measured / known) for plan in front)
+    return tuple(_scaled_to(plan, plan.time_ms * measured / known) for plan in front)
 
 
-def _taking(plan: ConvPlan, ms: float) -> ConvPlan:
-    """The plan, its parts taking `ms` together."""
+def _scaled_to(plan: ConvPlan, ms: float) -> ConvPlan:
     ratio = ms / plan.time_ms if plan.time_ms else 1.0
     steps = (replace(step, time_ms=step.time_ms * ratio) for step in plan.steps)
     return replace(plan, steps=tuple(steps))
 
 
 def _kernel_times(
-    graph: Graph, workspaces: Mapping[str, int], bench: ColdBench, tell: _Teller
+    graph: Graph, workspaces: Mapping[str, int], bench: ColdBench, counter: _Progress
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Node -> ms of all that are no convolution, each distinct one timed once.
-
-    And node -> ms of what makes its first result again, where that is no copy of it.
-    """
+    """Return ms of each node that is no convolution, and of its recomputation."""
     times: dict[Hashable, float] = {}
 
     def timed(node: Node, workspace: int) -> float:
@@ -226,12 +217,12 @@ def _kernel_times(
         found[node.name] = timed(node, workspaces.get(node.name, 0))
         if node.once_more is not None:
             again[node.name] = timed(node.once_more, 0)
-        tell.done(node)
+        counter.done(node)
     return found, again
 
 
 def signature(graph: Graph, node: Node) -> Hashable:
-    """What decides a kernel's time: operation, shapes, attributes, shared memory."""
+    """Return the key of a kernel's time: operation, shapes, attributes, aliasing."""
     storages = [graph.storages[name] for name in node.tensors]
     return (
         node.op,

@@ -1,10 +1,9 @@
-"""How fast the links to tiers are, each way, where that is not given.
+"""Rates of the links to offload targets, where the user does not give them.
 
-On the CPU links are measured, as training does. For a device that is not here, host
-memory is reached at the rates of its costs, which are published figures of its link;
-another device is taken to be as far away, as copies between two go over the same bus at
-the worst; a folder is measured here, and no faster than that link. A rate that is given
-counts before all of these.
+On the CPU, links are measured, as in training. For a device that is not present, the
+rate to host memory is the published one of its profile. A peer device gets the same
+rate, as in the worst case copies between devices use the same bus. A folder is measured
+on this machine and limited to that rate. A rate given by the user takes precedence.
 """
 
 from collections.abc import Sequence
@@ -29,9 +28,9 @@ _HERE = "cpu"
 def tier_at(
     choice: TierChoice, out_rate: float, in_rate: float, room: float | None = None
 ) -> MemoryTier:
-    """A tier as planners see it, at rates in bytes a millisecond.
+    """Return a tier for planning with rates in bytes a millisecond.
 
-    `room` is how much of it there is, if that was looked up.
+    `room` is its capacity in bytes; looked up if None.
     """
     return MemoryTier(
         name=str(choice),
@@ -45,17 +44,9 @@ def tier_at(
 def measured_tiers(
     device: Device, choices: Sequence[TierChoice], memory: int
 ) -> tuple[MemoryTier, ...]:
-    """Tiers as planners see them.
+    """Measure the links to offload targets; return tiers for planning.
 
-    Args:
-        device: From which tensors leave.
-        choices: Where to.
-        memory: Bytes of the device that may be taken meanwhile.
-
-    Raises:
-        ValueError: There is no such folder or device.
-        OutOfMemoryError: There is no room to measure in.
-        BackendUnavailableError: Such a tier cannot be had here.
+    At most `memory` bytes of the device are allocated meanwhile.
     """
     return tuple(_measured(device, choice, memory) for choice in choices)
 
@@ -63,7 +54,7 @@ def measured_tiers(
 def _measured(device: Device, choice: TierChoice, memory: int) -> MemoryTier:
     if choice.bytes_per_ms is not None:
         return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
-    # The file that is measured with takes room itself: half of what is free at most.
+    # The file for measuring takes room itself, so it uses half of the free space.
     room = choice.room()
     spare = room / 2 if choice.kind == "disk" else room
     size = max(1, int(min(LINK_BYTES, memory, spare)))
@@ -77,37 +68,23 @@ def _measured(device: Device, choice: TierChoice, memory: int) -> MemoryTier:
 def forecast_tiers(
     choices: Sequence[TierChoice], profile: Profile, *, measured: bool
 ) -> tuple[MemoryTier, ...]:
-    """Tiers as planners see them.
+    """Estimate the links to offload targets; return tiers for planning.
 
-    Args:
-        choices: Where tensors may go.
-        profile: Of the step; its links are those to host memory.
-        measured: Whether the step runs on this machine's CPU.
-
-    Raises:
-        ValueError: There is no such folder or device.
-        OutOfMemoryError: There is no room to measure in.
+    `profile` has the rates to host memory. Links are only `measured` where the step
+    runs on this machine's CPU.
     """
-    here = get_backend(_HERE).device
     if measured:
-        return measured_tiers(here, choices, LINK_BYTES)
+        return measured_tiers(get_backend(_HERE).device, choices, LINK_BYTES)
     link = profile.out_bytes_per_ms, profile.in_bytes_per_ms
-    return tuple(
-        _slowed(measured_tiers(here, [choice], LINK_BYTES)[0], link)
-        if choice.kind == "disk" and choice.bytes_per_ms is None
-        else _at(choice, link)
-        for choice in choices
-    )
+    return tuple(_forecast(choice, link) for choice in choices)
 
 
-def _at(choice: TierChoice, link: tuple[float, float]) -> MemoryTier:
-    """A tier at the rate that is given, or over a link."""
-    given = choice.bytes_per_ms
-    return tier_at(choice, *(link if given is None else (given, given)))
-
-
-def _slowed(tier: MemoryTier, link: tuple[float, float]) -> MemoryTier:
-    """A tier that is reached over a link."""
+def _forecast(choice: TierChoice, link: tuple[float, float]) -> MemoryTier:
+    if choice.bytes_per_ms is not None:
+        return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
+    if choice.kind != "disk":
+        return tier_at(choice, *link)
+    (tier,) = measured_tiers(get_backend(_HERE).device, [choice], LINK_BYTES)
     return replace(
         tier,
         out_bytes_per_ms=min(tier.out_bytes_per_ms, link[0]),

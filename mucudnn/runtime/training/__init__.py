@@ -1,1 +1,1 @@
-"""Steps, epochs, checkpoints."""
+"""Train networks: steps within a budget, epochs, checkpoints."""

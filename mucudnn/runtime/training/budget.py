@@ -1,7 +1,7 @@
-"""A budget of device memory, as a user gives it.
+"""The device-memory budget of a step, as configured by the user.
 
-The budget is of parameters, state, activations and workspaces. What leaves goes to host
-memory, or to other tiers where some are named.
+The budget covers parameters, state, activations and workspaces. Tensors are offloaded
+to host memory, or to other tiers where some are named.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,27 @@ from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 __all__ = ["DEVICE", "MemoryBudget"]
 
 DEVICE = "device"
-"""Stands for all memory that the device has free."""
+"""Name for all free memory of the device."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class MemoryBudget:
-    """How much device memory a step may take, and who decides how.
+    """Device memory that a step may use, and the strategies that keep it.
 
     Attributes:
-        nbytes: Bytes for everything; may be given as "1.5GiB".
-        policy: What leaves and what is computed again: `planned`, another of
+        nbytes: Budget in bytes; may be given as "1.5GiB".
+        policy: Which tensors are offloaded or recomputed: `planned`, another of
             `policy_names`, or a function.
         scheduler: When copies run, a name or a function; None is the policy's own.
-        convolutions: How convolutions get their workspace: `dynamic` (what is free at
-            each), `fixed` (as planned under the workspace limit: then results are bit
-            for bit those of a step without a budget), `fastest` or `least`.
-        disk: Folder for what leaves: short for `tiers="disk:FOLDER"`.
-        tiers: Where to: `host`, `disk:FOLDER`, `peer:DEVICE`, each with `=SIZE` behind
-            it where that is not to be all there is; several are filled the fastest
-            first. Host memory if none are given.
-        measured: A profile of the step, if there is one already.
-        found: A plan of the step by that profile, if it was searched for already: what
-            it decides about tensors stays.
+        convolutions: How convolutions get their workspace: `dynamic` (free memory at
+            each), `fixed` (planned under the workspace limit: results are then
+            bit-identical to a step without a budget), `fastest` or `least`.
+        disk: Folder to offload to: short for `tiers="disk:FOLDER"`.
+        tiers: Offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`; append `=SIZE` to
+            limit one. Several are filled fastest first. Host memory if none are given.
+        measured: Existing profile of the step, if any.
+        found: Existing plan of the step by that profile, if any; its decisions about
+            tensors are kept.
     """
 
     nbytes: int
@@ -66,11 +65,11 @@ class MemoryBudget:
         measured: Profile | None = None,
         found: StepPlan | None = None,
     ) -> None:
-        """Check every field.
+        """Validate all fields.
 
         Raises:
-            ValueError: A size or a name is not valid; the message says what is.
-            TypeError: A field is of another type.
+            ValueError: A size or a name is not valid; lists the valid ones.
+            TypeError: A field has a wrong type.
         """
         check_policy(policy)
         if scheduler is not None:
@@ -83,7 +82,10 @@ class MemoryBudget:
         if disk is not None:
             short = (TierChoice("disk", str(a_path("disk", disk))),)
             if chosen not in ((), short):
-                raise ValueError("disk=FOLDER is short for tiers='disk:FOLDER'")
+                raise ValueError(
+                    "disk=FOLDER is short for tiers='disk:FOLDER'; give only one of "
+                    "them"
+                )
             chosen = short
         values: dict[str, object] = {
             "nbytes": parse_bytes(nbytes),
@@ -102,16 +104,16 @@ class MemoryBudget:
     def of(
         cls, budget: "MemoryBudget | int | str", device: Device | None = None
     ) -> "MemoryBudget":
-        """A budget, from itself, a size such as "1.5GiB", or "device": all it has free.
+        """Make a budget from a budget, a size such as "1.5GiB", or "device".
 
         Args:
-            budget: As a user gives it.
-            device: Whose free memory may be meant.
+            budget: A budget, bytes, or "device" for all free memory of `device`.
+            device: Device that "device" refers to.
 
         Raises:
-            ValueError: The size is none.
-            TypeError: It is something else.
-            UnsupportedError: What the device has free is not known.
+            ValueError: The size is not valid.
+            TypeError: `budget` has a wrong type.
+            UnsupportedError: The device does not report its free memory.
         """
         if isinstance(budget, MemoryBudget):
             return budget

@@ -1,6 +1,6 @@
-"""How good a network is on a set of images, and what it answers, of any number.
+"""Evaluate and run a network on any number of images.
 
-What callers feed a network with, here and in training, is checked before anything runs.
+Inputs of evaluation and training are validated here before anything runs.
 """
 
 import reprlib
@@ -30,12 +30,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How good the weights are on some images.
+    """Loss and accuracy of a network on some images.
 
     Attributes:
         loss: Mean over the labels.
-        correct: Right answers.
-        labels: How many labels there are: one an image, or one a pixel.
+        correct: Number of correct answers.
+        labels: Number of labels: one per image, or one per pixel.
     """
 
     loss: float
@@ -44,7 +44,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Share of correct answers."""
         return self.correct / max(1, self.labels)
 
 
@@ -52,21 +52,19 @@ class Epochs(Protocol):
     """Labelled images in batches, such as a `mucudnn.data.Loader`."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[tuple[Any, Any]]:
-        """The (images, labels) of one epoch, from batch `start` on."""
-        ...
+        """Return the (images, labels) batches of one epoch from `start` on."""
 
 
 class Evaluator:
     """Runs a network's graph for evaluation.
 
-    A last batch that is smaller is filled up with copies of its first image: in
-    evaluation an image knows nothing of its neighbours. What the copies contribute to
-    the figures is known from a batch of nothing else.
+    A smaller last batch is padded with copies of its first image, which is valid
+    because images do not interact in evaluation. The copies' part of loss and accuracy
+    is computed from a batch of nothing else and subtracted.
 
     Args:
-        graph: With the inputs `image` and `label`; its outputs are the loss, how many
-            answers are right, and the answers.
-        take: Gives the executor that runs it.
+        graph: Graph with inputs `image` and `label`; its outputs are the loss, the
+            number of correct answers, and the answers.
     """
 
     def __init__(self, graph: Graph, take: Callable[[], Executor]) -> None:
@@ -82,15 +80,17 @@ class Evaluator:
         }
 
     def evaluate(self, batches: Epochs) -> Evaluation:
-        """Loss and accuracy on the images of one epoch.
+        """Return loss and accuracy on the images of one epoch.
 
         Raises:
-            ValueError: Images have another shape, or there are none.
+            ValueError: Images have a wrong shape, or there are none.
         """
         check_batches("batches", batches)
         loss, correct, labels = 0.0, 0, 0
         for images, wanted in map(image_and_label, batches.epoch(0)):
-            found = self._on(as_images(images), as_labels(wanted, self._classes))
+            found = self._evaluate_batch(
+                as_images(images), as_labels(wanted, self._classes)
+            )
             loss += found.loss * found.labels
             correct += found.correct
             labels += found.labels
@@ -99,7 +99,7 @@ class Evaluator:
         return Evaluation(loss / labels, correct, labels)
 
     def predict(self, images: Any) -> Any:
-        """The network's answers to images; see `Trainer.predict`."""
+        """Return the network's answers to images; see `Trainer.predict`."""
         if self._answers is None:
             raise ValueError(
                 "this network compares nothing with its labels, so it is not known "
@@ -115,11 +115,11 @@ class Evaluator:
         found = np.empty((len(images), *spec.shape[1:]), spec.dtype)
         for begin in range(0, len(images), self._batch):
             rows = images[begin : begin + self._batch]
-            results = self._run({IMAGE: rows[self._filled(len(rows))]})
+            results = self._run({IMAGE: rows[self._padded_indices(len(rows))]})
             found[begin : begin + len(rows)] = results[self._answers][: len(rows)]
         return found
 
-    def _on(self, images: Any, labels: Any) -> Evaluation:
+    def _evaluate_batch(self, images: Any, labels: Any) -> Evaluation:
         size, full = len(images), self._batch
         rest = self._graph.tensors[LABEL].shape[1:]
         if list(images.shape[1:]) != self._image or labels.shape != (size, *rest):
@@ -129,7 +129,7 @@ class Evaluator:
             )
         if size >= full:
             return self._figures(images, labels)
-        filled, first = self._filled(size), np.zeros(full, int)
+        filled, first = self._padded_indices(size), np.zeros(full, int)
         padded = self._figures(images[filled], labels[filled])
         alone = self._figures(images[first], labels[first])
         copies = full - size
@@ -139,8 +139,8 @@ class Evaluator:
             labels.size,
         )
 
-    def _filled(self, size: int) -> Any:
-        """Places in a batch of so many images, of which the first fills it up."""
+    def _padded_indices(self, size: int) -> Any:
+        """Return indices that pad `size` images to a batch with the first one."""
         places = np.arange(self._batch)
         return np.where(places < size, places, 0)
 
@@ -154,22 +154,22 @@ class Evaluator:
 
 
 def read(graph: Graph, found: Mapping[str, Any]) -> tuple[float, int]:
-    """Loss and right answers among the outputs of a run; 0 where none are counted."""
+    """Return loss and correct answers among the outputs; 0 if not counted."""
     loss, *others = graph.outputs
     counts = [name for name in others if graph.tensors[name].shape == ()]
     return float(found[loss]), int(found[counts[0]]) if counts else 0
 
 
 def cast(graph: Graph, name: str, values: Any) -> Any:
-    """An input's values in its data type."""
+    """Return an input's values in its data type."""
     return np.asarray(values).astype(graph.tensors[name].dtype, copy=False)
 
 
 def as_images(images: Any) -> Any:
-    """An array of numbers, from one or from nested lists.
+    """Return an array of numbers, from an array or nested lists.
 
     Raises:
-        TypeError: It is something else, or the lists have several lengths.
+        TypeError: `images` has no numbers, or lists of different lengths.
     """
     found = _array("images", images)
     if found.dtype.kind not in "buif":
@@ -178,11 +178,11 @@ def as_images(images: Any) -> Any:
 
 
 def as_labels(labels: Any, classes: int | None) -> Any:
-    """An array of classes, from one or from a list.
+    """Return an array of classes, from an array or a list.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: A label is no class.
+        TypeError: `labels` are not whole numbers.
+        ValueError: A label is out of range.
     """
     found = _array("labels", labels)
     if found.dtype.kind == "f" and (found == np.floor(found)).all():
@@ -203,11 +203,7 @@ def as_labels(labels: Any, classes: int | None) -> Any:
 
 
 def check_batches(name: str, batches: object) -> None:
-    """Refuse what has no epochs.
-
-    Raises:
-        TypeError: It has none.
-    """
+    """Raise `TypeError` unless `batches` has epochs."""
     if not callable(getattr(batches, "epoch", None)):
         raise TypeError(
             f"{name} must have epochs of (images, labels), as a mucudnn.data.Loader "
@@ -217,11 +213,7 @@ def check_batches(name: str, batches: object) -> None:
 
 
 def image_and_label(batch: Any) -> tuple[Any, Any]:
-    """The two halves of a batch.
-
-    Raises:
-        TypeError: It has not two.
-    """
+    """Split a batch in images and labels; `TypeError` if it is no pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         parts = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
         raise TypeError(f"a batch is a pair (images, labels), got {parts}")

@@ -1,8 +1,7 @@
-"""What training tells as it goes, and files of it: a line for each thing told.
+"""Log entries of a training, and log files with a line per entry.
 
-A line is written as a whole as soon as there is something to tell, so a run that is
-killed loses at most the line that was being written. Training that goes on from a
-checkpoint takes some steps once more: their lines are cut off before the first new one.
+A line is written as soon as its entry is available, so a killed run loses at most the
+current line. A resumed training repeats some steps; their old lines are removed first.
 """
 
 import csv
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
@@ -38,19 +37,13 @@ STEP, EVALUATION, EPOCH = "step", "evaluation", "epoch"
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """What there is to tell after a step.
+    """Results of one step, evaluation or epoch; for the numbers see `EpochReport`.
 
     Attributes:
-        kind: `step`, of which the figures are those of its batch; `evaluation`, with
-            figures of the test images only; `epoch`, with the means of an epoch.
-        step: Steps of the whole training that are done.
-        epoch: The current one, from 1.
-        loss: Mean over the labels.
-        accuracy: Share of right answers.
-        test_loss: Mean over the test images; None where nothing was evaluated.
-        test_accuracy: Share of right answers, likewise.
-        images_per_s: Training images a second.
-        learning_rate: Of the last step.
+        kind: `step`, with results of one batch; `evaluation`, with results of the test
+            images only; `epoch`, with means over an epoch.
+        step: Number of finished steps of the whole training.
+        epoch: Current epoch, from 1.
     """
 
     kind: str
@@ -64,14 +57,14 @@ class LogEntry:
     learning_rate: float | None = None
 
     def before(self, at: Position) -> bool:
-        """Whether training that goes on from there will not tell it again."""
+        """Return whether a training resumed at `at` does not repeat this entry."""
         if at.batch == 0:
             return self.step <= at.steps
         return self.step < at.steps or (self.step == at.steps and self.kind == STEP)
 
 
 def step_entry(at: Position, result: StepResult, ms: float) -> LogEntry:
-    """What a step found in its batch, and how fast, standing behind it."""
+    """Return the entry of the step that ended at a position and took `ms`."""
     return LogEntry(
         STEP,
         at.steps,
@@ -84,7 +77,7 @@ def step_entry(at: Position, result: StepResult, ms: float) -> LogEntry:
 
 
 def evaluation_entry(at: Position, found: Evaluation) -> LogEntry:
-    """What the test images say of the weights of this moment."""
+    """Return the entry of an evaluation at a position."""
     return LogEntry(
         EVALUATION,
         at.steps,
@@ -95,29 +88,30 @@ def evaluation_entry(at: Position, found: Evaluation) -> LogEntry:
 
 
 def epoch_entry(steps: int, report: EpochReport) -> LogEntry:
-    """What came of an epoch that ended after so many steps of all."""
+    """Return the entry of an epoch that ended after `steps` steps of all."""
     return LogEntry(EPOCH, steps, **{**asdict(report), "epoch": report.epoch + 1})
 
 
 OnEntry = Callable[[LogEntry], None]
-"""Called with everything that there is to tell."""
+"""Called with every entry."""
 
 _NAMES = tuple(field.name for field in fields(LogEntry))
 
 
 class LogFile:
-    """A log of training as comma-separated values or as a line of JSON each.
+    """A log of a training as comma-separated values or JSON lines.
 
-    What is no number (a loss that became infinite) is `nan` or `inf` in the first, and
-    null in the second.
+    Numbers that are not finite (a diverged loss) are `nan` or `inf` in CSV and null in
+    JSON.
 
     Args:
-        path: Ends in .csv, .jsonl or .ndjson.
-        since: Where training goes on from; without it a file that is there is replaced.
+        path: File name that ends in .csv, .jsonl or .ndjson.
+        since: Position at which training resumes; without it an existing file is
+            replaced.
 
     Raises:
-        ValueError: The path ends in something else.
-        CheckpointError: Training goes on, and the file is no such log.
+        ValueError: The path has another suffix.
+        CheckpointError: Training resumes, and the file is no such log.
     """
 
     def __init__(self, path: Path | str, *, since: Position | None = None) -> None:
@@ -135,7 +129,7 @@ class LogFile:
     def __call__(self, entry: LogEntry) -> None:
         """Write a line.
 
-        A disk that is full costs the log, with a warning, not the training.
+        On a full disk logging stops with a warning; training continues.
         """
         if self._failed:
             return
@@ -151,7 +145,7 @@ class LogFile:
             )
 
     def close(self) -> None:
-        """Nothing more is told."""
+        """Close the file."""
         if self._file is not None and not self._failed:
             self._file.close()
 
@@ -169,7 +163,7 @@ class LogFile:
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError(f"cannot go on with the log {self._path}: {e}") from e
         body = text.removeprefix(self._form.head)
-        whole, _, _ = body.rpartition("\n")  # behind it is what a kill left of a line
+        whole, _, _ = body.rpartition("\n")  # drop a line cut off by a kill
         try:
             entries = [self._form.entry(line) for line in whole.splitlines()]
             kept = [entry for entry in entries if entry.before(since)]
@@ -182,12 +176,11 @@ class LogFile:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How an entry is a line of text.
+    """A text format of entries.
 
     Attributes:
-        head: What is ahead of all lines.
-        line: Entry -> text with the end of a line.
-        entry: Text -> entry.
+        head: Text before the first line.
+        line: Entry -> line of text, newline included.
     """
 
     head: str
@@ -199,10 +192,6 @@ def _row(values: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
-
-
-def _csv_line(entry: LogEntry) -> str:
-    return _row(asdict(entry).values())
 
 
 def _csv_entry(line: str) -> LogEntry:
@@ -222,10 +211,10 @@ def _json_line(entry: LogEntry) -> str:
 
 
 def _json_entry(line: str) -> LogEntry:
-    values: dict[str, Any] = json.loads(line)
+    values = json.loads(line)
     return LogEntry(**{name: values[name] for name in _NAMES})
 
 
-_CSV = _Form(_row(_NAMES), _csv_line, _csv_entry)
+_CSV = _Form(_row(_NAMES), lambda entry: _row(asdict(entry).values()), _csv_entry)
 _JSON_LINES = _Form("", _json_line, _json_entry)
 _FORMS = {".csv": _CSV, ".jsonl": _JSON_LINES, ".ndjson": _JSON_LINES}

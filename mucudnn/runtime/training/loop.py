@@ -1,8 +1,8 @@
 """The loop over epochs: steps, evaluation, checkpoints.
 
-Everything random follows from seeds and positions, so training goes on bit-exactly
-from (epoch, batch): what a checkpoint holds, beside the weights, is where it was and
-the sums of the epoch so far.
+All randomness is derived from seeds and positions, so training resumes bit-exactly from
+(epoch, batch). Beside the weights, a checkpoint holds only the position and the sums of
+the current epoch.
 """
 
 import math
@@ -32,26 +32,18 @@ from mucudnn.runtime.training.loop_arguments import Batches, check_arguments
 from mucudnn.runtime.training.step.result import StepResult
 from mucudnn.runtime.training.trainer import Trainer
 
-__all__ = [
-    "Batches",
-    "Between",
-    "EpochReport",
-    "Handover",
-    "OnStep",
-    "Position",
-    "fit",
-]
+__all__ = ["Batches", "Between", "EpochReport", "Handover", "OnStep", "Position", "fit"]
 
 
 OnStep = Callable[[Position, EpochReport | None], None]
-"""Called after every step, and after an epoch with its report."""
+"""Called after every step, and after every epoch with its report."""
 
 
 Handover = tuple[Trainer, Batches, Batches | None]
-"""Another trainer, with the state of the one so far, and its training and test data."""
+"""A new trainer with the state of the current one, and its training and test data."""
 
 Between = Callable[[], Handover | None]
-"""Called between two epochs: who goes on; None for the trainer so far."""
+"""Called between epochs; returns a trainer that takes over, None to keep this one."""
 
 
 def fit(
@@ -72,32 +64,32 @@ def fit(
 ) -> tuple[EpochReport, ...]:
     """Train for some epochs.
 
-    Ctrl-C ends it after the current step, with a checkpoint if there is a place for
-    one; a second Ctrl-C ends it at once.
+    Ctrl-C ends the training after the current step, with a checkpoint if `checkpoints`
+    is given; a second Ctrl-C ends it at once.
 
     Args:
         trainer: Takes the steps.
-        batches: For training; all of the trainer's size.
-        test: Evaluated after every epoch.
-        epochs: In all, those before a resumed checkpoint included.
-        max_steps: End after so many steps of the whole training.
-        checkpoints: Where to keep them: one at the end of every epoch and at the end.
-        checkpoint_every: Also one after so many steps.
-        eval_every: Evaluate also after so many steps.
-        words: What the checkpoints say of this training.
-        resume: Go on from here.
-        progress: Told of every step and epoch.
-        log: Told of every step, evaluation and epoch, such as a `LogFile`.
-        between: Called between two epochs; the next one may be another trainer's.
+        batches: Training data in batches of the trainer's size.
+        test: Test data, evaluated after every epoch.
+        epochs: Number of epochs, those before a resumed checkpoint included.
+        max_steps: Maximum number of steps of the whole training.
+        checkpoints: Storage of checkpoints, written after every epoch and at the end.
+        checkpoint_every: Also write one every so many steps.
+        eval_every: Also evaluate every so many steps.
+        words: Settings that identify the training in checkpoints.
+        resume: Checkpoint to resume from.
+        progress: Called after every step and epoch.
+        log: Called with every entry, such as a `LogFile`.
+        between: Called between epochs; may return another trainer to continue with.
 
     Returns:
-        A report of every epoch, those before `resume` included.
+        Reports of all epochs, those before `resume` included.
 
     Raises:
         ValueError: A number is out of range, or there is no batch.
-        TrainingError: The loss is infinite or no number.
-        CheckpointError: A checkpoint cannot be written, or gone on from.
-        KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
+        TrainingError: The loss is not finite.
+        CheckpointError: A checkpoint cannot be written or resumed from.
+        KeyboardInterrupt: Ctrl-C, after the checkpoint is written.
     """
     counts = {
         "epochs": epochs,
@@ -149,7 +141,7 @@ def fit(
 
 
 class _Run:
-    """What changes while it runs."""
+    """Mutable state of one call of `fit`."""
 
     def __init__(
         self,
@@ -172,7 +164,7 @@ class _Run:
         self._eval_every = eval_every
         self._tested: tuple[int, Evaluation] | None = None
         self._saved: Position | None = None
-        self._late: tuple[StepResult, Event, Event] | None = None
+        self._pending: tuple[StepResult, Event, Event] | None = None
 
     def epoch(
         self,
@@ -181,27 +173,27 @@ class _Run:
         every: int | None,
         interrupted: Callable[[], bool],
     ) -> bool:
-        """Take the epoch's steps; whether all of them were taken.
+        """Take the steps of the epoch; return whether all of them were taken.
 
-        A result that has to be waited for is read once the next step is launched, so
-        that the device has always something to do.
+        A pending result is read after the next step is launched, so that the device
+        never idles.
         """
         device = self.trainer.backend.device
-        self._evaluate()  # a run that was interrupted has not
+        self._evaluate()  # the run to resume from may have stopped before this
         if self.at.batch == len(batches):
             return True
         start = device.record()
         for batch in batches.epoch(self.at.epoch, self.at.batch):
             result = self.trainer.step(*image_and_label(batch))
             stop = device.record()
-            self._settle()
-            self._late = result, start, stop
+            self._read_pending()
+            self._pending = result, start, stop
             start = stop
             launched = self.at.steps + 1
             due = every is not None and launched % every == 0
             tested = self._test is not None and launched % self._eval_every == 0
             if due or tested or launched >= limit or result.ready:
-                self._settle()
+                self._read_pending()
             if interrupted():
                 break
             if tested and self._evaluate():
@@ -211,22 +203,30 @@ class _Run:
             if due:
                 self.save()
                 start = device.record()
-        self._settle()
+        self._read_pending()
         return self.at.batch == len(batches)
 
-    def _settle(self) -> None:
-        """Read the result of the last step, if that was not done before."""
-        if self._late is None:
+    def _read_pending(self) -> None:
+        """Read the result of the last step, if that is pending."""
+        if self._pending is None:
             return
-        (result, start, stop), self._late = self._late, None
-        self._check(result)
+        (result, start, stop), self._pending = self._pending, None
+        if not math.isfinite(result.loss):
+            raise TrainingError(
+                f"the loss is {result.loss} in step {self.at.batch + 1} of epoch "
+                f"{self.at.epoch + 1} (step {self.at.steps + 1} of all, learning rate "
+                f"{result.learning_rate:g}); a smaller learning rate or a warm-up "
+                "often helps",
+                epoch=self.at.epoch,
+                step=self.at.steps,
+            )
         ms = self.trainer.backend.device.elapsed_ms(start, stop)
         self.at = self.at.after(result, ms)
         self._progress(self.at, None)
         self._log(step_entry(self.at, result, ms))
 
     def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
-        """Evaluate, report, and move to the next epoch if this one is whole."""
+        """Evaluate and report the epoch; move to the next if this one is whole."""
         tested = None
         if self._tested is not None and self._tested[0] == self.at.steps:
             tested = self._tested[1]
@@ -240,7 +240,7 @@ class _Run:
             self.at = Position(epoch=self.at.epoch + 1, steps=self.at.steps)
 
     def _evaluate(self) -> bool:
-        """Evaluate if this is the step for it; whether it was."""
+        """Evaluate if that is due at this step; return whether it was."""
         due = self.at.batch > 0 and self.at.steps % self._eval_every == 0
         if self._test is None or not due:
             return False
@@ -250,13 +250,12 @@ class _Run:
         return True
 
     def hand_over(self, other: Handover) -> tuple[Batches, Batches | None]:
-        """Another trainer goes on; its batches for training and test."""
+        """Continue with another trainer; return its training and test data."""
         self.trainer, batches, test = other
         self._test = None if self._test is None else test
         return batches, test
 
     def save(self) -> None:
-        """Write a checkpoint of this very moment, unless there is one."""
         if self._checkpoints is None or self._saved == self.at:
             return
         whole = [r for r in self.reports if r.epoch < self.at.epoch]
@@ -278,9 +277,9 @@ class _Run:
         self._saved = self.at
 
     def restore(self, checkpoint: Checkpoint, batches: int) -> None:
-        """Stand where a checkpoint was written, in epochs of so many batches."""
+        """Resume from a checkpoint, in epochs of so many batches."""
         found = read_resumption(checkpoint)
-        refused = f"the checkpoint of step {checkpoint.step} cannot be gone on from: "
+        refused = f"the checkpoint of step {checkpoint.step} cannot be resumed from: "
         if found.position.batch > batches:
             raise CheckpointError(
                 f"{refused}{found.position.batch} batches of an epoch are done, but it "
@@ -294,14 +293,3 @@ class _Run:
         self.reports = [*found.epochs]
         self.trainer.steps = self.at.steps
         self._saved = self.at
-
-    def _check(self, result: StepResult) -> None:
-        if not math.isfinite(result.loss):
-            raise TrainingError(
-                f"the loss is {result.loss} in step {self.at.batch + 1} of epoch "
-                f"{self.at.epoch + 1} (step {self.at.steps + 1} of all, learning rate "
-                f"{result.learning_rate:g}); a smaller learning rate or a warm-up "
-                "often helps",
-                epoch=self.at.epoch,
-                step=self.at.steps,
-            )

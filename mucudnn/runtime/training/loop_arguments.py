@@ -1,4 +1,4 @@
-"""What the loop over epochs is given, looked at before anything is run."""
+"""Validate the arguments of the training loop before anything runs."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -18,11 +18,10 @@ _FUNCTIONS = {
 
 
 class Batches(Epochs, Protocol):
-    """Epochs of labelled images that have a length, such as a `mucudnn.data.Loader`."""
+    """Epochs of labelled images with a length, such as a `mucudnn.data.Loader`."""
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
-        ...
+        """Return the number of batches in an epoch."""
 
 
 def check_arguments(
@@ -36,12 +35,7 @@ def check_arguments(
     resume: object,
     functions: Mapping[str, object],
 ) -> None:
-    """Refuse what would fail only later.
-
-    Raises:
-        TypeError: An argument is of another kind.
-        ValueError: A number is out of range, there is no batch, or nothing to test on.
-    """
+    """Raise `TypeError` or `ValueError` for invalid arguments of `fit`."""
     of_type("trainer", trainer, Trainer, "a Trainer")
     check_batches("batches", batches)
     if test is not None:

@@ -1,10 +1,11 @@
-"""What outlives a step: parameters, running statistics, optimizer state.
+"""Persistent tensors of a training: parameters, running statistics, optimizer state.
 
 One buffer on the device, laid out in the order of declaration, and one on the host for
-the host-resident ones. A narrow copy of a parameter is written with it. Every tensor
-starts from a stream of random numbers of its own, seeded by the run's seed and the
-tensor's name: adding a layer does not change how the others start. The network, without
-the optimizer's state, goes to a file and back.
+host-resident tensors. Writing a parameter also writes its low-precision copy. Each
+tensor is initialized from its own random stream, seeded by the run's seed and the
+tensor's name, so that adding a layer does not change the others.
+
+The network's tensors, without the optimizer's state, can be saved to a file and loaded.
 """
 
 import zlib
@@ -45,20 +46,14 @@ class StateStore(Mapping[str, Array]):
     """The persistent tensors of some graphs, by name.
 
     Args:
-        device: Where they are.
-        graphs: Whose they are; what has one name in several is one tensor.
-        seed: Of the random numbers they start from.
-        hosted: Those that are host-resident; where they are elsewhere meanwhile,
-            whoever took them brings them back before they are read here.
-        tiers: Where each of those has its place; host memory if None.
+        graphs: Graphs; equal names in several graphs are one tensor.
+        hosted: Host-resident tensors. While an executor has fetched one, its host bytes
+            are outdated until the executor is parked.
+        tiers: Offload targets of the host-resident tensors; host memory if None.
 
     Attributes:
-        nbytes: On the device.
-        host_buffers: Bytes of those that are host-resident.
-
-    Raises:
-        ValueError: One name means two things.
-        OutOfMemoryError: There is no room.
+        nbytes: Bytes on the device.
+        host_buffers: Host-resident tensor -> its bytes.
     """
 
     def __init__(
@@ -85,16 +80,16 @@ class StateStore(Mapping[str, Array]):
             s.name: device.view(self._buffer, offsets[s.name], s) for s in here
         }
         self.host_buffers = self._on_host(tiers)
-        self._arrays |= {name: self._typed(name) for name in self.host_buffers}
+        self._arrays |= {name: self._host_array(name) for name in self.host_buffers}
         if isinstance(device, VirtualDevice):  # has no memory to fill
             return
-        for name in self._own():
+        for name in self._without_copies():
             how = initializers.get(name, Constant(0.0))
             if not isinstance(how, CopyOf):
-                self._write(name, _drawn(self._specs[name], how, seed))
+                self._write(name, _initial_value(self._specs[name], how, seed))
 
     def __getitem__(self, name: str) -> Array:
-        """On the device, or on the host if the tensor is host-resident."""
+        """Return the device array, or the host array if host-resident."""
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -122,8 +117,8 @@ class StateStore(Mapping[str, Array]):
         tier = HostTier(self._device, nbytes)
         return {spec.name: tier.view(offsets[spec.name], spec.nbytes) for spec in specs}
 
-    def _typed(self, name: str) -> Any:
-        """The bytes on the host as an array; virtual ones have nothing to be seen."""
+    def _host_array(self, name: str) -> Any:
+        """Return host bytes as an array; virtual devices have no contents."""
         buffer, spec = self.host_buffers[name], self._specs[name]
         if isinstance(self._device, VirtualDevice):
             return buffer
@@ -139,30 +134,30 @@ class StateStore(Mapping[str, Array]):
             value = np.moveaxis(value, 1, -1) if turned else value
             self._write(copy, value.astype(self._arrays[copy].dtype, order="C"))
 
-    def _own(self) -> list[str]:
-        """Those that are no copies of others."""
+    def _without_copies(self) -> list[str]:
+        """Return the names of tensors that are not low-precision copies."""
         copies = frozenset(self._copies.values())
         return [name for name in self._specs if name not in copies]
 
     def save(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Tensors as NumPy arrays of their own; if none are named all but copies."""
+        """Return copies of tensors as NumPy arrays; by default all but copies."""
         return {
             name: np.array(self._arrays[name])
             if name in self._hosted
             else self._device.download(self._arrays[name])
-            for name in (self._own() if names is None else names)
+            for name in (self._without_copies() if names is None else names)
         }
 
     def load(
         self, values: Mapping[str, Any], names: Iterable[str] | None = None
     ) -> None:
-        """Overwrite tensors, all of them if none are named, by those of the same names.
+        """Overwrite tensors by those of the same names; by default all.
 
         Raises:
             ValueError: A tensor is missing, unknown, or of another shape or type; then
                 nothing was overwritten.
         """
-        wanted = self._own() if names is None else list(names)
+        wanted = self._without_copies() if names is None else list(names)
         known = frozenset(wanted)
         missing = [name for name in wanted if name not in values]
         unknown = [name for name in values if name not in known]
@@ -179,16 +174,12 @@ class StateStore(Mapping[str, Array]):
                     f"{name} must be {spec.dtype} {spec.shape}, got {value.dtype} "
                     f"{value.shape}"
                 )
-        for name in wanted:
+        for name in wanted:  # only after all are validated
             self._write(name, values[name])
 
 
 def save_weights(path: Path | str, arrays: Mapping[str, Any]) -> None:
-    """Write arrays by name to a safetensors file.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write arrays to a safetensors file; `CheckpointError` if that fails."""
     path = a_path("path", path)
     try:
         write_arrays(path, arrays, {})
@@ -202,8 +193,8 @@ def load_weights(path: Path | str, state: StateStore, names: Sequence[str]) -> N
     """Overwrite tensors of a state by those of a safetensors file.
 
     Raises:
-        CheckpointError: It cannot be read or is damaged, or holds other tensors than
-            those named; then nothing is changed.
+        CheckpointError: The file cannot be read, is damaged, or has other tensors than
+            `names`; then nothing is changed.
     """
     path = a_path("path", path)
     try:
@@ -224,7 +215,7 @@ def _layout(specs: Any) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def _drawn(spec: TensorSpec, how: Initializer, seed: int) -> Any:
+def _initial_value(spec: TensorSpec, how: Initializer, seed: int) -> Any:
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match how:
         case Constant(value):

@@ -1,4 +1,4 @@
-"""A trainer as one of several: its gradients and results are those of all of them."""
+"""Data-parallel training: one trainer per rank, gradients summed over all ranks."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from mucudnn.runtime.distributed.collectives import (
 from mucudnn.runtime.distributed.gradients import summed_gradients
 from mucudnn.runtime.distributed.statistics import joint_statistics, meetings_of
 from mucudnn.runtime.distributed.waiting import TimedCollectives
-from mucudnn.runtime.executor.tasks import Around, Surrounding, WhileRunning
+from mucudnn.runtime.executor.tasks import HookFactory, NodeHooks, TensorLookup
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.step.result import StepResult, known_result
 from mucudnn.runtime.training.step.times import StepTimes, Times
@@ -35,26 +35,26 @@ _HOST, _BUILDER = "cpu", "builder"
 T = TypeVar("T")
 
 _REMEMBERED = 21
-"""Steps, so that a rank that becomes slow is soon seen."""
+"""Number of recent steps, few enough that a rank that becomes slow is soon seen."""
 
 PER_RANK, SYNCHRONISED = "per_rank", "synchronised"
-"""Whose statistics normalise a batch: those of a rank's rows, or of all rows."""
+"""Batch statistics of each rank's own rows, or of all rows of the mini-batch."""
 
 
 class Ranks:
-    """The processes of a training; one alone has nothing to do with others.
+    """The ranks of a training, seen from one of them; without others, a no-op.
 
     Args:
-        together: What they do together; None if there is one.
-        graph: Of this one's network.
+        together: Collective operations of the ranks; None if there is one process.
+        graph: Forward graph of this rank.
         batch_norm: `PER_RANK` or `SYNCHRONISED`.
-        settings: What else all of them must have alike, beside the network.
+        settings: Further settings that must be the same on all ranks.
 
     Attributes:
-        around: What is called around the nodes of a step.
+        around: Calls around the nodes of a step, if any.
 
     Raises:
-        ValueError: `batch_norm` is something else, or the ranks differ in something.
+        ValueError: `batch_norm` is unknown, or the ranks differ in a setting.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Ranks:
         one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
         self._together = None if together is None else TimedCollectives(together)
         self._times: Times[float] = Times(_REMEMBERED)
-        self._joint = batch_norm == SYNCHRONISED
+        self._synchronised = batch_norm == SYNCHRONISED
         self._begun = False
-        self.around: Surrounding | None = None
+        self.around: HookFactory | None = None
         if together is not None:
             self._weights = [spec.name for spec in graph.with_role(Role.PARAMETER)]
             batch = graph.tensors[IMAGE].shape[0]
@@ -77,53 +77,46 @@ class Ranks:
             self.check_alike({**(settings or {}), **_network(graph, sizes)})
             start = sum(sizes[: together.rank])
             self._rows = Rows(start, start + batch, sum(sizes))
-            self.around = self._surrounding
+            self.around = self._sum_hooks
 
     def check_alike(self, settings: Mapping[str, object]) -> None:
-        """Compare settings with those of the other ranks.
-
-        Raises:
-            RanksDifferError: They differ.
-        """
+        """Raise `RanksDifferError` where settings differ between ranks."""
         if self._together is not None:
             check_alike(self._together, settings)
 
-    def settled(self, tuner: Tuner, plan: Callable[[], T]) -> T:
-        """Plan a step by what the ranks' caches keep, not by what this one measured.
+    def plan_until_cached(self, tuner: Tuner, plan: Callable[[], T]) -> T:
+        """Plan a step by measurements in the ranks' caches, not by own new ones.
 
-        Ranks that share a cache measure the same at once, and the cache keeps the
-        rows of whoever was last. A later training plans by those; so that this one has
-        the same plan, and the same bits, all plan anew until none has measured.
-
-        Args:
-            tuner: Whose measurements are planned by.
-            plan: Makes the plan.
+        Ranks that share a cache measure the same kernels at once, and the cache keeps
+        the rows of the last one. A later training plans by those rows. To have the same
+        plan and the same bits here, all ranks plan again until none of them has
+        measured.
         """
         while True:
             cache = tuner.cache
             before = cache.writes
             found = plan()
-            if self._together is None or not self.anywhere(cache.writes > before):
+            if self._together is None or not self.any_rank(cache.writes > before):
                 return found
             tuner.forget()
 
     def part(self, divided: Divided) -> Divided:
-        """What cuts a training graph of this one's rows of the batch.
+        """Return a function that divides a training graph of this rank's rows.
 
-        What is cut is in pieces already; normalisations that are not fall into theirs
-        behind, so that planners see them as they are.
+        The division decomposes normalizations that it cuts. All others are decomposed
+        afterwards, so that planners see them whole.
         """
         if self._together is None:
             return divided
 
         def cut(graph: Graph) -> Graph:
             found = divided(drawing_rows(graph, self._rows))
-            return in_pieces(found) if self._joint else found
+            return in_pieces(found) if self._synchronised else found
 
         return cut
 
     def order(self, order: str | Order) -> str | Order:
-        """An order of nodes, with updates, which wait for sums, behind all others."""
+        """Return an order of nodes with the updates, which wait for sums, last."""
         if self._together is None or order == _BUILDER:
             return order
 
@@ -132,26 +125,24 @@ class Ranks:
 
         return last
 
-    def anywhere(self, happened: bool) -> bool:
-        """Whether it happened in any of them."""
+    def any_rank(self, happened: bool) -> bool:
+        """Return whether a condition holds on any rank."""
         if self._together is None:
             return happened
         return any(self._together.all_gather(happened))
 
     @property
     def own_ms(self) -> float:
-        """Median time of its last steps without what it waited; 0 before any, or alone.
+        """Median step time without waiting for other ranks, in ms; 0 without steps.
 
         The first step warms up and counts only while it is the only one.
         """
         return self._times.median(float)
 
     def result(self, own: StepResult, times: StepTimes) -> StepResult:
-        """Of the whole mini-batch: the mean over all labels.
+        """Return the result over the whole mini-batch: the mean over all labels.
 
-        Args:
-            own: Of this one's part.
-            times: Has timed the step, waiting for others included.
+        `own` is that of this rank's part; `times` includes waiting for other ranks.
         """
         if self._together is None:
             return own
@@ -173,13 +164,10 @@ class Ranks:
         )
 
     def begin(self, state: Callable[[], StateStore], step: int, rate: float) -> None:
-        """Begin a step: what was waited before is not of it.
+        """Begin a step: reset the waiting time.
 
-        Before the first one the ranks compare what they begin with, as weights may be
-        of other seeds, files or checkpoints.
-
-        Raises:
-            RanksDifferError: They differ.
+        Before the first step, the ranks compare step number, learning rate and weights,
+        which may come from different seeds, files or checkpoints.
         """
         if self._together is None:
             return
@@ -190,15 +178,11 @@ class Ranks:
             self._begun = True
         self._together.waited_ms()
 
-    def _surrounding(self, graph: Graph, array: WhileRunning) -> Around:
-        """Sums over all ranks; all begin them in one order.
-
-        Raises:
-            ValueError: The ranks run their nodes in orders that cannot meet.
-        """
+    def _sum_hooks(self, graph: Graph, array: TensorLookup) -> NodeHooks:
+        """Return the calls around nodes that sum over all ranks, in one order."""
         assert self._together is not None, "one process alone sums nothing"
         share = self._rows.count / self._rows.total
-        meetings = meetings_of(graph) if self._joint else ()
+        meetings = meetings_of(graph) if self._synchronised else ()
         sums = summed_gradients(
             graph,
             array,
@@ -206,15 +190,16 @@ class Ranks:
             share,
             meetings=[meeting.position for meeting in meetings],
         )
-        if not self._joint:
+        if not self._synchronised:
             return sums
         return joint_statistics(graph, array, self._together, share).then(sums)
 
 
 def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:
-    """What a network is: its nodes, its weights, and how these begin.
+    """Describe a network: its nodes, its weights, and their initial values.
 
-    Batches may differ, so a number that is the batch of some rank does not count.
+    Batch sizes may differ between ranks, so numbers equal to a rank's batch size are
+    masked.
     """
     own = re.compile(rf"\b({'|'.join(map(str, {*batches, sum(batches)}))})\b")
     found: dict[str, object] = {"outputs": graph.outputs}
@@ -229,11 +214,7 @@ def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:
 
 
 def check_together(tuner: Tuner) -> None:
-    """Refuse what several processes cannot train with.
-
-    Raises:
-        ValueError: Gradients are not where they can be summed.
-    """
+    """Raise `ValueError` unless gradients are in host memory, where they are summed."""
     if tuner.backend.name != _HOST:
         raise ValueError(
             f"several processes train on the backend {_HOST!r}, whose gradients are in "

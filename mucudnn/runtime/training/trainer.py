@@ -1,7 +1,7 @@
-"""A network in training: its weights, its optimizer, and what is done with them.
+"""A network in training: weights, optimizer, and steps within a budget.
 
-The graphs of the step and of the evaluation share parameters, a budget if there is one,
-and one arena for all that does not outlive a step.
+The graphs of the step and of the evaluation share parameters, the budget if there is
+one, and one arena for all tensors that do not outlive a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,15 +29,15 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
-from mucudnn.runtime.training.step.beside_budget import keeps_copies
+from mucudnn.runtime.training.step.beside_budget import copies_fit
 from mucudnn.runtime.training.step.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
 from mucudnn.runtime.training.step.layouts import Layouts
 from mucudnn.runtime.training.step.library_race import LibraryRace
-from mucudnn.runtime.training.step.memory import taken
+from mucudnn.runtime.training.step.memory import allocate_step_memory
 from mucudnn.runtime.training.step.placed_steps import place_steps
 from mucudnn.runtime.training.step.result import StepResult
-from mucudnn.runtime.training.step.splitting import Divider
+from mucudnn.runtime.training.step.splitting import SplitChooser
 from mucudnn.runtime.training.step.stepping import Stepper
 from mucudnn.runtime.training.step.times import StepTimes
 from mucudnn.runtime.training.trainer_arguments import check_arguments
@@ -46,12 +46,11 @@ from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
 
-_OF_A_RANK = (
+_PER_RANK_ARGUMENTS = (
     *("self", "training", "evaluation", "together", "tuner", "plans", "budget"),
     *("progress", "order", "split", "placement", "replay"),
 )
-"""Arguments in which ranks may differ: how each computes its part, and the network,
-which is compared node by node."""
+"""Arguments that may differ between ranks, or that are compared in another way."""
 
 
 class Trainer:
@@ -64,53 +63,57 @@ class Trainer:
             answers = trainer.predict(images).argmax(1)
 
     Args:
-        training: Forward graph of `image` and `label`: the loss, how many are right.
+        training: Forward graph of `image` and `label`: the loss, and the number of
+            correct answers.
         evaluation: The same network for evaluation, with the same names, or None.
         tuner: Plans the convolutions; its backend computes. `Tuner()` if not given.
-        optimizer: How gradients change parameters; a name works, or its class.
+        optimizer: Optimizer, its class or its name.
         learning_rate: A number, or step -> number; the optimizer's own if not given.
-        order: In which order the step runs; a name in `ORDERS`, or a function.
-        update_when: Whether a parameter is updated as soon as its gradient is known
-            ("early", which frees the gradient) or at the end ("late").
-        gradient_accumulation: How many batches of the graph make one step.
-        seed: Of the weights.
-        plans: Convolution plans made before; what is missing is planned.
-        precision: Narrow type (`float16`, `bfloat16`) that convolutions and matrix
-            products compute in, where the backend can; the network's own if None.
-        loss_scale: What the loss is multiplied by before its gradients are computed;
-            the narrow type's usual scale if None. "dynamic", or a `DynamicLossScale`:
-            as large as can be; a step that overflows halves it and changes no weight.
-        budget: Device memory that training and evaluation may take, or its size, such
-            as "1.5GiB", or "device": all that is free. Without one all stays there.
-        progress: Told what was measured: a node's name, how many are done, of how many.
-        split: "none", the number of slices of the batch that the largest layers run in,
-            "height:4" for so many strips of images, or "auto" or "height" for what is
-            predicted to be fastest within the budget. Sums are then added in another
-            order; masks, losses and statistics are those of the whole batch.
-        fuse: Whether a ReLU, and a sum before it, are computed by the kernel of what
-            they read, and their gradients by its gradient's: the same to a rounding.
-        placement: "static", each tensor in one piece of the arena, or "virtual", also
-            in pieces mapped in a row of addresses, where that needs less or is faster.
-        replay: Whether launches are replayed as CUDA graphs, where the backend can.
-        together: Other processes that train the same network in step, each on its part
-            of a mini-batch: updates are late then, by the gradients of all.
-        batch_norm: With others: "per_rank", statistics of each one's own part, or
+        order: Order of nodes: a name in `ORDERS`, or a function.
+        update_when: Update a parameter as soon as its gradient is known ("early", which
+            frees the gradient) or at the end ("late").
+        gradient_accumulation: Number of batches of the graph in one step.
+        seed: Seed of the initial weights.
+        plans: Existing convolution plans; missing ones are made.
+        precision: Narrow type (`float16`, `bfloat16`) of convolutions and matrix
+            products, where the backend has it; the network's own if None.
+        loss_scale: Factor of the loss before its gradients are computed; the usual one
+            of the narrow type if None. "dynamic" or a `DynamicLossScale` adapts it: a
+            step that overflows halves it and changes no weight.
+        budget: Device memory for training and evaluation: a `MemoryBudget`, a size such
+            as "1.5GiB", or "device" for all free memory. Without one nothing is
+            offloaded.
+        progress: Called for every measured node: (name, number done, total).
+        split: "none", the number of batch slices of the largest layers, "height:4" for
+            so many strips of images, or "auto" or "height" for the predicted fastest
+            within the budget. Sums are then added in another order; masks, losses and
+            statistics are those of the whole batch.
+        fuse: Compute a ReLU, and a sum before it, within the kernel of their input, and
+            likewise their gradients; equal up to rounding.
+        placement: "static", each tensor at one offset of the arena, or "virtual", also
+            in chunks mapped to contiguous addresses, where that needs less or is
+            faster.
+        replay: Replay launches as CUDA graphs, where the backend can.
+        together: Collective operations with other processes that train the same
+            network, each on its part of a mini-batch; updates are then late, by the
+            summed gradients.
+        batch_norm: With other processes: "per_rank", statistics of each rank's part, or
             "synchronised", those of the whole mini-batch.
-        layout: How images are stored within a step: "NCHW"; "NHWC", channels last; or
-            "auto", each as is measured to be fastest. Weights stay what they are.
+        layout: Layout of images within a step: "NCHW"; "NHWC", channels last; or
+            "auto", the measured fastest for each. Weights are unaffected.
 
     Attributes:
-        backend: Where it computes.
-        batch: Images in a step.
-        graph: Of the (last part of the) step, with updates.
-        plans: Of all convolutions.
-        steps: Steps taken so far.
-        peak_bytes: Device memory: the arena, the state, and inputs on their way.
-        placed: How the step keeps its budget; None without one.
-        budget: As it was resolved; None without one.
-        splitting: What was decided about its slices, and among what, for "auto".
-        segments: What of the step runs in parts.
-        races: What kernels were chosen by: ms of two, by what was raced.
+        backend: Backend that computes.
+        batch: Number of images in a step.
+        graph: Graph of the (last part of the) step, with updates.
+        plans: Plans of all convolutions.
+        steps: Number of steps taken.
+        peak_bytes: Peak device memory: arena, state and input buffers.
+        placed: The planned and placed step; None without a budget.
+        budget: The resolved budget; None without one.
+        splitting: Decision about the split and its alternatives, for "auto".
+        segments: Nodes of the step that run in parts.
+        races: Race -> ms of both candidates, by which kernels were chosen.
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -143,7 +146,9 @@ class Trainer:
         batch_norm: str = PER_RANK,
         layout: str = "NCHW",
     ) -> None:
-        settings = {name: v for name, v in locals().items() if name not in _OF_A_RANK}
+        settings = {
+            name: v for name, v in locals().items() if name not in _PER_RANK_ARGUMENTS
+        }
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
@@ -165,15 +170,15 @@ class Trainer:
 
         def planned() -> tuple[TrainingGraphs, Sequence[PlacedStep]]:
             self.races.clear()
-            divider = Divider(
+            scale = self._scale
+            scaling = scale if isinstance(scale, DynamicLossScale) else None
+            divider = SplitChooser(
                 split,
                 tuner,
                 budget,
                 optimizer,
                 when=update_when,
-                scaling=self._scale
-                if isinstance(self._scale, DynamicLossScale)
-                else None,
+                scaling=scaling,
                 order=order,
                 progress=progress,
             )
@@ -190,7 +195,7 @@ class Trainer:
                 offers=EpilogueRace(tuner, budget, plans, self.races).offers,
                 layout=Layouts(layout, tuner, budget, progress),
                 libraries=LibraryRace(tuner, budget, self.races),
-                keep_copies=partial(keeps_copies, tuner, budget, order, plans),
+                keep_copies=partial(copies_fit, tuner, budget, order, plans),
                 shared=together is not None,
             )
             self.splitting, self.segments = divider.decision, divider.segments
@@ -211,12 +216,12 @@ class Trainer:
                     placement=placement,
                 )
 
-        graphs, placed = self._ranks.settled(tuner, planned)
+        graphs, placed = self._ranks.plan_until_cached(tuner, planned)
         self.backend = tuner.backend
         self.graph = graphs.steps[-1]
         self.placed = None if budget is None else placed[len(graphs.steps) - 1]
         how = seed, replay, self._ranks.around
-        memory = taken(self.backend, graphs, placed, budget, *how)
+        memory = allocate_step_memory(self.backend, graphs, placed, budget, *how)
         self._state, self._arena = memory.state, memory.arena
         self.peak_bytes = memory.nbytes
         self._weights = graphs.weights
@@ -251,25 +256,25 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Free all but the state, as the end of `with` does; may be called again."""
+        """Free all memory but the state; may be called again."""
         self._arena.close()
 
     @property
     def state(self) -> StateStore:
-        """Parameters, running statistics and optimizer state, swapped out first."""
+        """Parameters, running statistics and optimizer state, copied out first."""
         self._arena.park()
         return self._state
 
     @property
     def loss_scale(self) -> float:
-        """What the next step multiplies its loss by."""
+        """Factor of the loss in the next step."""
         if not isinstance(self._scale, DynamicLossScale):
             return self._scale
         return float(self.state.save([LOSS_SCALE])[LOSS_SCALE])
 
     @property
     def step_ms(self) -> float:
-        """Median time of the last steps, feeding and fetching included; 0 before any.
+        """Median time of recent steps, feeding and fetching included; 0 before any.
 
         The first step warms up and counts only while it is the only one.
         """
@@ -277,41 +282,42 @@ class Trainer:
 
     @property
     def own_ms(self) -> float:
-        """Median time of the last steps without waiting for other processes."""
+        """Median time of recent steps without waiting for other ranks."""
         return self._ranks.own_ms or self.step_ms
 
     def step(self, images: Any, labels: Any) -> StepResult:
-        """Train on one batch; reading the loss waits for a device that computes it.
+        """Train on one batch; reading the loss waits for the device.
 
         Args:
-            images: `batch` of them, (N, C, *spatial): an array, or lists of numbers.
-            labels: Their classes, whole numbers from 0.
+            images: `batch` images, (N, C, *spatial): an array, or nested lists of
+                numbers.
+            labels: Classes of the images, whole numbers from 0.
 
         Raises:
-            ValueError: They have another shape, or a label is no class.
-            TypeError: They are no numbers.
+            ValueError: A shape is wrong, or a label is out of range.
+            TypeError: Images or labels are not numbers.
             BackendError: A kernel failed; the weights may be half updated.
         """
         rate, number = float(self._rate(self.steps)), self.steps
         self._ranks.begin(lambda: self.state, number, rate)
         take = partial(self._stepper.step, images, labels, rate, number)
-        found = self._times.remembered(take)
+        found = self._times.recorded(take)
         self.steps += 1
         return self._ranks.result(found, self._times)
 
     def check_alike(self, settings: Mapping[str, object]) -> None:
-        """Compare settings with other processes: `ValueError` where they differ."""
+        """Raise `ValueError` where settings differ between ranks."""
         self._ranks.check_alike(settings)
 
     def anywhere(self, happened: bool) -> bool:
-        """Whether it happened in any of the processes; all of them ask."""
-        return self._ranks.anywhere(happened)
+        """Return whether a condition holds on any rank; all ranks must call this."""
+        return self._ranks.any_rank(happened)
 
     def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
-        """Train on one batch and time it.
+        """Train on one batch and time every node.
 
         Returns:
-            Node -> ms, of the last part if there are several, and the ms of all of it.
+            Node -> ms (of the last part if there are several), and the ms of the step.
         """
         rate, number = float(self._rate(self.steps)), self.steps
         take = partial(self._stepper.profile, images, labels, rate, number)
@@ -320,44 +326,45 @@ class Trainer:
         return found
 
     def evaluate(self, batches: Epochs) -> Evaluation:
-        """Loss and accuracy on the images of one epoch, all of them.
+        """Return loss and accuracy on the images of one epoch.
 
         Raises:
-            ValueError: There is no graph for evaluation, or images do not fit it.
+            ValueError: There is no graph for evaluation, or a shape is wrong.
         """
-        return self._evaluated().evaluate(batches)
+        return self._require_evaluator().evaluate(batches)
 
     def predict(self, images: Any) -> Any:
-        """What the network answers, computed as in evaluation and within the budget.
+        """Return the network's answers, computed as in evaluation within the budget.
 
         Args:
-            images: Any number of them, (n, C, *spatial): an array, or lists of numbers.
+            images: Any number of images, (n, C, *spatial): an array, or nested lists of
+                numbers.
 
         Returns:
             A NumPy array, (n, …): the tensor that the loss compares with the labels,
-            the logits of a classifier.
+            such as the logits of a classifier.
 
         Raises:
-            ValueError: There is no graph for evaluation, or images do not fit it.
-            TypeError: They are no numbers.
+            ValueError: There is no graph for evaluation, or a shape is wrong.
+            TypeError: Images are not numbers.
         """
-        return self._evaluated().predict(images)
+        return self._require_evaluator().predict(images)
 
     def save_weights(self, path: Path | str) -> None:
         """Write parameters and running statistics to a safetensors file.
 
-        The file appears whole or not at all, and any reader of the format has it:
-        `safetensors.numpy.load_file(path)` is name -> array.
+        The file appears completely or not at all. Any reader of the format can read it:
+        `safetensors.numpy.load_file(path)` returns name -> array.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The file cannot be written.
         """
         save_weights(path, self.state.save(self._weights))
 
     def load_weights(self, path: Path | str) -> None:
-        """Read what `save_weights` wrote, or another program under the same names.
+        """Read weights written by `save_weights`, or by others under the same names.
 
-        The optimizer's state stays what it is.
+        The optimizer's state is unchanged.
 
         Raises:
             CheckpointError: The file cannot be read or is damaged, or a tensor is
@@ -365,7 +372,7 @@ class Trainer:
         """
         load_weights(path, self.state, self._weights)
 
-    def _evaluated(self) -> Evaluator:
+    def _require_evaluator(self) -> Evaluator:
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator

@@ -1,4 +1,4 @@
-"""What a trainer is given, looked at before minutes are spent on measuring."""
+"""Validate a trainer's arguments before minutes are spent on measuring."""
 
 from collections.abc import Mapping
 
@@ -20,12 +20,7 @@ def check_arguments(
     precision: str | None,
     placement: str,
 ) -> None:
-    """Refuse what would fail only later.
-
-    Raises:
-        TypeError: An argument is of another kind.
-        ValueError: There is no order or type of that name, or the seed is negative.
-    """
+    """Raise `TypeError` or `ValueError` for invalid arguments of `Trainer`."""
     of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
     ORDERS.resolve(order)
     an_integer("seed", seed, least=0)

@@ -1,7 +1,7 @@
-"""The graphs that a trainer runs, derived from a network's forward graphs.
+"""Derive the graphs that a trainer runs from a network's forward graphs.
 
-A training step gets gradients and updates; evaluation returns the network's answers,
-the tensor that the labels are compared with, beside its figures.
+A training step gets gradients and updates. Evaluation returns the network's answers,
+the tensor that is compared with the labels, beside loss and accuracy.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 Divided = Callable[[Graph], Graph]
-"""A training graph without updates -> the same, cut along the batch or not."""
+"""A training graph without updates -> the same graph, perhaps split."""
 
 Layout = Callable[[Graph, bool], Graph]
-"""(a forward graph, whether it is to be trained) -> the same, its images stored so."""
+"""(forward graph, whether it is trained) -> the same graph with images in a layout."""
 
 Libraries = Callable[[Graph], Graph]
-"""A graph -> the same, some of its nodes computed by a library's kernels."""
+"""A graph -> the same graph, some nodes marked for a library's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,11 @@ class TrainingGraphs:
     """The graphs of one network.
 
     Attributes:
-        steps: Of a training step: one, or the one for all of its parts but the last
-            and that for the last.
-        parts: How many batches of the graphs make one step.
-        evaluation: Of the same network; None where nothing is evaluated.
-        weights: Names of parameters and running statistics: the network, without the
-            optimizer's state.
+        steps: Graphs of a training step: one, or one for all parts but the last and one
+            for the last.
+        parts: Number of batches of the graphs in one step.
+        evaluation: Graph for evaluation, if any.
+        weights: Names of parameters and running statistics, without optimizer state.
     """
 
     steps: tuple[Graph, ...]
@@ -63,7 +62,7 @@ class TrainingGraphs:
 
     @property
     def all(self) -> tuple[Graph, ...]:
-        """Those of the step, then that for evaluation."""
+        """Graphs of the step, then that for evaluation."""
         return self.steps if self.evaluation is None else (*self.steps, self.evaluation)
 
 
@@ -84,18 +83,17 @@ def training_graphs(
     keep_copies: Callable[[Graph], bool] = lambda step: True,
     shared: bool = False,
 ) -> TrainingGraphs:
-    """All graphs of a trainer; its arguments are explained there.
+    """Build all graphs of a trainer; see `Trainer` for the arguments.
 
-    What `divided` makes of a training graph without updates is trained, and `layout`
-    says how images are stored, `offers` which convolutions take in what is behind them,
-    `libraries` which nodes a library computes.
-    `keep_copies` is asked of a step whose updates keep copies of parameters as products
-    read them, which then no step casts or turns. Gradients that are `shared` with other
-    ranks, whose layouts may be others, have those of parameters.
+    `divided` splits a training graph without updates, `layout` sets the layout of
+    images, `offers` selects convolutions with fused epilogues, `libraries` marks nodes
+    for a library. `keep_copies` decides whether a step keeps converted copies of
+    parameters, so that no step converts them. Gradients that are `shared` with other
+    ranks, which may have other layouts, have the layouts of parameters.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
-        TypeError: A graph is something else.
+        TypeError: A graph is no `Graph`.
     """
     one_of("update_when", when, ("early", "late"))
     forward = [training] if evaluation is None else [training, evaluation]
@@ -123,7 +121,10 @@ def training_graphs(
     weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
     if evaluation is not None:
         _check_same_network(forward[1], steps[0])
-        evaluation = _answering(forward[1])
+        evaluation = forward[1]
+        answers = answers_of(evaluation)
+        if answers is not None and answers not in evaluation.outputs:
+            evaluation = replace(evaluation, outputs=(*evaluation.outputs, answers))
         if libraries is not None:
             evaluation = libraries(evaluation)
     return TrainingGraphs(steps, parts, evaluation, weights)
@@ -141,21 +142,21 @@ def step_graphs(
     keep_copies: Callable[[Graph], bool] = lambda step: False,
     shared: bool = False,
 ) -> tuple[Graph, ...]:
-    """The graph of a training step, with nothing in place yet.
+    """Build the graphs of a training step, before the in-place pass.
 
     Args:
         forward: A network with its loss.
-        optimizer: How gradients change parameters.
+        optimizer: Optimizer of the step.
         when: Whether updates come "early" or "late".
-        parts: How many batches of the network make one step. For several there is
-            another graph, which runs for all of them but the last.
-        loss_scale: Factor of the loss's gradient, taken out again by the updates. A
-            dynamic one makes them come late.
-        divided: What becomes of the graph before it gets updates: cut along the batch.
-        libraries: Which nodes a library computes, told before anything is cut.
-        keep_copies: Whether a step is taken whose updates keep copies of parameters;
-            not asked where it has several parts, whose totals are wide.
-        shared: Whether gradients are added up with those of other ranks.
+        parts: Number of batches in one step; several need another graph, for all parts
+            but the last.
+        loss_scale: Factor of the loss's gradient, divided out by the updates. A dynamic
+            one makes updates late.
+        divided: Splits the graph before it gets updates.
+        libraries: Marks nodes for a library, before the graph is split.
+        keep_copies: Decides whether a step keeps converted copies of parameters; not
+            called for several parts, whose totals are wide.
+        shared: Whether gradients are summed with those of other ranks.
 
     Raises:
         ValueError: A name is unknown, there is not one part, or the scale is not
@@ -195,7 +196,7 @@ def step_graphs(
 
 
 def input_bytes(graphs: TrainingGraphs) -> int:
-    """What the inputs of all graphs of a step take."""
+    """Return the bytes of the inputs of all graphs of a step."""
     return sum(s.nbytes for g in graphs.steps for s in g.with_role(Role.INPUT))
 
 
@@ -216,7 +217,7 @@ def _check_inputs(graph: Graph) -> None:
 
 
 def _check_same_network(evaluation: Graph, training: Graph) -> None:
-    """All that evaluation reads is what training changes."""
+    """Check that training has every persistent tensor of evaluation."""
     for spec in evaluation.with_role(*PERSISTENT):
         known = training.tensors.get(spec.name)
         if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
@@ -227,7 +228,7 @@ def _check_same_network(evaluation: Graph, training: Graph) -> None:
 
 
 def answers_of(graph: Graph) -> str | None:
-    """The tensor, (N, …), that the labels are first compared with; None without one."""
+    """Return the tensor (N, …) first compared with the labels, or None."""
     batch = graph.tensors[IMAGE].shape[:1]
     for node in graph.nodes:
         if LABEL in node.inputs:
@@ -235,11 +236,3 @@ def answers_of(graph: Graph) -> str | None:
                 if name != LABEL and graph.tensors[name].shape[:1] == batch:
                     return name
     return None
-
-
-def _answering(graph: Graph) -> Graph:
-    """A graph for evaluation that returns the network's answers as well."""
-    answers = answers_of(graph)
-    if answers is None or answers in graph.outputs:
-        return graph
-    return replace(graph, outputs=(*graph.outputs, answers))

@@ -1,1 +1,1 @@
-"""Measure, plan, prove: from a problem to what runs it."""
+"""Measure, plan and validate convolutions, and run their plans."""

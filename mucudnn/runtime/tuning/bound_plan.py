@@ -1,12 +1,12 @@
-"""A plan bound to a backend, ready for the user's arrays, that survives.
+"""A convolution plan bound to a backend, with fallbacks for failures.
 
-A workspace that cannot be had is answered by the next smaller plan. A kernel that fails
-after some micro-batches is answered by finishing the samples that are left with the
-algorithm that asks for least; what was written stays, so that nothing is added twice.
-What a divided plan computes can be compared with an undivided run now and then.
+If the workspace cannot be allocated, the next smaller plan is used. If a kernel fails
+after some micro-batches, the algorithm with the least workspace computes the remaining
+samples; results so far are kept, so that nothing is accumulated twice. On request, the
+result of a divided plan is compared with that of an undivided run.
 
-A library that writes its execution plans as text need not look for the engine again:
-the text is kept beside the measurements, under the same key.
+Where a library can serialize its execution plans, their text is cached beside the
+measurements under the same key, which saves the search for an engine.
 """
 
 import logging
@@ -36,10 +36,10 @@ __all__ = ["Arena", "BoundPlan", "check_out", "restore_plans", "run_plan"]
 logger = logging.getLogger(__name__)
 
 _ADDING = "+="
-"""Ends the name of a plan that adds to its output."""
+"""Suffix of the name of a plan that accumulates into its output."""
 
 _Kernel = tuple[ConvProblem, str, bool]
-"""Problem, algorithm and whether it adds, of a micro-batch."""
+"""(problem of a micro-batch, algorithm, whether it accumulates)"""
 
 _Operands = tuple[Array, Array, Array]
 
@@ -59,8 +59,8 @@ def run_plan(
     """Run the micro-batches of a plan once.
 
     Operands are those of `ConvLibrary.run` for the whole mini-batch; `workspace` holds
-    at least `plan.workspace` bytes. To run it often, bind it: `backend.bind(plan)`,
-    which does not check whether arrays overlap.
+    at least `plan.workspace` bytes. For repeated runs use `backend.bind(plan)`, which
+    does not check whether arrays overlap.
 
     Raises:
         StepFailedError: A kernel failed.
@@ -73,7 +73,7 @@ def run_plan(
 
 
 class Arena:
-    """One growing workspace a queue, shared by all convolutions that go to it."""
+    """One growing workspace per stream, shared by all convolutions on the stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -81,36 +81,30 @@ class Arena:
         self._buffers = WeakKeyDictionary()
 
     def get(self, nbytes: int) -> Buffer:
-        """At least `nbytes` bytes; their contents are undefined.
-
-        Raises:
-            OutOfMemoryError: The device has no room.
-        """
+        """Return at least `nbytes` uninitialized bytes."""
         queue = self._device.queue()
         held, buffer = self._buffers.get(queue, (-1, None))
         if nbytes > held:
             self._buffers.pop(queue, None)
-            del buffer  # never two at once
+            del buffer  # free the old one first: never two at once
             buffer = self._device.allocate(nbytes)
             self._buffers[queue] = nbytes, buffer
         return buffer
 
     def release(self) -> None:
-        """Give all of it back, once nobody uses it; what is asked for next is new."""
+        """Free all workspaces once they are unused; later ones are allocated anew."""
         self._buffers.clear()
 
 
 class BoundPlan:
-    """A plan that takes the user's arrays, with others to fall back to.
+    """A plan ready for the user's arrays, with smaller plans to fall back to.
 
     Args:
-        backend: Runs the kernels.
-        plan: The first choice.
-        smaller: Makes plans for the same problem, among them some with less workspace;
-            asked only once memory is short.
-        arena: Where workspace comes from.
-        replay: Whether the backend should launch the whole plan at once.
-        verify: Of how many runs one is compared with an undivided run; 0 for none.
+        smaller: Makes other plans of the same problem, some with less workspace; called
+            only when memory is short.
+        arena: Allocator of the workspace.
+        replay: Whether the backend launches the whole plan at once.
+        verify: Every how many runs one is compared with an undivided run; 0 for never.
     """
 
     def __init__(
@@ -135,21 +129,22 @@ class BoundPlan:
 
     @property
     def plan(self) -> ConvPlan:
-        """The plan in use; a smaller one than planned once memory was short."""
+        """The plan in use; smaller than the preferred one if memory was short."""
         return self._runner.plan
 
     def use(self, plan: ConvPlan) -> None:
-        """Run another plan of the same problem from now on."""
+        """Use another plan of the same problem from now on."""
         self._runner = self._backend.bind(plan, replay=self._replay)
-        self._unverified = 0  # runs since the last that was verified, with it
+        self._unverified = 0  # runs since the last verified one, modulo `verify`
 
     def __call__(
         self, a: Array, b: Array, out: Array = None, accumulate: bool = False
     ) -> Array:
         """Compute into `out`, or into a new array.
 
-        Shapes and types of `a` and `b` are known to be right, `out` is checked; with
-        `accumulate` it is added to. Operands that `out` would overwrite are copied.
+        Shapes and types of `a` and `b` must have been checked; `out` is checked here.
+        With `accumulate` the result is added to `out`. Operands that `out` overlaps are
+        copied.
 
         Raises:
             ValueError: `out` cannot take the result.
@@ -188,9 +183,10 @@ class BoundPlan:
         return out
 
     def _fall_back(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
-        """The largest smaller plan that memory has room for, and its workspace.
+        """Switch to the largest smaller plan whose workspace can be allocated.
 
-        They belong together: another thread may fall back further meanwhile.
+        Returns the runner and its workspace together, as another thread may fall back
+        further in the meantime.
         """
         while True:
             plan = runner.plan
@@ -209,12 +205,12 @@ class BoundPlan:
             try:
                 return runner, self._arena.get(smaller.workspace)
             except OutOfMemoryError as e:
-                error = e.with_traceback(None)  # that would hold the caller's arrays
+                error = e.with_traceback(None)  # it would keep the caller's arrays
 
     def _finish(
         self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
     ) -> None:
-        """Run the samples that are left, undivided, with the least workspace."""
+        """Compute the remaining samples, undivided and with the least workspace."""
         whole = self.plan.problem
         done = failure.done
         problem = whole.with_batch(whole.batch - done)
@@ -232,9 +228,9 @@ class BoundPlan:
     def _run_undivided(
         self, problem: ConvProblem, operands: _Operands, adds: bool, without: str = ""
     ) -> str | None:
-        """Run a problem in one call with little workspace; return which algorithm did.
+        """Run a problem in one call with little workspace.
 
-        None means that every algorithm failed.
+        Returns the algorithm that ran, or None if all failed.
         """
         conv = self._backend.conv
         for algo, nbytes in sorted(conv.algorithms(problem), key=lambda pair: pair[1]):
@@ -255,10 +251,10 @@ class BoundPlan:
     def _verifier(
         self, plan: ConvPlan, a: Array, b: Array, added_to: Array
     ) -> Callable[[Array], None]:
-        """Run the problem undivided; return what compares a result with that.
+        """Run the problem undivided; return a function that checks a result against it.
 
-        Differences count relative to the largest result, of each sample where samples
-        are independent; what cancels has the scale of the products it is the sum of.
+        Errors are relative to the largest result, of each sample where samples are
+        independent. Where terms cancel, the scale is that of the summed products.
         """
         device, problem = self._device, plan.problem
         k, *taps = problem.w_shape
@@ -295,7 +291,7 @@ class BoundPlan:
             with np.errstate(all="ignore"):
                 error = np.abs(found - wanted) / scale
             error[np.isnan(error)] = np.inf
-            # Each algorithm spreads operands that are not finite in its own way.
+            # Algorithms differ in which outputs a non-finite operand reaches.
             error[(found == wanted) | ~np.isfinite(scale)] = 0
             at = np.unravel_index(np.argmax(error), error.shape)
             if error[at] > most:
@@ -311,7 +307,7 @@ class BoundPlan:
 
 
 def _tolerance(plan: ConvPlan, terms: int, modes: set[str]) -> float:
-    """What rounding explains, of operands and parts, and in sums of so many terms."""
+    """Return the relative error that rounding of operands and sums can explain."""
     fine = coarse = _EPSILON[plan.problem.dtype]
     if plan.problem.itemsize < 4:  # summed in float32
         fine = _EPSILON["float32"]
@@ -321,11 +317,11 @@ def _tolerance(plan: ConvPlan, terms: int, modes: set[str]) -> float:
 
 
 def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) -> None:
-    """Refuse an `out` that cannot take the result.
+    """Check that `out` can take the result.
 
     Raises:
-        ValueError: It is of another shape, type or order, or is missing.
-        TypeError: It is no array, or `accumulate` no truth value.
+        ValueError: `out` has another shape, type or memory order, or is missing.
+        TypeError: `out` is no array, or `accumulate` no bool.
     """
     a_flag("accumulate", accumulate)
     if out is None:
@@ -345,9 +341,9 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
 
 
 def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> None:
-    """Give the backend the texts of a plan's kernels; remember those it had not.
+    """Load the cached texts of a plan's kernels; cache the texts of all others.
 
-    A text that the library does not take any more is replaced.
+    A text that the library rejects is replaced.
     """
     texts = backend.plan_texts
     if texts is None:
@@ -377,7 +373,7 @@ def _restore(
         logger.info("rebuilding the plan of %s for %s: %s", name, problem, e)
     try:
         text = texts.dumps(problem, algo, accumulate=add)
-    except MucudnnError as e:  # running it will say so, and fall back
+    except MucudnnError as e:  # running the kernel fails the same way and falls back
         logger.info("%s cannot be planned for %s: %s", name, problem, e)
         return
     if text is not None:

@@ -1,8 +1,8 @@
-"""Time kernels in a child process: a crash costs one row and not the program.
+"""Time kernels in a child process, where a crash costs one row, not the program.
 
-A kernel that kills its process, hangs, or leaves the device's context unusable is a
-failed row; the kernels after it meet a new child. Starting one may take seconds, so one
-child serves all layers of a tuner, one kernel at a time.
+A kernel that kills its process, hangs, or corrupts the device's context becomes a
+failed row, and a new child runs the next kernels. Starting a child may take seconds, so
+one child serves all layers of a tuner, one kernel at a time.
 """
 
 import dataclasses
@@ -31,10 +31,9 @@ _FALSE_STARTS = 3
 
 
 class Isolation:
-    """Where to measure: in this process or in one child a device.
+    """Chooses between measuring in this process and in one child per device.
 
-    Args:
-        wanted: Whether in children; None means where the backend is fragile.
+    By default, children are used for fragile backends.
     """
 
     def __init__(self, wanted: bool | None = None) -> None:
@@ -42,7 +41,7 @@ class Isolation:
         self._processes: dict[tuple[str, int], MeasuringProcess] = {}
 
     def bench(self, task: BenchTask) -> KernelBench:
-        """A bench for one convolution on one device."""
+        """Return a bench for one convolution on one device."""
         backend = task.backend
         if not (backend.fragile if self._wanted is None else self._wanted):
             return KernelBench(task)
@@ -52,19 +51,18 @@ class Isolation:
         return KernelBench(task, ChildTimer(task, self._processes[device]))
 
     def close(self) -> None:
-        """End all children; what measures afterwards starts new ones."""
+        """End all children; later measurements start new ones."""
         for process in self._processes.values():
             process.close()
 
 
 class ChildTimer:
-    """Has a child process run kernels.
+    """Times kernels in a child process.
 
     Args:
-        task: The child loads its backend by name and index.
-        process: Where to measure.
-        hang_s: Seconds that a kernel may take beyond what the rule lets it take; then
-            its process is ended.
+        task: What to measure; the child loads its backend by name and index.
+        hang_s: Seconds beyond the expected time after which a kernel's process is
+            killed.
     """
 
     def __init__(
@@ -75,11 +73,7 @@ class ChildTimer:
         self._hang_s = hang_s
 
     def time(self, kernel: KernelRun) -> AlgoPerf:
-        """The row of one algorithm; the end of the child is a row, too.
-
-        Raises:
-            BackendUnavailableError: The child cannot be started.
-        """
+        """Return the row of one algorithm; the end of the child is a failed row."""
         ordinary_s = (self._task.rule.budget_ms + 2 * kernel.expected_ms) / 1e3
         outcome = self._process.time_kernel(self, kernel, self._hang_s + ordinary_s)
         if isinstance(outcome, AlgoPerf):
@@ -87,11 +81,11 @@ class ChildTimer:
         return self._task.row(kernel, None, outcome)
 
     def release(self) -> None:
-        """Have the child give the buffers back; the next kernel makes them anew."""
+        """Let the child free its buffers; the next kernel allocates them anew."""
         self._process.release(self)
 
     def settings(self) -> Message:
-        """What opens a child for this task; clocks differ, so time is what is left."""
+        """Return the settings of a child; clocks differ, so it gets time left."""
         return {
             "problem": problem_to_dict(self._task.problem),
             "rule": dataclasses.asdict(self._task.rule),
@@ -101,16 +95,12 @@ class ChildTimer:
 
 
 class MeasuringProcess:
-    """The child that measures on one device; started when needed, and again.
+    """The child process that measures on one device, restarted when needed.
 
-    A child that ends while it runs a kernel is an outcome; one that ends before it
-    began is replaced, twice. Where a failure has left the device's context unusable the
-    child is ended, and the next kernel meets a new one. Threads may share
-    it: kernels are timed one after another.
-
-    Args:
-        name: What `get_backend` loads the backend by.
-        index: Which of its devices.
+    A child that ends while it runs a kernel is a result; one that ends before is
+    replaced, twice. Where a failure leaves the device's context unusable, the child is
+    ended and the next kernel starts a new one. Thread-safe: kernels are timed one after
+    another.
     """
 
     def __init__(self, name: str, index: int = 0) -> None:
@@ -123,21 +113,16 @@ class MeasuringProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, if one runs."""
+        """Process id of the child; None if none runs."""
         return next((child.pid for child in self._child if child.usable), None)
 
     def time_kernel(
         self, timer: ChildTimer, kernel: KernelRun, seconds: float
     ) -> AlgoPerf | str:
-        """Time one kernel.
-
-        `timer` is whose settings the child is to use.
+        """Time one kernel with the settings of `timer`.
 
         Returns:
-            A row, or what became of the process that ran it.
-
-        Raises:
-            BackendUnavailableError: The child cannot be started.
+            A row, or a text that says how the child ended.
         """
         with self._lock.mine:
             try:
@@ -148,7 +133,7 @@ class MeasuringProcess:
                 self.close()
                 logger.warning("%s: the process %s: %s", kernel.algo, e, said)
                 return f"the measuring process {e} while running it"
-            except BaseException:  # Ctrl-C, too: the conversation cannot be resumed
+            except BaseException:  # Ctrl-C, too: messages would be out of step
                 self.close()
                 raise
             if not answer["usable"]:
@@ -156,7 +141,7 @@ class MeasuringProcess:
             return perf_from_dict(answer["row"])
 
     def release(self, timer: ChildTimer) -> None:
-        """Have the child give back the buffers that it holds for `timer`."""
+        """Let the child free the buffers that it holds for `timer`."""
         with self._lock.mine:
             if self._opened is timer and self.pid:
                 try:
@@ -165,16 +150,16 @@ class MeasuringProcess:
                     self.close()
 
     def close(self) -> None:
-        """End the child; the next kernel starts another."""
+        """End the child; the next kernel starts another one."""
         with self._lock.mine:
             self._opened = None
             _end(self._child)
 
     def _begin(self, timer: ChildTimer, kernel: KernelRun) -> Child:
-        """A child that has begun the kernel, at the third attempt at the latest."""
+        """Return a child that has begun the kernel, after at most three attempts."""
         while True:
             try:
-                child = self._ready()
+                child = self._started_child()
                 if self._opened is not timer:
                     child.say({"open": timer.settings()})
                     self._opened = timer
@@ -196,8 +181,8 @@ class MeasuringProcess:
                 self._false_starts = 0
                 return child
 
-    def _ready(self) -> Child:
-        """The child, with its backend loaded."""
+    def _started_child(self) -> Child:
+        """Return the child with its backend loaded."""
         if self.pid is None:
             self.close()
             self._child.append(Child(self._name, str(self._index)))

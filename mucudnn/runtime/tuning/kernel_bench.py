@@ -1,7 +1,7 @@
-"""Time the algorithms of one convolution at chosen micro-batch sizes on one device.
+"""Time the algorithms of one convolution at given micro-batch sizes on one device.
 
-Buffers are made once, for the largest size, and views of them serve all smaller ones:
-nothing is allocated between two measurements unless memory is short.
+Buffers are allocated for the largest size, and smaller sizes use views of them. Nothing
+is allocated between measurements unless memory is short.
 """
 
 import logging
@@ -32,20 +32,16 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ORDINARY = 1 << 30
-"""Bytes for which nobody looks how much memory is free: that takes a while."""
+"""Bytes below which free memory is not queried, as the query is slow."""
 
 _LEAST_RUNS = 2
-"""A warm-up and a sample; a row of a warm-up alone is not remembered."""
+"""A warm-up and a sample; a row of a warm-up alone is not cached."""
 
 
 def operands(
     backend: Backend, problem: ConvProblem, workspace: int, memory_limit: float
 ) -> tuple[Any, Any, Any]:
-    """Random inputs and an output buffer of a problem.
-
-    Raises:
-        OutOfMemoryError: With `workspace` bytes more they exceed the memory limit.
-    """
+    """Allocate random inputs and an output, if they fit with `workspace` bytes."""
     device, specs = backend.device, problem.operands()
     check_memory(specs, workspace, memory_limit)
     a, b, out = (device.view(device.allocate(s.nbytes), 0, s) for s in specs)
@@ -67,9 +63,9 @@ def check_memory(
 
 
 def check_room(device: Device, what: str, specs: Iterable[TensorSpec]) -> None:
-    """Raise `OutOfMemoryError` where tensors are larger than the memory that is free.
+    """Raise `OutOfMemoryError` where tensors exceed the free memory.
 
-    Nothing is checked on a device that does not know how much that is.
+    Devices that do not report their free memory are not checked.
     """
     needed = sum(spec.nbytes for spec in specs)
     if needed <= _ORDINARY:
@@ -87,14 +83,11 @@ def check_room(device: Device, what: str, specs: Iterable[TensorSpec]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRun:
-    """One algorithm to be timed at one micro-batch size.
+    """An algorithm to time at one micro-batch size.
 
     Attributes:
-        batch: Micro-batch size.
-        algo: The algorithm.
-        nbytes: Of its workspace.
-        best_ms: The fastest known at this size.
-        expected_ms: About how long one run takes; 0 where nothing is known.
+        best_ms: Fastest time known at this size.
+        expected_ms: Estimated time of one run; 0 if unknown.
     """
 
     batch: int
@@ -105,28 +98,25 @@ class KernelRun:
 
 
 class KernelTimer(Protocol):
-    """Where kernels run: in this process, or in one that may be lost."""
+    """Times kernels, in this process or in one that may crash."""
 
     def time(self, kernel: KernelRun) -> AlgoPerf:
-        """The row of one algorithm; a failure is a row, too."""
-        ...
+        """Return the row of one algorithm; a failure is a row, too."""
 
     def release(self) -> None:
-        """Give the buffers back; the next kernel makes them anew."""
-        ...
+        """Free the buffers; the next kernel allocates them anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTask:
-    """What a bench times, and within which limits.
+    """A convolution to time, and the limits of doing so.
 
     Attributes:
-        backend: Whose kernels.
-        problem: The convolution at its largest batch size.
-        rule: When a kernel has been timed enough.
-        memory_limit: Bytes that operands and workspace may take together.
-        deadline: Seconds on `clock` after which nothing more is started.
-        clock: Seconds, for the deadline only.
+        problem: Convolution at its largest batch size.
+        rule: Decides when a kernel has been timed enough.
+        memory_limit: Bytes for operands and workspace together.
+        deadline: Time on `clock` (seconds) after which nothing is started.
+        clock: Clock in seconds, for the deadline only.
     """
 
     backend: Backend
@@ -139,7 +129,7 @@ class BenchTask:
     def row(
         self, kernel: KernelRun, timing: Timing | None, error: str | None = None
     ) -> AlgoPerf:
-        """The row of an algorithm that ran, or of one that did not and why."""
+        """Return the row of an algorithm: its timing, or the error."""
         timing = timing or Timing(math.inf, 0.0, 0)
         problem, algo = self.problem.with_batch(kernel.batch), kernel.algo
         traits = self.backend.conv.traits(problem, algo)
@@ -158,7 +148,7 @@ class BenchTask:
 
 
 class KernelBench:
-    """Times algorithms in turn, where `timer` does; begins what can end in time."""
+    """Times algorithms one by one, and skips those that would miss the deadline."""
 
     def __init__(self, task: BenchTask, timer: KernelTimer | None = None) -> None:
         self._task = task
@@ -172,11 +162,11 @@ class KernelBench:
         best_ms: float = math.inf,
         expected_ms: Mapping[str, float] | None = None,
     ) -> None:
-        """Time algorithms at one micro-batch size; every outcome goes to `on_done`.
+        """Time algorithms at one micro-batch size; pass each row to `on_done`.
 
-        `workspaces` is algorithm -> bytes, in the order of timing, `best_ms` the
-        fastest known at this size. What would take so long, as `expected_ms` knows,
-        that it would not end before the deadline, is not begun.
+        `workspaces` maps algorithms to bytes, in the order of timing. `best_ms` is the
+        fastest time known at this size. An algorithm that, by `expected_ms`, would not
+        end before the deadline is not started.
         """
         expected = expected_ms or {}
         for algo, nbytes in workspaces.items():
@@ -194,7 +184,7 @@ class KernelBench:
             on_done(perf)
 
     def time(self, kernel: KernelRun) -> AlgoPerf:
-        """One row: of the kernel, or of the deadline that it would not meet."""
+        """Return the row of a kernel; without running it if it would be late."""
         needed_s = _LEAST_RUNS * kernel.expected_ms / 1e3
         left_s = self._task.deadline - self._task.clock()
         if left_s > needed_s:
@@ -207,28 +197,28 @@ class KernelBench:
         return self._task.row(kernel, None, RowStatus.LIMITED.text(reason))
 
     def release(self) -> None:
-        """Give the buffers back; the next run makes them anew."""
+        """Free the buffers; the next run allocates them anew."""
         self.timer.release()
 
 
 class LocalTimer:
-    """Runs kernels in this process; holds operands and workspace for them."""
+    """Times kernels in this process, and holds their operands and workspace."""
 
     def __init__(self, task: BenchTask) -> None:
         self._task = task
         self._operands: tuple[Buffer, ...] = ()
         self._batch = 0
         self._scratch: Buffer = None
-        self._scratch_bytes = -1  # none yet; an empty one is a buffer, too
+        self._scratch_bytes = -1  # none yet; an empty workspace has 0
 
     def release(self) -> None:
-        """Give the buffers back; the next kernel makes them anew."""
+        """Free the buffers; the next kernel allocates them anew."""
         self._operands, self._batch = (), 0
         self._scratch, self._scratch_bytes = None, -1
         self._task.backend.device.trim()
 
     def time(self, kernel: KernelRun) -> AlgoPerf:
-        """The row of one algorithm; a failure is a row, too."""
+        """Return the row of one algorithm; a failure is a row, too."""
         task, algo = self._task, kernel.algo
         problem = task.problem.with_batch(kernel.batch)
         try:
@@ -244,7 +234,7 @@ class LocalTimer:
         except UnsupportedError as e:
             error = RowStatus.UNSUPPORTED.text(str(e))
         except Exception as e:
-            # One broken algorithm, perhaps a plug-in's, must not cost the others.
+            # A broken algorithm, perhaps of a plug-in, must not stop the others.
             if not isinstance(e, MucudnnError):
                 logger.warning("%s failed on %s", algo, problem, exc_info=True)
             error = f"{type(e).__name__}: {e}"
@@ -270,20 +260,16 @@ class LocalTimer:
         )
 
     def _buffers(self, problem: ConvProblem, nbytes: int) -> tuple[Any, Any, Any]:
-        """Operands at this batch size; afterwards `_scratch` holds `nbytes` at least.
-
-        Raises:
-            OutOfMemoryError: This kernel alone exceeds the limit, or the device.
-        """
+        """Return operands at a batch size, with `nbytes` in `_scratch` at least."""
         specs = problem.operands()
         check_memory(specs, nbytes, self._task.memory_limit)
         try:
-            self._hold(
+            self._grow(
                 max(problem.batch, self._batch), max(nbytes, self._scratch_bytes)
             )
-        except OutOfMemoryError:  # what earlier kernels needed is in the way
+        except OutOfMemoryError:  # drop the larger buffers of earlier kernels
             self.release()
-            self._hold(problem.batch, nbytes)
+            self._grow(problem.batch, nbytes)
         device = self._task.backend.device
         a, b, out = (
             device.view(buffer, 0, spec)
@@ -291,8 +277,8 @@ class LocalTimer:
         )
         return a, b, out
 
-    def _hold(self, batch: int, nbytes: int) -> None:
-        """Have buffers for `batch` samples and `nbytes` of workspace, all at once."""
+    def _grow(self, batch: int, nbytes: int) -> None:
+        """Grow the buffers to `batch` samples and `nbytes` of workspace."""
         device = self._task.backend.device
         specs = self._task.problem.with_batch(batch).operands()
         check_memory(specs, nbytes, self._task.memory_limit)

@@ -1,4 +1,4 @@
-"""Problem -> table of measurements; a table is filled once and remembered."""
+"""Fill the table of measurements of each problem once, and keep it."""
 
 import math
 import time
@@ -23,15 +23,15 @@ __all__ = ["Measurer"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurer:
-    """Fills tables, one at a time; `Tuner` says what the rest of the attributes are.
+    """Fills tables one at a time; `Tuner` documents the other attributes.
 
     Attributes:
-        backend: Whose measurements they are.
-        sweep: How, with the tuner's own limit of memory, and no deadline yet.
-        lock: Held while kernels are timed: two at once would disturb each other.
+        backend: Backend that is measured.
+        sweep: Settings of measuring, with the tuner's memory limit and no deadline.
+        lock: Held while kernels are timed, as two at once would disturb each other.
 
     Raises:
-        ValueError: The devices are not of one model, or there is no such policy.
+        ValueError: The devices are not of one model, or the policy is unknown.
     """
 
     backend: Backend
@@ -57,13 +57,12 @@ class Measurer:
         memory_limit: float = math.inf,
         limits: LimitRange = ANY_LIMIT,
     ) -> PerfTable:
-        """Every algorithm at every candidate micro-batch size.
+        """Measure every algorithm at every candidate micro-batch size.
 
-        Rows of failed algorithms carry the error. Rows that a limit prevented carry
-        the limit; such a table is not remembered.
-
-        Limits of time and memory are the tuner's own; a time given replaces it, bytes
-        given hold as well. Pruning leaves out what plans under `limits` do not need.
+        Rows of failed algorithms carry the error. Rows that a limit prevented carry the
+        limit; such a table is not kept. The limits are the tuner's own: `time_limit_s`
+        replaces that of time, `memory_limit` holds in addition. Pruning skips rows that
+        no plan under `limits` needs.
 
         Raises:
             PlanningError: There are too many samples to be divided.
@@ -79,12 +78,13 @@ class Measurer:
         memory_limit: float = math.inf,
         limits: LimitRange = ANY_LIMIT,
     ) -> tuple[PerfTable, ...]:
-        """The table of each; see `table`. Workers measure all of them at once.
+        """Measure several problems; see `table`. Workers measure them concurrently.
 
-        The tuner's own limit of time is that of one problem, a time given that of all.
+        The tuner's time limit applies to each problem, `time_limit_s` to all of them
+        together.
 
         Raises:
-            PlanningError: Of some problem there are too many samples to be divided.
+            PlanningError: A problem has too many samples to be divided.
         """
         found = self._known(problems, limits)
         missing = [problem for problem in problems if problem not in found]
@@ -94,7 +94,7 @@ class Measurer:
         return tuple(found[problem] for problem in problems)
 
     def forget(self) -> None:
-        """Take tables from the cache again."""
+        """Drop all tables, to read them from the cache again."""
         self._tables.clear()
 
     def check(self, problem: ConvProblem) -> None:
@@ -133,7 +133,7 @@ class Measurer:
     def _known(
         self, problems: Sequence[ConvProblem], limits: LimitRange
     ) -> dict[ConvProblem, PerfTable]:
-        """Tables that serve these limits as well."""
+        """Return the kept tables that serve these limits as well."""
         known = ((p, self._tables[p]) for p in problems if p in self._tables)
         return {p: table for p, (served, table) in known if served.covers(limits)}
 
@@ -150,7 +150,7 @@ class Measurer:
             deadline=deadline,
             limits=limits,
         )
-        # What was recorded takes no time to ask for, and all of it was planned with.
+        # Reading a recording takes no time, and plans were made with all its rows.
         prune = self.prune and recording_of(self.backend) is None
         tables = sweep.tables(problems, self.batch_policy, prune=prune)
         for table in tables:

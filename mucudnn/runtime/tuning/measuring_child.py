@@ -1,19 +1,19 @@
-"""A process that measures: what its two ends say to each other, and how it ends.
+"""A child process that measures kernels: its protocol, start and end.
 
-Both ends talk in JSON lines; numbers may be `Infinity`, as both are Python. Parent to
-child::
+Both ends exchange lines of JSON; numbers may be `Infinity`, as both are Python. Parent
+to child::
 
     {"open": {"problem": …, "rule": …, "memory_limit": …, "left_s": …}}
     {"run": {"batch": 8, "algo": "GEMM", "nbytes": 0, "best_ms": …, "expected_ms": …}}
     {"release": true}
 
-Child to parent: `{"ready": true}` once, or `{"unavailable": "…"}`; then for each `run`
-first `{"begins": "GEMM"}` and in the end `{"row": …, "usable": true}`: whether the
-device still works, which it may not after a kernel that failed.
+Child to parent: once `{"ready": true}` or `{"unavailable": "…"}`; then for each `run`
+first `{"begins": "GEMM"}` and at the end `{"row": …, "usable": true}`. `usable` says
+whether the device still works, which it may not after a kernel that failed.
 
-The child is started with `subprocess` and not with `multiprocessing`, so that a user's
-script needs no `__main__` guard, and it sees the modules that its parent sees. Stdin
-and stdout are taken away at the start: a library that prints or reads meets stderr and
+The child is started with `subprocess` instead of `multiprocessing`, so that a user's
+script needs no `__main__` guard, and it gets the `sys.path` of its parent. It moves
+stdin and stdout elsewhere at the start: a library that prints or reads gets stderr and
 an empty file instead.
 """
 
@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 HERE_INSTEAD = "isolate=False measures in this process"
-"""The way out that errors name."""
+"""Remedy in error messages."""
 
-_END_S = 10.0  # a process that was killed is gone long before
+_END_S = 10.0  # ample for a killed process to end
 _TAIL_BYTES = 4096
 _TAIL_LINES = 8
 _CHUNK = 1 << 16
@@ -58,11 +58,11 @@ _START = (
 
 
 class ChildEndedError(Exception):
-    """The child is gone; the message says how and completes "the process …"."""
+    """The child has ended; the message completes "the process …"."""
 
 
 class Child:
-    """One running child, which is told `arguments`, and what is known of its end."""
+    """A running child process, started with `arguments`."""
 
     def __init__(self, *arguments: str) -> None:
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
@@ -93,32 +93,31 @@ class Child:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs and is ours: not that of the process we were forked from."""
+        """Whether the child runs and is ours, not that of a process we forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
     def said(self) -> str:
-        """The last lines it wrote to stderr, up to its end once it has ended."""
+        """The last lines that the child wrote to stderr."""
         lines = self._tail.decode(errors="replace").split("\n")
         return "\n".join([line for line in lines if line.strip()][-_TAIL_LINES:])
 
     def say(self, message: Message) -> None:
-        """Send one message; raises `ChildEndedError` where nobody listens."""
+        """Send one message; raise `ChildEndedError` if the child has ended."""
         try:
             self._pipes[0].write(json.dumps(message).encode() + b"\n")
         except OSError:
             raise self._ended() from None
 
     def hear(self, seconds: float) -> Message:
-        """Wait for the next message.
+        """Wait for the next message, for at most `seconds`; then the child is killed.
 
-        Raises:
-            ChildEndedError: It ended, or took longer, which has ended it.
+        A child that takes longer is killed.
         """
         try:
             line = self._answers.get(timeout=min(seconds, threading.TIMEOUT_MAX))
@@ -135,10 +134,10 @@ class Child:
         return message
 
     def end(self) -> None:
-        """Kill it, if it still runs, and leave nothing of it behind.
+        """Kill the child if it still runs, and release its pipes and threads.
 
-        A fork of the process that started it only closes its own ends: the child is not
-        its to kill, nor has it the threads that listen.
+        A fork of the parent only closes its own pipe ends: the child is not its to
+        kill, and it does not have the threads.
         """
         if self._owner == os.getpid():
             self._process.kill()
@@ -177,7 +176,7 @@ class Child:
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """What arrives, as it arrives, until either end is closed."""
+    """Yield data as it arrives, until either end is closed."""
     try:
         while chunk := stream.read(_CHUNK):
             yield chunk
@@ -195,11 +194,11 @@ def _how(status: int) -> str:
 
 
 def main() -> None:
-    """The child: answer requests until the parent closes its end, or is gone.
+    """Run the child: answer requests until the parent closes its end or dies.
 
-    `sys.argv` ends with the backend's name and the number of its device.
+    `sys.argv` ends with the backend's name and the device number.
     """
-    for number in SIGNALS:  # they reach a whole group; the parent decides
+    for number in SIGNALS:  # sent to the whole process group; the parent handles them
         signal.signal(number, signal.SIG_IGN)
     name, index = sys.argv[-2:]
     incoming, outgoing = _take_standard_streams()
@@ -224,7 +223,7 @@ def main() -> None:
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout, which no library and no child inherits."""
+    """Return private copies of stdin and stdout, which no library inherits."""
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -261,7 +260,7 @@ def _serve(
 
 
 def _works(backend: Backend) -> bool:
-    """Whether the device still does what it is told; a CUDA error may stay for good."""
+    """Return whether the device still works; some CUDA errors are permanent."""
     device = backend.device
     try:
         device.elapsed_ms(device.begin(), device.record())
@@ -273,7 +272,7 @@ def _works(backend: Backend) -> bool:
 
 
 def _row(task: BenchTask, bench: KernelBench, kernel: KernelRun) -> AlgoPerf:
-    """One row; even what a bench lets through costs only this one."""
+    """Return one row; an exception of the bench becomes a failed row."""
     try:
         return bench.time(kernel)
     except Exception as e:

@@ -1,4 +1,4 @@
-"""Tables -> plans: what a tuner asks of a planner."""
+"""Call planners on tables: the step of `Tuner` from measurements to plans."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,12 +16,9 @@ def plans_within(
     workspace_limit: int,
     total_workspace: int | None,
 ) -> tuple[ConvPlan, ...]:
-    """One plan a table, under the limit of each or under one for all of them.
+    """Plan each table, under the limit per kernel or under a total for all.
 
-    A plan remembers what it was allowed: under a total, what it uses is its share.
-
-    Raises:
-        PlanningError: A problem has no plan within the limit.
+    A plan records its limit; under a total, that is the workspace it uses.
     """
     if total_workspace is None:
         plans = divided_by(planner, tables, workspace_limit)
@@ -31,7 +28,7 @@ def plans_within(
 
 
 def undivided(table: PerfTable, workspace_limit: int) -> ConvPlan | None:
-    """The fastest single call within the limit, or None."""
+    """Return the fastest single call within the limit, or None."""
     try:
         return PLANNERS.resolve("undivided")([table], workspace_limit)[0]
     except PlanningError:
@@ -45,9 +42,9 @@ def explained(
     workspace_limit: int,
     verdict: Callable[[ConvPlan, ConvPlan], float | None],
 ) -> str:
-    """Why a plan is what it is; see `mucudnn.passes.convolution.explain`.
+    """Explain a plan in words; see `mucudnn.passes.convolution.explain`.
 
-    `verdict` says what is known of a division and its baseline: `Validator.known`.
+    `verdict` returns the known ratio of a division to its baseline: `Validator.known`.
     """
     baseline = undivided(table, workspace_limit)
     divided = plan if plan.divided else _division(planner, table, workspace_limit)
@@ -60,7 +57,7 @@ def explained(
 def _division(
     planner: Planner, table: PerfTable, workspace_limit: int
 ) -> ConvPlan | None:
-    """What an undivided plan was preferred to, if the planner wanted to divide."""
+    """Return the planner's division that an undivided plan was preferred to."""
     try:
         (plan,) = planner([table], workspace_limit)
     except PlanningError:

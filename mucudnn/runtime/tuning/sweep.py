@@ -1,6 +1,6 @@
 """Measure convolutions: every algorithm at every micro-batch size of a policy.
 
-`TableFiller` knows what is to be measured, this module by whom: the devices at hand, or
+`TableFiller` decides what to measure. This module distributes it over local devices or
 the workers of an executor.
 """
 
@@ -14,11 +14,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import ConvProblem, PerfTable
 from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.numerics import Numerics
-from mucudnn.passes.microbatch import (
-    BatchPolicy,
-    aligned_batches,
-    candidate_batches,
-)
+from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
@@ -31,21 +27,17 @@ __all__ = ["Sweep"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """How to fill tables of measurements.
+    """Settings of filling tables of measurements; `Tuner` documents the rest.
 
     Attributes:
-        backends: Devices of one model; sizes are dealt out among them.
-        cache: Opens what is known already, where the rest is remembered, too.
-        rule: When a kernel has been timed enough.
-        numerics: Which ways of computing are accepted; others are not measured.
-        memory_limit: Bytes for operands and workspace, on each device.
-        deadline: Seconds on `clock` after which nothing more is started.
-        limits: Of workspace, that plans will be asked for under.
-        progress: Called after each measurement, from one thread at a time.
-        isolation: Whether to measure in this process or in children.
-        workers: Who measures instead of `backends`, of which the first still says which
-            algorithms there are.
-        clock: Seconds, for the deadline only; children have a clock of their own.
+        backends: Devices of one model; sizes are distributed over them.
+        cache: Opens the cache of known rows, which takes new ones.
+        deadline: Time on `clock` (seconds) after which nothing is started.
+        limits: Workspace limits under which plans will be made.
+        isolation: Chooses between measuring in this process and in children.
+        workers: Workers that measure instead of `backends`, of which the first still
+            provides the list of algorithms.
+        clock: Clock in seconds, for the deadline only; children have their own.
     """
 
     backends: Sequence[Backend]
@@ -65,9 +57,10 @@ class Sweep:
     ) -> tuple[PerfTable, ...]:
         """Measure problems; failing algorithms are rows, never exceptions.
 
-        Workers measure many at once; here they are taken in turn. Problems that differ
-        in N only share rows, so one of them waits for the other. Pruning measures only
-        what could enter a good plan within `limits`: see `Pruning`.
+        Workers measure many problems at once; locally they are measured in turn.
+        Problems that differ in N only share rows, so they are measured one after
+        another. Pruning skips what cannot enter a good plan within `limits`: see
+        `Pruning`.
         """
         pruning = Pruning.NONE
         if prune:
@@ -92,7 +85,7 @@ class Sweep:
         pruning: Pruning,
         done: dict[ConvProblem, PerfTable],
     ) -> Iterator[Round]:
-        """What workers are to measure of problems that differ in N only."""
+        """Yield the rounds of problems that differ in N only, for workers."""
         for problem in problems:
             filler = self._filler(problem, policy, pruning)
             for sizes in filler.rounds(probe=True):
@@ -114,7 +107,7 @@ class Sweep:
         try:
             for sizes in filler.rounds(probe=False):
                 _deal_out(filler, sizes, benches)
-        finally:  # what runs next may need the memory
+        finally:  # the next problem may need the memory
             for bench in benches:
                 bench.release()
         done[problem] = filler.table()
@@ -147,7 +140,7 @@ class Sweep:
 
 
 def _layers(problems: Sequence[ConvProblem]) -> list[list[ConvProblem]]:
-    """Problems by layer; of one the largest N first, whose sizes serve the others."""
+    """Group problems by layer, each with the largest N first to share its rows."""
     layers: dict[ConvProblem, list[ConvProblem]] = {}
     for problem in sorted(dict.fromkeys(problems), key=lambda p: -p.batch):
         layers.setdefault(problem.with_batch(1), []).append(problem)
@@ -157,8 +150,6 @@ def _layers(problems: Sequence[ConvProblem]) -> list[list[ConvProblem]]:
 def _deal_out(
     filler: TableFiller, sizes: Sizes, benches: Sequence[KernelBench]
 ) -> None:
-    """Time sizes on all devices at once."""
-
     def work(i: int) -> None:
         for batch, algos in sizes[i :: len(benches)]:
             filler.measure(benches[i], filler.size(batch, algos))

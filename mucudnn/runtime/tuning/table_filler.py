@@ -1,8 +1,8 @@
-"""One table in the making: what is still to be measured of it, in which order.
+"""Decide what to measure for one table, and in which order.
 
-It measures nothing itself: what times kernels, here or elsewhere, takes its rounds and
-brings the rows. What the cache knows is not asked for again; what a limit prevented is
-listed with the reason and not remembered.
+The filler measures nothing itself: whoever times kernels takes its rounds and returns
+rows. Cached rows are not measured again. A row that a limit prevented carries the
+reason and is not cached.
 """
 
 import enum
@@ -24,22 +24,22 @@ from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
 __all__ = ["Measured", "Pruning", "SizeRun", "Sizes", "TableFiller"]
 
 Sizes = Sequence[tuple[int, Sequence[str]]]
-"""(micro-batch size, algorithms to be timed at it), in the order of timing."""
+"""(micro-batch size, algorithms to time at it), in the order of timing."""
 
 
 class Pruning(enum.Enum):
-    """What of a table may be left out."""
+    """What may be left out of a table."""
 
     NONE = enum.auto()
     ALGORITHMS = enum.auto()
-    """Of each size the algorithms that others are far ahead of; such rows say so."""
+    """At each size, algorithms far behind others; such rows say so."""
     SIZES = enum.auto()
-    """Also sizes that no good plan needs; they have no rows."""
+    """Also sizes that no good plan needs; these have no rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measurement done: what it was of, and how many of how many."""
+    """A finished measurement, for progress reports."""
 
     problem: ConvProblem
     algo: str
@@ -50,13 +50,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRun:
-    """Algorithms to be timed in turn at one micro-batch size.
+    """Algorithms to time in turn at one micro-batch size.
 
-    Attributes:
-        batch: Micro-batch size.
-        workspaces: Algorithm -> bytes, in the order of timing.
-        best_ms: The fastest known at this size.
-        expected_ms: Algorithm -> about how long one run takes; 0 if nothing is known.
+    The mappings are by algorithm; for the other attributes see `KernelRun`.
     """
 
     batch: int
@@ -66,16 +62,11 @@ class SizeRun:
 
 
 class TableFiller:
-    """Asks for sizes in rounds, and keeps and remembers the rows that come.
+    """Requests sizes in rounds, and stores the rows in a table and the cache.
 
     Args:
-        task: What is measured, where and within which limits.
-        sizes: Candidate micro-batch sizes.
-        cache: Holds what is known, and takes the rest.
-        numerics: Which ways of computing are accepted; others are not measured.
-        progress: Called after each measurement, from one thread at a time.
         pruning: What may be left out.
-        limits: Of workspace, that plans will be asked for under.
+        limits: Workspace limits under which plans will be made.
     """
 
     def __init__(
@@ -95,7 +86,7 @@ class TableFiller:
         self._progress = progress
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
-        self._total = 0  # rows there will be, those known counted
+        self._total = 0  # expected number of rows, known ones included
         self._pruning, self._limits = pruning, limits
         self._left: Sequence[Point] = ()
         self._workspaces: dict[Point, int] = {}
@@ -106,17 +97,17 @@ class TableFiller:
         self._hints: dict[str, list[AlgoPerf]] = {}
         for perf in cache.get_all(self._fingerprint, self._problem):
             self._hints.setdefault(perf.algo, []).append(perf)
-            if self._holds(perf):
+            if self._is_current(perf):
                 self._rows[perf.algo, perf.batch] = perf
 
     def rounds(self, *, probe: bool) -> Iterator[Sizes]:
-        """Sizes and their algorithms that may be timed side by side.
+        """Yield rounds of sizes whose algorithms may be timed concurrently.
 
-        The next round is asked for when all rows of one are kept. The largest sizes
-        come first, as buffers for them serve all others; but where nothing is known the
-        smallest one tells cheaply what the others will take: with `probe` it is a round
-        of its own and all others are the next, as for many who measure side by side.
-        One alone goes by the stages of a race, and leaves out more.
+        The next round may be requested once all rows of a round are stored. Large sizes
+        come first, as their buffers serve all others. Where nothing is known, the
+        smallest size comes first, as a cheap estimate of the rest: with `probe`, meant
+        for concurrent workers, it is a round of its own and all others are the next.
+        Without it, rounds are the stages of a race, which leave out more.
         """
         while points := self._wanted(staged=not probe):
             sizes = self._by_size(points)
@@ -127,15 +118,16 @@ class TableFiller:
                 yield sizes
 
     def size(self, batch: int, algos: Sequence[str]) -> SizeRun:
-        """How to time algorithms at one size, by what is known now."""
+        """Return how to time algorithms at one size, by what is known now."""
         with self._lock:
             expected = {algo: self._expected_ms(algo, batch) for algo in algos}
             ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
             if math.isfinite(self.task.deadline):
                 slowest = max((p.time_ms / p.batch for p in self._times()), default=0.0)
-                for algo in algos:  # one of which nothing is known is no faster
+                for algo in algos:  # assume an unknown algorithm to be the slowest
                     expected[algo] = expected[algo] or batch * slowest
-            best_ms = self._best_ms(batch)
+            at_size = (p.time_ms for p in self._times() if p.batch == batch)
+            best_ms = min(at_size, default=math.inf)
         return SizeRun(
             batch=batch,
             workspaces={algo: self._workspaces[algo, batch] for algo in ordered},
@@ -144,13 +136,13 @@ class TableFiller:
         )
 
     def measure(self, bench: KernelBench, size: SizeRun) -> None:
-        """Time a size on a bench of this process, and keep the rows."""
+        """Time a size on a bench of this process, and store the rows."""
         bench.run(
             size.batch, size.workspaces, self.keep, size.best_ms, size.expected_ms
         )
 
     def keep(self, perf: AlgoPerf) -> None:
-        """Take a row into the table and, but where a limit made it, the cache."""
+        """Store a row in the table and, unless a limit caused it, in the cache."""
         micro = self._problem.with_batch(perf.batch)
         with self._lock:
             self._rows[perf.algo, perf.batch] = perf
@@ -162,7 +154,7 @@ class TableFiller:
                 self._progress(Measured(micro, perf.algo, perf.batch, done, total))
 
     def table(self) -> PerfTable:
-        """The rows that are there."""
+        """Return the table of all rows so far."""
         rows = dict(self._rows)
         if self._pruning is Pruning.ALGORITHMS:
             for (algo, batch), ahead in self._race().hopeless.items():
@@ -189,25 +181,33 @@ class TableFiller:
         for algo, reason in conv.excluded(micro):
             self._rows[algo, batch] = _excluded(algo, batch, reason)
 
-    def _holds(self, perf: AlgoPerf) -> bool:
-        """Whether a remembered row is of what would run: same mode, same workspace."""
+    def _is_current(self, perf: AlgoPerf) -> bool:
+        """Return whether a cached row has today's traits and workspace."""
         point = perf.algo, perf.batch
         traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
-        return perf.workspace == self._workspaces.get(
-            point
-        ) and traits == self._traits.get(point)
+        known = self._workspaces.get(point), self._traits.get(point)
+        return (perf.workspace, traits) == known
 
     def _wanted(self, *, staged: bool) -> Sequence[Point]:
-        """Points of the next round, or of all stages of a race."""
+        """Return the points of the next round, or of all stages of a race."""
+        rows = self._rows
+        points: Sequence[Point]
         match self._pruning:
             case Pruning.NONE:
-                points = self._left = self._missing()
+                points = self._left = [p for p in self._workspaces if p not in rows]
             case Pruning.ALGORITHMS:
                 stages = self._race().points
                 self._left = [point for stage in stages for point in stage]
                 points = stages[0] if stages and staged else self._left
             case Pruning.SIZES:
-                points = self._left = self._promising()
+                found = next_measurements(
+                    self._sizes,
+                    self._workspaces,
+                    tuple(rows.values()),
+                    launch_overhead_ms=LAUNCH_OVERHEAD_MS,
+                    limits=self._limits,
+                )
+                points = self._left = [point for point in found if point not in rows]
         return points
 
     def _race(self) -> Race:
@@ -219,20 +219,6 @@ class TableFiller:
             [*others, *self._rows.values()],
             limits=self._limits,
         )
-
-    def _promising(self) -> Sequence[Point]:
-        """Points of a round that leaves out sizes as well."""
-        points = next_measurements(
-            self._sizes,
-            self._workspaces,
-            tuple(self._rows.values()),
-            launch_overhead_ms=LAUNCH_OVERHEAD_MS,
-            limits=self._limits,
-        )
-        return [point for point in points if point not in self._rows]
-
-    def _missing(self) -> Sequence[Point]:
-        return [point for point in self._workspaces if point not in self._rows]
 
     def _by_size(self, points: Iterable[Point]) -> list[tuple[int, Sequence[str]]]:
         by_batch: dict[int, list[str]] = {}
@@ -246,19 +232,14 @@ class TableFiller:
 
     @property
     def _knows(self) -> bool:
-        """Whether anything is known of what times will be."""
+        """Whether any time is known, of this or another batch size."""
         return bool(self._hints or self._times())
-
-    def _best_ms(self, batch: int) -> float:
-        return min(
-            (p.time_ms for p in self._times() if p.batch == batch), default=math.inf
-        )
 
     def _times(self) -> list[AlgoPerf]:
         return [perf for perf in self._rows.values() if perf.error is None]
 
     def _expected_ms(self, algo: str, batch: int) -> float:
-        """Time of one run, in proportion to the nearest size known; 0 if none is."""
+        """Estimate one run in proportion to the nearest known size; 0 if none."""
         known = [
             perf
             for perf in (*self._rows.values(), *self._hints.get(algo, ()))

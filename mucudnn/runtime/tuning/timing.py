@@ -1,4 +1,4 @@
-"""What a measurement is: warm-up, repeats, a median and its uncertainty."""
+"""Time kernels: warm-up, repeated samples, the median and its standard error."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 LAUNCH_OVERHEAD_MS = 0.005
-"""What one more micro-batch costs the host, beyond the kernel's own time."""
+"""Host time of one more micro-batch, beyond the kernel's own time."""
 
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in units of that of a mean
 _MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
@@ -26,9 +26,9 @@ _MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median of the samples in ms, its standard error, and how many there were.
+    """Median of samples in ms, its standard error, and the number of samples.
 
-    No samples means that there was time for the warm-up only, whose time this is.
+    Zero samples mean that time allowed only the warm-up, whose time this is.
     """
 
     time_ms: float
@@ -37,7 +37,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> "Timing":
-        """Summarise at least one sample."""
+        """Summarize at least one sample."""
         median = statistics.median(samples_ms)
         spread = statistics.median(abs(s - median) for s in samples_ms)
         error = _MEDIAN_ERROR * _MAD_TO_SIGMA * spread / math.sqrt(len(samples_ms))
@@ -46,22 +46,23 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingRule:
-    """When a kernel has been timed enough.
+    """Decides when a kernel has been timed enough.
 
     Attributes:
-        min_samples: Timed runs after the warm-up, unless the time is up.
-        max_samples: Stop here at the latest.
-        margin: Stop once the median's uncertainty is below this share of it.
-        budget_ms: Stop once the samples add up to this; a kernel whose warm-up takes
-            longer than the budget is timed once.
-        hopeless: A kernel whose warm-up takes this many times the best of the others is
-            not run again: the warm-up is its time.
-        behind: A kernel that takes this many times the best of the others, warmed up as
+        min_samples: Minimum of timed runs after the warm-up, unless time is up.
+        max_samples: Maximum of timed runs.
+        margin: Stop once the standard error is below this share of the median.
+        budget_ms: Stop once the samples add up to this; a kernel whose warm-up exceeds
+            it is timed once.
+        hopeless: A kernel whose warm-up takes this many times the best time known is
+            not run again; the warm-up is its time.
+        behind: A kernel that takes this many times the best time known, warmed up as
             well, is timed once.
-        clear: Of what is timed together, a lead that one round over the budget proves.
+        clear: Ratio of times that one round over the budget proves, where several are
+            timed together.
 
     Raises:
-        ValueError: The numbers of samples contradict each other.
+        ValueError: `min_samples` is below 1 or above `max_samples`.
     """
 
     min_samples: int = 3
@@ -80,7 +81,7 @@ class StoppingRule:
             )
 
     def enough(self, samples_ms: Sequence[float]) -> bool:
-        """Whether these samples settle the matter."""
+        """Return whether these samples suffice."""
         if len(samples_ms) >= self.max_samples:
             return True
         if not samples_ms:
@@ -102,21 +103,21 @@ def measure(
     best_ms: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> Timing:
-    """Time `run` on `device` until the rule is satisfied or the deadline passed.
+    """Time `run` on `device` until the rule is satisfied or the deadline passes.
 
     Args:
         run: Launches the kernel once.
-        device: Whose clock is read.
-        rule: When to stop.
-        deadline: On `clock`; after it the samples at hand are final, and if there are
-            none the warm-up counts.
-        best_ms: Time of the fastest so far.
-        clock: Seconds, for the deadline only; `time.monotonic` if None.
+        device: Device whose clock is read.
+        rule: Decides when to stop.
+        deadline: Time on `clock`; afterwards the samples so far are final, and without
+            any the warm-up counts.
+        best_ms: Fastest time of the other kernels so far.
+        clock: Clock in seconds, for the deadline only; `time.monotonic` if None.
     """
     clock = clock or time.monotonic
     warm = _sample(run, device)
     samples: list[float] = []
-    if clock() + warm / 1e3 >= deadline:  # what cannot end in time is not begun
+    if clock() + warm / 1e3 >= deadline:  # the next run would end too late
         return Timing(warm, 0.0, 0)
     if warm > rule.hopeless * best_ms:
         return Timing(warm, 0.0, 1)
@@ -141,14 +142,13 @@ def measure_together(
     deadline: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
-    """Time several in turn, A B A B …, so that a drifting machine treats them alike.
+    """Time several runs in turn, A B A B …, so that drift affects all alike.
 
-    Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
-    would be a coin toss. Only where every run of one, the warm-up included, took
-    `clear` times as long as every run of all others is one round beyond the budget
-    enough; and where the first is a `challenger` of the others, one in which it was
-    not faster than all of them. `launches` says how many kernels each run launches;
-    one, if it is None.
+    Each is timed `min_samples` times, whatever the budget: one run each would decide at
+    random. There are two exceptions, after one round over the budget: every run of one,
+    the warm-up included, took `clear` times as long as every run of all others; or the
+    first is a `challenger` and was not faster than all others. `launches` is the number
+    of kernels of each run, one if None.
     """
     clock = clock or time.monotonic
     counted = list(zip(runs, launches or [1] * len(runs), strict=True))
@@ -170,7 +170,7 @@ def measure_together(
 def _clear(
     warm: Sequence[float], samples: Sequence[Sequence[float]], rule: StoppingRule
 ) -> bool:
-    """Whether more runs could not turn the order of slow ones around."""
+    """Return whether more runs could not change the order of slow ones."""
     if len(samples) < 2 or not all(sum(taken) for taken in samples):
         return False
     if sum(map(sum, samples)) < rule.budget_ms:
@@ -182,7 +182,7 @@ def _clear(
 
 
 def _beaten(samples: Sequence[Sequence[float]], rule: StoppingRule) -> bool:
-    """Whether a round over the budget showed the first no faster than another."""
+    """Return whether a round over the budget showed the first not to be fastest."""
     if sum(map(sum, samples)) < rule.budget_ms or not all(samples):
         return False
     mine, *others = map(min, samples)

@@ -1,7 +1,7 @@
-"""Problem -> measurements -> plan -> convolution: the front of all four.
+"""The tuner of convolutions: problem -> measurements -> plan -> bound plan.
 
-`measurer` fills tables, `planning` divides by them, `validation` proves divisions and
-`bound_plan` runs them.
+`measurer` fills tables, `planning` divides mini-batches by them, `validation` measures
+divisions and `bound_plan` runs them.
 """
 
 import math
@@ -19,12 +19,7 @@ from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import format_bytes, parse_bytes
-from mucudnn.passes.microbatch import (
-    PLANNERS,
-    BatchPolicy,
-    Planner,
-    pareto_plans,
-)
+from mucudnn.passes.microbatch import PLANNERS, BatchPolicy, Planner, pareto_plans
 from mucudnn.passes.registry import name_of
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
@@ -41,55 +36,54 @@ from mucudnn.runtime.tuning.workers import Workers
 __all__ = ["Choice", "Measured", "Tuner"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
-"""Bytes; µ-cuDNN's default."""
+"""µ-cuDNN's default, in bytes."""
 
 
 class Tuner:
     """Measures convolutions, plans them and runs the plans.
 
-    Its arguments are the configuration; threads may share it. A `with` closes it.
+    Constructor arguments are the configuration. Thread-safe. A `with` block closes the
+    tuner.
 
     Args:
         backend: A backend or its name.
         workspace_limit: Bytes (or "64MiB") that each kernel may use.
-        total_workspace: Bytes that all kernels planned together may use; turns
-            division on (`workspace_division` instead of `planner`).
-        batch_policy: Which micro-batch sizes to consider; a name or a function.
+        total_workspace: Bytes that all kernels planned together may use; selects
+            planner `workspace_division`.
+        batch_policy: Micro-batch sizes to consider; a name or a function.
         planner: Name of a registered planner, or a function.
-        cache: Where measurements are remembered: a file, made where it is missing, or
-            a `BenchmarkCache`; None remembers them in memory only. By default it is a
-            file in the user's cache directory, but for backends that compute nothing.
+        cache: Storage of measurements: a file, created where it is missing, a
+            `BenchmarkCache`, or None for memory only. The default is a file in the
+            user's cache directory, except for backends that compute nothing.
         memory_limit: Bytes for operands and workspaces while measuring.
         time_limit_s: Seconds that one `measure` may take.
-        prune: Leave out what cannot be part of a good plan: of each size algorithms
-            that others, which fit too, are far ahead of; under policy `all` also sizes.
+        prune: Skip rows that cannot be part of a good plan: at each size, algorithms
+            far behind others that fit as well; under policy `all` also whole sizes.
         validate: Measure a divided plan once and reject it if it does not beat the
             undivided one.
-        numerics: Which ways of computing are accepted, as a policy or in words
+        numerics: Accepted numerics, as a `Numerics` or in words
             (`strict,deterministic`).
-        replay: Launch a whole plan at once where the backend can (a CUDA graph): for
-            calls that come back with the same operands.
-        verify: Compare the result of a divided plan with that of one undivided call
-            on the same operands: its first run, and every `verify`-th from there (1:
-            every run). Such a run takes several times as long and memory for another
-            result; a difference that rounding does not explain is a
-            `VerificationError`. None or 0 compares nothing.
+        replay: Launch a whole plan at once where the backend can (a CUDA graph), for
+            repeated calls with the same operands.
+        verify: Compare the result of a divided plan with that of one undivided call on
+            the same operands, in every `verify`-th run beginning with the first. Such a
+            run takes several times as long, and memory for a second result. A
+            difference that rounding does not explain raises `VerificationError`. None
+            or 0 never compares.
         benchmark_backends: Devices of one model to measure on at once; `backend` alone
-            if none are given.
-        rule: When a kernel has been timed enough.
+            by default.
+        rule: Decides when a kernel has been timed enough.
         progress: Called after each measurement.
-        isolate: Whether to measure in a child process, so that a kernel that crashes
-            or spoils the device's context costs one row; by default where the backend
-            is fragile.
-        executor: Any `concurrent.futures.Executor` (of processes, of MPI, of dask)
-            whose workers have a device of the same model, that of the backend's index,
-            and measure instead. It stays the caller's to shut down.
+        isolate: Measure in a child process, so that a kernel that crashes or corrupts
+            the device's context costs one row; None does so for fragile backends.
+        executor: A `concurrent.futures.Executor` (of processes, MPI, dask) whose
+            workers measure instead. They need a device of the same model at the
+            backend's index. The caller shuts it down.
 
     Raises:
-        ValueError: A name, size or policy is not valid, the devices differ, or there is
-            an executor besides.
-        TypeError: `cache` is nothing that measurements can be remembered in,
-            `executor` nothing that takes tasks, or `verify` no number.
+        ValueError: A name, size or policy is not valid, the devices differ, or both
+            `benchmark_backends` and `executor` are given.
+        TypeError: `cache`, `executor` or `verify` has a wrong type.
     """
 
     def __init__(
@@ -167,19 +161,19 @@ class Tuner:
         self._verify = 0 if verify is None else an_integer("verify", verify, least=0)
         self._arena = Arena(self.backend.device)
         self.bound: dict[Hashable, BoundPlan] = {}
-        """By problem, and by what it was called with: the fast way to the same plan."""
+        """Problem -> plan; also call signature -> plan, as a shortcut."""
 
     @classmethod
     def from_env(
         cls, environ: Mapping[str, str] | None = None, **overrides: Any
     ) -> Self:
-        """A tuner configured by µ-cuDNN's environment variables.
+        """Create a tuner configured by µ-cuDNN's environment variables.
 
         `MUCUDNN_BATCH_SIZE_POLICY`, `MUCUDNN_WORKSPACE_LIMIT`,
-        `MUCUDNN_TOTAL_WORKSPACE_SIZE` (more than 0 turns division on),
-        `MUCUDNN_DATABASE` (a path; else the user's cache directory) and
-        `MUCUDNN_BENCHMARK_DEVICES` (`all` or a comma list). Arguments win over the
-        environment, the environment over the defaults.
+        `MUCUDNN_TOTAL_WORKSPACE_SIZE` (above 0 selects workspace division),
+        `MUCUDNN_DATABASE` (a path; by default the user's cache directory) and
+        `MUCUDNN_BENCHMARK_DEVICES` (`all` or a comma list). Arguments take precedence
+        over the environment.
 
         Raises:
             ValueError: A variable is not valid; the message names it.
@@ -213,8 +207,8 @@ class Tuner:
     def close(self) -> None:
         """Release workspaces, child processes and the cache's file.
 
-        A `BenchmarkCache` that was given stays open. The tuner may still be used: what
-        it needs is opened or started anew.
+        A `BenchmarkCache` that was passed in stays open. The tuner remains usable and
+        reopens what it needs.
         """
         with self._lock.mine:
             self._isolation.close()
@@ -226,14 +220,14 @@ class Tuner:
 
     @property
     def cache(self) -> BenchmarkCache:
-        """Where measurements are remembered."""
+        """Storage of measurements."""
         with self._lock.mine:
             if self._cache is None:
                 self._cache = open_cache(self._cache_choice, self.backend)
             return self._cache
 
     def forget(self) -> None:
-        """Look up in the cache again what was measured; others may write to it, too."""
+        """Drop tables in memory, to read them from the (shared) cache again."""
         with self._lock.mine:
             self._measurer.forget()
 
@@ -245,7 +239,7 @@ class Tuner:
         memory_limit: float = math.inf,
         limits: LimitRange = ANY_LIMIT,
     ) -> PerfTable:
-        """Every algorithm at every candidate micro-batch size; see `Measurer.table`."""
+        """Measure every algorithm at every micro-batch size; see `Measurer.table`."""
         measurer = self._measurer
         return measurer.table(problem, time_limit_s, memory_limit, limits)
 
@@ -256,12 +250,12 @@ class Tuner:
         time_limit_s: float | None = None,
         limits: LimitRange = ANY_LIMIT,
     ) -> tuple[PerfTable, ...]:
-        """The table of each; an executor's workers measure all of them at once."""
+        """Measure several problems; an executor's workers do so concurrently."""
         tables = self._measurer.tables
         return tables(problems, time_limit_s, limits=limits)
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
-        """One plan a problem, each at least as fast as undivided under its limit.
+        """Plan problems, each at least as fast as undivided under its limit.
 
         Raises:
             PlanningError: A problem has no plan within the limit.
@@ -274,7 +268,7 @@ class Tuner:
         return tuple(map(self._validator.kept, plans, tables))
 
     def undivided(self, table: PerfTable, workspace_limit: int) -> ConvPlan | None:
-        """The fastest single call within the limit, or None."""
+        """Return the fastest single call within the limit, or None."""
         return planning.undivided(table, workspace_limit)
 
     def validate(
@@ -284,7 +278,7 @@ class Tuner:
         *,
         time_limit_s: float = math.inf,
     ) -> Choice:
-        """The faster of two plans, run in turn; see `Validator.choice`."""
+        """Return the faster of two plans, run in turn; see `Validator.choice`."""
         return self._validator.choice(plan, undivided, time_limit_s)
 
     def time_plans(
@@ -295,11 +289,11 @@ class Tuner:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """What became of divided plans when they were run whole."""
+        """Measured ratios of divided plans to their baselines."""
         return self._validator.verdicts
 
     def explain(self, plan: ConvPlan) -> str:
-        """Say in words why a plan is what it is, under the limit it was made under."""
+        """Explain in words why a plan was chosen under its limit."""
         limit = plan.workspace_limit
         limits = self._limits if limit is None else self._limits.including(limit)
         table = self.measure(plan.problem, limits=limits)
@@ -309,15 +303,14 @@ class Tuner:
         return planning.explained(self.planner, table, plan, limit, verdict)
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
-        """Plan ahead: afterwards the first call of each problem is a hit.
+        """Plan problems ahead, so that their first calls do not measure.
 
-        With `total_workspace` this is how kernels come to share it: all of them must
-        be named in one call.
+        With `total_workspace`, all kernels that share it must be named in one call.
         """
         return tuple(self.adopt(plan).plan for plan in self.plan(problems))
 
     def compiled(self, problem: ConvProblem) -> BoundPlan:
-        """The plan of a problem, ready to run; planned on first use."""
+        """Return the bound plan of a problem, planning it on first use."""
         if (ready := self.bound.get(problem)) is not None:
             return ready
         with self._lock.mine:
@@ -326,7 +319,7 @@ class Tuner:
             return ready
 
     def adopt(self, plan: ConvPlan) -> BoundPlan:
-        """Run `plan` from now on for its problem (plans made ahead, or by hand)."""
+        """Use `plan` for its problem from now on (planned ahead, or by hand)."""
         restore_plans(self.backend, self.cache, plan)
         with self._lock.mine:
             if (known := self.bound.get(plan.problem)) is not None:
@@ -345,7 +338,7 @@ class Tuner:
 
     @property
     def _limits(self) -> LimitRange:
-        """What plans are asked for under; of a total, a kernel's share may be none."""
+        """Range of limits that plans use; a kernel's share of a total may be 0."""
         if self.total_workspace is not None:
             return LimitRange(most=self.total_workspace)
         return LimitRange(self.workspace_limit, self.workspace_limit)

@@ -1,8 +1,8 @@
-"""What became of plans that were run whole, in turn with their undivided baselines.
+"""Validate divided plans: run each as a whole, in turn with its undivided baseline.
 
-Kernels that follow one another are not always as fast as each by itself, so a division
-is run once before it is trusted. That is a measurement like any other: a cache
-remembers it, and a recording carries it to machines that cannot run the plans.
+Consecutive kernels are not always as fast as each one alone, so a division is run once
+before it is used. The result is a measurement like any other: it is cached, and
+recordings carry it to machines that cannot run the plans.
 """
 
 import logging
@@ -26,20 +26,20 @@ __all__ = ["REJECTED", "Choice", "Validator"]
 logger = logging.getLogger(__name__)
 
 REJECTED = 1.0
-"""Ratio of a plan that did not win by more than the noise."""
+"""Ratio stored for a plan that was not faster by more than the noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan and its baseline, both measured in one run.
+    """A plan and its baseline, measured in one run.
 
     Attributes:
-        plan: What to use: the planner's plan, or `undivided` if that was not beaten.
-        undivided: The fastest single call under the same limit; None if none fits.
+        plan: Plan to use: the planner's, or `undivided` if that was not beaten.
+        undivided: Fastest single call under the same limit; None if none fits.
         planned_ms: Measured time of `plan`.
         undivided_ms: Measured time of `undivided`.
-        predicted_ms: What the planner expected of its own plan.
-        rejected: Whether the planner's plan did not win by more than the noise.
+        predicted_ms: Time that the planner predicted for its own plan.
+        rejected: Whether the planner's plan was not faster by more than the noise.
     """
 
     plan: ConvPlan
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def speedup(self) -> float | None:
-        """Undivided over planned; None where there is no undivided plan."""
+        """Undivided over planned time; None without an undivided plan."""
         if self.undivided_ms is None:
             return None
         if self.planned_ms == self.undivided_ms:
@@ -60,7 +60,7 @@ class Choice:
 
 
 class Validator:
-    """Runs divided plans whole, in turn with their undivided baselines."""
+    """Runs divided plans as a whole, in turn with their undivided baselines."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Validator:
         self._used: dict[tuple[ConvProblem, str], float] = {}
 
     def kept(self, plan: ConvPlan, table: PerfTable) -> ConvPlan:
-        """The plan, or undivided where that was not beaten when both were run.
+        """Return the plan, or its undivided baseline if that was not beaten.
 
-        The limit that it was made under is undivided's, too.
+        Both have the same workspace limit.
         """
         undivided = fastest_undivided(table, plan.workspace_limit or 0)
         if undivided is None or not plan.divided:
@@ -97,9 +97,9 @@ class Validator:
     def choice(
         self, plan: ConvPlan, undivided: ConvPlan | None, time_limit_s: float = math.inf
     ) -> Choice:
-        """Measure a plan and its undivided baseline in one run; keep the faster.
+        """Measure a plan and its undivided baseline in one run; return the faster.
 
-        A recording answers with what its machine found, where that ran both.
+        A recording returns the ratio that its machine measured, if it ran both.
 
         Raises:
             OutOfMemoryError: The operands do not fit the memory limit.
@@ -108,17 +108,19 @@ class Validator:
         if undivided is None or undivided.steps == plan.steps:
             (timing,) = self.time_plans([plan], time_limit_s)
             baseline_ms = None if undivided is None else timing.time_ms
-            return _decided(plan, undivided, timing.time_ms, baseline_ms)
+            return _choice_of(plan, undivided, timing.time_ms, baseline_ms)
         if (ratio := self._recorded(plan, undivided)) is not None:
             baseline_ms, won = undivided.time_ms, ratio < REJECTED
-            return _decided(plan, undivided, ratio * baseline_ms, baseline_ms, won=won)
+            return _choice_of(
+                plan, undivided, ratio * baseline_ms, baseline_ms, won=won
+            )
         both = [plan, undivided]
         ours, theirs = self.time_plans(both, time_limit_s, challenger=True)
         noise_ms = max(ours.noise_ms, theirs.noise_ms)
         won = ours.time_ms < theirs.time_ms - noise_ms
         ratio = ours.time_ms / theirs.time_ms if won else REJECTED
-        self._keep(plan, undivided, ratio, remember=ours.samples > 0)
-        return _decided(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
+        self._store(plan, undivided, ratio, remember=ours.samples > 0)
+        return _choice_of(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
 
     def time_plans(
         self,
@@ -129,10 +131,7 @@ class Validator:
     ) -> tuple[Timing, ...]:
         """Run plans of one problem in turn and time each as a whole.
 
-        Where the first is a `challenger`, long runs end once it is not the fastest.
-
-        Raises:
-            OutOfMemoryError: Operands and workspace do not fit the memory limit.
+        Where the first is a `challenger`, long runs stop once it is not the fastest.
         """
         backend = self._backend
         workspace = max(plan.workspace for plan in plans)
@@ -166,7 +165,7 @@ class Validator:
         )
 
     def known(self, plan: ConvPlan, baseline: ConvPlan) -> float | None:
-        """What a recording or the cache knows."""
+        """Return the ratio that a recording or the cache has, or None."""
         ratio = self._recorded(plan, baseline)
         if ratio is not None:
             return ratio
@@ -175,7 +174,7 @@ class Validator:
         return self._note(plan, baseline, found)
 
     def _recorded(self, plan: ConvPlan, baseline: ConvPlan) -> float | None:
-        """What the machine found that the backend stands for, if it stands for one."""
+        """Return the ratio in the backend's recording, or None."""
         if self._recording is None:
             return None
         return self._note(
@@ -184,12 +183,12 @@ class Validator:
             self._recording.verdict(plan.problem, signature(plan, baseline)),
         )
 
-    def _keep(
+    def _store(
         self, plan: ConvPlan, baseline: ConvPlan, ratio: float, *, remember: bool
     ) -> None:
-        """A verdict was reached; `remember` it for other runs, too.
+        """Store a verdict, in the cache as well if `remember`.
 
-        Where a recording is silent nothing was run, and so nothing is kept.
+        A backend that replays a recording runs nothing, so nothing is stored.
         """
         if self._recording is not None:
             return
@@ -206,7 +205,7 @@ class Validator:
         return ratio
 
 
-def _decided(
+def _choice_of(
     plan: ConvPlan,
     undivided: ConvPlan | None,
     planned_ms: float,
@@ -214,7 +213,7 @@ def _decided(
     *,
     won: bool = True,
 ) -> Choice:
-    """The choice between two plans whose times are known; `won` says which it is."""
+    """Return the choice between two timed plans; `won` if the plan is faster."""
     if not won and undivided is not None and undivided_ms is not None:
         chosen, chosen_ms, rejected = undivided, undivided_ms, True
     else:

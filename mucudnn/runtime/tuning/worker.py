@@ -1,12 +1,11 @@
-"""What a worker of an executor is asked to do: time one micro-batch size.
+"""The task of an executor's worker: time one micro-batch size.
 
-Requests and answers are made of plain values, as `mucudnn.codecs` writes them, so that
-a worker with another version of this library understands enough to be refused. A
-request: `{"backend": "cpu", "index": 0, "fingerprint": …, "problem": …, "rule": …,
-"memory_limit": …, "until": …, "isolate": …, "size": {"batch": 8, "workspaces": …,
-"best_ms": …, "expected_ms": …}}`, `until` in seconds since 1970. An answer:
-`{"where": "host, process 7", "fingerprint": …, "rows": […]}`, or `"unavailable": "…"`
-and why.
+Requests and answers are plain values as written by `mucudnn.codecs`, so that a worker
+with another version of this library can at least be rejected. A request: `{"backend":
+"cpu", "index": 0, "fingerprint": …, "problem": …, "rule": …, "memory_limit": …,
+"until": …, "isolate": …, "size": {"batch": 8, "workspaces": …, "best_ms": …,
+"expected_ms": …}}`, with `until` in seconds since 1970. An answer: `{"where": "host,
+process 7", "fingerprint": …, "rows": […]}`, or `"unavailable": "…"` with the reason.
 """
 
 import os
@@ -30,7 +29,7 @@ Message = dict[str, Any]
 
 
 def measure_size(request: Message) -> Message:
-    """Time the algorithms that are asked for, on this process's device."""
+    """Time the requested algorithms on this process's device."""
     where = f"{platform.node()}, process {os.getpid()}"
     try:
         answer = _station.mine.measure(request)
@@ -40,9 +39,9 @@ def measure_size(request: Message) -> Message:
 
 
 class _Station:
-    """The devices of a process, on which one kernel is timed at a time.
+    """The devices of a worker process, which time one kernel at a time.
 
-    Some executors have several threads a worker.
+    Some executors run several threads per worker, hence the lock.
     """
 
     def __init__(self) -> None:
@@ -51,14 +50,12 @@ class _Station:
         self._isolations: dict[bool | None, Isolation] = {}
 
     def measure(self, request: Message) -> Message:
-        """The rows of a request, or the device that it is not for.
-
-        Raises:
-            BackendUnavailableError: The backend, or a child to measure in, is missing.
-            ValueError: There is no such backend or device.
-        """
+        """Return the rows of a request; none if it is for another device model."""
         with self._lock:
-            backend = self._backend(request["backend"], request["index"])
+            device = request["backend"], request["index"]
+            if device not in self._backends:
+                self._backends[device] = get_backend(*device)
+            backend = self._backends[device]
             fingerprint = backend.device.fingerprint
             rows = []
             if fingerprint == request["fingerprint"]:
@@ -83,11 +80,6 @@ class _Station:
             bench.release()
         return rows
 
-    def _backend(self, name: str, index: int) -> Backend:
-        if (name, index) not in self._backends:
-            self._backends[name, index] = get_backend(name, index)
-        return self._backends[name, index]
-
 
 _station = Own(_Station)
-"""A task is a bare function: what a process keeps between two has no other home."""
+"""State of this process between tasks; an executor's task is a bare function."""

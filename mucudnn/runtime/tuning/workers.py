@@ -1,11 +1,11 @@
-"""Have the workers of an executor measure: rows come here, as they come.
+"""Measure on the workers of an executor, and collect their rows.
 
-Any PEP 3148 executor does whose workers have a device of the same model: a process
-pool, `mpi4py.futures`, `Client.get_executor()` of dask. Only this process writes to the
-cache. One task is one micro-batch size of one layer: a worker makes its buffers once,
-and gives up on what is far behind, as one device alone would. What an executor loses,
-since a worker died, is measured here, once, in a child process: a kernel that kills
-what runs it becomes a failed row.
+Any PEP 3148 executor serves whose workers have a device of the same model: a process
+pool, `mpi4py.futures`, dask's `Client.get_executor()`. Only this process writes to the
+cache. One task is one micro-batch size of one layer, so that a worker allocates its
+buffers once and stops early on slow algorithms, as a single device would. If a worker
+dies, its task is measured here, once, in a child process: a kernel that kills its
+process becomes a failed row.
 """
 
 import contextlib
@@ -40,31 +40,27 @@ __all__ = ["Round", "Workers", "process_pool", "refuse_other_model"]
 logger = logging.getLogger(__name__)
 
 _LATE_S = 60.0
-"""What a worker may take beyond a time limit; then it is not waited for any more."""
+"""Seconds beyond the time limit after which workers are no longer waited for."""
 
 Wait = Callable[..., Any]
-"""`concurrent.futures.wait`, or what stands for it on a clock that is not real."""
+"""Type of `concurrent.futures.wait`; tests replace it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Sizes of one table that may be timed side by side."""
+    """Sizes of one table that may be timed concurrently."""
 
     filler: TableFiller
     sizes: Sizes
 
 
 class Workers:
-    """Who measures, in other processes and perhaps on other machines.
+    """An executor whose workers measure in other processes or on other machines.
 
     Args:
-        executor: Stays the caller's: it is not shut down.
-        isolate: Whether workers measure in children of theirs; None means where the
-            backend is fragile.
-        wait: Waits for the first of some futures.
-
-    Raises:
-        TypeError: It is no executor.
+        executor: The executor; the caller shuts it down.
+        isolate: Whether workers measure in child processes of theirs; None does so for
+            fragile backends.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class Workers:
     def fill(self, chains: Sequence[Iterator[Round]]) -> None:
         """Measure the rounds of all chains, those of each chain one after another.
 
-        Whatever ends it, Ctrl-C too, the rows that have come by then are kept.
+        On every exit, Ctrl-C included, finished rows are kept.
 
         Raises:
             ValueError: A worker has a device of another model, or other libraries.
@@ -101,16 +97,16 @@ class _Sent:
 
     @property
     def flops(self) -> float:
-        """What there is to compute."""
+        """Number of floating-point operations of the task."""
         problem = self.filler.task.problem.with_batch(self.size.batch)
         return problem.flops * len(self.size.workspaces)
 
 
 class _Dispatch:
-    """The tasks that are out, of one call of `fill`.
+    """The pending tasks of one call of `Workers.fill`.
 
-    What takes longest is begun first, else the others would wait for it at the end: so
-    the second rounds wait until all first ones, which are short, are back.
+    Long tasks are started first, as the others would wait for them at the end. So
+    second rounds wait until all first rounds, which are short, have returned.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -141,7 +137,7 @@ class _Dispatch:
             self._isolation.close()
 
     def _advance(self, chain: Iterator[Round]) -> None:
-        """Have the next round of a chain ready."""
+        """Make the next round of a chain ready."""
         self._first.discard(chain)
         if (todo := next(chain, None)) is not None:
             for batch, algos in todo.sizes:
@@ -150,7 +146,6 @@ class _Dispatch:
             self._open[chain] = len(todo.sizes)
 
     def _send(self) -> None:
-        """Send what is ready, the longest first."""
         while self._ready:
             self._ready.sort(key=lambda sent: sent.flops)
             sent = self._ready.pop()
@@ -161,13 +156,13 @@ class _Dispatch:
                 self._sent[future] = sent
 
     def _settle(self, sent: _Sent) -> None:
-        """The rows of a task are kept."""
+        """Count a finished task; the last one of a round advances its chain."""
         self._open[sent.chain] -= 1
         if not self._open[sent.chain]:
             self._advance(sent.chain)
 
     def _submitted(self, sent: _Sent) -> Future[Message] | None:
-        """The task, or None once the executor is broken."""
+        """Submit a task; return its future, or None if the executor is broken."""
         if self._broken:
             return None
         try:
@@ -197,7 +192,7 @@ class _Dispatch:
         }
 
     def _wait(self) -> Sequence[Future[Message]]:
-        """Those that are done; where workers are too late, all of them."""
+        """Return finished futures, or all cancelled ones if workers are too late."""
         task = next(iter(self._sent.values())).filler.task
         seconds = None
         if math.isfinite(task.deadline):
@@ -217,7 +212,7 @@ class _Dispatch:
             raise BackendUnavailableError(
                 f"a worker of the executor has no mucudnn that can measure: {e}"
             ) from e
-        except Exception as e:  # whatever an executor says of a worker that it lost
+        except Exception as e:  # executors report lost workers by any exception
             self._broken |= isinstance(e, BrokenExecutor)
             logger.warning(
                 "a worker was lost (%s: %s); its measurements of %s are made here",
@@ -249,16 +244,16 @@ class _Dispatch:
         bench.release()
 
     def _give_up(self) -> None:
-        """Keep what has come, and have nothing more begun."""
+        """Keep the finished rows and cancel all other tasks."""
         for future, sent in self._sent.items():
             if future.cancel() or not future.done():
                 continue
-            with contextlib.suppress(Exception):  # why we give up is on its way
+            with contextlib.suppress(Exception):  # the original error is being raised
                 self._keep(future.result(timeout=0), sent)
 
 
 def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
-    """Raise `ValueError` where rows of one device say nothing of the other."""
+    """Raise `ValueError` where rows of one device do not apply to the other."""
     if other != mine:
         raise ValueError(
             f"measurements do not carry over between {mine!r} and {other!r}{whose}; "
@@ -268,9 +263,10 @@ def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
 
 @contextlib.contextmanager
 def process_pool(workers: int) -> Iterator[Executor]:
-    """Processes of this machine that measure; Ctrl-C is their parent's business.
+    """Yield a pool of measuring processes on this machine, which ignore Ctrl-C.
 
-    They are started anew and not forked: a device's context does not survive a fork.
+    The processes are spawned, not forked, as a device's context does not survive a
+    fork.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(

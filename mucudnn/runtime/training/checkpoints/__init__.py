@@ -1,1 +1,1 @@
-"""Training that outlives its process: files, and what stands in them."""
+"""Checkpoint files: saving and resuming a training."""

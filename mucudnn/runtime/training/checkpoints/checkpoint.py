@@ -1,11 +1,12 @@
-"""Training that can be killed at any moment and goes on from its last checkpoint.
+"""Save and load checkpoints, so that a training can be killed and resumed.
 
-A checkpoint is one file, `step-N.safetensors`: the arrays, and beside them where the
-training stood. It appears whole or not at all, and the one before is kept until it is
-there, so a crash or a full disk costs at most the steps since then.
+A checkpoint is one file, `step-N.safetensors`: the arrays and the progress of the
+training. It appears completely or not at all, and the previous one is kept until then,
+so a crash or a full disk costs at most the steps since.
 
-What another version wrote, by its schema number, is not understood, and so it is never
-replaced or deleted. Schema 1 (two files, `step-N.json` and `step-N.npz`) is still read.
+Checkpoints of another version, by their schema number, cannot be read and are therefore
+never replaced or deleted. Schema 1 (two files, `step-N.json` and `step-N.npz`) can
+still be read.
 """
 
 import contextlib
@@ -41,14 +42,14 @@ class _OtherVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What training goes on from.
+    """Saved state of a training after some step.
 
     Attributes:
-        step: Steps that were taken.
+        step: Number of steps taken.
         arrays: Weights, running statistics and optimizer state by name.
-        words: What says that a checkpoint belongs to a training: model, data,
-            optimizer, seed. Two trainings with equal words can share it.
-        progress: Where it stands, and what has been found so far; plain JSON.
+        words: Settings that identify the training: model, data, optimizer, seed. Only a
+            training with equal settings may resume.
+        progress: Position in the data and results so far; plain JSON.
     """
 
     step: int
@@ -61,8 +62,8 @@ class Checkpoints:
     """The checkpoints of one training, in a folder of their own.
 
     Args:
-        folder: Made on first use.
-        keep: How many of the newest stay.
+        folder: Folder, created on first use.
+        keep: Number of newest checkpoints to keep.
 
     Raises:
         ValueError: `keep` is less than one.
@@ -75,15 +76,15 @@ class Checkpoints:
         self._keep = keep
 
     def steps(self) -> tuple[int, ...]:
-        """The steps there are checkpoints of, newest first; not yet verified."""
+        """Return the steps that have checkpoints, newest first, unverified."""
         return tuple(sorted({*self._steps(_SUFFIX), *self._steps(".json")})[::-1])
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint; then forget those that are too old.
+        """Write a checkpoint, then delete outdated ones.
 
         Raises:
-            CheckpointError: It cannot be written, or another version's is in its
-                place; those before it are unharmed.
+            CheckpointError: The file cannot be written, or would replace one of another
+                version; earlier checkpoints are unharmed.
         """
         path = self._path(checkpoint.step)
         if _of_other_version(path):
@@ -107,16 +108,16 @@ class Checkpoints:
                 f"cannot write the checkpoint of step {checkpoint.step} to "
                 f"{self.folder}: {e.strerror or e}; those before it are unharmed"
             ) from e
-        self._forget_old(checkpoint.step)
+        self._delete_old(checkpoint.step)
 
     def load(self, words: Mapping[str, Any] | None = None) -> Checkpoint | None:
-        """The newest valid checkpoint, or None where there is none yet.
+        """Load the newest valid checkpoint; None where there is none yet.
 
-        One that is damaged is passed over with a warning. One of another version is
-        not: to go on from before it would be to lose it.
+        A damaged checkpoint is skipped with a warning. One of another version raises an
+        error, as resuming from an earlier one would lose it.
 
         Args:
-            words: Of the training that wants to go on.
+            words: Settings of the training that wants to resume.
 
         Raises:
             CheckpointError: Every checkpoint is damaged, or they belong to another
@@ -184,11 +185,11 @@ class Checkpoints:
                     "with the same settings or name another folder"
                 )
 
-    def _forget_old(self, newest: int) -> None:
-        """Drop what is older than those kept, and what a crash left unfinished.
+    def _delete_old(self, newest: int) -> None:
+        """Delete outdated checkpoints and the partial files of a crash.
 
-        What is of a later step was damaged, or training would not have gone on from
-        before it; or it is of another version.
+        A file of a later step was damaged (otherwise training would have resumed from
+        it) and is deleted too; one of another version is kept.
         """
         steps = self._steps(_SUFFIX)
         others = [step for step in steps if _of_other_version(self._path(step))]
@@ -202,7 +203,7 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
     def _steps(self, suffix: str) -> list[int]:
-        """The steps that files of one kind are named after."""
+        """Return the steps in the names of files with this suffix."""
         if not self.folder.is_dir():
             return []
         numbers = (
@@ -227,7 +228,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _of_other_version(path: Path) -> bool:
-    """Whether there is a checkpoint that this version must not touch."""
+    """Return whether the file is another version's, which must not be touched."""
     try:
         _check_schema(path, _header(path), _SCHEMA)
     except _OtherVersionError:
@@ -238,9 +239,9 @@ def _of_other_version(path: Path) -> bool:
 
 
 def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
-    """Raise an `_OtherVersionError` where a file states a schema that is not ours.
+    """Raise `_OtherVersionError` where a file states an unknown schema.
 
-    Whatever its checksum: another version may make it in another way.
+    The checksum is not considered, as other versions may compute it differently.
     """
     schema = header.get("schema", known)
     if type(schema) is int and schema == known:

@@ -1,8 +1,7 @@
-"""Where training stands, what it has found so far, and how a checkpoint says so.
+"""Progress of a training: position, epoch reports, and how a checkpoint stores them.
 
-What a checkpoint says is checked before it is believed. A checksum tells damage from
-what was written, not what was written from what makes sense: files are edited, mixed
-up, or made by other programs.
+Everything read from a checkpoint is validated. A checksum detects damage, but not files
+that were edited, mixed up, or written by other programs.
 """
 
 import math
@@ -11,13 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mucudnn.codecs.rows import check_times, decode_race
-from mucudnn.codecs.values import (
-    decode,
-    list_of,
-    members_of,
-    object_of,
-    plan_from_dict,
-)
+from mucudnn.codecs.values import decode, list_of, members_of, object_of, plan_from_dict
 from mucudnn.errors import CheckpointError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint
@@ -27,23 +20,23 @@ from mucudnn.runtime.training.step.result import StepResult
 __all__ = ["EpochReport", "Position", "Resumption", "race_rows", "read_resumption"]
 
 _MEMBERS = ("position", "epochs", "device", "plans")
-_FOUND = ("test_loss", "test_accuracy")
-"""Of the test images; unlike a loss of training they may be no number."""
+_TEST_RESULTS = ("test_loss", "test_accuracy")
+"""Results on test images, which may be missing or not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """What came of an epoch.
+    """Results of one epoch.
 
     Attributes:
-        epoch: From 0.
-        loss: Mean over the training images, each as the step that saw it found it.
-        accuracy: Share of right answers, likewise.
-        test_loss: Mean over the test images with the weights at the end; None if
-            nothing was evaluated.
-        test_accuracy: Share of right answers, likewise.
-        images_per_s: Training images a second, waiting for data included.
-        learning_rate: Of the last step.
+        epoch: Number of the epoch, from 0.
+        loss: Mean over the training images, each as of its own step.
+        accuracy: Share of correct answers, likewise.
+        test_loss: Mean over the test images with the final weights; None if not
+            evaluated.
+        test_accuracy: Share of correct answers, likewise.
+        images_per_s: Training images per second, waiting for data included.
+        learning_rate: Learning rate of the last step.
     """
 
     epoch: int
@@ -57,18 +50,18 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training stands, and the sums of the epoch so far.
+    """Position of a training, and the sums of the current epoch.
 
     Attributes:
-        epoch: The current one, from 0.
-        batch: Batches of it that are done.
-        steps: Steps of the whole training that are done.
-        loss: Sum over the labels seen in this epoch.
-        correct: Right answers among them.
-        labels: How many labels; an image has one, or one a pixel.
-        images: How many images.
-        ms: Time that this epoch took so far.
-        learning_rate: Of the last step.
+        epoch: Current epoch, from 0.
+        batch: Number of finished batches of this epoch.
+        steps: Number of finished steps of the whole training.
+        loss: Sum of the loss over the labels of this epoch.
+        correct: Number of correct answers in this epoch.
+        labels: Number of labels; an image has one, or one per pixel.
+        images: Number of images.
+        ms: Time of this epoch so far.
+        learning_rate: Learning rate of the last step.
     """
 
     epoch: int = 0
@@ -82,7 +75,7 @@ class Position:
     learning_rate: float = 0.0
 
     def after(self, result: StepResult, ms: float) -> "Position":
-        """One step further, `ms` later."""
+        """Return the position one step later, which took `ms`."""
         return replace(
             self,
             batch=self.batch + 1,
@@ -96,7 +89,7 @@ class Position:
         )
 
     def report(self, tested: Evaluation | None) -> EpochReport:
-        """What has come of the epoch so far."""
+        """Return the report of the epoch so far."""
         return EpochReport(
             epoch=self.epoch,
             loss=self.mean_loss,
@@ -114,25 +107,25 @@ class Position:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers in this epoch so far."""
+        """Share of correct answers in this epoch so far."""
         return self.correct / max(1, self.labels)
 
     @property
     def images_per_s(self) -> float:
-        """Training images a second in this epoch so far; 0 where no time passed."""
+        """Training images per second in this epoch; 0 where no time passed."""
         return self.images / self.ms * 1e3 if self.ms else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What training goes on from, beside the arrays.
+    """Progress of a checkpoint, beside its arrays.
 
     Attributes:
-        position: Where it stood.
-        epochs: Reports of all epochs before.
-        device: Fingerprint of the one it ran on.
-        plans: Convolution plans it ran with.
-        races: What its kernels were chosen by: ms of two, by what was raced.
+        position: Position of the training.
+        epochs: Reports of all finished epochs.
+        device: Fingerprint of the training's device.
+        plans: Convolution plans of the training.
+        races: Race -> ms of both candidates, by which kernels were chosen.
     """
 
     position: Position
@@ -143,7 +136,7 @@ class Resumption:
 
 
 def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-    """What kernels were chosen by, as a checkpoint says it."""
+    """Return races in the form in which a checkpoint stores them."""
     return [
         {"raced": raced, "first_ms": first, "second_ms": second}
         for raced, (first, second) in races.items()
@@ -151,16 +144,16 @@ def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
 
 
 def read_resumption(checkpoint: Checkpoint) -> Resumption:
-    """The progress of a checkpoint.
+    """Read the progress of a checkpoint.
 
     Raises:
-        CheckpointError: Something is missing, of another type, or contradicts the rest.
+        CheckpointError: A member is missing, has a wrong type, or is inconsistent.
     """
     try:
         return _read(checkpoint)
     except ValueError as e:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} cannot be gone on from: {e}"
+            f"the checkpoint of step {checkpoint.step} cannot be resumed from: {e}"
         ) from e
 
 
@@ -204,18 +197,19 @@ def _read(checkpoint: Checkpoint) -> Resumption:
 
 
 def _decoded(where: str, kind: Any, data: object) -> Any:
-    """A dataclass of numbers, none of which is negative."""
+    """Decode a dataclass of non-negative numbers."""
     names = tuple(field.name for field in fields(kind))
     members = dict(zip(names, members_of(where, data, names), strict=True))
     values = {}
     for field in fields(kind):
         name, value = field.name, members[field.name]
-        if name in _FOUND and (value is None or _odd(value)):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if name in _TEST_RESULTS and (value is None or not finite):
             values[name] = value
             continue
         wanted = int if field.type is int else float
         values[name] = decode(f"{where}.{name}", wanted, value)
-        if values[name] < 0 and name != "loss" and name not in _FOUND:
+        if values[name] < 0 and name != "loss" and name not in _TEST_RESULTS:
             raise ValueError(f"{where}.{name}: {value} is below 0")
     return kind(**values)
 
@@ -225,10 +219,6 @@ def _race(index: int, data: object) -> tuple[str, tuple[float, float]]:
     row = {**object_of(where, data), "measured_at": 0.0}
     found = decode_race(where, "", row)
     return found.raced, found.times_ms
-
-
-def _odd(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _plan(index: int, data: object) -> ConvPlan:

@@ -1,4 +1,4 @@
-"""What a checkpoint's training ran with, for going on to the same bits."""
+"""Restore the plans and races of a checkpoint, to resume with bit-identical results."""
 
 from mucudnn.backends.base import Backend
 from mucudnn.errors import CheckpointError
@@ -11,12 +11,12 @@ __all__ = ["plans_of", "recall_races"]
 
 
 def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
-    """The convolution plans that a checkpoint's training ran with.
+    """Return the convolution plans that a checkpoint's training used.
 
-    With the same plans it goes on to the same bits; on another device none are known.
+    The same plans give bit-identical results. On another device none apply.
 
     Raises:
-        CheckpointError: It does not make sense, or the device has no such algorithms.
+        CheckpointError: The progress is not valid, or the device lacks an algorithm.
     """
     found = read_resumption(checkpoint)
     if found.device != backend.device.fingerprint:
@@ -27,7 +27,7 @@ def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
             known = [name for name, _ in backend.conv.algorithms(micro)]
             if step.algo not in known:
                 raise CheckpointError(
-                    f"the checkpoint of step {checkpoint.step} cannot be gone on from: "
+                    f"the checkpoint of step {checkpoint.step} cannot be resumed from: "
                     f"plans[{i}]: {backend.device.fingerprint} has no algorithm "
                     f"{step.algo!r} for {micro}; it has {', '.join(known) or 'none'}"
                 )
@@ -35,13 +35,13 @@ def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
 
 
 def recall_races(checkpoint: Checkpoint, tuner: Tuner) -> None:
-    """Have a tuner's cache say what a checkpoint's training chose its kernels by.
+    """Write the races of a checkpoint's training to a tuner's cache.
 
-    What it says otherwise is replaced: a trainer then chooses as that training did.
-    Nothing is known of another device.
+    They replace other results, so that a trainer makes the same choices. On another
+    device none apply.
 
     Raises:
-        CheckpointError: It does not make sense.
+        CheckpointError: The progress is not valid.
     """
     found, device = read_resumption(checkpoint), tuner.backend.device.fingerprint
     if found.device == device:

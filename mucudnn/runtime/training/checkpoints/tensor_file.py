@@ -1,9 +1,9 @@
-"""Named arrays in one safetensors file that knows when it is damaged.
+"""Read and write named arrays in a safetensors file with checksums.
 
-Any reader of the format has the arrays. Beside them the file's metadata holds one text,
-`mucudnn`: a JSON object of what the writer wants to say, with the checksum of every
-tensor (its type and shape included) and one of the object itself. The first version
-wrote two files, `NAME.npz` and `NAME.json`: they are still read.
+Every reader of the format can read the arrays. The file's metadata has one additional
+text, `mucudnn`: a JSON object of the writer's header, with the checksum of every tensor
+(type and shape included) and one of the object itself. The first version wrote two
+files, `NAME.npz` and `NAME.json`, which can still be read.
 """
 
 import io
@@ -36,14 +36,13 @@ T = TypeVar("T")
 def write_arrays(
     path: Path, arrays: Mapping[str, Any], header: Mapping[str, Any]
 ) -> None:
-    """Write a file, or leave it as it was.
+    """Write a file completely, or leave it as it was.
 
-    Types stay what they are, bfloat16 and float16 included; `header` is plain JSON to
-    say beside the arrays.
+    Data types are preserved, bfloat16 and float16 included. `header` is plain JSON.
 
     Raises:
-        OSError: It cannot be written; `strerror` says why.
-        ValueError: The format has no such type of numbers.
+        OSError: The file cannot be written.
+        ValueError: The format does not support a data type.
     """
     dense = {name: _dense(np.asarray(array)) for name, array in arrays.items()}
     checksums = {name: _checksum(array) for name, array in dense.items()}
@@ -57,26 +56,26 @@ def write_arrays(
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """What a file says beside its arrays, not yet verified; None if not one of ours.
+    """Return a file's header, unverified; None if the file has none of ours.
 
     Raises:
-        OSError: It cannot be read, or is no file.
-        ValueError: It is no such file, or what it says is no JSON object.
+        OSError: The file cannot be read.
+        ValueError: The file is no safetensors file, or its header no JSON object.
     """
-    metadata = _opened(path, lambda file: file.metadata())
+    metadata = _read_with(path, lambda file: file.metadata())
     if metadata is None or _KEY not in metadata:
         return None
     return _json_object(path, metadata[_KEY])
 
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arrays of a file, compared with the checksums of its header if it has one.
+    """Return the arrays of a file, verified by its header's checksums if any.
 
     Raises:
-        OSError: It cannot be read, or is no file.
-        ValueError: It is no such file, or damaged.
+        OSError: The file cannot be read.
+        ValueError: The file is no safetensors file, or damaged.
     """
-    arrays = _opened(path, _tensors)
+    arrays = _read_with(path, _tensors)
     if header is None:
         return arrays
     stated = _sealed(path, header).get("tensors")
@@ -91,22 +90,12 @@ def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def read_first_header(path: Path) -> dict[str, Any]:
-    """What a `step-N.json` says, not yet verified.
-
-    Raises:
-        OSError: It cannot be read, or is no file.
-        ValueError: It is no JSON object.
-    """
+    """Return the contents of a `step-N.json` of schema 1, unverified."""
     return _json_object(path, read_whole(path))
 
 
 def read_first_arrays(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of the `step-N.npz` beside it.
-
-    Raises:
-        OSError: It cannot be read, or is no file.
-        ValueError: One of the files is not what it was.
-    """
+    """Return the verified arrays of the `step-N.npz` beside a `step-N.json`."""
     body = _sealed(path, header)
     data = path.with_suffix(".npz")
     raw = read_whole(data)
@@ -122,7 +111,7 @@ def read_first_arrays(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sealed(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """What a header says, once it has the checksum that it states."""
+    """Return a header without its checksum, which is verified."""
     body = {name: value for name, value in header.items() if name != "crc32"}
     if header.get("crc32") != seal(body):
         raise ValueError(f"{path.name} does not have the checksum it states")
@@ -130,16 +119,12 @@ def _sealed(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seal(body: Mapping[str, Any]) -> int:
-    """Checksum of what a JSON object says, however it is laid out."""
+    """Return the checksum of a JSON object, independent of its formatting."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 def _json_object(path: Path, text: str | bytes) -> dict[str, Any]:
-    """The JSON object that a text of a file is.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Parse a JSON object; `ValueError` for anything else."""
     try:
         found = json.loads(text)
     except RecursionError as e:
@@ -156,8 +141,7 @@ def _checksum(array: Any) -> int:
     return zlib.crc32(array.reshape(-1).view(np.uint8), kind)
 
 
-def _opened(path: Path, read: Callable[[Any], T]) -> T:
-    """What `read` finds in the file."""
+def _read_with(path: Path, read: Callable[[Any], T]) -> T:
     check_file(path)
     try:
         with safe_open(path, "numpy") as file:
@@ -172,5 +156,5 @@ def _tensors(file: Any) -> dict[str, Any]:
 
 
 def _dense(array: Any) -> Any:
-    """In this machine's order of bytes, without gaps."""
+    """Return an array in native byte order and contiguous."""
     return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)

@@ -1,1 +1,1 @@
-"""One step of a training: planned, placed, and taken."""
+"""Plan, place and run one training step."""

@@ -1,6 +1,6 @@
-"""What makes steps faster and takes memory: copies of weights, places for inputs.
+"""Optional uses of memory that make steps faster: parameter copies, input buffers.
 
-Without a budget there always is room. Within one, tensors have what they need first.
+Without a budget there is always room. Within one, the tensors of the step come first.
 """
 
 from mucudnn.backends.base import Backend
@@ -14,23 +14,20 @@ from mucudnn.runtime.training.step.convolution_plans import Plans, plan_convolut
 from mucudnn.runtime.training.step.resident_step import resident_step
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["keeps_copies", "transit_of"]
+__all__ = ["copies_fit", "transit_of"]
 
 
-def keeps_copies(
+def copies_fit(
     tuner: Tuner,
     budget: MemoryBudget | None,
     order: str | Order,
     plans: Plans | None,
     step: Graph,
 ) -> bool:
-    """Whether a step that keeps copies of parameters fits with all it has.
+    """Return whether a step with low-precision copies of parameters fits the budget.
 
-    Where tensors have to leave, copies are not worth the room: a parameter that is
-    there is cast or turned sooner than its copy is fetched.
-
-    Raises:
-        PlanningError: A convolution has no plan within the tuner's limit.
+    Where tensors must be offloaded, copies are not worth their memory: converting a
+    resident parameter is faster than fetching its copy.
     """
     if budget is None:
         return True
@@ -45,13 +42,9 @@ def keeps_copies(
 def transit_of(
     backend: Backend, budget: MemoryBudget | None, held: int, inputs: int
 ) -> tuple[Transit | None, int]:
-    """What takes inputs and results of steps, if anything, and its bytes of the device.
+    """Return the asynchronous input transfer, if any, and its device bytes.
 
-    Args:
-        backend: Computes.
-        budget: Of its memory.
-        held: Bytes of the arena and of the state.
-        inputs: Bytes of the inputs of all graphs of a step.
+    `held` is the bytes of arena and state, `inputs` those of all inputs of a step.
     """
     if backend.transit is None:
         return None, 0

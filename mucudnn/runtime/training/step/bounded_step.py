@@ -1,9 +1,10 @@
-"""A step within a budget: measured, planned by that, and placed.
+"""Measure, plan and place a step within a budget.
 
-It is planned a few times, each time with the convolution plans it chose before
-measured. Where the step is then hardly slower than it seemed, what was decided about
-tensors stays, as does what was found when it was cut: another search would take most of
-the time. What cannot be measured or does not fit says what will do for all of it.
+A step is planned several times: after each time, the chosen convolution plans are
+measured. If the new times make the step hardly slower, the residencies are kept, as
+well as what was decided when the step was split, since another search would take most
+of the time. If the step cannot be measured or does not fit, the error names the bytes
+that suffice for everything.
 """
 
 from collections.abc import Sequence
@@ -29,32 +30,30 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.profiling.mapping_costs import mapping_costs
 from mucudnn.runtime.profiling.profiler import OnNode, profile, refine
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.step.sizes import measuring_bytes, sketch
+from mucudnn.runtime.training.step.sizes import measuring_bytes, size_profile
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["BoundedStep"]
 
 _ROUNDS = 4
-"""How often a step is planned, each time with the plans it chose before measured."""
+"""Maximum number of planning rounds, each with the previous plans measured."""
 
 _HARDLY_SLOWER = 1.1
-"""Times the predicted step, up to which better known times change no residency."""
+"""Slowdown by refined times up to which residencies are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundedStep:
-    """A graph to be placed within a budget.
+    """A graph to place within a budget.
 
     Attributes:
-        tuner: Measures and plans its convolutions.
-        graph: In the order that it runs in.
-        budget: Of it and of what lies beside it.
-        beside: Bytes of state that it does not touch and that stays on the device.
-        hosted: What of the state leaves, where another graph has decided that.
-        plans: Node -> plan, where these are fixed.
-        placement: Of `PLACEMENTS`.
-        tiers: Memory off the device; none means the host's, without end.
-        state: Where the state lies that leaves, where another graph has decided that.
+        graph: Graph in the order of execution.
+        budget: Budget of the graph and of `beside`.
+        beside: Bytes of persistent state on the device that the graph does not use.
+        hosted: Host-resident state, where another graph has decided that.
+        tiers: Offload targets; none means unlimited host memory.
+        state: Tier placement of host-resident state, where another graph has decided
+            that.
     """
 
     tuner: Tuner
@@ -68,14 +67,20 @@ class BoundedStep:
     state: TierPlacement | None
 
     def placed(self, progress: OnNode | None) -> PlacedStep:
-        """Measure, plan and place.
+        """Measure, plan and place the step.
 
         Raises:
-            PlanningError: It cannot fit, and says how many bytes short.
+            PlanningError: The step does not fit; the message says by how many bytes.
             OutOfMemoryError: There is no room to measure.
-            UnsupportedError: Memory is to be mapped and cannot be.
+            UnsupportedError: The placement is virtual, and memory cannot be mapped.
         """
-        request = self._request(self._measured(progress))
+        chunks = None
+        if self.placement != STATIC:
+            chunks = mapping_costs(self.tuner.backend, self._nbytes)
+        costs = self._costs(progress)
+        if chunks is not None:
+            costs = replace(costs, chunks=chunks)
+        request = self._request(costs)
         try:
             return self._refined(request)
         except PlanningError as e:
@@ -86,7 +91,7 @@ class BoundedStep:
 
     @property
     def _nbytes(self) -> int:
-        """Its bytes: whole chunks where an arena is shared that is mapped."""
+        """Bytes for the step; with a shared mapped arena, in whole chunks."""
         nbytes = self.budget.nbytes - self.beside
         mapper = self.tuner.backend.mapper
         if self.hosted is None or self.placement == STATIC or mapper is None:
@@ -96,7 +101,7 @@ class BoundedStep:
         return nbytes - max(0, nbytes - stays) % mapper.chunk_bytes
 
     def _request(self, profile: Profile) -> StepRequest:
-        """What is asked of a step; where there is no backward pass, it is paged."""
+        """Return the planning request; without a backward pass, of paging."""
         budget = self.budget
         trains = any(node.phase is Phase.BACKWARD for node in self.graph.nodes)
         return StepRequest(
@@ -111,26 +116,8 @@ class BoundedStep:
             placement=STATIC if profile.chunks is None else self.placement,
         )
 
-    def _measured(self, progress: OnNode | None) -> Profile:
-        """What the graph costs, and mapping the memory of it where that is asked.
-
-        Raises:
-            PlanningError: A convolution has no algorithm within the limits.
-            OutOfMemoryError: There is no room to measure.
-            UnsupportedError: Memory is to be mapped and cannot be.
-        """
-        if self.placement == STATIC:
-            return self._costs(progress)
-        chunks = mapping_costs(self.tuner.backend, self._nbytes)
-        return replace(self._costs(progress), chunks=chunks)
-
     def _costs(self, progress: OnNode | None) -> Profile:
-        """The profile that is given, if it is of this graph, or a new one.
-
-        Raises:
-            PlanningError: A convolution has no algorithm within the limits.
-            OutOfMemoryError: There is no room to measure.
-        """
+        """Return the given profile if it is of this graph, or measure one."""
         given = self.budget.measured
         if given is not None and self._is_of(given):
             return given
@@ -142,12 +129,8 @@ class BoundedStep:
             raise type(e)(f"{e}; for all of the step {_will_do(least)}") from e
 
     def _refined(self, request: StepRequest) -> PlacedStep:
-        """A placed step, planned again with the plans it chose measured in between.
-
-        Raises:
-            PlanningError: It cannot fit.
-        """
-        placed = self._first(request)
+        """Place the step, then again with the chosen plans measured."""
+        placed = self._place_first(request)
         times: dict[ConvPlan, float] = {}
         for _ in range(0 if self.plans is not None else _ROUNDS - 1):
             chosen = placed.plans.values()
@@ -158,16 +141,18 @@ class BoundedStep:
             )
             request = replace(request, profile=better)
             try:
-                placed = self._again(request, placed)
-            except PlanningError:  # other times, other residencies: what fits is kept
+                placed = self._place_refined(request, placed)
+            except PlanningError:  # keep the last plan that fits
                 break
-        return self._beside_inputs(request, placed)
+        return self._with_input_buffers(request, placed)
 
-    def _beside_inputs(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
-        """The step in less memory, if it is faster to have inputs arrive beside it.
+    def _with_input_buffers(
+        self, request: StepRequest, placed: PlacedStep
+    ) -> PlacedStep:
+        """Shrink the step to make room for input buffers, if that is faster.
 
-        Where there is no room for these, a step begins by fetching them. Either way
-        they take the link that tensors come back by.
+        Without such buffers, a step begins by fetching its inputs. Inputs and fetched
+        tensors share a link in either case.
         """
         arriving = sum(spec.nbytes for spec in self.graph.with_role(Role.INPUT))
         left = request.budget - arriving
@@ -176,56 +161,46 @@ class BoundedStep:
             return placed
         less = request.within(left)
         with suppress(PlanningError):
-            other = place_step(less, _kept(less, placed.plan))
+            other = place_step(less, _with_known_residency(less, placed.plan))
             rate, found = request.profile.in_bytes_per_ms, other.plan.prediction
             ms = max(found.step_ms, (found.in_bytes + arriving) / rate)
             if ms <= placed.plan.prediction.step_ms + arriving / rate:
                 return other
         return placed
 
-    def _again(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
-        """The step with other times, where these matter with other residencies.
-
-        Raises:
-            PlanningError: It cannot fit.
-        """
+    def _place_refined(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
+        """Place the step with refined times; search anew if it became slower."""
         known = placed.plan
         if request.policy == PLANNED and not self.tiers:
             with suppress(PlanningError):
-                plan = _kept(request, known)
+                plan = _with_known_residency(request, known)
                 if plan.prediction.step_ms <= _HARDLY_SLOWER * known.prediction.step_ms:
                     return place_step(request, plan)
             request = replace(request, seed=known.residency)
         return self._place(request)
 
-    def _first(self, request: StepRequest) -> PlacedStep:
-        """The step as it was found before, or else as it is found now.
-
-        Raises:
-            PlanningError: It cannot fit.
-        """
+    def _place_first(self, request: StepRequest) -> PlacedStep:
+        """Place the step by the plan that the budget brings along, or by a new one."""
         found, measured = self.budget.found, self.budget.measured
         if found is None or measured is None or not self._is_of(measured):
             return self._place(request)
         if request.policy == PLANNED and not self.tiers:
             with suppress(PlanningError):
-                return place_step(request, _kept(request, found))
+                return place_step(request, _with_known_residency(request, found))
         return self._place(request)
 
     def _is_of(self, profile: Profile) -> bool:
-        """Whether a profile has every node of the step."""
         return {node.name for node in self.graph.nodes} <= profile.node_ms.keys()
 
     def _place(self, request: StepRequest) -> PlacedStep:
-        """A step in the memory that there is, on the device and off it."""
         if not self.tiers:
             return place_step(request)
         return place_tiered_step(request, self.tiers, self.state)
 
     def _advised(self, error: PlanningError) -> PlanningError:
-        """The error with what will do for measuring, and for others, as well."""
+        """Return the error with bytes that suffice for measuring and others, too."""
         least = self._measuring_bytes()
-        if self.budget.convolutions == "fastest":  # in more memory others may be
+        if self.budget.convolutions == "fastest":  # more memory may change the fastest
             least = max(least, self._least_by_sizes())
         known = error.least_bytes
         if known is None or (known >= least and not self.beside):
@@ -245,8 +220,8 @@ class BoundedStep:
         return measuring_bytes(self.tuner.backend, in_place(self.graph))
 
     def _least_by_sizes(self) -> int:
-        """Bytes that will do whatever is measured, as far as sizes say."""
-        sizes = sketch(self.tuner, in_place(self.graph))
+        """Return an upper bound of the required bytes, by sizes alone."""
+        sizes = size_profile(self.tuner, in_place(self.graph))
         try:
             place_step(self._request(sizes).within(0))
         except PlanningError as e:
@@ -254,12 +229,7 @@ class BoundedStep:
         return 0
 
 
-def _kept(request: StepRequest, known: StepPlan) -> StepPlan:
-    """A step whose residencies are those of a known plan.
-
-    Raises:
-        PlanningError: It cannot fit.
-    """
+def _with_known_residency(request: StepRequest, known: StepPlan) -> StepPlan:
     asked = request
     if request.scheduler is None:
         asked = request.scheduled(known.scheduler)

@@ -1,4 +1,4 @@
-"""One plan for every distinct convolution of some graphs."""
+"""Choose one plan for every distinct convolution of some graphs."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,16 +11,16 @@ from mucudnn.runtime.tuning.tuner import Tuner
 __all__ = ["Plans", "fixed_plans", "plan_convolutions", "plans_by_node"]
 
 Plans = Mapping[ConvProblem, ConvPlan]
-"""How each convolution is run."""
+"""Problem -> its plan."""
 
 
 def plan_convolutions(
     tuner: Tuner, graphs: tuple[Graph, ...], plans: Plans | None = None
 ) -> Plans:
-    """One plan for every distinct convolution of some graphs.
+    """Plan every distinct convolution of some graphs.
 
-    Graphs are planned together, as a limit on all workspaces together demands. Plans
-    made before are kept where they are within the tuner's limit.
+    Graphs are planned together, as they may share a total workspace. Existing plans are
+    kept where they are within the tuner's limit.
     """
     problems = dict.fromkeys(
         node.attrs["problem"]
@@ -47,10 +47,10 @@ def fixed_plans(
     budget: MemoryBudget | None,
     plans: Plans | None = None,
 ) -> Plans:
-    """Plans made before some graphs are placed.
+    """Return the plans that are fixed before graphs are placed.
 
-    A budget by which convolutions get what is free at each leaves all plans open but
-    those that are given.
+    Unless the budget has `convolutions="fixed"`, only the plans that are given are
+    fixed.
     """
     if budget is None or budget.convolutions == "fixed":
         return plan_convolutions(tuner, graphs, plans)
@@ -58,5 +58,5 @@ def fixed_plans(
 
 
 def plans_by_node(graph: Graph, plans: Plans) -> dict[str, ConvPlan]:
-    """Node -> plan, of those that are convolutions."""
+    """Return the plan of each convolution node."""
     return {n.name: plans[n.attrs["problem"]] for n in graph.nodes if n.op == "conv"}

@@ -1,9 +1,9 @@
-"""Whether a bias and a ReLU within a convolution are faster than behind it: measured.
+"""Measure whether bias and ReLU are faster fused into a convolution or after it.
 
-The engines that do all three are others than those a convolution was tuned with, and
-may be slower by more than a pass over its result takes. So both are timed, once for
-each convolution, by the plan that it would have: one call, and its plan's with a kernel
-behind. The faster is what is planned; what they took is kept with all measurements.
+The engines that fuse all three differ from those that the tuner measured, and may lose
+more than the separate pass over the result costs. So both ways are timed once per
+convolution, with the plan that it would have. The faster is used, and the times are
+cached with all measurements.
 """
 
 import logging
@@ -31,13 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class EpilogueRace:
-    """Times both ways of every convolution that it is asked about, once.
+    """Times convolutions with fused and with separate bias and ReLU, once each.
 
-    Args:
-        tuner: Plans them; its backend computes, its cache remembers.
-        budget: Within which they are measured.
-        plans: Made before: what they run by.
-        used: What it chooses by, by what was raced; it grows.
+    `plans` are existing convolution plans. The times by which choices were made are
+    added to `used`.
     """
 
     def __init__(
@@ -52,10 +49,10 @@ class EpilogueRace:
         self._used = {} if used is None else used
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
-        """Whether there is a kernel for all of it, and it is not the slower way.
+        """Return whether a fused kernel exists and is not slower.
 
-        Where there is none for the plan that was timed, nothing speaks against one for
-        another plan: what runs until then is what would run anyway.
+        If there is no fused kernel for the timed plan, there may be one for another
+        plan, so the answer is yes; without one, separate kernels run anyway.
         """
         epilogues = self._tuner.backend.epilogues
         if epilogues is None or not epilogues.offers(problem, bias):
@@ -84,13 +81,13 @@ class EpilogueRace:
     def _plan(self, problem: ConvProblem) -> ConvPlan | None:
         try:
             return self._plans.get(problem) or self._tuner.plan([problem])[0]
-        except PlanningError:  # the graph's own planning says more
+        except PlanningError:  # planning the graph reports it in more detail
             return None
 
     def times(self, problem: ConvProblem, bias: str) -> Times | None:
-        """What both ways take; None where only one can be run or be measured.
+        """Return the times in one call and in two, in ms.
 
-        Milliseconds in one call, and in two.
+        None where only one of them can be run or measured.
         """
         plan = self._plan(problem)
         if plan is None:
@@ -101,8 +98,7 @@ class EpilogueRace:
 
         def both(bench: ColdBench) -> tuple[float, ...]:
             return bench.calls_ms(
-                needed,
-                lambda a, scratch: ways_to_run(backend, plan, graph, a, scratch),
+                needed, lambda a, scratch: ways_to_run(backend, plan, graph, a, scratch)
             )
 
         otherwise = f"bias and ReLU of {problem} are not timed"
@@ -111,7 +107,7 @@ class EpilogueRace:
 
 
 def _raced(plan: ConvPlan, bias: str) -> dict[str, Any]:
-    """What decides both times: the convolution, the type of its bias, and its plan."""
+    """Return everything that determines both times, as the key of the race."""
     return {
         "ways": ["within", "behind"],
         "op": EPILOGUE[1],
@@ -123,7 +119,7 @@ def _raced(plan: ConvPlan, bias: str) -> dict[str, Any]:
 
 
 def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
-    """x, w, y and a bias; and the node that adds it to y and applies a ReLU."""
+    """Return x, w, y and bias, and a graph of the separate bias-and-ReLU node."""
     alone, problem = WorkingSet.of_plan(plan), plan.problem
     x, w, y = alone.operands
     y = replace(y, layout=problem.layout, role=Role.INPUT)

@@ -1,4 +1,4 @@
-"""In which layout a trainer's images are: as is asked for, or as is measured."""
+"""Choose the memory layout of a network's images: as configured, or by measurement."""
 
 import logging
 
@@ -20,16 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class Layouts:
-    """Stores a network's images in one layout or both.
+    """Stores a network's images channels first, channels last, or mixed.
 
-    Args:
-        layout: Of `LAYOUT_CHOICES`.
-        tuner: Measures, for `auto`.
-        budget: Within which it does.
-        progress: Called while it does.
-
-    Raises:
-        ValueError: There is no such layout.
+    `layout` is one of `LAYOUT_CHOICES`; the other arguments are for measuring `auto`.
     """
 
     def __init__(
@@ -43,12 +36,9 @@ class Layouts:
         self._tuner, self._budget, self._progress = tuner, budget, progress
 
     def __call__(self, graph: Graph, trains: bool) -> Graph:
-        """A forward graph, which has its channels first, in the layout.
+        """Return a forward graph, which has its channels first, in the layout.
 
-        What cannot be measured within the budget keeps its channels first.
-
-        Raises:
-            PlanningError: A convolution has no algorithm.
+        Where `auto` cannot be measured within the budget, channels stay first.
         """
         measured = self._layout == AUTO
         return stored(
@@ -68,7 +58,7 @@ class Layouts:
         return cheapest_layouts(graph, trials.costs(times.node_ms))
 
     def _possible(self, graph: Graph) -> frozenset[str]:
-        """Nodes that the backend can run with channels last, gradients included."""
+        """Return nodes that can run channels last, gradients included."""
         conv = self._tuner.backend.conv
         last = with_channels_last(graph, nodes := able(graph))
         without = {

@@ -1,9 +1,8 @@
-"""Which nodes a library's kernels compute: those that it is measured to be faster at.
+"""Choose between a backend's own kernels and a library's by measurement.
 
-Beside a backend's own kernels there may be a library's for the same functions. Both are
-timed, once for each distinct node, as a step finds them, and what they took is kept
-with all measurements; the node names the library where that wins, and what is planned
-and profiled afterwards is the faster one.
+Both are timed once per distinct node with cold caches, and the times are cached with
+all measurements. Where the library wins, the node names it, and planning and profiling
+use its kernel.
 """
 
 import logging
@@ -26,12 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryRace:
-    """Times both kernels of every node that has two, once.
+    """Times our kernel and the library's of each node that has both, once.
 
-    Args:
-        tuner: Its backend computes, its cache remembers.
-        budget: Within which they are measured.
-        used: What it chooses by, by what was raced; it grows.
+    The times by which choices were made are added to `used`.
     """
 
     def __init__(
@@ -45,7 +41,7 @@ class LibraryRace:
         self._used = {} if used is None else used
 
     def __call__(self, graph: Graph) -> Graph:
-        """The graph, its nodes naming the library where its kernel is the faster."""
+        """Return the graph with nodes marked where the library is faster."""
         library = self._backend.library_kernels
         if library is None:
             return graph
@@ -58,11 +54,11 @@ class LibraryRace:
         return replace(graph, nodes=nodes)
 
     def wins(self, graph: Graph, node: Node) -> bool:
-        """Whether the library computes a node, and faster.
+        """Return whether the library computes a node, and faster.
 
-        It needs memory of its own for a result that our kernel may write over what it
-        reads, and another of our kernels cannot make its result again, bit for bit. So
-        within a budget nodes that either is planned with stay ours.
+        The library cannot overwrite its input, where our kernel may, and no other
+        kernel of ours recomputes its result bit for bit. So within a budget, nodes
+        planned with either stay ours.
         """
         library, traits = self._backend.library_kernels, node.traits
         saving = bool(traits.overwrites) or traits.again is not None
@@ -80,7 +76,7 @@ class LibraryRace:
         return times is not None and times[1] < times[0]
 
     def _measured(self, graph: Graph, node: Node) -> Times | None:
-        """What both took; None where the library has refused meanwhile."""
+        """Return both times; None where the library has refused meanwhile."""
         library, times = self._backend.library_kernels, self.times(graph, node)
         if library is None or times is None or not library.offers(graph, node):
             return None
@@ -91,7 +87,7 @@ class LibraryRace:
         return times
 
     def times(self, graph: Graph, node: Node) -> Times | None:
-        """Milliseconds by our kernel and by the library's; None without room."""
+        """Return ms of our kernel and of the library's; None without room."""
         backend, library = self._backend, self._backend.library_kernels
         if library is None:
             return None
@@ -108,7 +104,7 @@ class LibraryRace:
 
 
 def _raced(graph: Graph, node: Node, library: str) -> dict[str, Any]:
-    """What decides the times of a node's kernels: all that they are told of it."""
+    """Return everything that determines a node's times, as the key of the race."""
     storages = [graph.storages[name] for name in node.tensors]
     inputs, outputs, attrs = operands_of(graph, node)
     return {

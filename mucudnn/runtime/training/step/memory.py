@@ -1,4 +1,4 @@
-"""The memory of a trainer: what is kept between steps, and an arena for all else."""
+"""Allocate a trainer's memory: the persistent state, and an arena for all else."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mucudnn.backends.base import Backend
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor.arenas import shared_bytes
-from mucudnn.runtime.executor.tasks import Surrounding
+from mucudnn.runtime.executor.tasks import HookFactory
 from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.parameters import StateStore
@@ -14,17 +14,15 @@ from mucudnn.runtime.training.step.beside_budget import transit_of
 from mucudnn.runtime.training.step.stepping import SharedArena
 from mucudnn.runtime.training.training_graphs import TrainingGraphs, input_bytes
 
-__all__ = ["StepMemory", "taken"]
+__all__ = ["StepMemory", "allocate_step_memory"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory that is taken.
+    """Allocated memory of a trainer.
 
     Attributes:
-        state: Parameters, running statistics, the optimizer's state.
-        arena: All that does not outlive a step.
-        nbytes: Of both, and of inputs on their way.
+        nbytes: Bytes of both and of input buffers.
     """
 
     state: StateStore
@@ -32,28 +30,18 @@ class StepMemory:
     nbytes: int
 
 
-def taken(
+def allocate_step_memory(
     backend: Backend,
     graphs: TrainingGraphs,
     placed: Sequence[PlacedStep],
     budget: MemoryBudget | None,
     seed: int,
     replay: bool,
-    around: Surrounding | None,
+    around: HookFactory | None,
 ) -> StepMemory:
-    """Take the memory that placed steps need.
+    """Allocate the memory that placed steps need.
 
-    Args:
-        backend: Whose memory.
-        graphs: Of the trainer; the last of its steps has decided what leaves.
-        placed: The same, placed.
-        budget: What they are within.
-        seed: Of the weights.
-        replay: Whether launches are replayed as graphs.
-        around: What else is called around the nodes of steps.
-
-    Raises:
-        OutOfMemoryError: There is no room.
+    The last training step decides about offloading. `seed` is that of the weights.
     """
     decided = placed[len(graphs.steps) - 1]
     tiers = OpenTiers(backend.device, budget.tiers if budget else (), placed)

@@ -1,11 +1,10 @@
-"""From graphs to what an executor runs: costs, a request, a step with places.
+"""From graphs to placed steps: costs, planning request, arena offsets.
 
-With a budget, what a graph costs is measured. Without one everything stays on the
-device, and sizes are all that needs to be known: the same road, with a sketch for a
-profile and no end to the memory.
+With a budget, graphs are measured. Without one, everything stays on the device and only
+sizes matter: the same path with a profile of sizes and unlimited memory.
 
-Graphs that share parameters and state must agree about which of them never leave: the
-first to be planned decides.
+Graphs that share parameters and state must agree about what is host-resident, so the
+first one that is planned decides.
 """
 
 from collections.abc import Sequence
@@ -45,23 +44,23 @@ def place_steps(
     progress: OnNode | None = None,
     placement: str = STATIC,
 ) -> list[PlacedStep]:
-    """Plan and place graphs that share parameters and state, and take turns.
+    """Plan and place graphs that share parameters and state, and run in turn.
 
     Args:
-        tuner: Measures and plans convolutions; its memory limit holds as well.
-        graphs: What is run; nothing has made them in-place yet.
-        budget: Of them all; without one nothing leaves the device.
-        first: Which of them decides what of the state is host-resident.
-        order: In which order nodes run; a name in `ORDERS`, or a function.
-        plans: Convolution plans made before; what is missing is planned.
+        tuner: Measures and plans convolutions; its memory limit applies as well.
+        graphs: Graphs before the in-place pass.
+        budget: Budget of all graphs; without one nothing is offloaded.
+        first: Index of the graph that decides which state is host-resident.
+        order: Order of nodes: a name in `ORDERS`, or a function.
+        plans: Existing convolution plans; missing ones are made.
         progress: Called while nodes are measured.
-        placement: Of `PLACEMENTS`.
+        placement: One of `PLACEMENTS`.
 
     Raises:
         UnsupportedError: The placement is virtual, and the backend cannot map memory.
-        PlanningError: One cannot fit, and says how many bytes short and what will do;
-            or a convolution has no plan within the tuner's limit.
-        OutOfMemoryError: One cannot be measured; says what will do for all of it.
+        PlanningError: A graph does not fit (the message names the missing and the
+            sufficient bytes), or a convolution has no plan within the tuner's limit.
+        OutOfMemoryError: A graph cannot be measured; names the sufficient bytes.
     """
     if budget is None:
         known = plan_convolutions(tuner, tuple(graphs), plans)
@@ -69,7 +68,7 @@ def place_steps(
             resident_step(tuner, graph, order, known, placement) for graph in graphs
         ]
     else:
-        found = _together(
+        found = _within_budget(
             tuner, graphs, budget, first, order, plans, progress, placement
         )
     for plan in dict.fromkeys(p for placed in found for p in placed.plans.values()):
@@ -77,7 +76,7 @@ def place_steps(
     return found
 
 
-def _together(
+def _within_budget(
     tuner: Tuner,
     graphs: Sequence[Graph],
     budget: MemoryBudget,
@@ -87,9 +86,9 @@ def _together(
     progress: OnNode | None,
     placement: str,
 ) -> list[PlacedStep]:
-    """Graphs within a budget, the first to decide before all others.
+    """Place graphs within a budget, the deciding one first.
 
-    Where it is mapped, the others share its chunks; where it is not, none are.
+    If that one is mapped in chunks, the others share its chunks; if not, none is.
     """
     sizes = {
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
@@ -120,9 +119,9 @@ def _together(
     decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
     placement = STATIC if decided.layout.pages is None else VIRTUAL
-    away, state = decided.plan.prediction.placement, None
-    if away is not None:
-        state = place_state(decided.schedule, away.tiers)
+    offloaded, state = decided.plan.prediction.placement, None
+    if offloaded is not None:
+        state = place_state(decided.schedule, offloaded.tiers)
     return [
         decided if i == first else within(graph, hosted, placement, state)
         for i, graph in enumerate(graphs)

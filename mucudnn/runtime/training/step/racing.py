@@ -1,8 +1,8 @@
-"""Two ways to compute the same, timed beside each other before a step is planned.
+"""Time two implementations of the same function before a step is planned.
 
-Which is faster decides the last bits of a training. So what they took is kept where
-measurements are, and found there by every later process that has them to choose from;
-and by a training's checkpoints, for going on with another cache.
+The choice affects the last bits of a training. So the times are cached with the
+measurements, where every later process finds them, and stored in checkpoints, to resume
+with another cache.
 """
 
 import json
@@ -25,7 +25,7 @@ _RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 T = TypeVar("T")
 
 Times = tuple[float, float]
-"""Milliseconds of the first way, and of the second."""
+"""Milliseconds of the first and of the second implementation."""
 
 
 def raced_once(
@@ -35,15 +35,15 @@ def raced_once(
     used: dict[str, Times],
     measure: Callable[[], Times | None],
 ) -> Times | None:
-    """What two ways took when they were first timed, by whatever process.
+    """Return the times of two implementations, measured once by any process.
 
     Args:
-        tuner: Its cache remembers, by the device and what else was raced.
-        raced: All that decides the times, in what JSON has; other values by their text.
-        known: What this process has found, which all its steps share and caches in
-            memory do not; it grows.
-        used: What a trainer's choices were made by; it grows.
-        measure: Times them; None where that cannot be, which is not remembered.
+        tuner: Its cache stores the times, by device and `raced`.
+        raced: Everything that determines the times; JSON values, others by their text.
+        known: Times measured by this process, in addition to the cache; new ones are
+            added.
+        used: Times by which a trainer's choices were made; new ones are added.
+        measure: Times both; None if that is impossible, which is not cached.
     """
     key = json.dumps(dict(raced), sort_keys=True, default=str)
     cache, fingerprint = tuner.cache, tuner.backend.device.fingerprint
@@ -64,14 +64,10 @@ def timed_within(
     otherwise: str,
     work: Callable[[ColdBench], T],
 ) -> T | None:
-    """What a bench finds; None where there is no room, which of a device is logged.
+    """Run `work` on a bench with a pool of `nbytes`; None if there is no room.
 
-    Args:
-        backend: Computes.
-        nbytes: Of the working set.
-        memory: The most that there may be; any size if not given.
-        otherwise: What is said if the device has no room.
-        work: Asks the bench.
+    More than `memory` bytes are not tried. If the device has no room, `otherwise` is
+    logged.
     """
     if memory is not None and nbytes > memory:
         return None

@@ -1,8 +1,7 @@
-"""A step whose tensors all stay on the device: nothing is measured, sizes will do."""
+"""Place a step whose tensors all stay on the device, by sizes alone."""
 
 from dataclasses import replace
 
-from mucudnn.backends.base import Backend
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.placement import VIRTUAL
 from mucudnn.passes.graph.inplace import in_place
@@ -12,7 +11,7 @@ from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.profiling.mapping_costs import mapping_costs
 from mucudnn.runtime.training.step.convolution_plans import Plans, plans_by_node
-from mucudnn.runtime.training.step.sizes import sketch
+from mucudnn.runtime.training.step.sizes import size_profile
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["resident_step"]
@@ -21,31 +20,27 @@ __all__ = ["resident_step"]
 def resident_step(
     tuner: Tuner, graph: Graph, order: str | Order, plans: Plans, placement: str
 ) -> PlacedStep:
-    """A graph whose tensors all stay on the device.
+    """Place a graph whose tensors all stay on the device.
 
-    Where updates can be one launch they come last, unless that takes more memory.
+    Where updates can be batched they come last, unless that takes more memory.
     """
     placed = _placed(tuner, graph, order, plans, placement)
     last = updates_last(graph)
-    if last.nodes == graph.nodes or not _joins_updates(tuner.backend, graph):
+    ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
+    kernels = (tuner.backend.kernels.get(op) for op in ops)
+    batched = any(kernel is not None and kernel.together for kernel in kernels)
+    if last.nodes == graph.nodes or not batched:
         return placed
     other = _placed(tuner, last, order, plans, placement)
     return other if other.nbytes <= placed.nbytes else placed
 
 
-def _joins_updates(backend: Backend, graph: Graph) -> bool:
-    """Whether a backend launches several updates at once."""
-    ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
-    kernels = (backend.kernels.get(op) for op in ops)
-    return any(kernel is not None and kernel.together for kernel in kernels)
-
-
 def _placed(
     tuner: Tuner, graph: Graph, order: str | Order, plans: Plans, placement: str
 ) -> PlacedStep:
-    """A graph placed with all its tensors; so it may be in-place already."""
+    """Place a graph with all tensors resident, in-place pass included."""
     final = in_place(graph)
-    sizes = sketch(tuner, final, plans)
+    sizes = size_profile(tuner, final, plans)
     if placement == VIRTUAL:
         sizes = replace(sizes, chunks=mapping_costs(tuner.backend))
     chosen = plans_by_node(final, plans)

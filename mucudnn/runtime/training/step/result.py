@@ -1,4 +1,4 @@
-"""What a step found out, read when it is asked for: a device may still compute it."""
+"""The result of a step, read on demand, as a device may still be computing it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,22 +7,17 @@ __all__ = ["StepResult", "known_result"]
 
 
 class StepResult:
-    """What a step found out about its batch, before it changed the weights.
+    """Loss and correct answers of one step, computed before the weights changed.
 
-    Reading the loss or the right answers waits for the step where it is not done; a
-    caller that does not read them goes on to launch the next one.
+    Reading either waits for the step to finish; a caller that does not read them can
+    launch the next step meanwhile.
 
     Attributes:
-        labels: How many labels there are: one an image, or one a pixel.
-        images: How many images.
-        learning_rate: What the step was taken with.
+        labels: Number of labels: one per image, or one per pixel.
+        images: Number of images.
+        learning_rate: Learning rate of the step.
 
-    Args:
-        found: Gives loss and right answers, waiting for them.
-        ready: Tells whether nothing has to be waited for.
-        labels: See above.
-        images: See above.
-        learning_rate: See above.
+    `found` waits for loss and correct answers; `ready` returns whether that is needed.
     """
 
     __slots__ = ("_found", "_ready", "images", "labels", "learning_rate")
@@ -42,17 +37,17 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean over the labels."""
+        """Mean loss over the labels."""
         return self._found()[0]
 
     @property
     def correct(self) -> int:
-        """Right answers."""
+        """Number of correct answers."""
         return self._found()[1]
 
     @property
     def ready(self) -> bool:
-        """Whether reading waits for nothing."""
+        """Whether reading does not wait."""
         return self._ready()
 
     def _values(self) -> tuple[Any, ...]:
@@ -80,7 +75,7 @@ class StepResult:
 def known_result(
     loss: float, correct: int, labels: int, images: int, learning_rate: float
 ) -> StepResult:
-    """The result of a step that is done."""
+    """Return the result of a finished step."""
     return StepResult(
         lambda: (loss, correct),
         lambda: True,

@@ -1,13 +1,12 @@
-"""What a step needs, told by sizes alone: nothing here runs or times a kernel.
+"""Memory requirements of a step by sizes alone: nothing here runs or times a kernel.
 
-A working set is what has to be on the device, all at once, while one node runs. A
-sketch is a profile of sizes, for a step that is not measured: times are made up, all
-alike, as nothing depends on them where everything stays on the device. Where
-convolutions are not planned yet, the plan that takes most memory is the fastest, as it
-might turn out to be.
+A working set is what must be on the device at once while one node runs. A size profile
+stands for a measured profile where everything stays on the device: its times are all
+alike, as nothing depends on them. Where convolutions are not planned yet, the plan with
+most workspace is the fastest, as measuring might find.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mucudnn.backends.base import Backend
@@ -27,7 +26,7 @@ __all__ = [
     "WorkingSet",
     "kernel_workspaces",
     "measuring_bytes",
-    "sketch",
+    "size_profile",
     "working_sets",
 ]
 
@@ -38,11 +37,11 @@ _BYTES_PER_MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """The tensors of a node.
+    """The tensors that one node needs at once.
 
     Attributes:
-        operands: Storages that it touches.
-        workspace: Its scratch memory as a tensor; None if it needs none.
+        operands: Storages that the node touches.
+        workspace: Its workspace as a tensor; None if it needs none.
     """
 
     operands: tuple[TensorSpec, ...]
@@ -50,32 +49,29 @@ class WorkingSet:
 
     @classmethod
     def of_node(cls, graph: Graph, node: Node, workspace: int = 0) -> "WorkingSet":
-        """Of a node whose kernel asks for so many bytes of workspace."""
+        """Return the working set of a node with `workspace` bytes."""
         storages = dict.fromkeys(graph.storages[name] for name in node.tensors)
         operands = tuple(graph.tensors[name] for name in storages)
         return cls(operands, _scratch(f"the workspace of {node.name}", workspace))
 
     @classmethod
     def of_plan(cls, plan: ConvPlan) -> "WorkingSet":
-        """Of a convolution that runs by a plan."""
+        """Return the working set of a convolution plan."""
         return cls(plan.problem.operands(), _scratch("the workspace", plan.workspace))
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All of it."""
-        return (
-            self.operands
-            if self.workspace is None
-            else (*self.operands, self.workspace)
-        )
+        """Operands and workspace."""
+        scratch = () if self.workspace is None else (self.workspace,)
+        return self.operands + scratch
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of a pool that holds it, whatever was there before."""
+        """Bytes of a pool that holds all tensors."""
         return sum(rounded(spec.nbytes, ALIGNMENT) for spec in self.tensors)
 
     def within_a_step(self) -> "WorkingSet":
-        """The same without what outlives a step: that has memory of its own."""
+        """Return the working set without persistent tensors."""
         kept = tuple(spec for spec in self.operands if spec.role not in PERSISTENT)
         return WorkingSet(kept, self.workspace)
 
@@ -84,11 +80,7 @@ class WorkingSet:
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
-    """Bytes of scratch memory of every node that has a kernel and asks for some.
-
-    Raises:
-        UnsupportedError: The backend has no kernel for an operation.
-    """
+    """Return the non-zero workspace bytes of all nodes with kernels."""
     sizes = {}
     for node in graph.nodes:
         if node.op == "conv" or node.traits.view:
@@ -102,7 +94,7 @@ def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
 def working_sets(
     graph: Graph, workspaces: Mapping[str, int]
 ) -> list[tuple[Node, WorkingSet]]:
-    """Nodes that run, and what each of them uses at once."""
+    """Return the working set of every node that runs."""
     return [
         (node, WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)))
         for node in graph.nodes
@@ -111,11 +103,7 @@ def working_sets(
 
 
 def measuring_bytes(backend: Backend, graph: Graph) -> int:
-    """The least memory that a graph can be profiled in.
-
-    Raises:
-        UnsupportedError: The backend has no kernel for an operation.
-    """
+    """Return the minimum bytes in which a graph can be profiled."""
     sets = working_sets(graph, kernel_workspaces(backend, graph))
     return max((needed.pool_bytes for _, needed in sets), default=0)
 
@@ -124,17 +112,13 @@ def _scratch(name: str, nbytes: int) -> TensorSpec | None:
     return TensorSpec(name, (nbytes,), "uint8") if nbytes else None
 
 
-def sketch(
+def size_profile(
     tuner: Tuner, graph: Graph, plans: Mapping[ConvProblem, ConvPlan] | None = None
 ) -> Profile:
-    """Sizes of a graph's workspaces.
+    """Return a profile of sizes.
 
-    Micro-batches are those that the tuner would measure. Of a convolution without a
-    plan there are two in its front: of the least and the most workspace of any.
-
-    Raises:
-        PlanningError: A convolution has no algorithm.
-        UnsupportedError: The backend has no kernel for an operation.
+    Micro-batches are those that the tuner would measure. A convolution without a plan
+    has two: with the least and with the most workspace.
     """
     known: dict[ConvProblem, tuple[ConvPlan, ...]] = {
         problem: (plan,) for problem, plan in (plans or {}).items()
@@ -156,9 +140,16 @@ def sketch(
 
 
 def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
-    """The plan of least workspace, and one with as much as any may ask for."""
-    rows = tuple(_rows(tuner, problem))
-    front = pareto_plans(PerfTable(problem, rows), _NO_LIMIT)
+    """Return the plans of least and of most workspace."""
+    conv, rows = tuner.backend.conv, []
+    for batch in candidate_batches(problem.batch, tuner.batch_policy):
+        micro, whole = problem.with_batch(batch), batch == problem.batch
+        for algo, nbytes in conv.algorithms(micro):
+            traits = conv.traits(micro, algo)
+            if tuner.numerics.refusal(traits, whole=whole) is None:
+                perf = AlgoPerf(algo=algo, batch=batch, time_ms=_MS, workspace=nbytes)
+                rows.append(perf)
+    front = pareto_plans(PerfTable(problem, tuple(rows)), _NO_LIMIT)
     if not front:
         raise PlanningError(f"no algorithm is usable for {problem}")
     most = max(rows, key=lambda row: row.workspace)
@@ -166,14 +157,3 @@ def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
         return front[:1]
     fastest = replace(most, batch=problem.batch, time_ms=front[0].time_ms / 2)
     return front[0], ConvPlan(problem, (fastest,))
-
-
-def _rows(tuner: Tuner, problem: ConvProblem) -> Iterator[AlgoPerf]:
-    """What a sweep would measure, in made-up times."""
-    conv = tuner.backend.conv
-    for batch in candidate_batches(problem.batch, tuner.batch_policy):
-        micro, whole = problem.with_batch(batch), batch == problem.batch
-        for algo, nbytes in conv.algorithms(micro):
-            traits = conv.traits(micro, algo)
-            if tuner.numerics.refusal(traits, whole=whole) is None:
-                yield AlgoPerf(algo=algo, batch=batch, time_ms=_MS, workspace=nbytes)

@@ -1,4 +1,4 @@
-"""A trainer's step in slices or strips: by a number, or as is measured to be best."""
+"""Split a step into slices of the batch or strips: as configured, or by measurement."""
 
 from dataclasses import replace
 
@@ -26,31 +26,23 @@ from mucudnn.runtime.profiling.profiler import OnNode, profile
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["Divider"]
+__all__ = ["SplitChooser"]
 
 
-class Divider:
-    """Cuts a training graph; remembers why.
+class SplitChooser:
+    """Splits a training graph, and records the decision.
 
     Args:
         split: `auto`, `none`, the number of parts of the largest layers, `height`, or
             `height:4` for so many strips.
         tuner: Measures, for `auto` and `height`.
-        budget: What the step is planned for; without one these leave it whole.
-        optimizer: Of the step.
-        when: Whether its updates come early or late.
-        scaling: How the scale of its loss changes, if it does.
-        order: In which order the step runs.
-        progress: Called while a step is measured.
+        budget: Budget of the step; without one, `auto` and `height` do not split.
 
     Attributes:
-        decision: What was decided among what; None where there was nothing to decide.
-        profile: What the chosen step costs, if it was measured.
-        plan: How it keeps its budget, if it was planned.
-        segments: What runs in parts.
-
-    Raises:
-        ValueError: The split is none of these.
+        decision: The decision and its alternatives; None where there was no choice.
+        profile: Profile of the chosen step, if it was measured.
+        plan: Plan of the chosen step, if it was planned.
+        segments: The nodes that run in parts.
     """
 
     def __init__(
@@ -76,38 +68,32 @@ class Divider:
         self._unmeasured: OutOfMemoryError | PlanningError | None = None
 
     def __call__(self, graph: Graph) -> Graph:
-        """The graph in parts, or as it is.
+        """Return the graph in parts, or unchanged.
 
         Raises:
-            PlanningError: Neither whole nor in parts does it fit the budget.
+            PlanningError: The step does not fit the budget, whole or in parts.
         """
         cutting = cutting_of(graph, self._split)
         if cutting is None:
             if self._budget is None:
                 return graph
-            step = SplitStep(graph, self._finished, self._costs, self._asked)
-            self.decision = self._decided(step)
+            step = SplitStep(graph, self._with_updates, self._costs, self._request)
+            try:
+                self.decision = plan_splitting(step, self._split)
+            except PlanningError as e:
+                if e.least_bytes is not None or self._unmeasured is None:
+                    raise
+                words = f"{e}, whole or in parts; in the last way that was tried"
+                raise PlanningError(
+                    f"{words}, {self._unmeasured}"
+                ) from self._unmeasured
             chosen = self.decision.chosen
             cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan
             self.profile = None if request is None else request.profile
         self.segments = cutting.segments(graph)
         return cutting.cut(graph)
 
-    def _decided(self, step: SplitStep) -> Splitting:
-        """The fastest way; where none could be measured it is said why.
-
-        Raises:
-            PlanningError: Neither whole nor in parts does it fit the budget.
-        """
-        try:
-            return plan_splitting(step, self._split)
-        except PlanningError as e:
-            if e.least_bytes is not None or self._unmeasured is None:
-                raise
-            words = f"{e}, whole or in parts; in the last way that was tried"
-            raise PlanningError(f"{words}, {self._unmeasured}") from self._unmeasured
-
-    def _finished(self, graph: Graph) -> Graph:
+    def _with_updates(self, graph: Graph) -> Graph:
         step = with_updates(
             graph, self._optimizer, when=self._when, scaling=self._scaling
         )
@@ -121,7 +107,7 @@ class Divider:
             self._unmeasured = e
             return None
 
-    def _asked(self, graph: Graph, costs: Profile) -> StepRequest:
+    def _request(self, graph: Graph, costs: Profile) -> StepRequest:
         budget = self._budget
         asked = StepRequest(graph, costs)
         if budget is None:

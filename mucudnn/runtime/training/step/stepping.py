@@ -1,8 +1,8 @@
-"""Running the graphs of a trainer: one arena, used in turn, and the steps in it.
+"""Run the graphs of a trainer in one shared arena.
 
-A training step and an evaluation never run at once, so all that does not outlive
-either lies in the same memory. Whoever had the arena before swaps the state out before
-another gets it. A step is a batch, in one part or several.
+A training step and an evaluation never run at the same time, so their tensors share
+memory. Before another graph gets the arena, the state in it is copied out. A step is a
+batch, in one part or several.
 """
 
 import math
@@ -19,7 +19,7 @@ from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.planning.splitting.cutting import trains
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.arenas import arenas, shared_bytes
-from mucudnn.runtime.executor.tasks import Surrounding
+from mucudnn.runtime.executor.tasks import HookFactory
 from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
 from mucudnn.runtime.training.parameters import StateStore
@@ -29,27 +29,18 @@ from mucudnn.runtime.training.training_graphs import TrainingGraphs
 __all__ = ["SharedArena", "Stepper"]
 
 _PART = 40
-"""Bits of the step's number: parts before the last count above, for other masks."""
+"""Bits of the step number; parts but the last count above, for different masks."""
 
 
 class SharedArena:
-    """Executors of placed graphs, over one state and one arena.
+    """Executors of placed graphs over one state and one arena.
 
     Args:
-        backend: Computes.
-        placed: The graphs.
-        state: Whose parameters and state they are.
-        tiers: What the graphs use in turn of memory off the device; they have host
-            memory of their own where nothing is planned.
-        replay: Whether they replay their launches as graphs.
-        around: What else is called around the nodes of graphs that train.
-        transit: Takes inputs and results of steps; closed with the arena.
-
-    Attributes:
-        nbytes: Size of the arena.
-
-    Raises:
-        OutOfMemoryError: There is no room.
+        tiers: Offload targets that the graphs use in turn; without planned tiers each
+            has host memory of its own.
+        replay: Whether launches are replayed as graphs.
+        around: Additional calls around the nodes of training graphs.
+        transit: Transfers inputs and results of steps; closed with the arena.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class SharedArena:
         state: StateStore,
         tiers: OpenTiers,
         replay: bool = False,
-        around: Surrounding | None = None,
+        around: HookFactory | None = None,
         transit: Transit | None = None,
     ) -> None:
         self._tiers, self._transit = tiers, transit
@@ -84,11 +75,7 @@ class SharedArena:
         self._current: Executor | None = None
 
     def take(self, index: int) -> Executor:
-        """The executor of one of the graphs, which may run now.
-
-        Raises:
-            ValueError: The arena is closed.
-        """
+        """Return the executor of a graph, ready to run; `ValueError` if closed."""
         if not self._executors:
             raise ValueError(
                 "this trainer is closed: its arena is freed; make another one, and "
@@ -101,13 +88,13 @@ class SharedArena:
         return executor
 
     def park(self) -> None:
-        """Let the state be read: swap out what an executor has in the arena."""
+        """Copy the state out of the arena, so that it can be read."""
         if self._current is not None:
             self._current.park()
         self._current = None
 
     def close(self) -> None:
-        """Free the arena and what the host holds of it, and end what copies."""
+        """Free the arena and its host memory, and stop copy engines."""
         self.park()
         for executor in self._executors:
             executor.close()
@@ -158,7 +145,7 @@ class Stepper:
     def profile(
         self, images: Any, labels: Any, rate: float, number: int
     ) -> dict[str, float]:
-        """Take step `number`; returns the ms of every node of its last part."""
+        """Take step `number`; return the ms of every node of its last part."""
         nodes: dict[str, float] = {}
         for index, feeds in self._feeds(images, labels, rate, number):
             _, nodes = self._arena.take(index).run_timed(feeds)
@@ -167,7 +154,7 @@ class Stepper:
     def _feeds(
         self, images: Any, labels: Any, rate: float, number: int
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Which graph to run next, and on what."""
+        """Yield the graphs to run with their inputs."""
         images, labels = as_images(images), as_labels(labels, self._classes)
         if images.shape != self._image_shape or labels.shape != self._label_shape:
             raise ValueError(

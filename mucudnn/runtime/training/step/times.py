@@ -1,4 +1,4 @@
-"""How long the last steps took, by the device's own clock."""
+"""Time steps by the device's own clock."""
 
 import statistics
 from collections import deque
@@ -15,36 +15,31 @@ T = TypeVar("T")
 
 
 class Times(Generic[T]):
-    """What was noted of the last steps.
+    """Records of the most recent steps."""
 
-    Args:
-        remembered: How many of them.
-    """
-
-    def __init__(self, remembered: int) -> None:
-        self._noted: deque[T] = deque(maxlen=remembered)
+    def __init__(self, capacity: int) -> None:
+        self._noted: deque[T] = deque(maxlen=capacity)
 
     def add(self, noted: T) -> None:
-        """One more step."""
+        """Add the record of a step."""
         self._noted.append(noted)
 
     def median(self, ms: Callable[[T], float]) -> float:
-        """In the middle, without the first unless it is the only one; 0 before any.
+        """Return the median time, without the first step if there are others; or 0.
 
-        Args:
-            ms: How long a step took, from what was noted of it.
+        `ms` returns the time of a record.
         """
         times = [ms(noted) for noted in self._noted]
         return statistics.median(times[1:] or times or [0.0])
 
     @property
     def last(self) -> T:
-        """What was noted of the last one."""
+        """Record of the last step."""
         return self._noted[-1]
 
 
 class StepTimes:
-    """Times steps, and remembers some of them."""
+    """Times steps, and keeps the most recent ones."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -52,25 +47,22 @@ class StepTimes:
 
     @property
     def median_ms(self) -> float:
-        """Of what is remembered, without the first unless it is the only one.
-
-        Waits for the last of them.
-        """
+        """Median of recent steps without the first; waits for the last of them."""
         return self._marks.median(self._ms)
 
     @property
     def last_ms(self) -> float:
-        """Of the last one, waited for."""
+        """Time of the last step; waits for the step."""
         return self._ms(self._marks.last)
 
     def timed(self, take: Callable[[], T]) -> tuple[T, float]:
-        """Take a step; what came of it, and its ms."""
+        """Take a step; return its result and its ms."""
         start = self._device.record()
         found = take()
         return found, self._device.elapsed_ms(start, self._device.record())
 
-    def remembered(self, take: Callable[[], T]) -> T:
-        """Launch a step that is one of the last hundred; it is not waited for."""
+    def recorded(self, take: Callable[[], T]) -> T:
+        """Launch a step and keep its time; does not wait for the step."""
         start = self._device.record()
         found = take()
         self._marks.add((start, self._device.record()))
