@@ -1,4 +1,4 @@
-"""Convolutions in micro-batches, and training steps within a budget of bytes.
+"""Micro-batched convolutions, and training steps within a memory budget.
 
     y = mucudnn.conv2d(x, w, padding=1, tuner=mucudnn.Tuner(workspace_limit="64MiB"))
 
@@ -7,8 +7,7 @@
     with mucudnn.Trainer(network, optimizer=optimizer, budget="1GiB") as trainer:
         mucudnn.fit(trainer, batches, epochs=10)
 
-A name is imported when it is first used: `import mucudnn` costs nothing, and neither
-does the start of the command.
+Names are imported on first use, so that `import mucudnn` and the command start fast.
 """
 
 from importlib import import_module
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOMES = {
+_EXPORTS = {
     "backends": ("get_backend",),
     "errors": ("MucudnnError",),
     "ir.builder": ("GraphBuilder",),
@@ -101,11 +100,11 @@ _HOMES = {
     "runtime.tuning.tuner": ("Tuner",),
     "studies.memory_study": ("study_memory",),
 }
-"""Module -> the names that it gives."""
+"""Module -> the names that it exports."""
 
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-_ROOMS = (
+_SUBMODULES = (
     "backends",
     "data",
     "errors",
@@ -160,12 +159,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     value: Any
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return import_module(f"mucudnn.{name}")
     if name == "__version__":
         value = import_module("mucudnn.version").installed_version()
-    elif name in _HOME:
-        value = getattr(import_module(f"mucudnn.{_HOME[name]}"), name)
+    elif name in _MODULE_OF:
+        value = getattr(import_module(f"mucudnn.{_MODULE_OF[name]}"), name)
     else:
         raise AttributeError(f"module 'mucudnn' has no attribute {name!r}")
     globals()[name] = value
@@ -173,4 +172,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,7 +1,7 @@
-"""The command `mucudnn`, also as `python -m mucudnn`, from its first moment on.
+"""Run the command `mucudnn`, also as `python -m mucudnn`.
 
-Importing it takes a part of a second, in which people press Ctrl-C, too: so everything
-is imported inside the guard.
+The import of the command line takes a noticeable time during which users may press
+Ctrl-C, so everything is imported inside the guard.
 """
 
 import os
@@ -20,9 +20,9 @@ def main() -> None:
         from mucudnn.runtime.interrupts import Interrupts, end_children
 
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # What the guard leaves behind: the interpreter's own end is no traceback.
+            # Outside the guard, Ctrl-C ends the interpreter without a traceback.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with Interrupts(_end) as interrupts:
+        with Interrupts(_exit_at_once) as interrupts:
             from mucudnn.cli import main as command
 
             try:
@@ -34,21 +34,21 @@ def main() -> None:
         number = None if interrupts is None else interrupts.number
         sys.exit(128 + (number or 2))
     finally:
-        _end_by_the_exit_code()
+        _clear_interrupt_mark()
 
 
-def _end_by_the_exit_code() -> None:
-    """Let `python -m` end so even where Ctrl-C came while code in a text ran.
+def _clear_interrupt_mark() -> None:
+    """Keep `python -m` from killing itself by SIGINT after a handled Ctrl-C.
 
-    It notes whether `KeyboardInterrupt` left the last `exec` or `eval` of a text, and
-    if so kills itself by SIGINT in the end, whoever caught that. Dataclasses and named
-    tuples are made from texts: any import may be the place.
+    The interpreter remembers if `KeyboardInterrupt` ended the last `exec` or `eval` of
+    a string, and then kills itself by SIGINT at exit, even if the exception was caught.
+    Dataclasses and named tuples are built by `exec`, so any import may leave this mark.
     """
     exec("")
 
 
 def _open_standard_streams() -> None:
-    """Where one was closed, a file of the command would take its number."""
+    """Fill closed descriptors 0 to 2, or the next opened file would get one."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -59,8 +59,8 @@ def _open_standard_streams() -> None:
             setattr(sys, name, stream)
 
 
-def _end(number: int) -> None:
-    """At once: nothing more is written, but the terminal gets its cursor back."""
+def _exit_at_once(number: int) -> None:
+    """Exit without cleanup, but make the terminal's cursor visible again."""
     from mucudnn.runtime.interrupts import end_children
 
     end_children()

@@ -1,8 +1,8 @@
-"""Arguments as callers give them, checked where they come in.
+"""Validate arguments at public entry points.
 
-Every message says which argument it is, what was found, and what would work. A number
-may be of any type that is one (NumPy's too); a text never is. Everywhere a value of
-another kind is a `TypeError`, one out of range, empty or unknown a `ValueError`.
+Each message names the argument, the value found, and what is allowed. A number may be
+of any numeric type (also NumPy's), but not text. A value of the wrong type is a
+`TypeError`; one that is out of range, empty or unknown is a `ValueError`.
 """
 
 import math
@@ -25,15 +25,15 @@ __all__ = [
 ]
 
 _LONGEST = 80
-"""Characters of a value that a message shows."""
+"""Maximum characters of a value in a message."""
 
 
 def an_integer(
     name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
-    """A whole number."""
+    """Return an integer of a range."""
     try:
-        number = operator.index(_no_text(value))
+        number = operator.index(_reject_text(value))
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if least is not None and number < least:
@@ -44,7 +44,7 @@ def an_integer(
 
 
 def integers(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
-    """A tuple of whole numbers, from any sequence of them."""
+    """Return a tuple of integers from any sequence of them."""
     if isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     try:
@@ -63,9 +63,9 @@ def a_number(
     above: bool = False,
     finite: bool = True,
 ) -> float:
-    """A number, of a range that is closed but for `above`, where it is open below."""
+    """Return a float of a closed range; with `above`, it is open below."""
     try:
-        number = float(_no_text(value))
+        number = float(_reject_text(value))
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
     in_range = number > least if above else number >= least
@@ -79,15 +79,15 @@ def a_number(
     return number
 
 
-def _no_text(value: Any) -> Any:
-    """A value, unless it is a text or a flag, which nobody means a number by."""
+def _reject_text(value: Any) -> Any:
+    """Raise for text and flags, which `float` and `index` would accept."""
     if isinstance(value, bool | str | bytes | bytearray):
         raise TypeError
     return value
 
 
 def a_flag(name: str, value: Any) -> bool:
-    """True or False, nothing that is merely taken for it."""
+    """Return True or False; other truthy values are refused."""
     if isinstance(value, bool):
         return value
     if type(value).__name__ in ("bool", "bool_"):  # NumPy's
@@ -96,7 +96,7 @@ def a_flag(name: str, value: Any) -> bool:
 
 
 def a_text(name: str, value: Any) -> str:
-    """A string that is not empty."""
+    """Return a string that is not empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {value!r}")
     if not value:
@@ -105,7 +105,7 @@ def a_text(name: str, value: Any) -> str:
 
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
-    """One of some words."""
+    """Return one of some words."""
     valid = ", ".join(choices := tuple(choices))
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; choose one of: {valid}")
@@ -115,7 +115,7 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def a_path(name: str, value: Any) -> Path:
-    """A path, from a string or anything that stands for one."""
+    """Return a path from a string or a path-like object."""
     path = fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str):
         raise TypeError(f"{name} must be a path, got {value!r}")
@@ -126,19 +126,19 @@ def a_path(name: str, value: Any) -> Path:
 
 
 def a_function(name: str, value: Any, wanted: str) -> None:
-    """Refuse what cannot be called; `wanted` says in words with what."""
+    """Refuse a value that is not callable; `wanted` describes the signature."""
     if not callable(value):
-        raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
+        raise TypeError(f"{name} must be {wanted}, got {_abbreviate(value)}")
 
 
 def of_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:
-    """Refuse what is of another type; `wanted` says in words how to come by one."""
+    """Refuse a value of another type; `wanted` describes a valid one."""
     kinds = (kind,) if isinstance(kind, type) else tuple(kind)
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
+        raise TypeError(f"{name} must be {wanted}, got {_abbreviate(value)}")
 
 
-def _shown(value: Any) -> str:
-    """Return a value as a message shows it: by its type if it takes many words."""
+def _abbreviate(value: Any) -> str:
+    """Return the `repr` of a value, or its type if that is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST and "\n" not in text else f"{type(value)}"

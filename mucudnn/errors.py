@@ -1,25 +1,25 @@
-"""Every exception mucudnn raises on purpose.
+"""Define every exception that mucudnn raises on purpose.
 
 * MucudnnError
   + UnsupportedError      no algorithm of this backend can run this problem
   + PlanningError         no plan fits the limit
   + ScheduleError         a schedule breaks a rule of its instructions
-  + CacheError            a file to import or export is not what it claims to be
-  + DataError             a data set is missing, truncated or something else
-  + CheckpointError       a checkpoint cannot be written, or is of something else
+  + CacheError            a file to import or export is invalid
+  + DataError             a data set is missing, truncated or invalid
+  + CheckpointError       a checkpoint cannot be written, or belongs to something else
   + RankLostError         another process of the training is gone
-  + TrainingError         training cannot go on: its loss is no number any more
+  + TrainingError         training cannot go on: its loss is not finite
   + VerificationError     a planned run's results differ from an unplanned one's
   + BackendUnavailableError (ImportError)   the library or device is missing
-  + BackendError          a driver or library call returned a status
+  + BackendError          a driver or library call returned an error status
     - StepFailedError     a kernel of a plan failed
   + OutOfMemoryError (MemoryError)
 
-Bad arguments (shapes, sizes, names) raise the builtin ValueError or TypeError.
+Invalid arguments (shapes, sizes, names) raise the builtin ValueError or TypeError.
 
-All of them survive `pickle` and `copy` with every attribute: an error of a worker
-process must reach the one that waits for it. An attribute that cannot travel, such as
-a driver's own exception, is replaced by words about it.
+All errors survive `pickle` and `copy` with every attribute, because a worker's error
+has to reach the waiting process. An attribute that cannot be pickled, such as a
+driver's own exception, is replaced by text.
 """
 
 import copy
@@ -49,10 +49,12 @@ class MucudnnError(Exception):
     """Base class of every error raised by this library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _parts(self, super().__reduce__(), _portable)
+        return _reduce_with(self, super().__reduce__(), _portable)
 
     def __copy__(self) -> "MucudnnError":
-        return _rebuilt(*_parts(self, super().__reduce__(), lambda value: value)[1])
+        return _rebuild(
+            *_reduce_with(self, super().__reduce__(), lambda value: value)[1]
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MucudnnError":
         def copied(value: Any) -> Any:
@@ -61,22 +63,22 @@ class MucudnnError(Exception):
             except Exception:  # what it is made of may refuse; then it is shared
                 return value
 
-        return _rebuilt(*_parts(self, super().__reduce__(), copied)[1])
+        return _rebuild(*_reduce_with(self, super().__reduce__(), copied)[1])
 
 
-def _parts(
+def _reduce_with(
     error: MucudnnError, reduced: Any, carried: Callable[[Any], Any]
 ) -> tuple[Any, ...]:
-    """What an error is rebuilt from; its constructor wants something else."""
+    """Return what `pickle` rebuilds an error from, without calling its constructor."""
     state = reduced[2] if len(reduced) > 2 else {}
-    return _rebuilt, (
+    return _rebuild, (
         type(error),
         tuple(carried(value) for value in error.args),
         {name: carried(value) for name, value in (state or {}).items()},
     )
 
 
-def _rebuilt(
+def _rebuild(
     kind: type[MucudnnError], args: tuple[Any, ...], state: dict[str, Any]
 ) -> MucudnnError:
     error = BaseException.__new__(kind, *args)
@@ -86,10 +88,10 @@ def _rebuilt(
 
 
 def _portable(value: Any) -> Any:
-    """A value, or where it would not arrive, words about it."""
+    """Return a value, or text about it if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(value))
-    except Exception:  # objects that do not pickle raise anything
+    except Exception:  # `__reduce__` of foreign objects may raise anything
         name = type(value).__qualname__
         try:
             text = f"{name}: {value}"
@@ -107,9 +109,9 @@ class PlanningError(MucudnnError):
     """No plan fits the limit.
 
     Attributes:
-        node: Where bytes are short, of a step; None if it is of none.
-        short_by: How many bytes the limit is below `least_bytes`; None if not known.
-        least_bytes: A limit that will do; None if not known.
+        node: Node at which memory is short; None if it is not a step that was planned.
+        short_by: Bytes missing up to `least_bytes`; None if unknown.
+        least_bytes: A sufficient limit; None if unknown.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class PlanningError(MucudnnError):
 
 
 class ScheduleError(MucudnnError):
-    """A schedule reads what is not there, frees what is in use, or leaks."""
+    """A schedule reads missing data, frees memory in use, or leaks."""
 
 
 class CacheError(MucudnnError):
@@ -135,10 +137,7 @@ class CacheError(MucudnnError):
 
 
 class DataError(MucudnnError):
-    """A data set cannot be read: its files, or what reads them, are not there or wrong.
-
-    The message names the file and, where there is one, the byte.
-    """
+    """A data set cannot be read: a file or its reader is missing or invalid."""
 
 
 class CheckpointError(MucudnnError):
@@ -150,12 +149,7 @@ class RankLostError(MucudnnError):
 
 
 class TrainingError(MucudnnError):
-    """Training cannot go on.
-
-    Attributes:
-        epoch: In which epoch, from 0.
-        step: In which step of the whole training, from 0.
-    """
+    """Training cannot go on; `epoch` and `step` count from 0."""
 
     def __init__(self, message: str, *, epoch: int, step: int) -> None:
         super().__init__(message)
@@ -179,9 +173,9 @@ class StepFailedError(BackendError):
     """A kernel of a plan failed.
 
     Attributes:
-        algo: The algorithm that failed.
-        done: Samples whose result had been written before it.
-        reason: What the backend said.
+        algo: Algorithm that failed.
+        done: Samples whose results had been written before.
+        reason: The backend's exception.
     """
 
     def __init__(self, algo: str, done: int, reason: Exception) -> None:

@@ -1,13 +1,13 @@
-"""Reading and writing files whole: all of it or nothing, and only what is a file.
+"""Read and write files atomically, and regular files only.
 
-A file that is written appears complete, in place of the one before: whatever ends the
-writing, a full disk or a kill, the old one is as it was and nothing lies beside it. So
-that a rename replaces no more than a file's contents, links are followed to what they
-name, owner and permissions stay, and a directory, device, FIFO or socket is refused.
-Another hard link to the old file keeps the old contents.
+A written file replaces the old one only when it is complete: if a full disk or a kill
+ends the writing, the old file is unchanged and no draft is left. The replacement acts
+like writing in place: links are followed, owner and permissions are preserved, and
+directories, devices, FIFOs and sockets are refused. Another hard link to the old file
+keeps the old contents.
 
-Open descriptors that have names (`/dev/stdout`, `/dev/fd/3`) are streams: there is
-nothing to replace, and they are written to plainly.
+Paths of open descriptors (`/dev/stdout`, `/dev/fd/3`) are streams: they are written
+directly.
 """
 
 import contextlib
@@ -42,36 +42,35 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _MOST_LINKS = 40
-_LONGEST = 40  # characters of a name that its draft's name repeats
-_NEW = 0o666  # what the umask leaves of it
+_LONGEST = 40  # characters of the target's name in the draft's name
+_NEW = 0o666  # before the umask
 _PERMISSIONS = 0o777
 
 
 def write_whole(path: Path | str, contents: bytes | Filler) -> None:
-    """Write a file, or leave it as it was.
+    """Write a file atomically.
 
     Args:
-        path: Where; a link is followed.
-        contents: The bytes, or what writes them to a file that can be read and sought
-            as well.
+        path: Path of the file; links are followed.
+        contents: The bytes, or a function that writes them to a seekable binary file.
 
     Raises:
-        OSError: It cannot be written, or is no file; `strerror` says why.
+        OSError: The file cannot be written or is not a regular file; see `strerror`.
     """
-    fill = contents if callable(contents) else _writer(contents)
+    fill = contents if callable(contents) else lambda file: file.write(contents)
     number = descriptor_of(path)
     if number is not None:
-        _write_plainly(number, fill)
+        _write_stream(number, fill)
         return
-    target, found = _target(path)
+    target, found = _resolve_target(path)
     draft: Path | None = None
     try:
-        with _draft(target) as (file, draft):
+        with _open_draft(target) as (file, draft):
             fill(file)
             file.flush()
-            _become(file.fileno(), found)
+            _copy_ownership(file.fileno(), found)
             os.fsync(file.fileno())
-            draft = draft or _named(file, target)
+            draft = draft or _link_draft(file, target)
         draft.replace(target)
     except BaseException:
         if draft is not None:
@@ -81,13 +80,13 @@ def write_whole(path: Path | str, contents: bytes | Filler) -> None:
 
 
 def check_writable(path: Path | str) -> None:
-    """Raise the `OSError` that `write_whole` would; nothing is changed."""
+    """Raise the `OSError` that `write_whole` would; change nothing."""
     number = descriptor_of(path)
     if number is not None:
         os.fstat(number)
         return
-    target, _ = _target(path)
-    with _draft(target) as (_, name):
+    target, _ = _resolve_target(path)
+    with _open_draft(target) as (_, name):
         pass
     if name is not None:
         name.unlink()
@@ -96,19 +95,19 @@ def check_writable(path: Path | str) -> None:
 def read_whole(
     path: Path | str, *, most: int | None = None, streams: bool = False
 ) -> bytes:
-    """The contents of a file.
+    """Return the contents of a file.
 
     Args:
-        path: Which.
-        most: Bytes it may have.
-        streams: Whether it may be an open descriptor's name, which is read but once.
+        path: Path of the file.
+        most: Maximum size in bytes.
+        streams: Whether the path may name an open descriptor, which is read once.
 
     Raises:
-        OSError: It cannot be read, is no file, or is too large; `strerror` says why.
+        OSError: The file is missing, not regular, or too large; see `strerror`.
     """
     if not (streams and descriptor_of(path) is not None):
         check_file(path)
-    with _named_well(path), Path(path).open("rb") as file:
+    with _check_name(path), Path(path).open("rb") as file:
         contents = file.read(-1 if most is None else most + 1)
     if most is not None and len(contents) > most:
         raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes expected")
@@ -116,13 +115,13 @@ def read_whole(
 
 
 def check_file(path: Path | str) -> None:
-    """Raise an `OSError` unless there is a file: reading a FIFO may never end."""
-    with _named_well(path):
+    """Raise an `OSError` unless the file is regular: reading a FIFO may block."""
+    with _check_name(path):
         _refuse_others(Path(path).stat())
 
 
 def descriptor_of(path: Path | str) -> int | None:
-    """The open descriptor that a path is a name of, or links to such a name."""
+    """Return the open descriptor that a path names or links to, or None."""
     ours = re.compile(rf"/dev/fd|/proc/{os.getpid()}(/task/\d+)?/fd")
     at = Path(path)
     with contextlib.suppress(OSError, ValueError):
@@ -134,20 +133,16 @@ def descriptor_of(path: Path | str) -> int | None:
     return None
 
 
-def _writer(contents: bytes) -> Filler:
-    return lambda file: file.write(contents)
-
-
-def _write_plainly(number: int, fill: Filler) -> None:
+def _write_stream(number: int, fill: Filler) -> None:
     contents = io.BytesIO()
     fill(contents)
     with os.fdopen(os.dup(number), "wb") as stream:
         stream.write(contents.getbuffer())
 
 
-def _target(path: Path | str) -> tuple[Path, os.stat_result | None]:
-    """Where a file really is, and what is known of the one there."""
-    with _named_well(path):
+def _resolve_target(path: Path | str) -> tuple[Path, os.stat_result | None]:
+    """Return the file behind all links, and its status if it exists."""
+    with _check_name(path):
         target = Path(os.path.realpath(path))
         try:
             found = Path(path).stat()
@@ -157,7 +152,7 @@ def _target(path: Path | str) -> tuple[Path, os.stat_result | None]:
             target.parent.stat()
             return target, None
     _refuse_others(found)
-    os.close(os.open(target, os.O_WRONLY))  # one that is write-protected stays
+    os.close(os.open(target, os.O_WRONLY))  # refuse a write-protected file
     return target, found
 
 
@@ -168,8 +163,8 @@ def _refuse_others(found: os.stat_result) -> None:
 
 
 @contextlib.contextmanager
-def _named_well(path: Path | str) -> Iterator[None]:
-    """Within it a name that no file can have is an `OSError`."""
+def _check_name(path: Path | str) -> Iterator[None]:
+    """Turn the `ValueError` of an invalid file name into an `OSError`."""
     try:
         yield
     except ValueError as e:
@@ -177,16 +172,16 @@ def _named_well(path: Path | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _draft(target: Path) -> Iterator[tuple[BinaryIO, Path | None]]:
-    """A new file in the target's folder, and its name if it needs one.
+def _open_draft(target: Path) -> Iterator[tuple[BinaryIO, Path | None]]:
+    """Open a new file in the target's folder; return its name if it has one.
 
-    Where the system can, it has none as yet: then a kill leaves nothing.
+    With `O_TMPFILE` it has none until it is complete, so a kill leaves no file.
     """
     name: Path | None = None
     if sys.platform == "linux":
         try:
             number = os.open(target.parent, os.O_TMPFILE | os.O_RDWR, _NEW)
-        except OSError:  # not every file system has them
+        except OSError:  # not every file system supports O_TMPFILE
             number, name = _open_named(target)
     else:
         number, name = _open_named(target)
@@ -205,8 +200,8 @@ def _draft_name(target: Path) -> Path:
     return target.with_name(f".{word}.{secrets.token_hex(6)}.partial")
 
 
-def _named(file: BinaryIO, target: Path) -> Path:
-    """Give a file without a name the one that a draft would have."""
+def _link_draft(file: BinaryIO, target: Path) -> Path:
+    """Give an unnamed file the name of a draft."""
     name = _draft_name(target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
@@ -214,20 +209,20 @@ def _named(file: BinaryIO, target: Path) -> Path:
         source = f"/proc/self/fd/{file.fileno()}"
         os.link(source, name.name, dst_dir_fd=folder, follow_symlinks=True)
     except OSError:
-        return _copied(file, target)
+        return _copy_draft(file, target)
     finally:
         os.close(folder)
     return name
 
 
-def _copied(file: BinaryIO, target: Path) -> Path:
+def _copy_draft(file: BinaryIO, target: Path) -> Path:
     number, name = _open_named(target)
     try:
         with os.fdopen(number, "w+b") as copy:
             file.seek(0)
             shutil.copyfileobj(file, copy)
             copy.flush()
-            _become(copy.fileno(), os.fstat(file.fileno()))
+            _copy_ownership(copy.fileno(), os.fstat(file.fileno()))
             os.fsync(copy.fileno())
     except BaseException:
         with contextlib.suppress(OSError):
@@ -236,8 +231,8 @@ def _copied(file: BinaryIO, target: Path) -> Path:
     return name
 
 
-def _become(number: int, old: os.stat_result | None) -> None:
-    """Owner and permissions of the file before, as far as they may be given."""
+def _copy_ownership(number: int, old: os.stat_result | None) -> None:
+    """Copy owner and permissions of the old file as far as permitted."""
     if old is None or sys.platform == "win32":
         return
     with contextlib.suppress(PermissionError):
@@ -248,7 +243,7 @@ def _become(number: int, old: os.stat_result | None) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Let names survive a power cut, too; not every system has that."""
+    """Make renames in a folder durable where the system supports it."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:

@@ -1,9 +1,9 @@
-"""What a forked process can rely on: things of its own, and files that are at rest.
+"""Keep locks, pools and files valid in forked processes.
 
-Of all threads only the one that forks lives on in the child. A lock that another one
-held is never released there, a pool has no threads, and a library that was at work in
-another thread is stopped in the middle. So locks and pools belong to a process (`Own`),
-and what must not be cut in two is put to rest before (`attend`).
+A fork copies only the calling thread. A lock held by another thread is never released
+in the child, a pool has no threads, and a library active in another thread is stopped
+midway. So locks and pools belong to one process (`Own`), and objects that must not be
+interrupted are brought to rest before a fork (`attend`).
 """
 
 import functools
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Own(Generic[T]):
-    """One value a process, made where it is first asked for.
+    """A value per process, created on first use.
 
     Args:
-        make: Makes it; of two threads that ask at once, both get the same one.
+        make: Creates the value; concurrent threads get the same one.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -30,14 +30,14 @@ class Own(Generic[T]):
 
     @property
     def mine(self) -> T:
-        """This process's value."""
+        """Value of the current process."""
         pid = os.getpid()
         try:
             return self._values[pid]
         except KeyError:
             value = self._values.setdefault(pid, self._make())
             for other in [key for key in list(self._values) if key != pid]:
-                self._values.pop(other, None)  # a later process may have its number
+                self._values.pop(other, None)  # process numbers are reused
             return value
 
     def __reduce__(self) -> Any:
@@ -45,24 +45,24 @@ class Own(Generic[T]):
 
 
 class Attendant(Protocol):
-    """What has to do something when its process forks."""
+    """An object that has to act when its process forks."""
 
     def before_fork(self) -> None:
-        """Come to rest. What it raises is printed and does not stop the fork."""
+        """Come to rest. Exceptions are printed and do not stop the fork."""
         ...
 
     def after_fork(self, *, child: bool) -> None:
-        """Go on, in the process that forked and in its child."""
+        """Continue, in the parent and in the child."""
         ...
 
 
 _attendants: dict[int, weakref.ref[Attendant]] = {}
-"""The interpreter's list of what to call at a fork is global, and nothing can be taken
-from it: so one call is on it, from the first attendant on, and this table is ours."""
+"""Registered attendants. The interpreter's list of fork hooks is append-only, so a
+single hook is registered there, which calls the attendants in this table."""
 
 
 def attend(one: Attendant) -> None:
-    """Tell `one` of every fork for as long as it lives."""
+    """Notify `one` of every fork as long as it is alive."""
     _register()
     key = id(one)
 

@@ -1,6 +1,6 @@
-"""How plans and studies look in a notebook.
+"""Render plans and studies in notebooks.
 
-Values do not know the report that draws them: it is looked up when something is shown.
+Values do not import the report that draws them; it is looked up when they are shown.
 """
 
 from importlib import import_module
@@ -9,11 +9,6 @@ __all__ = ["drawn"]
 
 
 def drawn(kind: str, value: object) -> str:
-    """A value as HTML that needs nothing else: no script, no other file.
-
-    Args:
-        kind: Name of a function of `mucudnn.report.pages.notebook`.
-        value: What it draws.
-    """
+    """Return a value as self-contained HTML, by a function of the notebook report."""
     html: str = getattr(import_module("mucudnn.report.pages.notebook"), kind)(value)
     return html

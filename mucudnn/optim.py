@@ -1,4 +1,4 @@
-"""Optimizers and learning rates: what a `Trainer` is given.
+"""Optimizers and learning rates of a `Trainer`.
 
 Examples:
     >>> from mucudnn import optim

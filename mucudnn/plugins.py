@@ -1,7 +1,7 @@
-"""What installed distributions add to tables: entry points, loaded when asked for.
+"""Find entry points of installed distributions, and load them on demand.
 
-Anything can be installed. A distribution that cannot be read costs a warning that names
-it, never the command that looked for another one.
+A distribution that cannot be read causes a warning that names it, but does not fail the
+command that searches for another one.
 """
 
 import sys
@@ -24,32 +24,26 @@ __all__ = [
 
 
 class PluginWarning(UserWarning):
-    """An installed distribution offers something that cannot be used."""
+    """A warning about an installed distribution with unusable entry points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """Something that a distribution offers under a name.
-
-    Attributes:
-        name: In its group.
-        distribution: What has to be installed anew, or removed, if it is broken.
-        entry: Where it is.
-    """
+    """A named object offered by an installed distribution."""
 
     name: str
     distribution: str
     entry: EntryPoint
 
     def load(self) -> Any:
-        """Import it.
+        """Import the object.
 
         Raises:
-            ImportError: It cannot be had; the message names the distribution.
+            ImportError: The import fails; the message names the distribution.
         """
         try:
             return self.entry.load()
-        except (Exception, SystemExit) as e:  # somebody else's module raises anything
+        except (Exception, SystemExit) as e:  # foreign modules may raise anything
             raise ImportError(
                 f"{self.name!r} of the distribution {self.distribution} "
                 f"({self.entry.value}) cannot be loaded: {type(e).__name__}: {e}"
@@ -57,12 +51,12 @@ class Plugin:
 
 
 def plugins(group: str) -> tuple[Plugin, ...]:
-    """What all installed distributions offer in a group, in the order of `sys.path`."""
+    """Return the entry points of a group, in the order of `sys.path`."""
     found: dict[tuple[str, str], Plugin] = {}
     for distribution in distributions():
         try:
             entries = distribution.entry_points.select(group=group)
-        except Exception as e:  # parsers of a damaged file raise anything
+        except Exception as e:  # parsers of damaged metadata may raise anything
             warnings.warn(
                 f"the entry points of the distribution {_name(distribution)} cannot be "
                 f"read: {type(e).__name__}: {e}",
@@ -77,12 +71,12 @@ def plugins(group: str) -> tuple[Plugin, ...]:
 
 
 def plugin_names(group: str) -> tuple[str, ...]:
-    """The names in a group, each once."""
+    """Return the names in a group, each once."""
     return tuple(dict.fromkeys(plugin.name for plugin in plugins(group)))
 
 
 def find_plugin(group: str, name: str) -> Plugin | None:
-    """What has a name in a group, if anything has.
+    """Return the plugin of a name in a group, or None.
 
     Raises:
         ValueError: Two distributions offer that name.
@@ -98,7 +92,7 @@ def find_plugin(group: str, name: str) -> Plugin | None:
 
 
 def module_files(*groups: str) -> Iterator[str]:
-    """Source files of what was imported for entry points of some groups."""
+    """Yield source files of modules imported for entry points of some groups."""
     for group in groups:
         for plugin in plugins(group):
             module = sys.modules.get(plugin.entry.module)
@@ -107,7 +101,7 @@ def module_files(*groups: str) -> Iterator[str]:
 
 
 def _name(distribution: Distribution) -> str:
-    """A distribution's name; that of its folder where its metadata are missing."""
+    """Return a distribution's name; without metadata, that of its folder."""
     with suppress(Exception):
         if name := distribution.name:
             return name

@@ -1,14 +1,14 @@
-"""The tables of strategies, to look names up in and to add to.
+"""Registries of strategies, which can be extended.
 
-`PLANNERS` divide mini-batches, `POLICIES` say what stays on the device, `SCHEDULERS`
-when copies run, `ORDERS` in which order nodes do.
+`PLANNERS` divide mini-batches, `POLICIES` decide which tensors stay on the device,
+`SCHEDULERS` when copies run, `ORDERS` in which order nodes run.
 
 Examples:
     >>> from mucudnn.strategies import PLANNERS
     >>> PLANNERS.resolve("undivided").__doc__
     'What plain cuDNN does: one call, the fastest algorithm that fits.'
 
-Wherever a name is accepted, a function is too; `register` makes its name one:
+A function is accepted wherever a name is; `register` adds it under its own name:
 
     @POLICIES.register
     def mine(step): ...

@@ -1,4 +1,4 @@
-"""The version that is installed."""
+"""Version of the installed package."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ __all__ = ["installed_version"]
 
 
 def installed_version() -> str:
-    """Of mucudnn itself; `unknown` where it runs from a folder."""
+    """Return the version of mucudnn; `unknown` if it runs from a folder."""
     try:
         return version("mucudnn")
     except PackageNotFoundError:

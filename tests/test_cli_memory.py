@@ -282,7 +282,7 @@ def test_a_largest_batch_is_an_answer_and_none_is_not():
 def test_help_says_how_the_command_ends():
     text = " ".join(done("--help").split())
     assert (
-        f"Ends with 0 where a technique fits, {ExitCode.NOTHING_FITS} where none does"
+        f"Exit code: 0 if a technique fits, {ExitCode.NOTHING_FITS} if none does"
         in text
     )
 

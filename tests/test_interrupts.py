@@ -49,7 +49,7 @@ sys.meta_path.insert(0, Hook())
 """
 
 
-def in_the_work(folder, action, *, calls=2, function="_Run.layer"):
+def in_the_work(folder, action, *, calls=2, function="_TimedComparison.layer"):
     """An environment in which a command does something to itself at a given call."""
     return site(
         folder,

@@ -33,7 +33,7 @@ from mucudnn.passes.planning.plan_step import (
 )
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.report.axes import columns, linear_scale, unit_of
+from mucudnn.report.axes import linear_scale, reduce_to_columns, unit_of
 from mucudnn.report.memory_text import memory_tables
 from mucudnn.report.pages.memory import memory_report, speed_series
 from mucudnn.report.snapshot import snapshot, snapshot_bytes
@@ -494,7 +494,7 @@ def test_ticks_are_few_and_within_the_axis(high, along):
 )
 def test_columns_keep_every_height(steps, width):
     points = sorted((x / 10, float(value)) for x, value in steps)
-    drawn = columns(points, width)
+    drawn = reduce_to_columns(points, width)
     assert max(v for _, v in drawn) == max(v for _, v in points)
     assert drawn[-1][1] == points[-1][1]
     xs = [x for x, _ in drawn]

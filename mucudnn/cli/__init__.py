@@ -1,4 +1,4 @@
-"""The command line: one file a command.
+"""Command line: one module per command.
 
 Nothing here imports NumPy before a command runs, so that `--help` is instant.
 """

@@ -1,6 +1,8 @@
-"""The command group, and how a command ends.
+"""Command group, error messages and exit codes.
 
-A reader that closes the pipe early ends the command in silence.
+Every function of the command line raises `BadInputError` on invalid input.
+
+A reader that closes the pipe early ends the command silently.
 """
 
 import contextlib
@@ -31,26 +33,26 @@ _SHOWN = 40
 
 
 class ExitCode(IntEnum):
-    """What a shell sees in `$?`. A signal's are 128 and its number, as in shells."""
+    """Exit code of a command; that of a signal is 128 plus its number, as in shells."""
 
     DONE = 0
-    """What was asked for is done."""
+    """The command succeeded."""
     CLOSED_PIPE = 1
-    """Whoever read the output stopped reading."""
+    """The reader of the output closed the pipe."""
     BAD_INPUT = 2
-    """What was asked for cannot be had; one line on the error stream says why."""
+    """Invalid input or a missing resource; one line on the error stream says why."""
     NOTHING_FITS = 4
-    """The question is answered, and the answer is that nothing fits."""
+    """The command succeeded, with the result that nothing fits."""
     HUNG_UP = 129
-    """The terminal is gone (SIGHUP); what was done by then is written."""
+    """The terminal is gone (SIGHUP); partial results are written."""
     INTERRUPTED = 130
-    """Ctrl-C (SIGINT); what was done by then is written."""
+    """Ctrl-C (SIGINT); partial results are written."""
     TERMINATED = 143
-    """Ended from outside (SIGTERM); what was done by then is written."""
+    """Terminated from outside (SIGTERM); partial results are written."""
 
 
 def suggesting(message: str) -> str:
-    """The message, with the name that was probably meant, if it lists what there is."""
+    """Append the closest valid name to a message that lists valid names."""
     found = _CHOICES.search(message)
     if found is None:
         return message
@@ -61,14 +63,14 @@ def suggesting(message: str) -> str:
 
 
 class BadInputError(click.ClickException):
-    """What was asked for cannot be had."""
+    """A failure caused by the user's input or environment."""
 
     exit_code = ExitCode.BAD_INPUT
 
 
 @contextlib.contextmanager
 def bad_input() -> Iterator[None]:
-    """Around code that interprets what the user wrote: its complaints are theirs."""
+    """Turn errors of code that interprets user input into `BadInputError`."""
     try:
         yield
     except (ValueError, TypeError, OSError) as e:
@@ -78,27 +80,27 @@ def bad_input() -> Iterator[None]:
 
 
 class Commands(click.Group):
-    """A group that lists its commands when it is asked for none, or an unknown one."""
+    """A command group that lists its commands on missing or unknown names."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command to run."""
+        """Find the command, or list the valid ones."""
         if args[0] not in self.commands and not args[0].startswith("-"):
             valid = ", ".join(self.list_commands(ctx))
             raise BadInputError(f"unknown command {args[0]!r}; choose one of: {valid}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, or say which there are."""
+        """Run the command; without one, print the help."""
         result = super().invoke(ctx)
         if ctx.invoked_subcommand is None:
             click.echo(ctx.get_help())
         return result
 
 
-class _OneLineErrors(Commands):
-    """The outermost group: commands fail with one line, never with a traceback."""
+class _RootGroup(Commands):
+    """The outermost group: commands fail with one line, without a traceback."""
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
         """Run and exit; see `ExitCode`."""
@@ -126,7 +128,7 @@ class _OneLineErrors(Commands):
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and write out what it printed."""
+        """Run the command and flush its output."""
         try:
             try:
                 return super().invoke(ctx)
@@ -143,7 +145,7 @@ class _OneLineErrors(Commands):
 
 
 def _one_line(message: str) -> str:
-    """A message on one line, of what somebody wrote only as much as tells which."""
+    """Return a message as one printable line, with long words abbreviated."""
     words = (
         word if len(word) <= _LONG_WORD else f"{word[:_SHOWN]}…{word[-_SHOWN:]}"
         for word in message.split()
@@ -163,16 +165,16 @@ def _warn(
 
 
 def _discard_output() -> None:
-    """Let what is buffered go nowhere, or the interpreter fails on its way out."""
+    """Redirect buffered output to nowhere, or the interpreter fails at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(
-    cls=_OneLineErrors,
+    cls=_RootGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="mucudnn", message="%(package)s %(version)s")
 def main() -> None:
-    """Training steps within a budget of memory, convolutions within a workspace."""
+    """Training steps within a memory budget, convolutions within a workspace limit."""

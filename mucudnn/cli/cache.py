@@ -1,4 +1,4 @@
-"""`mucudnn cache`: what is remembered, to look at, to share, to forget."""
+"""`mucudnn cache`: list, export, import and clear stored measurements."""
 
 import os
 import sys
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["cache", "cache_option", "open_cache", "refuse_foreign_file"]
 
 _SCHEMA = 1
-"""Of what the commands write as JSON."""
+"""Schema of the JSON output."""
 
 _SQLITE = b"SQLite format 3\0"
 
 cache_option = option(
     "--cache PATH|none",
-    "Where measurements are remembered; by default your cache directory.",
+    "Where measurements are stored; by default your cache directory.",
     name="cache_path",
 )
 _options = group(cache_option, json_option)
@@ -36,13 +36,13 @@ _options = group(cache_option, json_option)
 
 @click.group(cls=Commands, invoke_without_command=True)
 def cache() -> None:
-    """Look at remembered measurements, share them, forget them."""
+    """List, export, import and clear stored measurements."""
 
 
 @cache.command("list")
 @_options
 def list_(cache_path: str | None, json_file: str | None) -> None:
-    """What is known, one line a device."""
+    """List stored measurements, one line per device."""
     with open_cache(cache_path) as found:
         devices = found.summary()
         where = str(found.path or "memory")
@@ -79,7 +79,7 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @_options
 def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
-    """Add the measurements of FILE; of two of the same thing the newer one stays."""
+    """Add the measurements of FILE; of duplicates the newer one is kept."""
     with open_cache(cache_path) as found, progress_display(1) as show:
         show(f"reading {file}", 0, 1)
         rows = found.import_json(file)
@@ -88,31 +88,27 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
 
 
 @cache.command("clear")
-@option("--device FINGERPRINT", "Forget this device only.")
+@option("--device FINGERPRINT", "Delete measurements of this device only.")
 @_options
 def clear(device: str | None, cache_path: str | None, json_file: str | None) -> None:
-    """Forget everything."""
+    """Delete stored measurements."""
     with open_cache(cache_path) as found:
         rows = found.clear(device)
     data = {"schema": _SCHEMA, "measurements": rows}
-    emit(json_file, data, lambda: click.echo(f"{rows} measurements gone"))
+    emit(json_file, data, lambda: click.echo(f"{rows} measurements deleted"))
 
 
 @cache.command("path")
 @_options
 def path(cache_path: str | None, json_file: str | None) -> None:
-    """Where the cache is."""
+    """Print the path of the cache."""
     with open_cache(cache_path) as found:
         where = str(found.path or "memory")
     emit(json_file, {"schema": _SCHEMA, "path": where}, lambda: click.echo(where))
 
 
 def open_cache(path: str | None) -> "BenchmarkCache":
-    """The cache at `path`, in memory for `none`, else the user's.
-
-    Raises:
-        BadInputError: The file that was asked for cannot be used.
-    """
+    """Open the cache at `path`, in memory for `none`, else the user's."""
     from mucudnn.runtime.database.cache import BenchmarkCache
     from mucudnn.runtime.database.sqlite_file import IN_MEMORY_ONLY
     from mucudnn.runtime.environment import cache_path
@@ -127,15 +123,15 @@ def open_cache(path: str | None) -> "BenchmarkCache":
         cache = BenchmarkCache(Path(path))
     if cache.path is None:
         cache.close()
-        told = (str(w.message).removeprefix(IN_MEMORY_ONLY) for w in complaints)
-        raise BadInputError(f"cannot keep a cache in {path}: {'; '.join(told)}")
+        reasons = (str(w.message).removeprefix(IN_MEMORY_ONLY) for w in complaints)
+        raise BadInputError(f"cannot keep a cache in {path}: {'; '.join(reasons)}")
     for complaint in complaints:
         click.echo(f"mucudnn: warning: {complaint.message}", err=True)
     return cache
 
 
 def refuse_foreign_file(path: Path) -> None:
-    """A mistyped `--cache` must not cost a file: it would be set aside as damaged."""
+    """Refuse a file that is no cache: it would be replaced as damaged."""
     with bad_input():
         if not path.is_file():
             return

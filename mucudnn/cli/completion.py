@@ -1,7 +1,7 @@
-"""What a shell offers for a value that is half typed.
+"""Complete half-typed values in a shell.
 
-Tables are looked at when the key is pressed, so what is installed, or imported by what
-is on the line already, is offered as well.
+Tables are read when the key is pressed, so that installed plugins, and modules that the
+line imports, are included.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Complete", "completing", "completing_files", "offered"]
 
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
-"""(context, parameter, what is typed) -> what it may become."""
+"""(context, parameter, typed text) -> completions."""
 
 
 def completing(
@@ -24,12 +24,10 @@ def completing(
     several: bool = False,
     files: bool = False,
 ) -> Complete:
-    """One of some names.
+    """Return a completion for one of some names, which may depend on the line so far.
 
-    Args:
-        names: What there is, where the line is as far as a context tells.
-        several: Whether it is a comma list: then its last word is completed.
-        files: Whether it may be a file as well.
+    With `several`, the value is a comma list, whose last word is completed; with
+    `files`, it may also be a file.
     """
 
     def complete(
@@ -45,7 +43,7 @@ def completing(
 def completing_files(
     ctx: click.Context, parameter: click.Parameter, typed: str
 ) -> "list[CompletionItem]":
-    """A file: the shell knows which there are."""
+    """Complete a file name by the shell's own means."""
     del ctx, parameter
     return _file(typed)
 
@@ -53,7 +51,7 @@ def completing_files(
 def offered(
     names: Iterable[str], typed: str, *, several: bool = False
 ) -> "list[CompletionItem]":
-    """The names that begin as typed, behind the words of a list that are there."""
+    """Return names that begin as typed and are not in the list yet."""
     from click.shell_completion import CompletionItem
 
     before, comma, word = typed.rpartition(",") if several else ("", "", typed)

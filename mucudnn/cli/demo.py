@@ -1,4 +1,4 @@
-"""`mucudnn demo`: three acts in a minute, and a page that shows them."""
+"""`mucudnn demo`: three acts in a minute, and a page of their results."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -23,27 +23,25 @@ _NO_TORCH = (
 )
 
 
-class _Line:
-    """What an act is at, and which measurement it waits for."""
+class _ActProgress:
+    """Progress of an act: its current stage and measurement."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self._at = ""
 
     def say(self, text: str) -> None:
-        """Something begins."""
         self._at = text
         self._show(text, 0, 1)
 
     def measured(self, at: "Measured") -> None:
-        """One algorithm was timed at one size."""
         self._show(f"{self._at}: {at.algo}({at.batch})", at.done, at.total)
 
 
 @click.command()
 @option(
     "--report FILE",
-    "Where the page is written.",
+    "Page to write.",
     output_file,
     name="report_file",
     default="mucudnn-demo.html",
@@ -51,9 +49,9 @@ class _Line:
 )
 @click.pass_context
 def demo(ctx: click.Context, report_file: str) -> None:
-    """Show what this does: a convolution, a training step, a PyTorch model.
+    """Demonstrate mucudnn: a convolution, a training step, a PyTorch model.
 
-    Everything is measured here and now, in about a minute; nothing is remembered.
+    Everything is measured on the spot, in about a minute; nothing is stored.
     """
     from mucudnn.backends import get_backend
     from mucudnn.report.pages.demo import demo_page
@@ -61,7 +59,7 @@ def demo(ctx: click.Context, report_file: str) -> None:
     acts: list[LayerAct | StepAct] = []
     interrupted = False
     try:
-        for act in _played():
+        for act in _play_acts():
             click.echo(f"   {act.sentence}")
             acts.append(act)
     except KeyboardInterrupt:
@@ -75,7 +73,7 @@ def demo(ctx: click.Context, report_file: str) -> None:
         ctx.exit(ExitCode.INTERRUPTED)
 
 
-def _played() -> "Iterator[LayerAct | StepAct]":
+def _play_acts() -> "Iterator[LayerAct | StepAct]":
     from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.studies.demo import slow_layer, small_step
 
@@ -85,15 +83,15 @@ def _played() -> "Iterator[LayerAct | StepAct]":
     ):
         click.echo(title)
         with progress_display(1) as show, bad_input():
-            line = _Line(show)
+            line = _ActProgress(show)
             tuner = Tuner(cache=None, workspace_limit="8MiB", progress=line.measured)
             act = play(tuner, line.say)
         yield act
     click.echo("3. The same for a PyTorch model.")
-    yield from _torch_act()
+    yield from _play_torch_act()
 
 
-def _torch_act() -> "Iterator[StepAct]":
+def _play_torch_act() -> "Iterator[StepAct]":
     try:
         from mucudnn.torch.demo import small_torch_step
     except ImportError:
@@ -102,7 +100,7 @@ def _torch_act() -> "Iterator[StepAct]":
     from mucudnn.studies.demo import StepAct
 
     with progress_display(1) as show, bad_input():
-        found = small_torch_step(_Line(show).say)
+        found = small_torch_step(_ActProgress(show).say)
     yield StepAct(
         name=found.name,
         whole=found.whole.plan,

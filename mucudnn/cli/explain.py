@@ -1,4 +1,4 @@
-"""`mucudnn explain`: why a convolution is divided as it is."""
+"""`mucudnn explain`: the reasons for a convolution's plan."""
 
 from typing import Any
 
@@ -31,19 +31,16 @@ __all__ = ["explain"]
     shell_complete=complete_source,
 )
 @click.argument(
-    "name",
-    metavar="[LAYER]",
-    required=False,
-    shell_complete=completing(layer_names),
+    "name", metavar="[LAYER]", required=False, shell_complete=completing(layer_names)
 )
 @layer_options(default_directions="forward")
 @section("Limits", workspace_option, limit_options)
 @section("How", measuring_options)
 @section("Output", json_option)
 def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
-    """Plan a layer of a suite (its name or number), or a problem, and say why."""
+    """Plan a layer of a suite (its name or number), or a problem, and explain why."""
     found = layers_of(() if source is None else (source,), settings)
-    layers = found if name is None else (_named(found, name),)
+    layers = found if name is None else (_find_layer(found, name),)
     from mucudnn.cli.progress import progress_display
     from mucudnn.cli.progress_words import LayerWords
     from mucudnn.codecs.values import plan_to_dict
@@ -89,7 +86,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     emit(settings["json_file"], data, show)
 
 
-def _named(layers: tuple[Layer, ...], name: str) -> Layer:
+def _find_layer(layers: tuple[Layer, ...], name: str) -> Layer:
     by_number = {str(i): layer for i, layer in enumerate(layers, start=1)}
     by_name = {layer.name: layer for layer in layers}
     layer = by_name.get(name) or by_number.get(name)

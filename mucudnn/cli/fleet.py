@@ -1,4 +1,4 @@
-"""`mucudnn fleet`: how a mini-batch is shared out among unequal devices."""
+"""`mucudnn fleet`: division of a mini-batch among heterogeneous devices."""
 
 import re
 from typing import Any
@@ -31,8 +31,8 @@ __all__ = ["fleet"]
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
-def _batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]:
-    """`256`, or `128-512`: the best of a range."""
+def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]:
+    """Parse `256`, or `128-512` for the best of a range."""
     if isinstance(text, tuple):
         return text
     found = _RANGE.fullmatch(text.strip())
@@ -45,15 +45,15 @@ def _batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]:
     return least, most or None
 
 
-def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
+def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(text, tuple):
         return text
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 @cloup.command(
-    epilog=f"Ends with 0 where the batch fits, {ExitCode.NOTHING_FITS} where it does "
-    "not, 2 where what is asked for cannot be had."
+    epilog=f"Exit code: 0 if the batch fits, {ExitCode.NOTHING_FITS} if it does not, "
+    "2 on invalid input."
 )
 @import_option
 @model_argument
@@ -62,14 +62,14 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
     option(
         "--batch N",
         "Samples of a step on all devices together; 128-512: the best of a range.",
-        _batches,
+        _parse_batches,
         default="256",
     ),
     option(
         "--devices NAME,…",
-        "Devices, such as 2xh100,p100: a name estimates from published figures, "
-        "NAME=RECORDING takes convolutions from there, FILE.json is a table of steps.",
-        _names,
+        "Devices, such as 2xh100,p100: NAME is estimated from published figures, "
+        "NAME=RECORDING uses recorded convolutions, FILE.json is a table of steps.",
+        _parse_names,
         complete=completing(lambda _: DEVICES, several=True),
     ),
     image_option,
@@ -79,32 +79,32 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
     "How",
     option(
         "--at-least N",
-        "Samples of every device; with 0 a slow one may be left out.",
+        "Least samples of every device; with 0 a slow one may be left out.",
         count(0, MOST_IMAGES),
         default=0,
     ),
     option(
         "--link SIZE",
-        "Bytes a second of the slowest link, one direction; by default the slowest "
-        "device's to its host.",
+        "One-way bytes per second of the slowest link; by default that of the slowest "
+        "device to its host.",
         byte_size,
     ),
-    option("--all-reduce MS", "What summing the gradients takes.", real()),
+    option("--all-reduce MS", "Time of the all-reduce of gradients.", real()),
     option(
         "--memory SIZE",
-        "What a step may use on each device, if less than the device has.",
+        "Memory of a step on each device, if less than the device has.",
         byte_size,
     ),
     flag(
         "--planned",
-        "Shares that need more are also planned within that memory, and kept so where "
-        "that is faster than several smaller steps.",
+        "Also plan shares that need more memory by offload and recomputation, if that "
+        "is faster than several smaller steps.",
     ),
 )
 @section("Output", json_option, report_option)
 @click.pass_context
 def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
-    """Share out a mini-batch among unequal devices, and forecast what that brings."""
+    """Divide a mini-batch among unequal devices, and predict the speed-up."""
     if not settings["devices"]:
         raise click.UsageError("name the devices: --devices k80,p100")
     if model is None:

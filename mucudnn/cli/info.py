@@ -1,4 +1,4 @@
-"""`mucudnn info`: what this machine has, and why a backend is missing."""
+"""`mucudnn info`: backends, libraries and cache of this machine."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ _LIBRARIES = ("mucudnn", "numpy", "pulp", "click", "rich", "platformdirs")
 @cache_option
 @json_option
 def info(cache_path: str | None, json_file: str | None) -> None:
-    """Backends and devices, versions, BLAS kernels, threads, the cache."""
+    """Show backends and devices, versions, BLAS kernels, threads, the cache."""
     data: dict[str, Any] = {
         "schema": 1,
         "python": f"{platform.python_version()} on {platform.platform()}",

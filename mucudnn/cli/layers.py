@@ -1,4 +1,4 @@
-"""Which convolutions a command is about: of suites, of files, or written out.
+"""Select the convolutions of a command: from suites, files, or options.
 
 `settings` are the values of `layer_options`.
 """
@@ -17,17 +17,11 @@ from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
 
-__all__ = [
-    "complete_source",
-    "layer_names",
-    "layer_options",
-    "layers_of",
-    "title_of",
-]
+__all__ = ["complete_source", "layer_names", "layer_options", "layers_of", "title_of"]
 
 
-def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
-    """`all`, or `forward,backward_data`; each once, in the order of a step."""
+def _parse_directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
+    """Parse `all`, or `forward,backward_data`, into the order of a step."""
     if isinstance(text, tuple):
         return text
     names = [name.strip() for name in text.split(",")]
@@ -39,33 +33,29 @@ def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
     return tuple(d for d in Direction if "all" in names or d.value in names)
 
 
-def _ways(ctx: click.Context) -> tuple[str, ...]:
+def _direction_names(ctx: click.Context) -> tuple[str, ...]:
     del ctx
     return ("all", *(d.value for d in Direction))
 
 
 def layer_names(ctx: click.Context) -> tuple[str, ...]:
-    """Layers of the suite that is on the line already."""
+    """Return layers of the suite that is on the line already."""
     source = ctx.params.get("source")
     return tuple(layer.name for layer in load_suite(source)) if source in SUITES else ()
 
 
 complete_source = completing(lambda _: SUITES, files=True)
-"""A suite, or a file."""
+"""Completion of a suite or a file."""
 
 
 def title_of(sources: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """Where the convolutions come from, in a word or two."""
+    """Return a short title from the sources of the convolutions."""
     stems = [s if s in SUITES else Path(s).stem for s in sources]
     return ", ".join([*stems, *settings["problems"]])
 
 
 def layers_of(sources: Sequence[str], settings: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Every layer that is asked for, forward, changed as is asked for.
-
-    Raises:
-        BadInputError: Nothing is named, or what is named does not exist.
-    """
+    """Return all selected layers, forward, with overrides applied."""
     problems = settings["problems"]
     if not sources and not problems:
         raise BadInputError(
@@ -73,15 +63,15 @@ def layers_of(sources: Sequence[str], settings: Mapping[str, Any]) -> tuple[Laye
             'or --problem "n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2"'
         )
     with bad_input():
-        layers = [layer for source in sources for layer in _source(source)]
+        layers = [layer for source in sources for layer in _load_source(source)]
         layers += [Layer(text, parse_problem(text)) for text in problems]
         return tuple(
-            replace(layer, problem=_changed(layer.problem, settings))
+            replace(layer, problem=_override(layer.problem, settings))
             for layer in layers
         )
 
 
-def _changed(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
+def _override(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     problem = problem.with_batch(settings["batch"] or problem.batch)
     if problem.batch > MOST_IMAGES:
         raise BadInputError(
@@ -94,7 +84,7 @@ def _changed(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     )
 
 
-def _source(name: str) -> Sequence[Layer]:
+def _load_source(name: str) -> Sequence[Layer]:
     if name in SUITES:
         return load_suite(name)
     if not Path(name).is_file():
@@ -105,7 +95,7 @@ def _source(name: str) -> Sequence[Layer]:
 
 
 def layer_options(default_directions: str) -> Option:
-    """Which convolutions, beside the suites and files."""
+    """Return the options that select convolutions beside suites and files."""
     return section(
         "What",
         option(
@@ -117,11 +107,11 @@ def layer_options(default_directions: str) -> Option:
         option(
             "--directions NAME,…",
             "all, or of: forward, backward_data, backward_filter.",
-            _directions,
-            complete=completing(_ways, several=True),
+            _parse_directions,
+            complete=completing(_direction_names, several=True),
             default=default_directions,
         ),
-        option("--batch N", "Mini-batch size instead.", count(1, MOST_IMAGES)),
-        option("--dtype", "Data type instead.", click.Choice(list(ITEMSIZE))),
-        option("--layout", "Storage order instead.", click.Choice(LAYOUTS)),
+        option("--batch N", "Override the mini-batch size.", count(1, MOST_IMAGES)),
+        option("--dtype", "Override the data type.", click.Choice(list(ITEMSIZE))),
+        option("--layout", "Override the storage order.", click.Choice(LAYOUTS)),
     )

@@ -1,4 +1,4 @@
-"""`mucudnn memory`: what a training step needs, and what it costs to need less."""
+"""`mucudnn memory`: memory of a training step, and the cost of using less."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -62,17 +62,15 @@ _CPU_BATCH = 4
 _ALL = "all"
 
 _OF_BEST = ("trace_file", "snapshot_file")
-"""Options that name files for the best step."""
+"""Options for files about the best step."""
 
 _CODES = (
-    f"Ends with 0 where a technique fits, {ExitCode.NOTHING_FITS} where none does, 2 "
-    f"where what is asked for cannot be had, {ExitCode.INTERRUPTED} after Ctrl-C."
+    f"Exit code: 0 if a technique fits, {ExitCode.NOTHING_FITS} if none does, 2 on "
+    f"invalid input, {ExitCode.INTERRUPTED} after Ctrl-C."
 )
 
 
 def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
-    """What a step can be planned for."""
-
     def check(name: str) -> object:
         if name == _CPU:
             return name
@@ -106,8 +104,8 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     option(
         "--recording FILE",
-        "Measurements of that device, as `tune --record` writes them: convolutions "
-        "that they know are not estimated. Repeatable.",
+        "Measurements of that device, as written by `tune --record`, used instead of "
+        "estimates for the convolutions they cover. Repeatable.",
         repeatable=True,
         name="recordings",
         complete=completing_files,
@@ -117,19 +115,19 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     "Limits",
     option(
         "--budget SIZE",
-        "Memory for everything; by default what the device has, and a curve of smaller "
+        "Memory for everything; by default that of the device, with a curve of smaller "
         "budgets.",
         byte_size,
     ),
-    flag("--curve", "Also plan for several budgets, when one is given."),
-    flag("--max-batch", "Look for the largest batch within the budget."),
-    flag("--min-budget", "Look for the least budget of every policy."),
+    flag("--curve", "Also plan for several smaller budgets when one is given."),
+    flag("--max-batch", "Find the largest batch within the budget."),
+    flag("--min-budget", "Find the minimum feasible budget of every policy."),
 )
 @section(
     "How",
     strategy(
         "--policy",
-        "What may be kept, offloaded or computed again.",
+        "Which tensors may be kept, offloaded or recomputed.",
         policies,
         several=_ALL,
         default=_ALL,
@@ -146,16 +144,16 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     strategy("--order", "In which order nodes run.", orders, default="builder"),
     option(
         "--split PARTS",
-        "Also run the step in slices of its batch: auto, none, or how many parts of "
-        "its largest layers; or in strips of its images: height, or height:4 for so "
-        "many; none by default, auto for --inference.",
+        "Also plan the step in slices of its batch: auto, none, or the number of parts "
+        "of its largest layers; or in spatial strips: height, or height:4 for so "
+        "many; by default none, auto for --inference.",
         split_of,
     ),
-    placement_option("Where the best step's tensors lie"),
+    placement_option("Placement of the best step's tensors"),
     tier_option(
-        "What leaves goes to host, disk:DIR or peer:DEVICE, perhaps with =SIZE, and "
-        "with @RATE in bytes a second where it is not to be measured (a device that "
-        "is estimated: published); several are filled the fastest first."
+        "Offload target: host, disk:DIR or peer:DEVICE, optionally with =SIZE to limit "
+        "it and @RATE in bytes per second instead of the measured (for an estimated "
+        "device: published) one; several are filled fastest first."
     ),
     layout_option(),
     precision_option(),
@@ -177,8 +175,9 @@ def memory(
 ) -> None:
     """Plan a training step under a budget by every technique, and compare them.
 
-    A network by its name, FILE.py:function with a function of (batch) that returns a
-    Graph, or one that returns (model, loss_fn, example, optimizer) of PyTorch.
+    MODEL is the name of a network. FILE.py:FUNCTION is a function of (batch) that
+    returns a Graph, or one that returns (model, loss_fn, example, optimizer) of
+    PyTorch.
     """
     if settings["listing"]:
         list_models(json_file)
@@ -204,22 +203,22 @@ def memory(
         ctx.exit(ExitCode.INTERRUPTED)
     asked_for_less = settings["min_budget"] or any(found.max_batch.values())
     if found.best is None and not asked_for_less:
-        click.echo(f"mucudnn: error: {_refusal(found, settings)}", err=True)
+        click.echo(f"mucudnn: error: {_infeasible_message(found, settings)}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
 
 
-def _refusal(found: "MemoryStudy", settings: dict[str, Any]) -> str:
-    """That nothing fits, and what would work."""
+def _infeasible_message(found: "MemoryStudy", settings: dict[str, Any]) -> str:
+    """Return that nothing fits, and which budget would."""
     words = f"no policy fits {exact_bytes(found.budget)}"
     if found.minimum is not None:
-        words += f"; {_in_parts(found, settings)}the least budget that works is "
+        words += f"; {_split_hint(found, settings)}the least budget that works is "
         words += exact_bytes(found.minimum)
     names = [settings[option] for option in _OF_BEST if settings[option] is not None]
     return f"{words}; nothing is written to {', '.join(names)}" if names else words
 
 
-def _in_parts(found: "MemoryStudy", settings: dict[str, Any]) -> str:
-    """What else may fit, where the network could be divided and was not."""
+def _split_hint(found: "MemoryStudy", settings: dict[str, Any]) -> str:
+    """Suggest a split if the network could be split and was not."""
     from mucudnn.studies.memory_study import StepSpec
 
     own = isinstance(found.spec, StepSpec) and found.spec.device != _CPU
@@ -231,7 +230,7 @@ def _in_parts(found: "MemoryStudy", settings: dict[str, Any]) -> str:
 def _step(
     ctx: click.Context, model: str, settings: dict[str, Any]
 ) -> "StepSpec | DescribedStep":
-    """The step that was asked for: a network of ours, or a model of PyTorch's."""
+    """Return the requested step: a network of ours, or a PyTorch model."""
     from mucudnn.studies.memory_study import StepSpec
 
     device, batch, image = (settings[n] for n in ("device", "batch", "image"))
@@ -292,20 +291,20 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             f"--split {split} is planned for a device that is estimated, and --device "
             f"{_CPU} is measured; train in parts by `mucudnn train --split {split}`"
         )
-    # The search takes longest: what Ctrl-C keeps comes before it.
-    names = _chosen(settings["policies"], policies)
+    # The search takes longest: run it last, so that Ctrl-C keeps the other results.
+    names = _expand_all(settings["policies"], policies)
     if _ALL in settings["policies"]:
         names = tuple(sorted(names, key=lambda name: name == PLANNED))
     with progress_display(1) as show, bad_input():
         return study_memory(
             spec,
             policies=names,
-            schedulers=_chosen(settings["schedulers"], schedulers),
+            schedulers=_expand_all(settings["schedulers"], schedulers),
             budget=budget,
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
             min_budget=settings["min_budget"],
-            profile=_measured(spec, settings["cache_path"], show),
+            profile=_measure_profile(spec, settings["cache_path"], show),
             recordings=settings["recordings"],
             progress=show,
             split=split,
@@ -313,15 +312,15 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
 
 
-def _chosen(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
-    """The names that were asked for, all that are of use for `all`."""
+def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
+    """Return the requested names; for `all`, every usable one."""
     return names_of_all(table) if _ALL in asked else asked
 
 
-def _measured(
+def _measure_profile(
     spec: "StepSpec | DescribedStep", cache_path: str | None, progress: "Show"
 ) -> "Profile | None":
-    """A profile of a network's step on the CPU; None where there are costs already."""
+    """Return a measured profile on the CPU; None if costs are known otherwise."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
         return None
     from mucudnn.runtime.profiling.mapping_costs import mapping_costs

@@ -1,4 +1,4 @@
-"""`mucudnn memory --report --trace --snapshot`: a study as files."""
+"""`mucudnn memory --report --trace --snapshot`: files of a study."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,7 @@ __all__ = ["write_files"]
 
 
 def write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
-    """The report, the trace and the snapshot, where asked for.
-
-    Raises:
-        BadInputError: There are no places for the step to show.
-    """
+    """Write the report, the trace and the snapshot, if requested."""
     if settings["report_file"] is not None:
         from mucudnn.report.pages.memory import memory_report
 

@@ -1,7 +1,7 @@
-"""Options whose values are names in a table: of strategies, of devices.
+"""Options whose values are names in a table: of strategies or devices.
 
-Tables are looked at when a value is read, completed, or help is shown: what `--import`
-registers and what is installed counts.
+Tables are read when a value is parsed, completed, or listed in the help, so that
+plugins and modules of `--import` are included.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["StrategyOption", "Table", "names_of_all", "strategy", "table"]
 
 Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
-"""() -> the names in a table, and what raises ValueError for one that is not there."""
+"""() -> the names in a table, and a check that raises ValueError for other names."""
 
 
 def table(module: str, name: str) -> Table:
-    """A table of strategies by where it is: its module is imported when it is used."""
+    """Return a table of strategies whose module is imported on first use."""
 
     def found() -> tuple[Iterable[str], Callable[[str], object]]:
         registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
@@ -33,7 +33,7 @@ def table(module: str, name: str) -> Table:
 
 
 def names_of_all(table: Table) -> tuple[str, ...]:
-    """Every name in a table that is of use; a warning tells of those that are not."""
+    """Return every usable name in a table; broken ones cause a warning."""
     names, check = table()
     found = []
     for name in names:
@@ -48,7 +48,7 @@ def names_of_all(table: Table) -> tuple[str, ...]:
 class StrategyOption(click.Option):
     """An option that takes a name in a table.
 
-    Where `several` is a word, it takes a comma list, or that word for the whole table.
+    If `several` is given, it takes a comma list, or that word for the whole table.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class StrategyOption(click.Option):
     def shell_complete(
         self, ctx: click.Context, incomplete: str
     ) -> "list[CompletionItem]":
-        """With the names that there are now."""
+        """Complete with the current names."""
         names, _ = self._table()
         if self._several is None:
             return offered(names, incomplete)
         return offered((*names, self._several), incomplete, several=True)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """With the names that there are now."""
+        """Return the help with the current names."""
         names, _ = self._table()
         self.help = f"{self._text} One of: {', '.join(names)}."
         return super().get_help_record(ctx)

@@ -1,8 +1,8 @@
-"""How options are declared: what values are, and what commands share.
+"""Declare options: types of values, and options shared by commands.
 
-Numbers are plain decimal digits of a range that is always bounded: click's own types
-take whatever Python reads (`1_000`, other scripts' digits, infinity), and what then
-computes with it fails, or never ends.
+Numbers are plain decimal digits of a bounded range. click's own types accept whatever
+Python parses (`1_000`, other scripts' digits, infinity), which makes later computations
+fail, or never end.
 """
 
 import math
@@ -49,21 +49,21 @@ class Option(Protocol):
     """A decorator that adds options to a command."""
 
     def __call__(self, fn: F, /) -> F:
-        """The function, with the option."""
+        """Return the function with the option."""
         ...
 
 
 _MOST = 2**31 - 1
-"""Of images, steps, layers, sides: what libraries count in 32 bits."""
+"""Largest number of images, steps, layers or sides: libraries store them in 32 bits."""
 
 MOST_IMAGES = 2**20
-"""Of a mini-batch: planning looks at each size of a part, and would not end."""
+"""Largest mini-batch: planning considers every size of a part, and would not end."""
 
 _REAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?\s*", re.I | re.A)
 
 
 def parsed(text: Any, parse: Callable[[Any], Any]) -> Any:
-    """What was read; complaints of the parser are about the option's value."""
+    """Parse text; errors of the parser become errors of the option's value."""
     try:
         return parse(text)
     except ValueError as e:
@@ -71,7 +71,7 @@ def parsed(text: Any, parse: Callable[[Any], Any]) -> Any:
 
 
 def count(least: int = 1, most: int = _MOST) -> Callable[[str | int], int]:
-    """A type of option: an integer from `least` to `most`."""
+    """Return an option type: an integer from `least` to `most`."""
 
     def integer(text: str | int) -> int:
         try:
@@ -90,9 +90,9 @@ def real(
     of: str = "",
     word: str = "",
 ) -> Callable[[str | float], float | str]:
-    """A type of option: a finite number from `least`, or `beyond` it, to `most`.
+    """Return an option type: a finite number from `least`, or `beyond` it, to `most`.
 
-    Messages say that it is a number `of` something. A `word` is taken as it is.
+    Messages call it a number `of` something. A `word` is accepted as it is.
     """
 
     def number(text: str | float) -> float | str:
@@ -114,13 +114,13 @@ def real(
 
 
 def byte_size(text: str | int) -> int:
-    """`64MiB` as a number."""
+    """Parse `64MiB`."""
     nbytes: int = parsed(text, parse_bytes)
     return nbytes
 
 
 def budget_size(text: str | int | tuple[int | str, ...]) -> Any:
-    """`8GiB` as a number; `device` as it is: all that it has free; several of them."""
+    """Parse `8GiB`, `device` for all free memory, or several separated by commas."""
     if isinstance(text, tuple) or text == "device":
         return text
     if isinstance(text, str) and "," in text:
@@ -132,14 +132,14 @@ def budget_size(text: str | int | tuple[int | str, ...]) -> Any:
 
 
 def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:
-    """`8MiB,64MiB` as numbers, ascending, each once."""
+    """Parse `8MiB,64MiB` into distinct ascending numbers."""
     if isinstance(text, tuple):
         return text
     return tuple(sorted({byte_size(size) for size in text.split(",")}))
 
 
 def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
-    """`224`, `32x48` or `3x32x48` as numbers."""
+    """Parse `224`, `32x48` or `3x32x48`."""
     if isinstance(text, tuple):
         return text
     try:
@@ -155,11 +155,7 @@ def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_of(text: str) -> str | int:
-    """`auto`, `none`, a number of parts, `height`, or `height:` and one of strips.
-
-    Raises:
-        click.BadParameter: It is none of these.
-    """
+    """Parse `auto`, `none`, a number of parts, `height`, or `height:STRIPS`."""
     number = text.removeprefix("height:")
     if number.isdecimal() and 0 < int(number) <= MOST_IMAGES:
         return text if number != text else int(number)
@@ -171,35 +167,31 @@ def split_of(text: str) -> str | int:
 
 
 def layout_option() -> Option:
-    """`--layout`."""
+    """Return the option `--layout`."""
     return option(
         "--layout",
-        "How images are stored: NCHW; NHWC, with channels last; or auto, each as is "
-        "fastest.",
+        "Storage of images: NCHW; NHWC, with channels last; or auto, the faster of the "
+        "two for each.",
         click.Choice(LAYOUT_CHOICES),
         default="NCHW",
     )
 
 
 def precision_option() -> Option:
-    """`--precision`."""
+    """Return the option `--precision`."""
     return option(
         "--precision",
-        "Of convolutions and products, where the backend has it.",
+        "Data type of convolutions and products, if the backend supports it.",
         click.Choice(["float16", "bfloat16"]),
     )
 
 
 def placement_option(text: str) -> Option:
-    """`--placement`.
-
-    Args:
-        text: What it is of.
-    """
+    """Return the option `--placement`; `text` begins its help."""
     return option(
         "--placement",
-        f"{text}: static, each tensor in one piece; or virtual, also in pieces that "
-        "are mapped in a row of addresses.",
+        f"{text}: static, each tensor contiguous; or virtual, also in pages mapped to "
+        "consecutive addresses.",
         click.Choice(PLACEMENTS),
         default=STATIC,
     )
@@ -219,15 +211,15 @@ def option(
     """Declare an option.
 
     Args:
-        flag: As `--workspace-limit SIZE`: what stands for its value behind it, which
-            only a `click.Choice` says itself.
-        text: For `--help`.
-        kind: Type of its value; text if not given.
-        name: The parameter, if it is not called as the flag.
-        default: If it is not given.
-        shown: Whether `--help` tells the default.
-        repeatable: Whether it may be given several times.
-        complete: What a shell offers for it.
+        flag: Flag and placeholder of its value, such as `--workspace-limit SIZE`; a
+            `click.Choice` brings its own placeholder.
+        text: Help text.
+        kind: Type of the value; text if not given.
+        name: Name of the parameter if not that of the flag.
+        default: Default value.
+        shown: Whether the help shows the default.
+        repeatable: Whether the option may be repeated.
+        complete: Completion in a shell.
     """
     long, _, metavar = flag.partition(" ")
     return click.option(
@@ -242,29 +234,29 @@ def option(
 
 
 def tier_option(text: str) -> Option:
-    """`--tier`, with what it says."""
+    """Return the option `--tier`."""
     return option("--tier TIER", text, tier, name="tiers", repeatable=True)
 
 
 def tier(text: object) -> object:
-    """A type of option: memory off the device, such as `disk:/scratch=10GiB`."""
+    """Parse an offload target such as `disk:/scratch=10GiB`."""
     from mucudnn.runtime.executor.tier_choice import TierChoice
 
     return parsed(text, TierChoice.parse) if isinstance(text, str) else text
 
 
 def flag(flags: str, text: str) -> Option:
-    """Declare an option without a value: all its spellings, then what sets it."""
+    """Declare an option without a value: its spellings, then its help."""
     return click.option(*flags.split(), is_flag=True, help=text)
 
 
 def defaulting(default: Any, *, shown: bool = True) -> dict[str, Any]:
-    """What click is told of a default, if there is one."""
+    """Return click's arguments for a default, if there is one."""
     return {} if default is None else {"default": default, "show_default": shown}
 
 
 def group(*options: Option) -> Option:
-    """Several options as one decorator, in this order."""
+    """Combine several options into one decorator, in this order."""
 
     def decorated(fn: F) -> F:
         return reduce(lambda f, option: option(f), reversed(options), fn)
@@ -273,7 +265,7 @@ def group(*options: Option) -> Option:
 
 
 def section(title: str, *options: Option) -> Option:
-    """Several options as one decorator, under a title of their own in `--help`."""
+    """Combine several options under a title of their own in `--help`."""
     return cloup.option_group(title, *options)
 
 

@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before the work, not after it."""
+"""Write output files; unwritable ones are refused before the work."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ _STDOUT_DESCRIPTOR = 1
 
 
 def output_file(value: str) -> str:
-    """A path that can be written, what is there unharmed; or `-`.
+    """Return a path that can be written, without changing the file there; or `-`.
 
     Other names of standard output, such as `/dev/stdout`, become `-`.
     """
@@ -59,11 +59,7 @@ def output_file(value: str) -> str:
 
 
 def refuse_unwritable(folder: str) -> None:
-    """Find out before the work whether files can be kept there; leave it as it is.
-
-    Raises:
-        BadInputError: They cannot.
-    """
+    """Check that files can be created in a folder; leave it unchanged."""
     path = Path(folder)
     made = [p for p in (path, *path.parents) if not p.exists()]
     try:
@@ -79,11 +75,7 @@ def refuse_unwritable(folder: str) -> None:
 
 
 def recording_file(value: str) -> str:
-    """A path that can be written; a recording is no text for standard output.
-
-    Raises:
-        CacheError: A newer version's recording is there.
-    """
+    """Return a path for a recording; standard output is refused."""
     path = output_file(value)
     if path == STDOUT:
         raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
@@ -94,30 +86,22 @@ def recording_file(value: str) -> str:
 
 
 def refuse_same(files: Mapping[str, str | None]) -> None:
-    """Complain about two results for one place, where the later would end the earlier.
-
-    Raises:
-        BadInputError: Names both options.
-    """
-    taken: dict[str, str] = {}
+    """Refuse two results for one file, where the later would overwrite the earlier."""
+    option_of: dict[str, str] = {}
     for option, file in files.items():
         if file is None:
             continue
         place = file if file == STDOUT else str(Path(file).resolve())
-        if place in taken:
+        if place in option_of:
             raise BadInputError(
-                f"{taken[place]} and {option} both write {file}; name two files"
+                f"{option_of[place]} and {option} both write {file}; name two files"
             )
         if file == STDOUT or not Path(file).exists() or Path(file).is_file():
-            taken[place] = option
+            option_of[place] = option
 
 
 def write_file(path: str, contents: str | bytes) -> None:
-    """Write a file, whole or not at all, or standard output.
-
-    Raises:
-        BadInputError: It cannot be written.
-    """
+    """Write a file atomically, or standard output."""
     if path == STDOUT:
         click.echo(contents, nl=False)
         return
@@ -130,9 +114,9 @@ def write_file(path: str, contents: str | bytes) -> None:
 
 
 def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
-    """Show a result to people and write it for programs.
+    """Show a result to people and write it as JSON for programs.
 
-    With JSON on standard output nothing else goes there.
+    With JSON on standard output, nothing else is printed there.
     """
 
     def show_all() -> None:
@@ -154,15 +138,10 @@ def publish(
     tables: Callable[[], Sequence["Table"]],
     page: Callable[[], str],
 ) -> None:
-    """Show a result as tables, write it as JSON and as a page.
+    """Show a result as tables, and write it as JSON and as an HTML page.
 
-    All three are made here, where a signal waits for them.
-
-    Args:
-        files: `json_file` and `report_file`, each None where it is not wanted.
-        data: Makes what is ready for JSON.
-        tables: What people are shown.
-        page: The report.
+    All three are created here, where signals are deferred. `files` has `json_file` and
+    `report_file`, each None if not requested.
     """
     from mucudnn.report.text import write_tables
 
@@ -179,14 +158,10 @@ def publish(
 
 
 def save(*writers: Callable[[], None]) -> None:
-    """Call all of them, whatever becomes of one, and whoever asks to end meanwhile.
+    """Call all writers, even if one fails or a signal arrives meanwhile.
 
-    A full disk must not cost the table, nor a terminal that is gone the files; and what
-    took minutes is not lost to a signal that comes while it is written.
-
-    Raises:
-        OSError: Nobody reads the output.
-        BadInputError: A file cannot be written; of several errors the first.
+    A full disk must not cost the table, nor a closed terminal the files; and results of
+    minutes are not lost to a signal while they are written. The first error is raised.
     """
     failures: list[Exception] = []
     with deferred_interrupt():
@@ -201,12 +176,7 @@ def save(*writers: Callable[[], None]) -> None:
 
 @dataclass
 class Record:
-    """A recording in the making.
-
-    Attributes:
-        tables: What the run used, older measurements of a cache included.
-        complaint: Why there is no file.
-    """
+    """A recording in progress; `complaint` is why no file was written."""
 
     tables: list["PerfTable"] = field(default_factory=list)
     complaint: str | None = None
@@ -216,7 +186,7 @@ class Record:
 def recording(
     tuner: "Tuner", layers: Sequence["Layer"], file: str | None
 ) -> Iterator[Record]:
-    """Write a recording when the block ends, even by an error or by Ctrl-C."""
+    """Write a recording when the block ends, even by an error or Ctrl-C."""
     record, since = Record(), time.time()
     done = False
     try:

@@ -1,7 +1,7 @@
-"""Code of the user's own: `--import`, and networks as FILE.py:function.
+"""Import user code: `--import`, and networks as FILE.py:FUNCTION.
 
-A file is imported once, however often it is named. What goes wrong in it is told in one
-line with the file and the line in it.
+A file is imported once, however often it is named. Its errors are reported in one line
+with file and line number.
 """
 
 import functools
@@ -34,11 +34,11 @@ _GROUPS = tuple(
 
 
 def import_option(fn: F) -> F:
-    """`--import`, for a command that takes names of strategies."""
+    """Add the option `--import` to a command that takes names of strategies."""
 
     @functools.wraps(fn)
     def guarded(*args: Any, **options: Any) -> Any:
-        with _told_where():
+        with _located_errors():
             return fn(*args, **options)
 
     option = click.option(
@@ -49,19 +49,14 @@ def import_option(fn: F) -> F:
         is_eager=True,
         expose_value=False,
         callback=_import_all,
-        help="Import this first: it may register policies, schedulers, planners, "
+        help="Module to import first; it may register policies, schedulers, planners, "
         "orders. Repeatable.",
     )
     return option(guarded)  # type: ignore[return-value]
 
 
 def network(name: str) -> Model | FunctionModel:
-    """A network by its name, or a function of a file: FILE.py:function.
-
-    Raises:
-        BadInputError: There is no such file, or no such function in it.
-        ValueError: No network has that name.
-    """
+    """Return a network by its name, or by a function of a file: FILE.py:FUNCTION."""
     made = own_function(name)
     if made is None:
         return get_model(name)
@@ -74,11 +69,7 @@ def network(name: str) -> Model | FunctionModel:
 
 
 def own_function(name: str) -> Any | None:
-    """What can be called as FILE.py:function; None where a name is no such thing.
-
-    Raises:
-        BadInputError: There is no such file, or no such function in it.
-    """
+    """Return the function named by FILE.py:FUNCTION; None for other names."""
     file, colon, function = name.rpartition(":")
     if name.endswith(_SUFFIX):
         file, function = name, ""
@@ -101,7 +92,7 @@ def own_function(name: str) -> Any | None:
 
 
 def networks() -> Iterator[tuple[str, Model | FunctionModel]]:
-    """Every network that can be had by name; what is broken is left out, and told."""
+    """Yield every usable network by name; broken ones cause a warning."""
     for name in model_names():
         try:
             yield name, get_model(name)
@@ -125,14 +116,14 @@ def _import_module(name: str, ctx: click.Context) -> None:
         raise BadInputError(
             f"--import {name}: neither a module (package.module) nor a file (FILE.py)"
         )
-    _search(Path.cwd())
+    _add_to_path(Path.cwd())
     importlib.invalidate_caches()
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # its package is not there
+    except ModuleNotFoundError:  # the parent package is missing
         spec = None
     except (Exception, SystemExit) as e:
-        raise BadInputError(f"--import {name}: {_said(e)}") from e
+        raise BadInputError(f"--import {name}: {_error_text(e)}") from e
     if spec is None:
         raise BadInputError(
             f"--import {name}: there is no such module here or among what is "
@@ -140,16 +131,12 @@ def _import_module(name: str, ctx: click.Context) -> None:
         )
     if spec.origin is not None:
         _own_files(ctx).add(spec.origin)
-    with _told_where(name):
+    with _located_errors(name):
         importlib.import_module(name)
 
 
 def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
-    """A file as a module, imported now or before.
-
-    Raises:
-        BadInputError: There is none, or it fails.
-    """
+    """Import a file as a module, once."""
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not there"
         raise BadInputError(f"{path} is {found}; a file FILE.py is wanted")
@@ -161,11 +148,11 @@ def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     spec = importlib.util.spec_from_file_location(key, full)
     if spec is None or spec.loader is None:
         raise BadInputError(f"{path} cannot be imported")
-    _search(full.parent)
+    _add_to_path(full.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
     try:
-        with _told_where(str(path)):
+        with _located_errors(str(path)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]
@@ -173,8 +160,8 @@ def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     return module
 
 
-def _search(folder: Path) -> None:
-    """Modules beside what is imported can be imported from it, as in a script."""
+def _add_to_path(folder: Path) -> None:
+    """Make modules beside an imported file importable, as in a script."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -185,50 +172,48 @@ def _own_files(ctx: click.Context) -> set[str]:
 
 
 @contextmanager
-def _told_where(name: str | None = None) -> Iterator[None]:
-    """Whatever passes through a file of the user's own is one line that names it.
+def _located_errors(name: str | None = None) -> Iterator[None]:
+    """Turn errors that pass through user files into one line that names the file.
 
-    Args:
-        name: What is being imported: then everything that goes wrong is its fault.
+    All errors within the import of module `name` are attributed to it.
     """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except (Exception, SystemExit) as e:
-        where = _where(e)
+        where = _find_user_line(e)
         if where is None and name is None:
             raise
-        raise BadInputError(f"{where or name}: {_said(e)}") from e
+        raise BadInputError(f"{where or name}: {_error_text(e)}") from e
 
 
 def located(error: BaseException) -> str:
-    """What an error says, and where in a file of the user's own it came through."""
-    where = _where(error)
-    return str(error) if where is None else f"{where}: {_said(error)}"
+    """Return an error's message, with the line of the user's file that it passed."""
+    where = _find_user_line(error)
+    return str(error) if where is None else f"{where}: {_error_text(error)}"
 
 
-def _where(error: BaseException) -> str | None:
-    """The last place in the user's own files on an error's way, if there is any."""
+def _find_user_line(error: BaseException) -> str | None:
+    """Return the innermost line in the user's own files, if any."""
     ctx = click.get_current_context(silent=True)
     own = set() if ctx is None else set(_own_files(ctx))
     own |= set(module_files(*_GROUPS))
     if isinstance(error, SyntaxError) and error.filename in own:
-        return f"{_short(error.filename)}, line {error.lineno}"
+        return f"{_relative(error.filename)}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if str(Path(f.filename).resolve()) in own]
     if mine:
-        return f"{_short(mine[-1].filename)}, line {mine[-1].lineno}"
+        return f"{_relative(mine[-1].filename)}, line {mine[-1].lineno}"
     cause = error.__cause__
-    return None if cause is None else _where(cause)
+    return None if cause is None else _find_user_line(cause)
 
 
-def _short(filename: str) -> str:
-    """A path as short as it can be written from here."""
+def _relative(filename: str) -> str:
     path, here = Path(filename), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else filename
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""`mucudnn tune --plan-only`: what a library offers, with nothing measured."""
+"""`mucudnn tune --plan-only`: list a library's algorithms without measuring."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,15 +24,11 @@ _MEASURING = {
     "exhaustive": "--exhaustive",
     "workers": "--workers",
 }
-"""What makes sense only with measurements: parameter -> as it is written."""
+"""Options that require measurements: parameter -> spelling."""
 
 
 def refuse_measuring(settings: Mapping[str, Any]) -> None:
-    """Complain about options that make sense only with measurements.
-
-    Raises:
-        BadInputError: One was given; names all of them.
-    """
+    """Refuse options that require measurements."""
     asked = {**settings, "style": settings["style"] == "deepbench"}
     given = [option for name, option in _MEASURING.items() if asked[name]]
     if given:
@@ -48,7 +44,7 @@ def take_survey(
     settings: Mapping[str, Any],
     title: str,
 ) -> None:
-    """Ask for all algorithms and show them; Ctrl-C shows what is done."""
+    """List all algorithms and print them; Ctrl-C prints those found so far."""
     from mucudnn.cli.progress import progress_display
     from mucudnn.cli.progress_words import LayerWords
     from mucudnn.studies.algorithm_survey import SurveyInterrupted, survey_algorithms

@@ -1,7 +1,6 @@
-"""How far a long command has got: a bar in a terminal, lines elsewhere.
+"""Show progress of a long command: a bar in a terminal, lines elsewhere.
 
-Whoever reads a log later, or follows it, sees that the work goes on and at what. Work
-that takes less than ten seconds writes nothing.
+Lines let a log show that work continues. Work of less than ten seconds writes nothing.
 """
 
 import sys
@@ -14,33 +13,27 @@ from typing import TextIO
 
 from mucudnn.cli.remaining import Remaining, left_text
 
-__all__ = [
-    "ProgressLines",
-    "Show",
-    "Stage",
-    "every_ten_seconds",
-    "progress_display",
-]
+__all__ = ["ProgressLines", "Show", "Stage", "every_ten_seconds", "progress_display"]
 
 _EVERY_S = 10.0
-_END_S = 1.0  # whoever reads the error stream may have stopped
+_END_S = 1.0  # a blocked error stream must not block the exit
 
 Repeat = Callable[[Callable[[], None]], AbstractContextManager[None]]
-"""Calls a function again and again within its context."""
+"""Context manager that calls a function repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where the work is: something begins or is over.
+    """Progress of the work when a part begins or ends.
 
     Attributes:
-        text: What it is.
-        done: How much of the work is over.
-        total: How much there is.
-        title: What it is part of, ahead of a titled bar.
-        result: What came of it; only lines say so.
-        left_s: Seconds that all of the work will still take, where whoever tells knows;
-            otherwise it is estimated from what the parts took.
+        text: Current part.
+        done: Amount of work done.
+        total: Total amount of work.
+        title: Title ahead of a titled bar.
+        result: Result of the part; printed by lines only.
+        left_s: Remaining seconds of all work, if known; otherwise they are estimated
+            from the parts so far.
     """
 
     text: str
@@ -51,13 +44,13 @@ class Stage:
     left_s: float | None = None
 
     def left(self, remaining: Remaining) -> str:
-        """About how long the rest takes, in words; empty where nobody knows."""
+        """Return about how long the rest takes, in words; empty if unknown."""
         left_s = remaining.left_s() if self.left_s is None else self.left_s
         return left_text(left_s)
 
 
 class Show:
-    """Says where the work is, by a bar or by lines."""
+    """Display of the progress, by a bar or by lines."""
 
     def __init__(self, display: Callable[[Stage], None]) -> None:
         self._display = display
@@ -72,16 +65,13 @@ class Show:
         result: str = "",
         left_s: float | None = None,
     ) -> None:
-        """Something begins or is over; see `Stage`."""
+        """Report that a part begins or ends; see `Stage`."""
         self._display(Stage(text, done, total, title, result, left_s))
 
 
 @contextmanager
 def every_ten_seconds(tick: Callable[[], None]) -> Iterator[None]:
-    """Call a function every ten seconds, from a thread: the work may be one long call.
-
-    A first call comes after ten seconds.
-    """
+    """Call a function every ten seconds from a thread, as work may be one long call."""
     over = threading.Event()
 
     def run() -> None:
@@ -107,19 +97,18 @@ def progress_display(
     repeat: Repeat = every_ten_seconds,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Show]:
-    """Show progress on the error stream while the work in this context is done.
+    """Show progress on the error stream while the work in this context runs.
 
-    In a terminal it is a bar of which nothing is left at the end, however that comes;
-    elsewhere a line every ten seconds. Both say about how long the rest takes, once
-    that is known.
+    In a terminal it is a bar that is removed at the end; elsewhere a line every ten
+    seconds. Both estimate the remaining time once possible.
 
     Args:
-        total: How much work there is, as far as is known at the start.
+        total: Amount of work as known at the start.
         titled: Whether the bar has a title.
-        lines: Without a terminal, write also a line a result.
-        limit_s: What the work may take.
-        repeat: When lines are written.
-        clock: Seconds, for lines.
+        lines: Whether to write a line per result outside a terminal.
+        limit_s: Time limit of the work.
+        repeat: Schedule of the lines.
+        clock: Clock of the lines, in seconds.
     """
     remaining = Remaining(clock, limit_s=limit_s)
     if sys.stderr.isatty():
@@ -152,7 +141,7 @@ def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
         text_column,
         console=Console(stderr=True),
         transient=True,
-        expand=True,  # a narrow terminal takes from the text, not from the figures
+        expand=True,  # a narrow terminal truncates the text, not the numbers
     )
     task = progress.add_task("", total=total, title="", text="")
 
@@ -161,7 +150,7 @@ def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
         progress.update(
             task,
             completed=stage.done,
-            total=max(1, stage.total),  # a bar of nothing is drawn full
+            total=max(1, stage.total),  # an empty bar would be drawn full
             title=stage.title,
             text=", ".join(filter(None, (stage.left(remaining), stage.text))),
         )
@@ -171,7 +160,7 @@ def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
 
 
 class ProgressLines:
-    """What is known of the work, as lines; with `results`, every result is one, too."""
+    """Progress as lines; with `results`, every result is a line, too."""
 
     def __init__(
         self,
@@ -187,31 +176,31 @@ class ProgressLines:
         self._clock = clock
         self._start = clock()
         self._at = Stage("starting", 0, 0)
-        self._told = False
+        self._just_written = False
 
     def show(self, stage: Stage) -> None:
-        """The work is there now."""
+        """Record the current stage, and write its result."""
         self._remaining.at(stage.done, stage.total, title=stage.title)
         self._at = stage
         if self._results and stage.result:
-            self._told = True
+            self._just_written = True
             at = f"[{stage.done}/{stage.total}]"
             self._write(f"{at} {stage.text}: {stage.result}")
 
     def tick(self) -> None:
-        """Say where the work is, unless a result has said so since the last time."""
-        if not self._told:
+        """Write the current stage, unless a result was written since the last call."""
+        if not self._just_written:
             seconds = round(self._clock() - self._start)
             minutes, seconds = divmod(seconds, 60)
             at = self._at
             count = f"{at.done} of {at.total}" if at.total > 1 else ""
-            said = at.title, at.text, count, at.left(self._remaining)
+            words = at.title, at.text, count, at.left(self._remaining)
             self._write(
-                f"mucudnn: {minutes}:{seconds:02d} {', '.join(filter(None, said))}"
+                f"mucudnn: {minutes}:{seconds:02d} {', '.join(filter(None, words))}"
             )
-        self._told = False
+        self._just_written = False
 
     def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with suppress(OSError, ValueError):  # the stream may be closed
             self._stream.write(f"{line}\n")
             self._stream.flush()

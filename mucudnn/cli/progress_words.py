@@ -1,4 +1,4 @@
-"""What progress displays say: layers, measurements and training in words."""
+"""Describe progress in words: layers, measurements and training."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -21,14 +21,14 @@ __all__ = ["LayerWords", "TrainingWords"]
 
 
 class LayerWords:
-    """Puts layers and their measurements into words."""
+    """Descriptions of layers and their measurements for a display."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self._layer, self._done, self._total = "", 0, 1
 
     def advance(self, at: "Advance[LayerResult]") -> None:
-        """A layer begins or has been compared."""
+        """Show that a layer begins or has been compared."""
         outcomes = ", ".join(
             f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
             for o in (at.result.outcomes if at.result else ())
@@ -36,7 +36,7 @@ class LayerWords:
         self._at(at.layer, at.index, at.total, outcomes)
 
     def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
-        """A layer begins or its algorithms are known."""
+        """Show that a layer begins or its algorithms are listed."""
         counts = ""
         if at.result is not None:
             batches = at.result.batches
@@ -45,12 +45,12 @@ class LayerWords:
         self._at(at.layer, at.index, at.total, counts)
 
     def planned(self, layer: Layer, index: int, total: int) -> None:
-        """A layer begins, of which nothing but its plan is wanted."""
+        """Show that a layer begins that is only planned."""
         self._at(layer, index, total, "")
 
     def measured(self, at: "Measured") -> None:
-        """One algorithm was timed at one size."""
-        layer = self._layer or DIRECTIONS[at.problem.direction]  # none has begun yet
+        """Show that an algorithm was timed at one size."""
+        layer = self._layer or DIRECTIONS[at.problem.direction]  # before any layer
         text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
         self._show(text, self._done, self._total)
 
@@ -61,15 +61,7 @@ class LayerWords:
 
 
 class TrainingWords:
-    """Puts training into words: a step's for the display, an epoch's on the output.
-
-    Args:
-        show: The display.
-        epochs: In all.
-        batches: Of an epoch.
-        steps: Of the whole training.
-        quiet: No epoch is: the output is for data.
-    """
+    """Descriptions of training: steps for the display, epochs for the output."""
 
     def __init__(
         self, show: Show, epochs: int, batches: int, *, steps: int, quiet: bool
@@ -81,32 +73,32 @@ class TrainingWords:
         self._quiet = quiet
 
     def measured(self, at: "Measured") -> None:
-        """Before the first step: a convolution's algorithm was timed."""
+        """Show that a convolution's algorithm was timed before the first step."""
         text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
         self._show(text, at.done, at.total, title="measuring")
 
     def prepared(self, name: str, done: int, total: int) -> None:
-        """Before the first step: a node is measured for a plan within the budget."""
+        """Show that a node is measured for a plan before the first step."""
         text = f"measuring {name}" if done < total else "planning the step"
         self._show(text, done, total, title="preparing")
 
     def __call__(self, at: "Position", report: "EpochReport | None") -> None:
-        """A step was taken, or an epoch is over."""
+        """Show a step, or print a finished epoch."""
         if report is None:
             self._show(
                 f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
-                f"{_rate(at.images_per_s)}",
+                f"{_rate_text(at.images_per_s)}",
                 at.batch,
                 self._batches,
                 title=f"epoch {at.epoch + 1}/{self._epochs}",
                 left_s=at.ms / max(1, at.batch) * (self._steps - at.steps) / 1e3,
             )
         elif not self._quiet:
-            click.echo(_report_line(report, self._epochs))
+            click.echo(_epoch_line(report, self._epochs))
             sys.stdout.flush()
 
     def told(self, entry: "LogEntry") -> None:
-        """Between epochs the test images are told of, too."""
+        """Print the results of a test between epochs."""
         if entry.kind == "evaluation" and not self._quiet:
             click.echo(
                 f"step {entry.step:,}  test loss {entry.test_loss:.4f}  "
@@ -115,8 +107,7 @@ class TrainingWords:
             sys.stdout.flush()
 
 
-def _report_line(report: "EpochReport", epochs: int) -> str:
-    """One epoch on one line."""
+def _epoch_line(report: "EpochReport", epochs: int) -> str:
     parts = [
         f"epoch {report.epoch + 1}/{epochs}",
         f"loss {report.loss:.4f}",
@@ -124,11 +115,10 @@ def _report_line(report: "EpochReport", epochs: int) -> str:
     ]
     if report.test_accuracy is not None:
         parts.append(f"test accuracy {report.test_accuracy:.2%}")
-    parts.append(_rate(report.images_per_s))
+    parts.append(_rate_text(report.images_per_s))
     return "  ".join(parts)
 
 
-def _rate(images_per_s: float) -> str:
-    """Two figures of what is slow."""
+def _rate_text(images_per_s: float) -> str:
     digits = 0 if images_per_s >= 10 else 1
     return f"{images_per_s:,.{digits}f} images/s"

@@ -1,6 +1,6 @@
-"""How long work will still take, by what it took so far.
+"""Estimate the remaining time of work from the time so far.
 
-Parts of work differ, so it is told roughly, and only once a part is over.
+Parts of work differ, so the estimate is rounded, and made only after the first part.
 """
 
 import math
@@ -10,19 +10,14 @@ from collections.abc import Callable
 __all__ = ["Remaining", "left_text"]
 
 _LEAST_S = 3.0
-"""Less says nothing of what follows."""
+"""Seconds of work below which there is no estimate."""
 
 _STEPS_S = ((55, 10), (3600, 60), (36000, 600), (math.inf, 3600))
-"""Below so many seconds, so many are told as one."""
+"""(below so many seconds, rounded to so many)."""
 
 
 class Remaining:
-    """Estimates the rest of work that is told part by part.
-
-    Args:
-        clock: Seconds.
-        limit_s: What it may take in all, where there is a limit.
-    """
+    """An estimate of the remaining time of work with countable parts."""
 
     def __init__(
         self,
@@ -38,13 +33,7 @@ class Remaining:
         self._since = self._last = self._start
 
     def at(self, done: int, total: int, *, title: str = "") -> None:
-        """So much of it is over; another title or total is other work.
-
-        Args:
-            done: Parts that are over.
-            total: Of how many.
-            title: What they are parts of.
-        """
+        """Record progress; another title or total starts other work."""
         now = self._clock()
         if self._of != (title, total) or done < self._done:
             self._of, self._first, self._since = (title, total), done, now
@@ -54,7 +43,7 @@ class Remaining:
         self._done = done
 
     def left_s(self) -> float | None:
-        """Seconds that the rest takes; None where nothing tells."""
+        """Return the remaining seconds; None if unknown."""
         now = self._clock()
         within = None if self._limit_s is None else self._limit_s - (now - self._start)
         parts, took = self._done - self._first, self._last - self._since
@@ -68,7 +57,7 @@ class Remaining:
 
 
 def left_text(seconds: float | None) -> str:
-    """`about 2 min left`; nothing where it is unknown, or over."""
+    """Return text such as `about 2 min left`; empty if unknown, or over."""
     if seconds is None or seconds <= 0:
         return ""
     unit = next(unit for below, unit in _STEPS_S if seconds < below)

@@ -1,7 +1,7 @@
-"""PyTorch models as FILE.py:function, for `mucudnn memory`.
+"""Load PyTorch models given as FILE.py:FUNCTION, for `mucudnn memory`.
 
-The function returns the model, its loss, a batch and an optimizer. PyTorch is looked
-for only once there is such a function.
+The function returns the model, its loss, a batch and an optimizer. PyTorch is imported
+only for such a function.
 """
 
 import inspect
@@ -22,27 +22,16 @@ _WANTED = "(model, loss_fn, example, optimizer)"
 _INSTALL = "install PyTorch with: pip install 'mucudnn[torch]'"
 _BATCH = 32
 _TRACES = "torch._subclasses.fake_tensor"
-"""Who would print a traceback of what is told in one line."""
+"""Logger that would print a traceback of an error reported in one line."""
 
 _OTHERS = ("image", "optimizer", "order", "recordings")
-"""Options that such a step leaves nothing to say about."""
+"""Options that do not apply to PyTorch models."""
 
 
 def torch_step(
     ctx: click.Context, name: str, batch: int | None, device: str
 ) -> DescribedStep | None:
-    """The step of a PyTorch model; None where a name means something else.
-
-    Args:
-        ctx: Of the command, whose other options are checked.
-        name: What was asked for.
-        batch: Samples; as many as the function's example has if not given.
-        device: Whose costs it gets.
-
-    Raises:
-        BadInputError: The file, the function, or PyTorch is missing, it returns
-            something else, or the step cannot be captured.
-    """
+    """Return the step of a PyTorch model; None if the name means something else."""
     try:
         function = own_function(name)
     except BadInputError as e:
@@ -51,7 +40,7 @@ def torch_step(
         raise
     if function is None or isinstance(function, Model):
         return None
-    made = _called(function, name, batch)
+    made = _call_for_step(function, name, batch)
     if made is None:
         return None
     _refuse_others(ctx, name)
@@ -62,26 +51,24 @@ def torch_step(
     logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
     try:
         step = memory(*made, device=device).described(batch)
-        step.graph()  # captured once, and what goes wrong in it is told here
-    except Exception as e:  # a model raises anything
+        step.graph()  # capture now, so that its errors are reported here
+    except Exception as e:  # models may raise anything
         raise BadInputError(f"{name}: {located(e)}") from e
     return step
 
 
-def _called(function: Callable[..., Any], name: str, batch: int | None) -> Any | None:
-    """What a function returns if it is a PyTorch step; None if it makes a network.
-
-    Raises:
-        BadInputError: It returns something else than is wanted of it.
-    """
-    if _takes(function, 1):
+def _call_for_step(
+    function: Callable[..., Any], name: str, batch: int | None
+) -> Any | None:
+    """Return the result of a function that describes a PyTorch step, else None."""
+    if _accepts(function, 1):
         made = function(batch or _BATCH)
         if not isinstance(made, tuple):
-            return None  # a network, which is checked as one
-    elif _takes(function, 0):
+            return None  # a network, which is checked by `network`
+    elif _accepts(function, 0):
         made = function()
     else:
-        return None  # as which it will be refused
+        return None  # `network` refuses it
     if not isinstance(made, tuple) or len(made) != len(_WANTED.split(",")):
         found = type(made).__name__
         if isinstance(made, tuple):
@@ -93,11 +80,11 @@ def _called(function: Callable[..., Any], name: str, batch: int | None) -> Any |
     return made
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many arguments."""
+def _accepts(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with `count` arguments."""
     try:
         inspect.signature(function).bind(*range(count))
-    except (TypeError, ValueError):  # written in C, perhaps
+    except (TypeError, ValueError):  # functions written in C have no signature
         return False
     return True
 

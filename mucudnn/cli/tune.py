@@ -1,4 +1,4 @@
-"""`mucudnn tune`: planned against undivided, for a suite, a file or a problem."""
+"""`mucudnn tune`: compare planned with undivided convolutions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 _DESCRIBED = "cuda"
-"""The backend that can list algorithms from a description of a device."""
+"""Backend that can list algorithms from a description of a device."""
 
 _MOST_WORKERS = 256
 
@@ -49,23 +49,20 @@ _MOST_WORKERS = 256
 @cloup.command()
 @import_option
 @click.argument(
-    "sources",
-    metavar="[SUITE | FILE.csv]...",
-    nargs=-1,
-    shell_complete=complete_source,
+    "sources", metavar="[SUITE | FILE.csv]...", nargs=-1, shell_complete=complete_source
 )
 @layer_options(default_directions="all")
 @section(
     "Limits",
     option(
         "--workspace-limit SIZE,…",
-        "Bytes a convolution may use; several make one comparison each.",
+        "Workspace of a convolution; several limits are compared one by one.",
         byte_sizes,
         name="limits",
     ),
     option(
         "--total-workspace SIZE",
-        "Also divide this many bytes among all convolutions.",
+        "Also divide this workspace among all convolutions.",
         byte_size,
     ),
     limit_options,
@@ -75,19 +72,17 @@ _MOST_WORKERS = 256
     measuring_options,
     option(
         "--workers N",
-        "Measure in so many processes at once. They share this machine's cores: for "
-        "devices that do not, or that are recorded.",
+        "Measure in so many processes at once. They share this machine's cores, so use "
+        "it for other devices or recordings.",
         count(1, _MOST_WORKERS),
     ),
 )
 @section(
     "Without measuring",
-    flag(
-        "--plan-only", "Measure nothing: list which algorithms there are and which fit."
-    ),
+    flag("--plan-only", "Measure nothing: list all algorithms and those that fit."),
     option(
         "--device FILE|NAME",
-        "With --plan-only and --backend cuda: a description of a device instead.",
+        "With --plan-only and --backend cuda: use a description of a device.",
         complete=completing_files,
     ),
 )
@@ -95,7 +90,7 @@ _MOST_WORKERS = 256
     "Output",
     option(
         "--format",
-        "What to print.",
+        "Format of the printed results.",
         click.Choice(["table", "deepbench"]),
         default="table",
         name="style",
@@ -104,16 +99,16 @@ _MOST_WORKERS = 256
     report_option,
     file_option(
         "record",
-        "Write what was measured, for --backend recorded:FILE; .gz is compressed. "
-        "Every algorithm is measured then, also one that is far behind.",
+        "Write all measurements, for --backend recorded:FILE; .gz is compressed. "
+        "Slow algorithms are then measured, too.",
         recording_file,
     ),
-    flag("--verbose -v", "A line a layer without a terminal."),
+    flag("--verbose -v", "Print a line per layer outside a terminal."),
 )
 @flag("--list listing", "List the suites.")
 @click.pass_context
 def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> None:
-    """Measure convolutions, divide their mini-batches, compare with undivided.
+    """Measure convolutions, split their mini-batches, compare with undivided calls.
 
     Undivided is the fastest single call within the same workspace limit. Both times of
     a speed-up are measured in one run.
@@ -156,11 +151,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
 
 
 def _with_device(backend: str, device: str | None) -> str:
-    """The backend over a description of a device, where one is given.
-
-    Raises:
-        BadInputError: The backend takes none, or there is no such file.
-    """
+    """Return the backend with a description of a device, if one is given."""
     if device is None:
         return backend
     if backend != _DESCRIBED:
@@ -173,8 +164,8 @@ def _with_device(backend: str, device: str | None) -> str:
     return f"{backend}:{device}"
 
 
-def _whole(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A recording is of every algorithm: elsewhere none can be measured later."""
+def _exhaustive_if_recorded(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Measure every algorithm for a recording: replays cannot add any."""
     if settings["record_file"] is None or settings["batch_policy"] == "all":
         return settings
     return {**settings, "exhaustive": True}
@@ -183,21 +174,21 @@ def _whole(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
-    """Measure with progress; Ctrl-C ends with what is done."""
+    """Measure with progress; Ctrl-C ends with the results so far."""
     from mucudnn.cli.progress import progress_display
     from mucudnn.cli.progress_words import LayerWords
     from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
     with (
         progress_display(
-            len(layers),
-            lines=settings["verbose"],
-            limit_s=settings["time_limit"],
+            len(layers), lines=settings["verbose"], limit_s=settings["time_limit"]
         ) as show,
-        _workers(settings["workers"]) as more,
+        _worker_pool(settings["workers"]) as more,
     ):
         shown = LayerWords(show)
-        tuner = make_tuner(_whole(settings), progress=shown.measured, **more)
+        tuner = make_tuner(
+            _exhaustive_if_recorded(settings), progress=shown.measured, **more
+        )
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
@@ -218,8 +209,8 @@ def _compare(
 
 
 @contextmanager
-def _workers(number: int | None) -> Iterator[dict[str, Any]]:
-    """What a tuner is told of the processes that measure for it, if there are any."""
+def _worker_pool(number: int | None) -> Iterator[dict[str, Any]]:
+    """Yield a tuner's arguments for worker processes, if requested."""
     if number is None:
         yield {}
         return
@@ -230,7 +221,6 @@ def _workers(number: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:
-    """Print the tables; write the JSON and the report where asked for."""
     from mucudnn.report.deepbench import deepbench_tables
     from mucudnn.report.text import comparison_tables
 

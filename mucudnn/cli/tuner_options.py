@@ -1,4 +1,4 @@
-"""The settings of a tuner as options, and the tuner that they ask for."""
+"""Options of a tuner, and the tuner they describe."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,27 +29,27 @@ _BATCH_POLICY = "batch_policy"
 
 
 def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    """Micro-batch sizes."""
     from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
 
     return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
 
 
 def backends(ctx: click.Context) -> Iterable[str]:
-    """What can compute, installed or not."""
+    """Return the names of all backends, available or not."""
     from mucudnn.backends import backend_names
 
     del ctx
     return backend_names()
 
 
-def _numerics(text: str | Numerics) -> Numerics:
-    """`strict,deterministic` as a policy."""
+def _parse_numerics(text: str | Numerics) -> Numerics:
     return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
 
 
-def _renamed(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """What the old spelling says holds unless the new one is there, too."""
+def _apply_old_policy(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> None:
+    """Apply the old spelling unless the new one is given, too."""
     del parameter
     if value is not None and not ctx.resilient_parsing:
         click.echo(
@@ -71,26 +71,28 @@ _old_spelling = click.option(
     hidden=True,
     is_eager=True,
     expose_value=False,
-    callback=_renamed,
+    callback=_apply_old_policy,
 )
 
 workspace_option = option(
     "--workspace-limit SIZE",
-    f"Bytes a convolution may use; by default {format_bytes(64 << 20)}.",
+    f"Workspace of a convolution; by default {format_bytes(64 << 20)}.",
     byte_size,
 )
 
 limit_options = group(
     option(
-        "--memory-limit SIZE", "For operands and workspace while measuring.", byte_size
+        "--memory-limit SIZE",
+        "Memory for operands and workspace while measuring.",
+        byte_size,
     ),
     option(
         "--time-limit SECONDS",
-        "For everything together.",
+        "Time limit of the whole command.",
         real(beyond=True, of="seconds"),
     ),
 )
-"""What measuring may take."""
+"""Limits on measuring."""
 
 measuring_options = group(
     option(
@@ -103,26 +105,26 @@ measuring_options = group(
     _old_spelling,
     strategy(
         "--planner",
-        "What divides; workspace_reuse by default.",
+        "Micro-batch planner; workspace_reuse by default.",
         table("microbatch", "PLANNERS"),
     ),
     option(
         "--numerics WORD,…",
-        f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
-        _numerics,
+        f"Allowed numerics, of: {', '.join(NUMERICS)}.",
+        _parse_numerics,
         complete=completing(lambda _: NUMERICS, several=True),
     ),
     flag(
         "--exhaustive",
-        "Under batch policy all, measure also what cannot be part of a good plan.",
+        "With batch policy all, also measure sizes that cannot be part of a good plan.",
     ),
     cache_option,
 )
-"""How a tuner measures and plans; what is not given comes from the environment."""
+"""Options of a tuner; defaults come from the environment."""
 
 
 def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
-    """A tuner from the options that were given; the environment fills in the rest."""
+    """Return a tuner from the given options and the environment."""
     from mucudnn.runtime.tuning.tuner import Tuner
 
     names = "backend batch_policy planner numerics memory_limit workspace_limit"

@@ -1,1 +1,1 @@
-"""Frozen values as JSON, and back; what foreign hands wrote is checked here."""
+"""JSON codecs of immutable values; untrusted input is validated here."""

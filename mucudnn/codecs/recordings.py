@@ -1,8 +1,8 @@
-"""Recordings: files of measurements that one machine makes and others read.
+"""Encode and decode recordings: portable files of measurements.
 
 Measurements are grouped by device and convolution, so that long keys are written
-once. `environment` says in free words what else is known of the device (versions,
-driver, clocks); it is no part of the fingerprint, and may be empty::
+once. `environment` describes the device in free text (versions, driver, clocks); it
+is not part of the fingerprint, and may be empty::
 
     {"kind": "mucudnn-recording", "schema": 2, "devices": [
       {"fingerprint": "…", "environment": {"driver": "580.65", …},
@@ -15,12 +15,10 @@ driver, clocks); it is no part of the fingerprint, and may be empty::
        "races": [{"raced": "…", "first_ms": 0.5, "second_ms": 0.4,
                   "measured_at": 1700000000.0}]}]}
 
-What else decides a plan stands only where there is any: `split_alignment`, the bytes
-that micro-batches must be aligned to, `verdicts`, what became of plans when they were
-run whole, and `races`, what two ways to compute something else took.
-
-It may be compressed with gzip. A cache imports it, a backend answers from it; nothing
-here touches a file.
+Optional members are written only if known: `split_alignment`, the alignment of
+micro-batches in bytes, `verdicts` on whole plans, and `races` between two ways to
+compute something else. A recording may be compressed with gzip. This module converts
+bytes only and opens no files.
 """
 
 import functools
@@ -33,7 +31,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mucudnn.codecs.rows import (
-    LayerAt,
     count_of,
     decode_race,
     decode_row,
@@ -64,7 +61,7 @@ _KIND = "mucudnn-recording"
 SCHEMA = 2
 _GZIP_MAGIC = b"\x1f\x8b"
 MOST = 1 << 29
-"""Bytes a recording may have, packed or unpacked."""
+"""Largest size of a recording in bytes, compressed or not."""
 _DEVICE = ("fingerprint", "environment", "problems")
 
 
@@ -77,23 +74,17 @@ def format_recording(
     races: Iterable[Race] = (),
     compress: bool = False,
 ) -> bytes:
-    """A recording as bytes; the same measurements always give the same bytes.
+    """Return a recording as bytes; equal measurements give equal bytes.
 
-    Args:
-        measurements: Any number, of any number of devices.
-        environments: By fingerprint, what else is known of a device.
-        alignments: By fingerprint, bytes that micro-batches are aligned to.
-        verdicts: On plans for what was measured.
-        races: Of the same devices, or others.
-        compress: With gzip.
+    `environments` and `alignments` are by fingerprint, the latter in bytes.
     """
     known, aligned = environments or {}, alignments or {}
-    devices: dict[str, dict[str, _Lines]] = {}
+    devices: dict[str, dict[str, _ProblemLines]] = {}
     key_of = functools.cache(problem_key)
 
-    def lines(of: Measurement | Verdict) -> _Lines:
+    def lines(of: Measurement | Verdict) -> _ProblemLines:
         problems = devices.setdefault(of.fingerprint, {})
-        return problems.setdefault(key_of(of.problem), _Lines([], []))
+        return problems.setdefault(key_of(of.problem), _ProblemLines([], []))
 
     for m in measurements:
         row = perf_to_dict(m.perf)
@@ -124,31 +115,31 @@ def format_recording(
     return gzip.compress(data, compresslevel=6, mtime=0) if compress else data
 
 
-class _Lines(NamedTuple):
-    """What is written of one convolution."""
+class _ProblemLines(NamedTuple):
+    """JSON lines of one convolution."""
 
     rows: list[str]
     verdicts: list[str]
 
 
-def _problem_text(key: str, lines: _Lines) -> str:
-    judged = ',\n"verdicts": [\n' + ",\n".join(lines.verdicts) + "]"
+def _problem_text(key: str, lines: _ProblemLines) -> str:
+    verdicts_text = ',\n"verdicts": [\n' + ",\n".join(lines.verdicts) + "]"
     return (
         f'\n{{"problem": {key}, "rows": [\n'
         + ",\n".join(lines.rows)
-        + ("]" + judged if lines.verdicts else "]")
+        + ("]" + verdicts_text if lines.verdicts else "]")
         + "}"
     )
 
 
 def read_recording(data: bytes) -> Recording:
-    """Read and check a whole recording, compressed or not.
+    """Decode and validate a recording, compressed or not.
 
     Raises:
-        ValueError: It is truncated, no recording, or wrong in some field; the message
-            says where.
+        ValueError: The data is truncated, not a recording, or has an invalid field; the
+            message names its position.
     """
-    devices = _devices(data)
+    devices = _decode_devices(data)
     measurements: list[Measurement] = []
     verdicts: list[Verdict] = []
     races: list[Race] = []
@@ -156,14 +147,16 @@ def read_recording(data: bytes) -> Recording:
         where = f"{device.where}.problems"
         for i, entry in enumerate(list_of(where, device.problems)):
             there, name = f"{where}[{i}]", device.fingerprint
-            layer, rows, judged = members_of(
+            layer, rows, verdict_rows = members_of(
                 there, entry, ("problem", "rows"), {"verdicts": []}
             )
-            layer_at = _sizes_of(f"{there}.problem", layer)
+            # Files have many rows of equal size: decode each problem once.
+            decoded = decode_layer(f"{there}.problem", layer, 1)
+            layer_at = functools.cache(decoded.with_batch)
             for j, row in enumerate(list_of(f"{there}.rows", rows)):
                 found = decode_row(f"{there}.rows[{j}]", name, layer_at, row)
                 measurements.append(found)
-            for j, row in enumerate(list_of(f"{there}.verdicts", judged)):
+            for j, row in enumerate(list_of(f"{there}.verdicts", verdict_rows)):
                 verdict = decode_verdict(f"{there}.verdicts[{j}]", name, layer_at, row)
                 verdicts.append(verdict)
         where = f"{device.where}.races"
@@ -183,18 +176,18 @@ def read_recording(data: bytes) -> Recording:
 
 
 def recorded_environments(data: bytes) -> dict[str, dict[str, str]]:
-    """What is known of each device, by fingerprint, in order; rows are not checked.
+    """Return the environment of each device by fingerprint, without checking rows.
 
     Raises:
-        ValueError: It is truncated or no recording.
+        ValueError: The data is truncated or not a recording.
     """
-    return {device.fingerprint: device.environment for device in _devices(data)}
+    return {device.fingerprint: device.environment for device in _decode_devices(data)}
 
 
 def recorded_schema(data: bytes) -> float | None:
-    """The schema number of a recording, of whatever version; None if it is none."""
+    """Return the schema number of a recording of any version, or None."""
     try:
-        document = load_json(_text(data))
+        document = load_json(_decompress(data))
     except ValueError:
         return None
     if not isinstance(document, dict) or document.get("kind") != _KIND:
@@ -203,13 +196,13 @@ def recorded_schema(data: bytes) -> float | None:
 
 
 def _schema_of(document: Mapping[str, Any]) -> float:
-    """What is no number no version wrote; 0."""
+    """Return 0 for a schema that is not a number, which no version ever wrote."""
     schema = document.get("schema")
     return schema if isinstance(schema, int | float) else 0
 
 
 class _Device(NamedTuple):
-    """One device, and where it is in the file; its problems are not checked yet."""
+    """A device entry and its position in the file; problems are not decoded yet."""
 
     where: str
     fingerprint: str
@@ -219,8 +212,8 @@ class _Device(NamedTuple):
     races: Any
 
 
-def _devices(data: bytes) -> list[_Device]:
-    document = load_json(_text(data))
+def _decode_devices(data: bytes) -> list[_Device]:
+    document = load_json(_decompress(data))
     if not isinstance(document, dict) or document.get("kind") != _KIND:
         raise ValueError(f'no recording: it lacks "kind": "{_KIND}"')
     schema = document.get("schema")
@@ -247,25 +240,24 @@ def _decode_device(where: str, data: object) -> _Device:
     )
     if alignment is not None:
         alignment = count_of(f"{where}.split_alignment", alignment)
+    described = object_of(f"{where}.environment", environment)
     return _Device(
         where,
         decode(f"{where}.fingerprint", str, name),
-        _decode_environment(f"{where}.environment", environment),
+        {
+            decode(f"{where}.environment", str, key): decode(
+                f"{where}.environment.{key}", str, value
+            )
+            for key, value in described.items()
+        },
         alignment,
         problems,
         races,
     )
 
 
-def _decode_environment(where: str, data: object) -> dict[str, str]:
-    return {
-        decode(where, str, name): decode(f"{where}.{name}", str, value)
-        for name, value in object_of(where, data).items()
-    }
-
-
-def _text(data: bytes) -> str:
-    """Unpacked if need be; a file that was packed to burst is not."""
+def _decompress(data: bytes) -> str:
+    """Decompress if needed, bounded against decompression bombs."""
     if data.startswith(_GZIP_MAGIC):
         try:
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -275,11 +267,6 @@ def _text(data: bytes) -> str:
     if len(data) > MOST:
         raise ValueError(f"it has more than {MOST:,} bytes")
     return data.decode()
-
-
-def _sizes_of(where: str, data: object) -> LayerAt:
-    """A convolution by its batch size, each made once: files have many rows."""
-    return functools.cache(decode_layer(where, data, 1).with_batch)
 
 
 def _dumps(value: object) -> str:

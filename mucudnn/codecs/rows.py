@@ -1,8 +1,7 @@
-"""Measurements from foreign hands: what everything that reads them checks.
+"""Decode and validate rows of recordings and caches.
 
-Recordings and caches alike are files that others may have written, or damaged. A row
-of either gets through here or not at all, so that nothing behind it need ask whether a
-time is one.
+Both are files that others may have written or damaged. A row is accepted completely or
+rejected here, so that later code can rely on valid times and names.
 """
 
 from collections.abc import Callable
@@ -24,13 +23,13 @@ __all__ = [
 ]
 
 LATEST = 253_402_300_799.0
-"""The last second that calendars have, in the year 9999; seconds since 1970."""
+"""Last second of the year 9999 in seconds since 1970, the limit of calendars."""
 
 LONGEST_MS = 1e12
-"""Milliseconds; 30 years: sums of such times stay finite."""
+"""Longest time in milliseconds (30 years), so that sums of times stay finite."""
 
 LayerAt = Callable[[int], ConvProblem]
-"""A convolution by its batch size."""
+"""Function from a batch size to the convolution."""
 
 _EXTRA = {"measured_at": float, "version": str}
 _LARGEST_RATIO = 1e9
@@ -39,9 +38,9 @@ _LARGEST_RATIO = 1e9
 def decode_row(
     where: str, fingerprint: object, layer_at: LayerAt, data: object
 ) -> Measurement:
-    """One row, or a `ValueError` that says what is wrong, and where.
+    """Decode a row, or raise a `ValueError` that names the invalid member.
 
-    `data` are the fields of an `AlgoPerf`, `measured_at` and `version`.
+    `data` has the fields of an `AlgoPerf`, `measured_at` and `version`.
     """
     members = object_of(where, data)
     extra = {name: members[name] for name in _EXTRA if name in members}
@@ -64,7 +63,7 @@ def decode_row(
 
 
 def check_times(where: str, perf: AlgoPerf) -> None:
-    """Raise a `ValueError` where a time is longer than any; failures have none."""
+    """Raise a `ValueError` if a time is out of range; failed rows have none."""
     times = {"noise_ms": perf.noise_ms}
     if perf.error is None:
         times["time_ms"] = perf.time_ms
@@ -76,7 +75,7 @@ def check_times(where: str, perf: AlgoPerf) -> None:
 def decode_verdict(
     where: str, fingerprint: object, layer_at: LayerAt, data: object
 ) -> Verdict:
-    """What became of one plan; see `decode_row`."""
+    """Decode the verdict on a plan; see `decode_row`."""
     batch, plans, ratio = members_of(where, data, ("batch", "signature", "ratio"))
     found = Verdict(
         fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
@@ -92,7 +91,7 @@ def decode_verdict(
 
 
 def decode_race(where: str, fingerprint: object, data: object) -> Race:
-    """What two ways took; see `decode_row`."""
+    """Decode a race; see `decode_row`."""
     names = ("raced", "first_ms", "second_ms", "measured_at")
     raced, *times, measured_at = members_of(where, data, names)
     first, second = (
@@ -121,7 +120,7 @@ def _check_stamp(where: str, measured_at: float) -> None:
 
 
 def count_of(where: str, data: Any) -> int:
-    """A whole number of 1 or more."""
+    """Decode an integer of at least 1."""
     number: int = decode(where, int, data)
     if number < 1:
         raise ValueError(f"{where}: {number} is below 1")

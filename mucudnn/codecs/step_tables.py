@@ -1,4 +1,4 @@
-"""Tables of step times as JSON, and back."""
+"""Encode and decode tables of step times."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _OPTIONAL: Mapping[str, Any] = {"memory_bytes": None}
 
 
 def format_step_table(table: StepTable, memory: int | None = None) -> str:
-    """The table, and what memory its device has if that is known."""
+    """Return a table as JSON, with its device's memory if known."""
     document = {
         "kind": KIND,
         "schema": _SCHEMA,
@@ -31,21 +31,13 @@ def format_step_table(table: StepTable, memory: int | None = None) -> str:
 
 
 def kind_of(text: str) -> object:
-    """What a file says that it is; None if it is not of ours.
-
-    Raises:
-        ValueError: It is not JSON.
-    """
+    """Return the `kind` member of a JSON file; None if it has none."""
     document = load_json(text)
     return document.get("kind") if isinstance(document, dict) else None
 
 
 def read_step_table(text: str) -> tuple[StepTable, int | None]:
-    """The inverse of `format_step_table`.
-
-    Raises:
-        ValueError: Names the member that is missing, unknown or wrong.
-    """
+    """Decode the output of `format_step_table`."""
     document = load_json(text)
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise ValueError(f'no step table: it lacks "kind": "{KIND}"')
@@ -53,7 +45,8 @@ def read_step_table(text: str) -> tuple[StepTable, int | None]:
     if schema != _SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {_SCHEMA}")
     points = [
-        _point(f"steps[{i}]", step) for i, step in enumerate(list_of("steps", steps))
+        _decode_point(f"steps[{i}]", step)
+        for i, step in enumerate(list_of("steps", steps))
     ]
     nbytes = decode("memory_bytes", int | None, memory)
     if nbytes is not None and nbytes < 0:
@@ -61,7 +54,7 @@ def read_step_table(text: str) -> tuple[StepTable, int | None]:
     return StepTable(decode("device", str, device), tuple(points)), nbytes
 
 
-def _point(where: str, data: object) -> StepPoint:
+def _decode_point(where: str, data: object) -> StepPoint:
     values = members_of(where, data, ("samples", "time_ms"), {"nbytes": 0})
     names = {"samples": int, "time_ms": float, "nbytes": int}
     found = [

@@ -1,8 +1,8 @@
-"""Convolutions and their measurements as JSON, and back.
+"""Encode and decode convolutions and their measurements as JSON.
 
-The codec walks `dataclasses.fields`, so a field added to a value cannot be forgotten in
-its keys and files. Reading is strict: a missing, unknown or ill-typed field is an error
-that names it. JSON has no infinity; the time of a failed row is null.
+The codec walks `dataclasses.fields`, so keys and files include every field. Decoding is
+strict: a missing, unknown or ill-typed field is an error that names it. JSON has no
+infinity, so the time of a failed row is null.
 """
 
 import dataclasses
@@ -41,26 +41,22 @@ T = TypeVar("T")
 _ANY_BATCH = "N"
 _LARGEST = 2**63 - 1
 _OPTIONAL: Mapping[object, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
-"""Members that older files lack; they are not written where they say nothing."""
+"""Members that older files lack, with defaults; None is not written."""
 _LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
 
 
 def problem_to_dict(problem: ConvProblem) -> dict[str, Any]:
-    """Every field, JSON-ready."""
+    """Encode every field as JSON values."""
     return _encode_fields(problem)
 
 
 def problem_from_dict(data: object) -> ConvProblem:
-    """The inverse of `problem_to_dict`; ValueError names the field that is wrong."""
+    """Decode `problem_to_dict`; a ValueError names the invalid field."""
     return _decode_fields("problem", ConvProblem, data)
 
 
 def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
-    """Every field, JSON-ready.
-
-    Raises:
-        ValueError: A number is not finite though the row has no error, or is negative.
-    """
+    """Encode every field as JSON values."""
     data = {f.name: getattr(perf, f.name) for f in dataclasses.fields(perf)}
     data["notes"] = list(perf.notes)
     if perf.error is not None:
@@ -70,24 +66,24 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
 
 
 def perf_from_dict(data: object) -> AlgoPerf:
-    """The inverse of `perf_to_dict`; ValueError names the field that is wrong."""
+    """Decode `perf_to_dict`; a ValueError names the invalid field."""
     return decode_perf("perf", data)
 
 
 def plan_to_dict(plan: ConvPlan) -> dict[str, Any]:
-    """Every field, JSON-ready."""
+    """Encode every field as JSON values."""
     return _encode_fields(plan)
 
 
 def plan_from_dict(data: object) -> ConvPlan:
-    """The inverse of `plan_to_dict`; ValueError names the field that is wrong."""
+    """Decode `plan_to_dict`; a ValueError names the invalid field."""
     return _decode_fields("plan", ConvPlan, data)
 
 
 def problem_key(problem: ConvProblem) -> str:
-    """Every field but the mini-batch size, as canonical JSON.
+    """Return every field but the mini-batch size as canonical JSON.
 
-    N is no part of it, so that a measurement serves every mini-batch.
+    The key leaves N out, so that one measurement serves every mini-batch.
     """
     data = problem_to_dict(problem)
     data["x_shape"][0] = _ANY_BATCH
@@ -95,16 +91,12 @@ def problem_key(problem: ConvProblem) -> str:
 
 
 def problem_from_key(key: str, batch: int) -> ConvProblem:
-    """The inverse of `problem_key`, at a batch size.
-
-    Raises:
-        ValueError: Not such a key, or one with other fields.
-    """
+    """Decode `problem_key` for a batch size."""
     return decode_layer("key", load_json(key), batch)
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON; what is not JSON, or nested too deeply, is a `ValueError`."""
+    """Parse JSON; invalid or too deeply nested text raises a `ValueError`."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -116,7 +108,7 @@ def load_json(text: str) -> Any:
 
 
 def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
-    """A convolution whose batch size is written "N", at a batch size."""
+    """Decode a convolution whose batch size is written "N"."""
     members = object_of(where, data)
     if "x_shape" in members:
         shape = list_of(f"{where}.x_shape", members["x_shape"])
@@ -129,7 +121,7 @@ def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
 
 
 def decode_perf(where: str, data: object) -> AlgoPerf:
-    """A measurement; the time of a failed one is null."""
+    """Decode a measurement; the time of a failed one is null."""
     members = object_of(where, data)
     hint = _hints(AlgoPerf)["error"]
     failed = decode(f"{where}.error", hint, members.get("error")) is not None
@@ -189,7 +181,7 @@ def _hints(kind: Any) -> Mapping[str, Any]:
 
 
 def decode(where: str, hint: Any, value: Any) -> Any:
-    """A value of an annotated type; a `ValueError` names `where` it is wrong."""
+    """Decode a value of an annotated type; a `ValueError` names `where`."""
     if hint is AlgoPerf:
         return decode_perf(where, value)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -215,7 +207,7 @@ def decode(where: str, hint: Any, value: Any) -> Any:
 
 
 def _is_plain(hint: Any, value: Any) -> bool:
-    """Whether a value is beyond doubt; most are, and files have many."""
+    """Return whether a value needs no further check: a fast path for large files."""
     kind = type(value)
     return kind is hint and (
         kind is bool
@@ -254,14 +246,13 @@ def members_of(
     names: tuple[str, ...],
     optional: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ...]:
-    """The values of an object that has exactly these members.
+    """Return the members of an object that has no others.
 
     Args:
-        where: Named by errors.
+        where: Position named by errors.
         data: The object.
-        names: Members that it must have.
-        optional: Members that it may have, with their values where they are missing;
-            returned after the others.
+        names: Required members.
+        optional: Optional members and their defaults, returned after the others.
     """
     members = object_of(where, data)
     others = optional or {}
@@ -278,14 +269,14 @@ def members_of(
 
 
 def object_of(where: str, data: Any) -> dict[str, Any]:
-    """A JSON object, or a `ValueError` that names `where`."""
+    """Return a JSON object, or raise a `ValueError` that names `where`."""
     if type(data) is not dict:
         raise ValueError(f"{where}: {reprlib.repr(data)} is not an object")
     return data
 
 
 def list_of(where: str, data: Any) -> list[Any]:
-    """A JSON array, or a `ValueError` that names `where`."""
+    """Return a JSON array, or raise a `ValueError` that names `where`."""
     if type(data) is not list:
         raise ValueError(f"{where}: {reprlib.repr(data)} is not an array")
     return data

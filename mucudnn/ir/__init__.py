@@ -1,1 +1,1 @@
-"""What: frozen values that the other layers exchange. Standard library only."""
+"""Describe: immutable values that all other layers exchange. Standard library only."""

@@ -1,10 +1,9 @@
-"""Build forward graphs, one call a layer.
+"""Build forward graphs layer by layer.
 
-A layer appends nodes and returns the name of its result. Names are made from the
-operation and a counter, or under the `scope` in force; a layer declares its own
-parameters. A fork is the use of one name twice: nothing is copied.
-
-The layers are functions over a builder, in `ir/layers/`; here they become its methods.
+A layer appends nodes to the builder and returns the name of its result. Names are
+derived from the operation and a counter, below the current `scope`. Layers declare
+their own parameters. To branch, use a tensor's name twice: nothing is copied.
+The layers are functions that take a builder (`ir/layers/`), bound here as methods.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from mucudnn.ir.traits import NodeTraits
 __all__ = ["GraphBuilder"]
 
 Saved = tuple[str, tuple[int, ...], str]
-"""Label, shape and data type of what a node leaves for its gradient."""
+"""Label, shape and data type of a tensor that a node saves for its gradient."""
 
 
 class GraphBuilder:
@@ -46,7 +45,7 @@ class GraphBuilder:
     >>> g.shape(logits), graph.parameter_count
     ((8, 10), 41418)
 
-    A layer of one's own is a function of the builder and of names of tensors:
+    A custom layer is a function of the builder and of tensor names:
 
     >>> def residual(g, x, name="residual"):
     ...     with g.scope(name):
@@ -59,12 +58,12 @@ class GraphBuilder:
     Args:
         dtype: Data type of activations and parameters.
         training: Whether batch norm uses the batch's statistics and dropout drops.
-        seed: Of dropout's masks; each layer's own follows from it.
+        seed: Seed from which every dropout layer derives its own.
 
     Attributes:
-        tensors: What is declared so far, by name.
-        nodes: What is appended so far.
-        initializers: Parameter or state -> how it starts.
+        tensors: Declared tensors by name.
+        nodes: Appended nodes in order.
+        initializers: Initializer of each parameter and state tensor.
     """
 
     conv = convolution.conv
@@ -119,7 +118,7 @@ class GraphBuilder:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Within it, names begin with `name/`."""
+        """Prefix all names declared inside the context with `name/`."""
         self._scopes.append(self._unique(name))
         try:
             yield
@@ -127,11 +126,11 @@ class GraphBuilder:
             self._scopes.pop()
 
     def spec(self, tensor: str) -> TensorSpec:
-        """Shape, data type and role of a tensor.
+        """Return shape, data type and role of a tensor.
 
         Raises:
-            ValueError: There is none of that name.
-            TypeError: It is no name.
+            ValueError: No tensor has that name.
+            TypeError: The name is not a string.
         """
         if not isinstance(tensor, str):
             raise TypeError(
@@ -144,15 +143,11 @@ class GraphBuilder:
             raise ValueError(f"there is no tensor {tensor!r}") from None
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Shape of a tensor.
-
-        Raises:
-            ValueError: There is none of that name.
-        """
+        """Return the shape of a tensor; unknown names raise a `ValueError`."""
         return self.spec(tensor).shape
 
     def input(self, name: str, shape: Sequence[int], dtype: str | None = None) -> str:
-        """Declare a tensor that every step is fed."""
+        """Declare a tensor that the caller supplies at every step."""
         sizes = integers(f"shape of {name!r}", shape, least=1)
         kind = self.dtype if dtype is None else dtype
         one_of("dtype", kind, (*ITEMSIZE, *INTEGERS))
@@ -166,7 +161,7 @@ class GraphBuilder:
         return self._persistent(name, shape, initializer, Role.PARAMETER)
 
     def state(self, name: str, shape: Sequence[int], initializer: Initializer) -> str:
-        """Declare a tensor that steps change but no gradient reaches."""
+        """Declare a tensor that persists across steps and has no gradient."""
         return self._persistent(name, shape, initializer, Role.STATE)
 
     def append(
@@ -182,21 +177,22 @@ class GraphBuilder:
         traits: NodeTraits | None = None,
         **attrs: Any,
     ) -> str:
-        """Append a node and declare what it writes.
+        """Append a node and declare its outputs.
 
         Args:
-            op: The operation, as the kernel tables of backends name it.
-            inputs: Tensors it reads.
-            shape: Of its result.
-            saved: What else it writes, for its gradient.
-            dtype: Of its result; by default that of its first input, or the builder's.
-            alias: The tensor whose bytes the result is.
-            mutates: Those of its inputs that it overwrites.
-            traits: Of an operation of one's own; ours are known.
-            attrs: What else its kernel needs to know.
+            op: Name of the operation in the backends' kernel tables.
+            inputs: Names of the input tensors.
+            shape: Shape of the result.
+            saved: Further outputs, saved for the gradient.
+            dtype: Data type of the result; by default that of the first input, or the
+                builder's.
+            alias: Tensor whose storage the result shares.
+            mutates: Inputs that the node overwrites.
+            traits: Traits of a custom operation; those of built-in ones are known.
+            attrs: Attributes passed to the kernel.
 
         Returns:
-            The name of its result, which is the node's as well.
+            The name of the result, which is also the node's name.
         """
         name = self._unique(op)
         kind = dtype or (self.spec(inputs[0]).dtype if inputs else self.dtype)
@@ -212,7 +208,7 @@ class GraphBuilder:
         return name
 
     def build(self, *outputs: str) -> Graph:
-        """Freeze; the first output of a network for training is its loss."""
+        """Freeze the graph; a training network's first output is its loss."""
         for name in outputs:
             self.spec(name)
         return Graph(

@@ -1,4 +1,4 @@
-"""Convolutions as data: the problem, what it costs, and how to run it.
+"""Describe convolutions as data: the problem, its measured costs and its plan.
 
 Shapes are always written (N, C, *spatial) and (K, C // groups, *kernel); `layout`
 says how such a tensor is stored. Convolution means cross-correlation, as in cuDNN's
@@ -25,11 +25,11 @@ LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
 
 _MOST = 2**31 - 1
-"""Of a padding, so that every place in a padded image has an address."""
+"""Largest padding for which every element of a padded image is addressable."""
 
 
 class Direction(enum.Enum):
-    """Which of the three convolution kernels of a training step."""
+    """The three convolution kernels of a training step."""
 
     FORWARD = "forward"
     BACKWARD_DATA = "backward_data"
@@ -38,13 +38,14 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True, init=False)
 class ConvProblem:
-    """One convolution kernel call, minus the data. Hashable: it is the cache key.
+    """A convolution kernel call without its data. Hashable: it is the cache key.
 
     Attributes:
         x_shape: Input as (N, C, *spatial) with 1, 2 or 3 spatial sizes.
         w_shape: Filter as (K, C // groups, *kernel).
-        stride: Step of the filter, one a spatial axis (an int means all alike); of
-            2**31 and more, as much of it as leads to the same, single output.
+        stride: Step of the filter along each spatial axis; an int applies to all axes.
+            2**31 and more is reduced to the smallest stride with the same single
+            output.
         padding: Zeros at both ends of each spatial axis.
         dilation: Distance between the filter's taps.
         groups: Independent convolutions over slices of the channels.
@@ -76,11 +77,11 @@ class ConvProblem:
         dtype: str = "float32",
         layout: str = "NCHW",
     ) -> None:
-        """Check every field.
+        """Validate and normalize all fields.
 
-        A direction may be given by its value ("forward"). The padding "valid" is none;
-        "same" is what gives the output the size of the input, as in PyTorch: with
-        stride 1, and an equal number of zeros at both ends.
+        A direction may be given by its value ("forward"). The padding "valid" means
+        none; "same" keeps the spatial size of the input, as in PyTorch: for stride 1
+        only, with equally many zeros at both ends.
 
         Raises:
             ValueError: A field is out of range or two fields contradict each other;
@@ -160,7 +161,7 @@ class ConvProblem:
 
     @property
     def y_shape(self) -> tuple[int, ...]:
-        """Output as (N, K, *spatial)."""
+        """Shape of the output, (N, K, *spatial)."""
         spatial = (
             (size + 2 * pad - dil * (k - 1) - 1) // step + 1
             for size, k, pad, step, dil in zip(
@@ -183,29 +184,28 @@ class ConvProblem:
     def flops(self) -> int:
         """Floating-point operations of the direct method (a multiply-add is two).
 
-        The same in all three directions; taps that fall on padding are counted, as is
-        customary.
+        The count is equal in all three directions and includes taps on padding.
         """
         return 2 * math.prod(self.y_shape) * math.prod(self.w_shape[1:])
 
     def with_batch(self, batch: int) -> "ConvProblem":
-        """The same convolution over a micro-batch of another size."""
+        """Return the same convolution for another (micro-)batch size."""
         return replace(self, x_shape=(batch, *self.x_shape[1:]))
 
     def with_direction(self, direction: Direction) -> "ConvProblem":
-        """Another of the three kernels of the same layer."""
+        """Return the kernel of the same layer for another direction."""
         return replace(self, direction=direction)
 
     def stored(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """A logical (first, channels, *spatial) shape as `layout` stores it."""
+        """Permute a logical (first, channels, *spatial) shape to `layout`."""
         if self.layout == "NHWC":
             return (shape[0], *shape[2:], shape[1])
         return tuple(shape)
 
     def operands(self) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-        """The two inputs and the output, shapes as stored.
+        """Return the two inputs and the output, shapes as stored.
 
-        (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by direction.
+        By direction: (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw.
         """
         x, w, y = (
             TensorSpec(name, self.stored(shape), self.dtype)
@@ -236,19 +236,19 @@ def _direction(value: object) -> Direction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoPerf:
-    """One algorithm, measured at one micro-batch size.
+    """An algorithm measured at one micro-batch size.
 
     Attributes:
-        algo: Name of the algorithm, as its backend lists it.
+        algo: Name of the algorithm in its backend.
         batch: Micro-batch size it was measured at.
-        time_ms: Median of the timed runs; infinity where `error` is set.
-        workspace: Bytes of workspace it asks for.
+        time_ms: Median of the timed runs; infinity if `error` is set.
+        workspace: Workspace in bytes.
         deterministic: Whether two runs give the same bits.
-        error: Why there is no measurement; such a row is kept, never chosen.
+        error: Why there is no measurement; planners ignore such a row.
         noise_ms: Uncertainty of the median; planners add it to the time.
-        samples: How many runs the median is of.
-        math_mode: Arithmetic the algorithm computes with (`default`, `tf32` …).
-        notes: What else its library says of it (`tensor_core`, `winograd` …).
+        samples: Number of timed runs.
+        math_mode: Arithmetic of the algorithm (`default`, `tf32` …).
+        notes: Further properties reported by its library (`tensor_core`, `winograd` …).
     """
 
     algo: str
@@ -264,23 +264,23 @@ class AlgoPerf:
 
     @property
     def status(self) -> RowStatus:
-        """What became of it; `error` says it in words."""
+        """Outcome of the measurement; `error` has the details."""
         return RowStatus.of(self.error, self.samples)
 
     @property
     def cost_ms(self) -> float:
-        """What planners minimise: the time, and what it may be off by."""
+        """Cost minimized by planners: the time plus its uncertainty."""
         return self.time_ms + self.noise_ms
 
 
 @dataclass(frozen=True, slots=True)
 class PerfTable:
-    """Everything measured about one problem. Independent of any limit or policy.
+    """All measurements of one problem, independent of any limit or policy.
 
     Attributes:
         problem: The convolution over the whole mini-batch.
         perfs: Measurements, failed ones included.
-        launch_overhead_ms: Cost of starting one more micro-batch, beyond `time_ms`.
+        launch_overhead_ms: Cost of one additional micro-batch beyond `time_ms`.
     """
 
     problem: ConvProblem
@@ -289,15 +289,15 @@ class PerfTable:
 
     @property
     def usable(self) -> tuple[AlgoPerf, ...]:
-        """Measurements that succeeded."""
+        """Successful measurements."""
         return tuple(p for p in self.perfs if p.error is None)
 
     def batches(self) -> tuple[int, ...]:
-        """Measured micro-batch sizes, ascending."""
+        """Return the measured micro-batch sizes, ascending."""
         return tuple(sorted({p.batch for p in self.usable}))
 
     def fastest(self, batch: int, workspace_limit: float = math.inf) -> AlgoPerf | None:
-        """Cheapest algorithm at `batch` within the limit, if any fits."""
+        """Return the cheapest algorithm at `batch` that fits the limit, if any."""
         fits = (
             p
             for p in self.usable
@@ -308,19 +308,19 @@ class PerfTable:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvPlan:
-    """How to run a problem: micro-batches in order, sharing one workspace.
+    """A division of a problem into micro-batches that share one workspace.
 
-    Two plans that run the same are equal, whatever limits they were made under.
+    Plans with the same steps are equal, whatever limits they were planned under.
     """
 
     problem: ConvProblem
     steps: tuple[AlgoPerf, ...]
     time_ms: float = field(init=False, compare=False)
-    """Predicted time: the micro-batches run one after another."""
+    """Predicted time: the sum over the micro-batches."""
     workspace: int = field(init=False, compare=False)
-    """Bytes of workspace: the micro-batches reuse the same buffer."""
+    """Workspace in bytes: the maximum over the micro-batches."""
     workspace_limit: int | None = field(default=None, kw_only=True, compare=False)
-    """Bytes of workspace that it was allowed; None where nobody said."""
+    """Workspace limit in bytes it was planned under; None if unknown."""
 
     def __post_init__(self) -> None:
         covered = sum(step.batch for step in self.steps)
@@ -331,7 +331,7 @@ class ConvPlan:
         object.__setattr__(self, "workspace", max(sizes))
 
     def __repr__(self) -> str:
-        """Such as `ConvPlan(8 × FFT(16) + GEMM(3), 3.2 ms, 12 MiB)`."""
+        """Return text such as `ConvPlan(8 × FFT(16) + GEMM(3), 3.2 ms, 12 MiB)`."""
         parts = []
         for (algo, batch), alike in groupby(self.steps, lambda s: (s.algo, s.batch)):
             times = sum(1 for _ in alike)
@@ -340,20 +340,19 @@ class ConvPlan:
         return f"ConvPlan({' + '.join(parts)}, {self.time_ms:.3g} ms, {size})"
 
     def under(self, workspace_limit: int) -> "ConvPlan":
-        """The same plan, made under a limit."""
+        """Return the same plan, marked as planned under a limit."""
         return replace(self, workspace_limit=workspace_limit)
 
     @property
     def divided(self) -> bool:
-        """Whether there is more than one micro-batch."""
+        """Whether the plan has more than one micro-batch."""
         return len(self.steps) > 1
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("conv_plan", self)
 
     def slices(self) -> Iterator[tuple[slice, AlgoPerf]]:
-        """Each micro-batch as a slice of the batch axis and its algorithm."""
+        """Yield each micro-batch's slice of the batch axis and its algorithm."""
         start = 0
         for step in self.steps:
             yield slice(start, start + step.batch), step

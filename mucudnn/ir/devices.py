@@ -1,8 +1,8 @@
-"""Devices as a few published figures, for estimates where nothing was measured.
+"""Describe devices by published figures, for estimates without measurements.
 
-Peaks and capacities are the vendors'. How much of a peak a kernel reaches is not
-published: those shares are assumed, the same for every device, and say so. An estimate
-compares policies with each other; it does not predict a device's time.
+Peaks and capacities are the vendors'. The share of a peak that a kernel reaches is not
+published; it is assumed, equal for all devices, and labelled as such. Estimates are for
+comparing policies with each other; they do not predict the time on a device.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _CHUNKS = ChunkCosts(2 << 20, map_ms=0.069, unmap_ms=0.034)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number and where it is from."""
+    """A number with its source."""
 
     value: float
     source: str
@@ -37,16 +37,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Shares of peaks that are nobody's measurement.
+    """Assumed shares of peaks; none of them is measured.
 
     Attributes:
-        matmul: Of the arithmetic peak, in a large matrix product.
-        direct: Of the arithmetic peak, in a convolution without workspace.
-        memory: Of the memory bandwidth, in kernels that do little else.
-        link: Of a link's nominal rate in one direction, in large copies.
-        launch_ms: Of every kernel, however small.
-        chunks: Memory that is mapped, in the granularity of today's GPUs; what the
-            driver takes for a chunk, were its access set apart.
+        matmul: Share of the arithmetic peak in a large matrix product.
+        direct: Share of the arithmetic peak in a convolution without workspace.
+        memory: Share of the memory bandwidth in bandwidth-bound kernels.
+        link: Share of a link's nominal one-way rate in large copies.
+        launch_ms: Overhead of every kernel launch.
+        chunks: Costs of mapping memory in the granularity of today's GPUs, each chunk
+            with a driver call of its own to set access.
     """
 
     matmul: float = 0.70
@@ -58,24 +58,24 @@ class Assumed:
 
 
 ASSUMED = Assumed()
-"""Used by every estimate."""
+"""Shares used by every estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFigures:
-    """What is known of a device.
+    """Published figures of a device.
 
     Attributes:
-        title: As its vendor calls it.
-        flops: Operations a second, at most, in the arithmetic that its source names;
-            in single precision where it names none.
-        bandwidth: Bytes a second of its memory, at most.
-        memory: Bytes of its memory.
-        out: Bytes a second to the host, in large copies.
-        back: Bytes a second from the host.
-        dtypes: Types of tensors that are multiplied so.
-        turns: Whether products are those of tensor cores, whose kernels want channels
-            last: images that have them first are turned on their way in and out.
+        title: The vendor's name.
+        flops: Peak operations per second in the arithmetic that its source names;
+            single precision by default.
+        bandwidth: Peak bytes per second of device memory.
+        memory: Bytes of device memory.
+        out: Bytes per second to the host in large copies.
+        back: Bytes per second from the host in large copies.
+        dtypes: Tensor types whose products reach `flops`.
+        turns: Whether products run on tensor cores, whose kernels want channels last:
+            channels-first images are transposed on their way in and out.
     """
 
     title: str
@@ -88,7 +88,7 @@ class DeviceFigures:
     turns: bool = False
 
     def sources(self) -> Mapping[str, str]:
-        """What each figure is and where it is from, in words."""
+        """Describe each figure and its source in words."""
         return {
             "arithmetic": f"{self.flops.value / 1e12:g} TFLOP/s, {self.flops.source}",
             "bandwidth": f"{self.bandwidth.value / 1e9:g} GB/s, "
@@ -105,7 +105,7 @@ class DeviceFigures:
         }
 
 
-def _device(
+def _make_device(
     title: str,
     source: str,
     *,
@@ -124,7 +124,7 @@ def _device(
     )
 
 
-def _nominal(gb_per_s: float, what: str) -> Figure:
+def _nominal_link(gb_per_s: float, what: str) -> Figure:
     share = ASSUMED.link
     return Figure(
         gb_per_s * share * 1e9,
@@ -132,16 +132,16 @@ def _nominal(gb_per_s: float, what: str) -> Figure:
     )
 
 
-def _by_arithmetic() -> dict[str, DeviceFigures]:
+def _make_devices_by_arithmetic() -> dict[str, DeviceFigures]:
     return {
         word + suffix: replace(
-            _device(
+            _make_device(
                 f"{peaks.title}, {ARITHMETIC[suffix]}" if suffix else peaks.title,
                 f"{peaks.source}, {ARITHMETIC[suffix]}",
                 tflops=tflops,
                 gb_per_s=peaks.gb_per_s,
                 memory=peaks.gb * 1e9,
-                link=_nominal(peaks.link_gb_per_s, peaks.link),
+                link=_nominal_link(peaks.link_gb_per_s, peaks.link),
             ),
             dtypes=TENSORS[suffix],
             turns=bool(suffix),
@@ -155,15 +155,15 @@ _PCIE3 = Figure(12.8e9, "PCIe 3.0 x16, reached in vDNN (MICRO 2016)")
 
 DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
     {
-        "h200": _device(
+        "h200": _make_device(
             "NVIDIA H200 SXM",
             "NVIDIA H200 data sheet",
             tflops=67,
             gb_per_s=4800,
             memory=141e9,
-            link=_nominal(64, "PCIe 5.0 x16, NVIDIA H200 data sheet"),
+            link=_nominal_link(64, "PCIe 5.0 x16, NVIDIA H200 data sheet"),
         ),
-        "p100": _device(
+        "p100": _make_device(
             "NVIDIA Tesla P100 SXM2",
             "NVIDIA Tesla P100 data sheet",
             tflops=10.6,
@@ -171,7 +171,7 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=16 * _GIB,
             link=_PCIE3,
         ),
-        "v100_pcie": _device(
+        "v100_pcie": _make_device(
             "NVIDIA Tesla V100 PCIe",
             "NVIDIA Tesla V100 data sheet",
             tflops=14,
@@ -179,17 +179,17 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=16 * _GIB,
             link=_PCIE3,
         ),
-        "v100_nvlink": _device(
+        "v100_nvlink": _make_device(
             "NVIDIA Tesla V100 SXM2 in IBM Power AC922",
             "NVIDIA Tesla V100 data sheet",
             tflops=15.7,
             gb_per_s=900,
             memory=16 * _GIB,
-            link=_nominal(
+            link=_nominal_link(
                 75, "half of the 150 GB/s both ways of IBM's four-GPU server"
             ),
         ),
-        "k80": _device(
+        "k80": _make_device(
             "NVIDIA Tesla K80, one of its two GPUs",
             "half of NVIDIA Tesla K80 data sheet",
             tflops=4.37,
@@ -197,7 +197,7 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=12 * _GIB,
             link=_PCIE3,
         ),
-        "k40c": _device(
+        "k40c": _make_device(
             "NVIDIA Tesla K40c",
             "NVIDIA Tesla K40 data sheet",
             tflops=4.29,
@@ -205,7 +205,7 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=12 * _GIB,
             link=Figure(10.0e9, "PCIe 3.0 x16, measured by Microway on a K40m"),
         ),
-        "titan_x": _device(
+        "titan_x": _make_device(
             "NVIDIA Titan X (Maxwell)",
             "vDNN (MICRO 2016)",
             tflops=7,
@@ -213,8 +213,8 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=12 * _GIB,
             link=_PCIE3,
         ),
-        **_by_arithmetic(),
-        "null": _device(
+        **_make_devices_by_arithmetic(),
+        "null": _make_device(
             "no device",
             "made up",
             tflops=10,
@@ -224,29 +224,20 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
         ),
     }
 )
-"""Word -> device. `null` is none: round numbers to try things with.
+"""Devices by name. `null` is not a real device: round numbers for experiments.
 
-`h200`, `h100` and the like compute in single precision, without tensor cores; followed
-by `_tf32` and `_half` they compute on them, as networks are mostly trained.
+`h200`, `h100` and the like compute in single precision, without tensor cores. With the
+suffix `_tf32` or `_half` they use tensor cores, as most training does.
 """
 
 
 def get_device(name: str) -> DeviceFigures:
-    """The figures of a device.
-
-    Raises:
-        ValueError: Nothing is known of it; the message lists what is.
-        TypeError: It is no name.
-    """
+    """Return the figures of a device; the error for an unknown one lists all."""
     return DEVICES[one_of("device", name, DEVICES)]
 
 
 def name_computing(name: str, dtype: str) -> str:
-    """The same device by its figures for a type: `h200_half` for `h200` in float16.
-
-    Raises:
-        ValueError: Nothing is known of the device.
-    """
+    """Return the device variant that computes in a type: `h200_half`."""
     half = f"{name}_half"
     known = half in DEVICES and dtype in DEVICES[half].dtypes
     return half if dtype not in get_device(name).dtypes and known else name

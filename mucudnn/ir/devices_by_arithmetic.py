@@ -1,8 +1,8 @@
-"""Devices whose arithmetic peak depends on the precision that products are computed in.
+"""Devices whose peak arithmetic rate depends on the precision of products.
 
-Rates are those of dense operands; data sheets often print twice as much, for sparse
-ones. Tensors stay in the precision of the graph whatever the arithmetic: half precision
-on a graph of single-precision tensors has fast products, and copies as slow as ever.
+Rates are for dense operands; data sheets often print twice as much, for sparse ones.
+Tensors keep the graph's precision whatever the arithmetic: half precision on a graph of
+single-precision tensors has fast products but no smaller copies.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ARITHMETIC: Mapping[str, str] = MappingProxyType(
         "_half": "half precision on tensor cores with sums in single, dense",
     }
 )
-"""What follows a device's word -> what it computes in, in words."""
+"""Suffix of a device's name -> description of its arithmetic."""
 
 TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -27,21 +27,14 @@ TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "_half": ("float32", "float16", "bfloat16"),
     }
 )
-"""What follows a device's word -> types of tensors that are multiplied so."""
+"""Suffix of a device's name -> tensor types that are multiplied in this arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """A device's published peaks.
+    """Published peaks of a device; `tflops` maps suffixes of its name to rates.
 
-    Attributes:
-        title: As its vendor calls it.
-        source: Of all of them.
-        tflops: What follows the word -> operations a second, in 1e12.
-        gb_per_s: Of its memory.
-        gb: Its memory.
-        link_gb_per_s: To the host, one direction, nominal.
-        link: Which link that is.
+    The nominal one-way rate of the link to the host is `link_gb_per_s`.
     """
 
     title: str
@@ -131,4 +124,4 @@ BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
         ),
     }
 )
-"""Word -> peaks. An H200 in single precision is a device of its own."""
+"""Peaks by device name. The H200 in single precision is listed separately."""

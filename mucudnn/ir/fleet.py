@@ -1,8 +1,8 @@
-"""Several devices that train one model in step: what a step takes on each of them.
+"""Describe heterogeneous devices that train one model data-parallel.
 
-Data-parallel ranks wait for the slowest once a step. So a fleet is described by what a
-step takes on each rank at any share of the mini-batch, and by what it takes to sum the
-gradients afterwards.
+Data-parallel ranks wait for the slowest one at every step. A fleet is described by the
+step time of each rank as a function of its share of the mini-batch, and by the time of
+the all-reduce of gradients that follows.
 """
 
 import math
@@ -16,15 +16,9 @@ __all__ = ["AllReduce", "Fleet", "Rank", "StepPoint", "StepTable"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepPoint:
-    """A measured step.
+    """A measured step: batch size, time without waiting for other ranks, peak memory.
 
-    Attributes:
-        samples: In the step's batch.
-        time_ms: Forward and backward, without waiting for others.
-        nbytes: In use at the most; 0 if not known.
-
-    Raises:
-        ValueError: A number is out of range.
+    `nbytes` is 0 if unknown. Numbers out of range raise a `ValueError`.
     """
 
     samples: int
@@ -39,17 +33,13 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """Steps of one device at a few sizes, ascending.
+    """Step times of one device at a few batch sizes, ascending.
 
-    Between two sizes time and bytes are on the line through them; below the smallest
-    they are as there. Beyond the largest nothing is known, so no step is larger.
-
-    Attributes:
-        device: What was measured.
-        points: At least one.
+    Time and bytes are interpolated linearly between two sizes, and constant below the
+    smallest. Sizes beyond the largest are not allowed.
 
     Raises:
-        ValueError: There are none, or two of one size.
+        ValueError: There is no point, or two have the same size.
     """
 
     device: str
@@ -69,11 +59,11 @@ class StepTable:
 
     @property
     def most(self) -> int:
-        """Samples of its largest step."""
+        """Batch size of the largest measured step."""
         return self.points[-1].samples
 
     def most_within(self, memory: int | None) -> int:
-        """Samples of the largest step that needs no more bytes; 0 if none is known."""
+        """Return the largest batch size that fits into `memory`; 0 if unknown."""
         if memory is None:
             return self.most
         fitting = StepPoint(1, self.points[0].time_ms)
@@ -88,10 +78,10 @@ class StepTable:
         return fitting.samples
 
     def times(self, most: int) -> list[float]:
-        """The time of a step of 0, 1, … `most` samples; that of 0 is 0.
+        """Return the step times for 0, 1, … `most` samples; 0 samples take no time.
 
         Raises:
-            ValueError: That is beyond the table.
+            ValueError: `most` is beyond the table.
         """
         if most > self.most:
             raise ValueError(
@@ -108,7 +98,7 @@ class StepTable:
         return found[: most + 1]
 
     def scaled(self, factor: float) -> "StepTable":
-        """The table of a device that takes that many times as long."""
+        """Return the table of a device that is slower by a factor."""
         return StepTable(
             self.device,
             tuple(replace(p, time_ms=p.time_ms * factor) for p in self.points),
@@ -117,14 +107,10 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process with a device of its own.
+    """A process with its own device and an optional memory budget in bytes.
 
-    Attributes:
-        name: What it is called.
-        table: What a step takes on it.
-        memory: Bytes that a step may use; None without a limit.
-        accumulates: Whether a share that does not fit runs as several smaller steps
-            whose gradients are summed.
+    If it `accumulates`, a share that does not fit runs as several smaller steps with
+    accumulated gradients.
     """
 
     name: str
@@ -134,25 +120,23 @@ class Rank:
 
     @property
     def most_at_once(self) -> int:
-        """Samples of the largest step that fits."""
+        """Batch size of the largest step that fits."""
         return self.table.most_within(self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """What it takes to sum gradients over all ranks.
+    """A cost model of summing gradients over all ranks.
 
-    A ring passes 2 (p - 1) messages of an p-th of the bytes each (Patarasuk and Yuan,
-    2009): bandwidth counts nearly the same for any number of ranks, latency does not.
+    A ring passes 2 (p - 1) messages of 1 / p of the bytes each (Patarasuk and Yuan,
+    2009): the bandwidth term hardly depends on the number of ranks, the latency term
+    does.
 
     Attributes:
-        nbytes: Of all gradients.
-        bytes_per_ms: Rate of the slowest link, one direction.
-        latency_ms: Of a message.
-        measured_ms: What one took, if it was measured: then nothing else counts.
-
-    Raises:
-        ValueError: A number is out of range.
+        nbytes: Bytes of all gradients.
+        bytes_per_ms: One-way rate of the slowest link.
+        latency_ms: Latency of one message.
+        measured_ms: Measured time of one all-reduce; overrides the model.
     """
 
     nbytes: int = 0
@@ -169,7 +153,7 @@ class AllReduce:
             a_number("measured_ms", self.measured_ms, 0.0)
 
     def time_ms(self, ranks: int) -> float:
-        """Of one sum over that many ranks."""
+        """Return the time of one all-reduce over `ranks` ranks."""
         if ranks < 2:
             return 0.0
         if self.measured_ms is not None:
@@ -180,15 +164,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Ranks that train one model in step.
-
-    Attributes:
-        ranks: In the order of their numbers.
-        all_reduce: What they do together after a step.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Ranks that train one model data-parallel, and the cost of their all-reduce."""
 
     ranks: tuple[Rank, ...]
     all_reduce: AllReduce = AllReduce()
@@ -199,9 +175,9 @@ class Fleet:
 
     @property
     def all_reduce_ms(self) -> float:
-        """Of one step."""
+        """Time of the all-reduce of one step."""
         return self.all_reduce.time_ms(len(self.ranks))
 
     def alone(self, rank: int) -> "Fleet":
-        """One of the ranks by itself, with nobody to wait for."""
+        """Return the fleet of a single rank."""
         return Fleet((self.ranks[rank],))

@@ -1,9 +1,9 @@
-"""A network, or a whole training step, as data: tensors and the nodes between them.
+"""Describe a network, or a whole training step, as tensors and nodes.
 
 Nodes are in execution order and every name is written once. A view, or a result that
-overwrites its input, is a tensor of its own with an `alias`: the bytes are those of
-another. State that outlives a step (weights, running statistics) is changed by nodes
-that say so in `mutates`.
+overwrites its input, is a separate tensor with an `alias`: it shares the storage of
+another tensor. State that outlives a step (weights, running statistics) is changed by
+nodes that list it in `mutates`.
 """
 
 import enum
@@ -26,7 +26,7 @@ PERSISTENT = (Role.PARAMETER, Role.STATE, Role.BORROWED)
 
 
 class Phase(enum.Enum):
-    """Which part of a training step a node belongs to."""
+    """Part of a training step that a node belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -35,17 +35,17 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One kernel launch. Its position in `Graph.nodes` is its time.
+    """A kernel launch. Its position in `Graph.nodes` is its time.
 
     Attributes:
-        name: Unique in its graph.
-        op: The operation, as the kernel tables of backends name it.
+        name: Unique name in the graph.
+        op: Name of the operation in the backends' kernel tables.
         inputs: Tensors it reads.
         outputs: Tensors it writes, for the first and only time.
-        attrs: What else the kernel needs to know.
+        attrs: Attributes passed to the kernel.
         phase: Part of the step.
-        mutates: Those of its inputs that it overwrites.
-        traits: What passes have to know of it.
+        mutates: Inputs that it overwrites.
+        traits: Properties that graph passes rely on.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Node:
 
     @property
     def recomputable(self) -> bool:
-        """Whether a copy of it may run, which mutates nothing."""
+        """Whether a copy of the node may run without changing any state."""
         traits = self.traits
         pure = not self.mutates or bool(traits.replay) or traits.again is not None
         return traits.recomputable and pure
 
     @property
     def once_more(self) -> "Node | None":
-        """What makes its first result again instead of a copy; None if a copy does."""
+        """Node that recomputes the first result; None if a plain copy does."""
         again = self.traits.again
         if again is None:
             return None
@@ -83,31 +83,31 @@ class Node:
         )
 
     def remakes(self, tensor: str) -> bool:
-        """Whether one of its results may be made again by running something."""
+        """Return whether a result of the node can be recomputed."""
         return self.recomputable and (
             self.traits.again is None or tensor == self.outputs[0]
         )
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Everything it touches."""
+        """Inputs and outputs."""
         return (*self.inputs, *self.outputs)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in execution order over named tensors.
+    """A sequence of nodes, in execution order, over named tensors.
 
     Attributes:
         tensors: Every tensor by name.
         nodes: In execution order.
-        outputs: What a run returns: losses, metrics, or gradients.
+        outputs: Tensors that a run returns: losses, metrics, or gradients.
         gradients: Parameter -> its gradient, in a training graph.
-        initializers: Parameter or state -> how it starts.
+        initializers: Initializer of each parameter and state tensor.
 
     Raises:
-        ValueError: A node reads what was not written, writes what is not declared or
-            writes twice, or is a view of nothing; the message names both.
+        ValueError: A node reads a tensor before it is written, writes an undeclared
+            one or writes one twice, or is a view of none of its inputs.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -143,7 +143,7 @@ class Graph:
             if self.storages[name] not in read:
                 raise ValueError(
                     f"node {node.name!r} is a view and {name!r} has none of its "
-                    f"inputs' bytes; let its alias be one of {', '.join(node.inputs)}"
+                    f"inputs' bytes; set its alias to one of {', '.join(node.inputs)}"
                 )
 
     @cached_property
@@ -180,7 +180,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[Node, ...]]:
-        """Tensor -> the nodes that read it under this very name, in order."""
+        """Tensor -> the nodes that read it under this name, in order."""
         found: dict[str, list[Node]] = {name: [] for name in self.tensors}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -198,7 +198,7 @@ class Graph:
 
     @cached_property
     def storages(self) -> Mapping[str, str]:
-        """Tensor -> the one whose bytes it is: the end of its chain of aliases."""
+        """Tensor -> its storage: the root of its chain of aliases."""
         found: dict[str, str] = {}
         for name, spec in self.tensors.items():
             if spec.alias is None:
@@ -215,7 +215,7 @@ class Graph:
         return found
 
     def offset(self, name: str) -> int:
-        """Bytes of a tensor's storage before its own."""
+        """Return the byte offset of a tensor in its storage."""
         spec = self.tensors[name]
         total = spec.offset
         while spec.alias is not None:
@@ -225,7 +225,7 @@ class Graph:
 
     @cached_property
     def overwritten(self) -> Mapping[int, tuple[str, ...]]:
-        """Position of a node -> storages that it replaces what was in."""
+        """Position of a node -> storages whose contents it replaces."""
         found: dict[int, tuple[str, ...]] = {}
         for position, node in enumerate(self.nodes):
             own = () if node.traits.view else node.outputs
@@ -236,7 +236,7 @@ class Graph:
 
     @cached_property
     def immovable(self) -> frozenset[str]:
-        """Storages that never leave: the caller's, and those of immovable results."""
+        """Storages that are never offloaded: borrowed ones, immovable results."""
         fixed = (node for node in self.nodes if not node.traits.movable)
         results = (name for node in fixed for name in node.outputs)
         borrowed = (spec.name for spec in self.with_role(Role.BORROWED))
@@ -247,14 +247,14 @@ class Graph:
         tensors: Mapping[str, TensorSpec],
         storages: Mapping[str, str] | None = None,
     ) -> "Graph":
-        """The same nodes over the same tensors, of which others share bytes.
+        """Return a graph with other storage sharing, without validating it again.
 
-        Nothing is checked again, and what is known of the nodes stays known.
+        Cached properties of the nodes stay valid.
 
         Args:
-            tensors: Every tensor; they differ from those here in nothing but `alias`,
-                and no view is among those that differ.
-            storages: Of these tensors, if they are known.
+            tensors: All tensors; they differ from the current ones in `alias` only, and
+                no view is among those that differ.
+            storages: Storages of these tensors, if known.
         """
         found = copy(self)
         for name in ("storages", "reads", "overwritten", "immovable"):
@@ -270,12 +270,12 @@ class Graph:
         nodes: tuple[Node, ...],
         storages: Mapping[str, str] | None = None,
     ) -> "Graph":
-        """The same step with nodes between its own, which nothing is checked of again.
+        """Return the same step with inserted nodes, without validating it again.
 
         Args:
-            tensors: Every tensor; the others are results of the other nodes.
-            nodes: In execution order.
-            storages: Of these tensors, if they are known.
+            tensors: All tensors; the additional ones are results of inserted nodes.
+            nodes: All nodes in execution order.
+            storages: Storages of these tensors, if known.
         """
         found = copy(self)
         fields = ("tensors", "nodes", "outputs", "gradients", "initializers", "inputs")
@@ -287,7 +287,7 @@ class Graph:
         return found
 
     def with_role(self, *roles: Role) -> Iterator[TensorSpec]:
-        """Tensors of some roles with bytes of their own, in order of declaration."""
+        """Yield tensors of some roles with their own storage, as declared."""
         return (
             spec
             for spec in self.tensors.values()
@@ -296,5 +296,5 @@ class Graph:
 
     @property
     def parameter_count(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(math.prod(spec.shape) for spec in self.with_role(Role.PARAMETER))

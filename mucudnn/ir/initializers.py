@@ -1,4 +1,4 @@
-"""How parameters start, as data: what papers prescribe, drawn by the runtime.
+"""Describe initial values of parameters; the runtime draws them.
 
 Fan-in is the number of inputs that one output sums over, fan-out the number of outputs
 that one input reaches.
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same number everywhere."""
+    """A constant initial value."""
 
     value: float
 
@@ -34,7 +34,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Normally distributed around zero (AlexNet: standard deviation 0.01)."""
+    """A normal distribution around zero (AlexNet: standard deviation 0.01)."""
 
     std: float
 
@@ -44,7 +44,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class HeNormal:
-    """Normal with variance 2 / fan (He et al. 2015, equation 10)."""
+    """A normal distribution with variance 2 / fan (He et al. 2015, equation 10)."""
 
     fan_out: bool = False
 
@@ -52,22 +52,22 @@ class HeNormal:
         a_flag("fan_out", self.fan_out)
 
     def std(self, shape: Sequence[int]) -> float:
-        """Standard deviation for a weight of this shape."""
+        """Return the standard deviation for a weight of this shape."""
         return math.sqrt(2 / fans(shape)[1 if self.fan_out else 0])
 
 
 @dataclass(frozen=True, slots=True)
 class XavierUniform:
-    """Uniform with variance 2 / (fan-in + fan-out) (Glorot & Bengio 2010, eq. 16)."""
+    """A uniform distribution, variance 2 / (fan-in + fan-out) (Glorot 2010, eq. 16)."""
 
     def limit(self, shape: Sequence[int]) -> float:
-        """Largest absolute value for a weight of this shape."""
+        """Return the largest absolute value for a weight of this shape."""
         return math.sqrt(6 / sum(fans(shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class LecunUniform:
-    """Uniform with variance scale / fan-in (LeCun et al. 1998, section 4.6).
+    """A uniform distribution, variance scale / fan-in (LeCun et al. 1998, 4.6).
 
     Caffe's `xavier` has scale 1, Torch's default 1/3.
     """
@@ -78,15 +78,15 @@ class LecunUniform:
         a_number("scale", self.scale, 0)
 
     def limit(self, shape: Sequence[int]) -> float:
-        """Largest absolute value for a weight of this shape."""
+        """Return the largest absolute value for a weight of this shape."""
         return math.sqrt(3 * self.scale / fans(shape)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class CopyOf:
-    """Always the values of a parameter, in another type or layout; saved nowhere.
+    """A copy of a parameter in another type or layout, never saved itself.
 
-    Who changes the parameter changes its copy.
+    Changing the parameter changes its copy.
     """
 
     parameter: str
@@ -96,6 +96,6 @@ Initializer = Constant | Normal | HeNormal | XavierUniform | LecunUniform
 
 
 def fans(shape: Sequence[int]) -> tuple[int, int]:
-    """Fan-in and fan-out of a weight (K, C, *kernel) or (features, inputs)."""
+    """Return fan-in and fan-out of a weight (K, C, *kernel) or (features, inputs)."""
     taps = math.prod(shape[2:])
     return max(1, shape[1] * taps), max(1, shape[0] * taps)

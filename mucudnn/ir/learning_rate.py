@@ -1,8 +1,7 @@
-"""Learning rates over the steps of a training, as data.
+"""Describe learning rates as functions of the step.
 
 Every schedule may begin with a linear warm-up: step s of `warmup_steps` runs at
-(s + 1) / warmup_steps of the rate that the schedule has then (Goyal et al. 2017,
-section 2.2).
+(s + 1) / warmup_steps of the scheduled rate (Goyal et al. 2017, section 2.2).
 """
 
 import math
@@ -29,13 +28,13 @@ class LearningRate(Protocol):
     """A learning rate for every step."""
 
     def at(self, step: int, total_steps: int) -> float:
-        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        """Return the rate of step `step`, counted from 0, of `total_steps`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantRate:
-    """The same rate at every step."""
+    """A constant learning rate."""
 
     base: float
     warmup_steps: int = 0
@@ -44,21 +43,14 @@ class ConstantRate:
         _check(self.base, self.warmup_steps)
 
     def at(self, step: int, total_steps: int) -> float:
-        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        """Return the rate of step `step`, counted from 0, of `total_steps`."""
         del total_steps
-        return self.base * _warm(step, self.warmup_steps)
+        return self.base * _warmup_factor(step, self.warmup_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRate:
-    """Multiplied by gamma at each milestone.
-
-    Attributes:
-        base: The first rate.
-        milestones: Steps from which on the rate is lower.
-        gamma: Factor.
-        warmup_steps: Steps of linear warm-up.
-    """
+    """A learning rate that is multiplied by `gamma` at each milestone, a step."""
 
     base: float
     milestones: tuple[int, ...]
@@ -72,18 +64,17 @@ class StepRate:
         object.__setattr__(self, "milestones", milestones)
 
     def at(self, step: int, total_steps: int) -> float:
-        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        """Return the rate of step `step`, counted from 0, of `total_steps`."""
         del total_steps
         passed = sum(step >= milestone for milestone in self.milestones)
-        return self.base * self.gamma**passed * _warm(step, self.warmup_steps)
+        return self.base * self.gamma**passed * _warmup_factor(step, self.warmup_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class CosineRate:
     """Half a cosine from the base rate to `final` (Loshchilov & Hutter 2017).
 
-    The way down begins when the warm-up ends and would reach `final` with the step
-    after the last.
+    The decay begins after the warm-up and would reach `final` one step after the last.
     """
 
     base: float
@@ -95,9 +86,9 @@ class CosineRate:
         a_number("final", self.final, 0)
 
     def at(self, step: int, total_steps: int) -> float:
-        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        """Return the rate of step `step`, counted from 0, of `total_steps`."""
         if step < self.warmup_steps:
-            return self.base * _warm(step, self.warmup_steps)
+            return self.base * _warmup_factor(step, self.warmup_steps)
         length = max(1, total_steps - self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / length)
         share = (1 + math.cos(math.pi * done)) / 2
@@ -107,17 +98,16 @@ class CosineRate:
 def parse_learning_rate(
     text: str, base: float, *, warmup_steps: int = 0, milestone_unit: int = 1
 ) -> LearningRate:
-    """A schedule from "constant", "cosine" or "step:30,60,90".
+    """Parse a schedule: "constant", "cosine" or "step:30,60,90".
 
     Args:
         text: The schedule.
-        base: Its rate after the warm-up.
+        base: Rate after the warm-up.
         warmup_steps: Steps of linear warm-up.
-        milestone_unit: Steps that one unit of a milestone stands for: those of an
-            epoch where milestones are given in epochs.
+        milestone_unit: Steps per unit of a milestone, such as those of an epoch.
 
     Raises:
-        ValueError: The text is no schedule, or a number is out of range.
+        ValueError: The text is not a schedule, or a number is out of range.
     """
     _check(base, warmup_steps)
     an_integer("milestone_unit", milestone_unit, least=1)
@@ -135,26 +125,26 @@ def parse_learning_rate(
                 return StepRate(base, milestones, warmup_steps=warmup_steps)
     raise ValueError(
         f"{text!r} is no learning-rate schedule; it is constant, cosine, or step: "
-        "and ascending milestones, such as step:30,60,90"
+        "with ascending milestones, such as step:30,60,90"
     )
 
 
 RateChoice = Callable[[int], float] | LearningRate | float | str
-"""What a learning rate may be given as."""
+"""Types accepted for a learning rate."""
 
 
 def rate_of(choice: Any, base: float) -> Callable[[int], float]:
-    """Step -> learning rate, of a training that does not know when it ends.
+    """Return the learning rate as a function of the step, without a known last step.
 
     Args:
-        choice: A function of the step, a number, a schedule or its text
-            ("step:30,60" counts steps); None is the base.
+        choice: A function of the step, a number, a schedule or its text ("step:30,60"
+            counts steps); None selects `base`.
         base: The optimizer's own rate.
 
     Raises:
-        ValueError: The text is no schedule, the number is out of range, or the
-            schedule depends on where the training ends.
-        TypeError: It is something else.
+        ValueError: The text is not a schedule, the number is out of range, or the
+            schedule depends on the number of steps.
+        TypeError: The choice has another type.
     """
     if choice is None:
         choice = base
@@ -186,5 +176,5 @@ def _check(base: float, warmup_steps: int) -> None:
         raise ValueError(f"warm-up takes at least 0 steps, got {warmup_steps}")
 
 
-def _warm(step: int, warmup_steps: int) -> float:
+def _warmup_factor(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0

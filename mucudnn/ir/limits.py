@@ -1,4 +1,4 @@
-"""The workspace limits that plans will be asked for under: what a table must serve."""
+"""The range of workspace limits that a performance table must serve."""
 
 from dataclasses import dataclass
 from math import inf
@@ -8,16 +8,14 @@ __all__ = ["ANY_LIMIT", "LimitRange"]
 
 @dataclass(frozen=True, slots=True)
 class LimitRange:
-    """Bytes of workspace, from the tightest limit to the widest one.
+    """A range of workspace limits in bytes.
 
     Attributes:
-        least: What every plan may use. An algorithm need not be timed where another
-            one within it is far ahead.
-        most: What no plan may exceed. Of what needs more, only what may be faster is
-            timed: it tells what more workspace would buy.
+        least: Smallest limit of any plan. An algorithm need not be timed if another one
+            that fits into this limit is far ahead.
+        most: Largest limit of any plan. Of algorithms that need more workspace, only
+            those that may be faster are timed, to show what more workspace would gain.
 
-    Raises:
-        ValueError: The least is more than the most.
     """
 
     least: float = 0.0
@@ -28,13 +26,13 @@ class LimitRange:
             raise ValueError(f"limits from {self.least} to {self.most} bytes: no range")
 
     def covers(self, other: "LimitRange") -> bool:
-        """Whether what serves these limits serves all of the others."""
+        """Return whether a table for these limits serves all of `other`."""
         return self.least <= other.least and other.most <= self.most
 
     def including(self, limit: float) -> "LimitRange":
-        """The range that has this limit, too."""
+        """Extend the range to include a limit."""
         return LimitRange(min(self.least, limit), max(self.most, limit))
 
 
 ANY_LIMIT = LimitRange()
-"""Nothing is known of the limits."""
+"""Range of unknown limits."""

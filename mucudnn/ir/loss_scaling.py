@@ -1,10 +1,10 @@
-"""Loss scaling as data: by which factor, and how it follows what overflows.
+"""Describe loss scaling: a fixed factor, or one that adapts to overflows.
 
-Small gradients are zero in a narrow type, large ones infinite. The loss is multiplied
+Small gradients underflow in a narrow type, large ones overflow. The loss is multiplied
 by a factor before its gradients are computed, and the updates divide by it. A dynamic
-factor is as large as it can be: it is halved when a gradient overflows, that step
-changes no weight, and it is doubled after many steps without (Micikevicius et al. 2018,
-section 3.2; the defaults are those of PyTorch's GradScaler).
+factor stays as large as possible: it is halved when a gradient overflows, that step
+changes no weight, and it is doubled after many steps without an overflow (Micikevicius
+et al. 2018, section 3.2; the defaults are those of PyTorch's GradScaler).
 """
 
 from dataclasses import dataclass
@@ -14,27 +14,22 @@ from mucudnn.arguments import a_number, an_integer
 __all__ = ["DYNAMIC", "DynamicLossScale", "loss_scale_of"]
 
 DYNAMIC = "dynamic"
-"""The word for a dynamic scale with the usual settings."""
+"""Name of the dynamic scale with default settings."""
 
 _MOST = {"float16": 2.0**15}
-"""Largest power of two of a type; of the others 2**127, as float32's."""
+"""Largest power of two of a type; 2**127 for all others."""
 
 _LEAST = 2.0**-14
-"""Below it float16 has no normal numbers: a gradient that still overflows is broken."""
+"""Least normal number of float16: a gradient that still overflows here is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicLossScale:
-    """A loss scale that follows what overflows.
+    """A loss scale that adapts to overflows.
 
     Attributes:
-        initial: What it starts from.
-        growth: What it is multiplied by after `interval` steps without an overflow.
-        backoff: What it is multiplied by after a step with one.
-        interval: Steps.
-
-    Raises:
-        ValueError: A number is out of range.
+        growth: Factor after `interval` steps without an overflow.
+        backoff: Factor after a step with an overflow.
     """
 
     initial: float = 65536.0
@@ -53,11 +48,7 @@ class DynamicLossScale:
         an_integer("the loss scale's interval", self.interval, least=1)
 
     def range_in(self, dtype: str) -> tuple[float, float]:
-        """The least and the largest scale that a type holds.
-
-        Raises:
-            ValueError: The initial one is not among them.
-        """
+        """Return the least and the largest scale that a type can represent."""
         least, most = _LEAST, _MOST.get(dtype, 2.0**127)
         if not least <= self.initial <= most:
             raise ValueError(
@@ -70,15 +61,10 @@ class DynamicLossScale:
 def loss_scale_of(
     choice: "DynamicLossScale | float | str | None", usual: float
 ) -> "DynamicLossScale | float":
-    """The loss scale of an argument: a number, the word `dynamic`, or settings.
+    """Return the loss scale for an argument: a number, `dynamic`, or settings.
 
-    Args:
-        choice: What was asked for.
-        usual: What None stands for.
-
-    Raises:
-        ValueError: It is another word, or not positive.
-        TypeError: It is something else.
+    None selects `usual`. Other words and numbers that are not positive raise a
+    `ValueError`, other types a `TypeError`.
     """
     if choice is None:
         return usual

@@ -1,8 +1,8 @@
-"""What one machine learnt and others may use: rows, verdicts, races, and a whole file.
+"""Measured results of one machine, as stored in its cache or a recording.
 
-A row is of one kernel. A verdict is of a whole plan: kernels that run one after another
-are not always as fast as each by itself, so a division is run before it is trusted. A
-race is between two ways to compute the same outside of plans.
+A `Measurement` is of one kernel. A `Verdict` is of a whole plan: kernels that run in
+sequence are not always as fast as each alone, so a division is run before it is used.
+A `Race` compares two ways to compute the same outside of plans.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,10 @@ __all__ = ["DeviceSummary", "Measurement", "Race", "Recording", "Verdict", "sign
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One row of a recording: what was measured, where and when.
+    """A row of a recording: device, result, time and library version of a measurement.
 
-    Attributes:
-        fingerprint: The device and its libraries.
-        problem: The convolution, at the micro-batch size of `perf`.
-        perf: The outcome.
-        measured_at: Seconds since 1970.
-        version: Version of mucudnn that measured.
+    `problem` has the micro-batch size of `perf`; `measured_at` is in seconds since
+    1970.
     """
 
     fingerprint: str
@@ -35,14 +31,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of a plan that was run whole, in turn with its undivided baseline.
+    """The result of running a whole plan alternately with its undivided baseline.
 
     Attributes:
-        fingerprint: The device and its libraries.
+        fingerprint: Identifier of the device and its libraries.
         problem: The convolution, at its whole mini-batch.
-        signature: Of the plan and its baseline.
-        ratio: The plan's time over its baseline's; 1 where the plan was rejected, as it
-            did not win by more than the noise.
+        signature: Key of the plan and its baseline.
+        ratio: The plan's time over its baseline's; 1 if the plan was rejected because
+            it did not win by more than the noise.
     """
 
     fingerprint: str
@@ -53,13 +49,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """What two ways to compute the same took, timed beside each other.
+    """Times of two ways to compute the same, measured alternately.
 
-    Attributes:
-        fingerprint: The device and its libraries.
-        raced: All that decided the times, and which ways they are, as JSON.
-        times_ms: Of the first way and of the second.
-        measured_at: Seconds since 1970.
+    `raced` is a JSON key of the two ways and everything that influences their times.
     """
 
     fingerprint: str
@@ -69,7 +61,7 @@ class Race:
 
 
 def signature(plan: ConvPlan, baseline: ConvPlan) -> str:
-    """Two plans of one problem as a key: algorithms and sizes of both, in order."""
+    """Return a key for a plan and its baseline: algorithms and sizes in order."""
     return " / ".join(
         "+".join(f"{step.algo}@{step.batch}" for step in one.steps)
         for one in (plan, baseline)
@@ -78,7 +70,7 @@ def signature(plan: ConvPlan, baseline: ConvPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """What a cache knows of one device; times are seconds since 1970."""
+    """Size and age of a cache for one device; times are seconds since 1970."""
 
     fingerprint: str
     problems: int
@@ -89,15 +81,10 @@ class DeviceSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A whole file.
+    """The contents of a recording file, with properties of devices by fingerprint.
 
-    Attributes:
-        environments: By fingerprint, in order, what else is known of a device.
-        alignments: By fingerprint, bytes that operands of micro-batches are aligned
-            to, where that is known.
-        measurements: Of all devices.
-        verdicts: Of all devices; of two of the same plans the later one counts.
-        races: Of all devices.
+    `alignments` are in bytes, for micro-batch operands. Later verdicts replace earlier
+    ones.
     """
 
     environments: Mapping[str, Mapping[str, str]] = field(

@@ -1,4 +1,4 @@
-"""How an algorithm computes, and which ways of computing a user accepts.
+"""Describe how an algorithm computes, and which arithmetic a user accepts.
 
 A measurement records the first (`Traits`); the second (`Numerics`) only filters what is
 measured and planned, so one cache serves every policy.
@@ -42,12 +42,12 @@ FLOAT32_SUM = "float32_sum"
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a library says about one of its algorithms on one problem.
+    """Numerical properties of an algorithm on one problem, as its library reports them.
 
     Attributes:
         deterministic: Whether two runs give the same bits.
         math_mode: `default`, `tf32` or `down_convert`.
-        notes: What else is known, in the library's words (`tensor_core`, `winograd`,
+        notes: Further properties in the library's words (`tensor_core`, `winograd`,
             `runtime_compilation` …).
     """
 
@@ -58,22 +58,22 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Which ways of computing are accepted.
+    """The arithmetic that a user accepts.
 
     >>> Numerics.parse("strict,deterministic")
     Numerics(tf32=False, deterministic=True, down_convert=False, float32_sums=False)
     >>> Numerics(tf32=False).refusal(Traits(math_mode="tf32"))
     'not accepted: it rounds float32 to TF32'
 
-    A `Tuner` takes them: `Tuner(numerics=Numerics(deterministic=True))`. By default
-    it is what cuDNN and PyTorch accept for convolutions: TF32 for float32.
+    Pass it to a `Tuner`: `Tuner(numerics=Numerics(deterministic=True))`. The default
+    is that of cuDNN and PyTorch for convolutions: TF32 for float32.
 
     Attributes:
         tf32: Whether tensor cores may round float32 operands to TF32.
-        deterministic: Whether only algorithms that repeat their bits are accepted.
+        deterministic: Whether only bit-reproducible algorithms are accepted.
         down_convert: Whether operands may be cast to a narrower type.
         float32_sums: Whether micro-batches of a half-precision filter gradient must be
-            added up in float32, which takes workspace.
+            accumulated in float32, which takes workspace.
     """
 
     tf32: bool = True
@@ -83,10 +83,10 @@ class Numerics:
 
     @classmethod
     def parse(cls, text: str) -> "Numerics":
-        """A policy from words such as `strict,deterministic`.
+        """Parse words such as `strict,deterministic`.
 
         Raises:
-            ValueError: A word is none of `NUMERICS`, or two contradict each other.
+            ValueError: A word is not in `NUMERICS`, or two contradict each other.
         """
         words = [word.strip() for word in a_text("numerics", text).split(",")]
         for word in words:
@@ -104,18 +104,17 @@ class Numerics:
 
     @property
     def words(self) -> str:
-        """The policy in the words of `parse`."""
+        """The policy as text that `parse` accepts."""
         flags = ("deterministic", "down_convert", "float32_sums")
         chosen = (name for name in flags if getattr(self, name))
         return ",".join(["tf32" if self.tf32 else "strict", *chosen])
 
     def refusal(self, traits: Traits, *, whole: bool = False) -> str | None:
-        """Why an algorithm is not accepted; None if it is.
+        """Return why an algorithm is not accepted; None if it is.
 
         Args:
-            traits: How it computes.
-            whole: Whether it is for the whole mini-batch at once, where nothing is
-                added up.
+            traits: Numerical properties of the algorithm.
+            whole: Whether it runs on the whole mini-batch, without accumulation.
         """
         reason = next(self._refusals(traits, whole), None)
         return None if reason is None else RowStatus.REFUSED.text(reason)
@@ -143,4 +142,4 @@ NUMERICS = {
     "down_convert": "operands may be cast to a narrower type",
     "float32_sums": "half-precision filter gradients add micro-batches in float32",
 }
-"""The words of `Numerics.parse` and what they mean."""
+"""Words of `Numerics.parse` and their meanings."""

@@ -1,4 +1,4 @@
-"""What each operation of the builder, of its gradients and of updates is: one table."""
+"""Traits of all built-in operations, their gradients and updates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ __all__ = [
 Attributes = Mapping[str, Any]
 Operands = Sequence[TensorSpec]
 Rule = Callable[[Operands, Operands, Attributes], NodeTraits]
-"""Traits that depend on inputs, results and attributes."""
+"""Function from inputs, results and attributes to traits."""
 
 _NONE: Attributes = MappingProxyType({})
 _OF_FIRST, _OF_LABELS = partial(counted, 0), partial(counted, 1)
@@ -47,20 +47,19 @@ _FROM_ONE = NodeTraits(narrow=True, batch=_ROW)
 _FROM_TWO = NodeTraits(batch=_ROWS)
 _FUNCTION = NodeTraits(overwrites=(0,), narrow=True, batch=_ROW)
 _OF_FUNCTION = NodeTraits(overwrites=(1,), batch=_ROWS)
-"""A gradient from what the forward pass has left and, second, the result's gradient."""
+"""A gradient whose inputs are a saved tensor and, second, the result's gradient."""
 
 
 def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    to_filter = attrs["problem"].direction is Direction.BACKWARD_FILTER
     whole = (None,) * (len(inputs) - 1)  # a filter, and perhaps a bias
     batch = Batch((0, *whole), (0,), sliced=conv_rows)
-    if to_filter:
+    if attrs["problem"].direction is Direction.BACKWARD_FILTER:
         batch = Batch((0, 0), (None,), accumulates=True, sliced=conv_rows)
     return NodeTraits(expensive=True, convolution=True, batch=batch)
 
 
 def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    """With its first operand transposed it sums over rows, like a weight's gradient."""
+    """With a transposed first operand it sums over rows, like a weight gradient."""
     batch = Batch((0, None), (0,))
     if attrs["transpose_a"]:
         batch = Batch((0, 1 if attrs["transpose_b"] else 0), (None,))
@@ -78,7 +77,7 @@ def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTrai
 
 
 def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    """Cut out of a tensor, or put into a larger one: of all samples or of some."""
+    """Cover `slice` and `pad`, over all samples or some."""
     kept = inputs[0].shape[:1] == outputs[0].shape[:1]
     rule = box_rows if "stops" in attrs else None
     batch = Batch((0,), (0,), sliced=rule) if kept else None
@@ -87,17 +86,33 @@ def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits
 
 OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
     {
-        "accumulate": PLAIN,
+        **dict.fromkeys(
+            (
+                *("accumulate", "adagrad", "adam", "adjust_loss_scale", "fill"),
+                *("find_overflow", "momentum", "rmsprop", "sgd"),
+            ),
+            PLAIN,
+        ),
+        **dict.fromkeys(
+            (
+                *("avg_pool", "avg_pool_grad", "identity", "lrn", "to_channels_first"),
+                *("to_channels_last", "upsample_bilinear", "upsample_bilinear_grad"),
+                *("upsample_nearest", "upsample_nearest_grad"),
+            ),
+            _FROM_ONE,
+        ),
+        **dict.fromkeys(
+            ("gelu", "leaky_relu", "relu", "scale", "sigmoid", "tanh"), _FUNCTION
+        ),
+        **dict.fromkeys(
+            ("gelu_grad", "leaky_relu_grad", "relu_grad", "sigmoid_grad", "tanh_grad"),
+            _OF_FUNCTION,
+        ),
         "accuracy": NodeTraits(
             reads_narrow=True, batch=Batch((0, 0), (None,), accumulates=True)
         ),
-        "adagrad": PLAIN,
-        "adam": PLAIN,
-        "adjust_loss_scale": PLAIN,
         "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
         "add_relu": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
-        "avg_pool": _FROM_ONE,
-        "avg_pool_grad": _FROM_ONE,
         **PIECES,
         **FUSED_NORMS,
         "batch_norm": NodeTraits(
@@ -129,10 +144,6 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
             narrow=True,
             batch=Batch((0, None), (0,), sliced=drawn_rows),
         ),
-        "fill": PLAIN,
-        "find_overflow": PLAIN,
-        "gelu": _FUNCTION,
-        "gelu_grad": _OF_FUNCTION,
         **GROUP_PIECES,
         "group_norm": NodeTraits(
             narrow=True,
@@ -146,10 +157,6 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
             batch=Batch((0, 0, None, 0, 0), (0, None, None)),
             pieces=group_norm_grad_pieces,
         ),
-        "identity": _FROM_ONE,
-        "leaky_relu": _FUNCTION,
-        "leaky_relu_grad": _OF_FUNCTION,
-        "lrn": _FROM_ONE,
         "lrn_grad": NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
         "matmul": _matmul,
         "max_pool": NodeTraits(narrow=True, batch=Batch((0,), (0, 0))),
@@ -160,17 +167,9 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "mean_squared_error_grad": NodeTraits(
             batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_FIRST)
         ),
-        "momentum": PLAIN,
         "multiply": NodeTraits(overwrites=(0, 1), narrow=True, batch=_ROWS),
         "pad": _boxed,
-        "relu": _FUNCTION,
-        "relu_grad": _OF_FUNCTION,
         "reshape": _reshape,
-        "rmsprop": PLAIN,
-        "scale": _FUNCTION,
-        "sgd": PLAIN,
-        "sigmoid": _FUNCTION,
-        "sigmoid_grad": _OF_FUNCTION,
         "slice": _boxed,
         "softmax_cross_entropy": NodeTraits(
             reads_narrow=True, batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS)
@@ -178,18 +177,9 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "softmax_cross_entropy_grad": NodeTraits(
             overwrites=(0,), batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_LABELS)
         ),
-        "tanh": _FUNCTION,
-        "tanh_grad": _OF_FUNCTION,
-        "to_channels_first": _FROM_ONE,
-        "to_channels_last": _FROM_ONE,
-        "upsample_bilinear": _FROM_ONE,
-        "upsample_bilinear_grad": _FROM_ONE,
-        "upsample_nearest": _FROM_ONE,
-        "upsample_nearest_grad": _FROM_ONE,
     }
 )
-"""Operation -> its traits, or what finds them; all kernels that may overwrite an input
-work when it and the result are the same memory."""
+"""Operation -> its traits, or a function that returns them."""
 
 FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
@@ -199,21 +189,21 @@ FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
         ("bias", "relu"): "bias_relu",
     }
 )
-"""Operations of which each reads the first result of the one before -> the one that
-does it all. It has the attributes of the first, and what they read, in order."""
+"""Chain of operations, each reading the first result of the one before -> the fused
+operation. It has the attributes of the first and the inputs of all, in order."""
 
 
 EPILOGUE = ("conv", "bias_relu")
-"""A forward convolution and what it does as well where it reads a bias."""
+"""A forward convolution and the epilogue it computes when it has a bias input."""
 
 LIBRARY = "library"
-"""Attribute of a node: the library whose kernel computes it, instead of our own."""
+"""Node attribute: the library whose kernel replaces the built-in one."""
 
 
 def traits_of(
     op: str, inputs: Operands, outputs: Operands, attrs: Attributes = _NONE
 ) -> NodeTraits:
-    """Traits of an operation on certain operands; those of one not known are plain."""
+    """Return traits of an operation on given operands; `PLAIN` if unknown."""
     found = OPERATIONS.get(op, PLAIN)
     traits = found if isinstance(found, NodeTraits) else found(inputs, outputs, attrs)
     strips = strips_of(op, Whole("", tuple(inputs), tuple(outputs), attrs))
@@ -241,7 +231,7 @@ def make_node(
     phase: Phase = Phase.FORWARD,
     mutates: tuple[str, ...] = (),
 ) -> Node:
-    """A node of one of our own operations, its tensors being declared."""
+    """Return a node of a built-in operation on declared tensors."""
     specs = [tensors[t] for t in inputs], [tensors[t] for t in outputs]
     return Node(
         name, op, inputs, outputs, attrs, phase, mutates, traits_of(op, *specs, attrs)
@@ -249,7 +239,7 @@ def make_node(
 
 
 def with_library(tensors: Mapping[str, TensorSpec], node: Node, library: str) -> Node:
-    """The node, computed by a library's kernel."""
+    """Return the node with a library's kernel."""
     attrs = MappingProxyType({**node.attrs, LIBRARY: library})
     specs = [tensors[t] for t in node.inputs], [tensors[t] for t in node.outputs]
     return replace(node, attrs=attrs, traits=traits_of(node.op, *specs, attrs))

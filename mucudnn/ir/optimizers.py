@@ -1,7 +1,7 @@
-"""Optimizers as data: their names and hyperparameters.
+"""Describe optimizers: their names and hyperparameters.
 
-The conventions are PyTorch's. Weight decay acts on weights only, that is on parameters
-with more than one axis: biases and the scales of normalisations are left alone (He et
+The conventions are PyTorch's. Weight decay applies to weights only, that is to
+parameters with more than one axis, not to biases and scales of normalizations (He et
 al. 2019, `Bag of Tricks`, section 3.1).
 """
 
@@ -29,7 +29,6 @@ _SHARES = ("momentum", "beta1", "beta2", "alpha")
 
 
 def _check(optimizer: Any) -> None:
-    """Refuse hyperparameters that are no numbers, or out of range."""
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
         if field.type is bool:
@@ -67,7 +66,7 @@ class Momentum:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adaptive moments (Kingma & Ba 2015).
+    """Adaptive moment estimation (Kingma & Ba 2015).
 
     Decoupled weight decay makes it AdamW (Loshchilov & Hutter 2019).
     """
@@ -85,7 +84,7 @@ class Adam:
 
 @dataclass(frozen=True, slots=True)
 class AdaGrad:
-    """Steps divided by the root of the sum of squares (Duchi et al. 2011)."""
+    """Gradient steps divided by the root of the sum of squares (Duchi et al. 2011)."""
 
     learning_rate: float = 1e-2
     eps: float = 1e-10
@@ -97,7 +96,7 @@ class AdaGrad:
 
 @dataclass(frozen=True, slots=True)
 class RmsProp:
-    """Steps divided by the root of a running mean of squares (Hinton 2012)."""
+    """Gradient steps divided by the root of a running mean of squares (Hinton 2012)."""
 
     learning_rate: float = 1e-2
     alpha: float = 0.99
@@ -121,19 +120,16 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
         "rmsprop": RmsProp(),
     }
 )
-"""Word -> the optimizer with its usual hyperparameters."""
+"""Optimizers by name, with their default hyperparameters."""
 
 
 def parse_optimizer(
-    word: str,
-    *,
-    learning_rate: float | None = None,
-    weight_decay: float | None = None,
+    word: str, *, learning_rate: float | None = None, weight_decay: float | None = None
 ) -> Optimizer:
-    """The optimizer of a name; what is not given stays as usual.
+    """Return the optimizer of a name, with defaults for hyperparameters not given.
 
     Raises:
-        ValueError: There is none of that name, or a number is negative.
+        ValueError: The name is unknown, or a number is negative.
     """
     chosen = OPTIMIZERS[one_of("optimizer", word, sorted(OPTIMIZERS))]
     if learning_rate is not None:
@@ -144,12 +140,7 @@ def parse_optimizer(
 
 
 def optimizer_of(choice: Any) -> Optimizer:
-    """An optimizer, from itself, its name, or a function that makes it (its class).
-
-    Raises:
-        ValueError: There is none of that name.
-        TypeError: It is something else.
-    """
+    """Return an optimizer from an instance, its name, or its class or factory."""
     if isinstance(choice, str):
         return parse_optimizer(choice)
     made = choice() if callable(choice) else choice

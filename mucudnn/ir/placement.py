@@ -1,8 +1,8 @@
-"""How tensors get their places: names that a user gives."""
+"""Names of the placement modes of a step's tensors."""
 
 __all__ = ["PLACEMENTS", "STATIC", "VIRTUAL"]
 
 STATIC, VIRTUAL = "static", "virtual"
 PLACEMENTS = (STATIC, VIRTUAL)
-"""Each in one piece; or also in pieces that are mapped in a row of addresses, where
-that needs less memory or is faster."""
+"""Contiguous tensors only; or also tensors mapped page by page to consecutive virtual
+addresses, if that needs less memory or is faster."""

@@ -1,4 +1,4 @@
-"""What a graph costs on one device: the planners' only view of hardware."""
+"""Measured or estimated costs of a graph: the planners' only view of hardware."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +10,7 @@ __all__ = ["ChunkCosts", "Profile"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkCosts:
-    """Device memory that can be mapped under any address, and what that takes.
-
-    Attributes:
-        nbytes: Size of a chunk, the unit that is mapped.
-        map_ms: To map one chunk.
-        unmap_ms: To take one away from its address.
-    """
+    """Costs of mapping device memory in chunks under arbitrary addresses."""
 
     nbytes: int
     map_ms: float = 0.0
@@ -25,23 +19,23 @@ class ChunkCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Times and memory of every node, and the links to the host.
+    """Times and memory of every node, and rates of the host link.
 
     Attributes:
-        node_ms: Node -> median time; of a convolution, without any limit.
+        node_ms: Node -> median time; for a convolution, without a workspace limit.
         workspaces: Node -> bytes of scratch memory; 0 for convolutions, whose plans
             have their own.
-        fronts: Convolution node -> its plans that no other beats in both time and
-            workspace, ascending in workspace.
+        fronts: Convolution node -> Pareto front of its plans in time and workspace,
+            ascending in workspace.
         out_bytes_per_ms: Rate of copies to the host.
         in_bytes_per_ms: Rate of copies from the host.
-        copy_share: Of a copy's time, what the computation beside it takes longer: 0
-            where an engine of its own copies; more where cores or memory are shared.
-        copy_overhead_ms: What the computation takes longer for every copy, however few
-            its bytes: it hands the copy over and waits for it.
-        once_more_ms: Node -> time of what makes its first result again, of nodes of
-            which that is something else than a copy; without it, the node's own.
-        chunks: Of its memory, where the device can map it; None where it cannot.
+        copy_share: Slowdown of concurrent computation as a share of the copy's time: 0
+            with a dedicated copy engine, more if cores or memory are shared.
+        copy_overhead_ms: Slowdown of computation by every copy, whatever its size: time
+            to enqueue the copy and to wait for it.
+        once_more_ms: Node -> time of the node that recomputes its first result, if that
+            is not a plain copy; otherwise the node's own time applies.
+        chunks: Mapping costs of its memory; None if the device cannot map memory.
     """
 
     node_ms: Mapping[str, float]
@@ -55,9 +49,9 @@ class Profile:
     chunks: ChunkCosts | None = None
 
     def again_ms(self, node: str) -> float:
-        """How long what runs again for a node takes."""
+        """Return the time to recompute a node's first result."""
         return self.once_more_ms.get(node, self.node_ms[node])
 
     def lost_ms(self, copy_ms: float) -> float:
-        """How much longer the computation beside a copy takes, by the copy's time."""
+        """Return the slowdown of computation beside a copy of this duration."""
         return self.copy_overhead_ms + self.copy_share * copy_ms

@@ -1,4 +1,4 @@
-"""Where a tensor is while nobody uses it: what a residency policy decides."""
+"""Residency of a tensor between its uses, as decided by a policy."""
 
 import enum
 
@@ -6,25 +6,24 @@ __all__ = ["RECOMPUTED", "RECOMPUTED_BACKWARD", "Residency"]
 
 
 class Residency(enum.Enum):
-    """Where a tensor is between its uses."""
+    """Residency of a tensor between its uses."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
-    """On the host before its backward uses; parameters and state in their longest gap.
-    """
+    """Offload before the backward uses; parameters and state in their longest gap."""
     RECOMPUTE = "recompute"
-    """Computed once more and kept until its last use (speed-centric)."""
+    """Recompute once and keep until the last use (speed-centric)."""
     RECOMPUTE_EACH = "recompute_each"
-    """Computed again for every use (memory-centric)."""
+    """Recompute for every backward use (memory-centric)."""
     PAGE = "page"
-    """Away whenever the node that runs does not use it."""
+    """Offload whenever the running node does not use it."""
     RECOMPUTE_ALWAYS = "recompute_always"
-    """Computed again for every use; slices also within the forward pass, but for the
-    first use there."""
+    """Recompute for every use; slices also within the forward pass, except for the
+    first use."""
 
 
 RECOMPUTED_BACKWARD = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
-"""What has the producers of a tensor run again for the backward pass alone."""
+"""Residencies that rerun a tensor's producers for the backward pass only."""
 
 RECOMPUTED = (*RECOMPUTED_BACKWARD, Residency.RECOMPUTE_ALWAYS)
-"""What has the producers of a tensor run again."""
+"""Residencies that rerun a tensor's producers."""

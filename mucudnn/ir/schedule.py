@@ -1,11 +1,11 @@
-"""A memory-annotated program: the flat list of instructions that an executor runs.
+"""Describe a schedule: the flat list of instructions that an executor runs.
 
-Instructions name storages (see `Graph.storages`): views and results in place have no
+Instructions name storages (see `Graph.storages`): views and in-place results have no
 memory of their own. Offloading is a `SwapOut` and, later, a `SwapIn`. Recomputation
 needs no instruction: it is a second node that computes the same values.
 
-A schedule is cyclic: its program is run again for every step, and what it has on the
-device at its end, and the copies that run then, it begins with the next time.
+A schedule is cyclic: its program runs for every step. Tensors that are resident at its
+end, and copies in flight then, carry over to the next step.
 """
 
 from collections.abc import Mapping
@@ -56,14 +56,14 @@ class SwapOut:
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Start copying a tensor back into its (already allocated) device memory."""
+    """Start copying a tensor back into its allocated device memory."""
 
     tensor: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block the compute queue until a tensor's last copy is done."""
+    """Block the compute queue until a tensor's last copy is complete."""
 
     tensor: str
 
@@ -73,17 +73,15 @@ Instruction = Alloc | Free | Compute | SwapOut | SwapIn | Wait
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph, the order to run it in, and where every tensor is meanwhile.
+    """A graph with its execution order and memory instructions.
 
     Attributes:
-        graph: What is run.
-        instructions: In program order.
         workspaces: Node -> bytes of scratch memory while it runs.
-        peak_bytes: The most device memory in use at once, workspaces included.
+        peak_bytes: Peak device memory, workspaces included.
         hosted: Parameters and state that are host-resident, and on the device only
-            where instructions say so. All others are on the device all the time.
-        carried: Those of them that are live across iterations: on the device as one
-            step ends and the next begins.
+            between their instructions. All others are always resident on the device.
+        live_across: Hosted tensors that are live across iterations: on the device as
+            one step ends and the next begins.
     """
 
     graph: Graph
@@ -95,7 +93,7 @@ class Schedule:
 
     @cached_property
     def resident(self) -> tuple[str, ...]:
-        """Parameters and state that are on the device all the time."""
+        """Parameters and state that are always on the device."""
         hosted = set(self.hosted)
         persistent = (spec.name for spec in self.graph.with_role(*PERSISTENT))
         return tuple(name for name in persistent if name not in hosted)

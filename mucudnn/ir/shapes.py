@@ -1,4 +1,4 @@
-"""Sizes of what sliding windows leave, checked."""
+"""Validated sizes of sliding windows and their results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,23 +12,14 @@ Ints = int | Sequence[int]
 
 
 def channels(name: str, shape: Sequence[int]) -> int:
-    """Channels of a tensor: its axis 1.
-
-    Raises:
-        ValueError: It has no such axis.
-    """
+    """Return the number of channels of a tensor, its axis 1."""
     if len(shape) < 2:
-        raise ValueError(f"{name!r} has shape {tuple(shape)}; (N, C, …) is wanted")
+        raise ValueError(f"{name!r} has shape {tuple(shape)}; it must be (N, C, …)")
     return shape[1]
 
 
 def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
-    """One integer for every spatial axis, from one for all or one each.
-
-    Raises:
-        ValueError: There are too few or too many, or one is too small.
-        TypeError: One is no integer.
-    """
+    """Return one integer per spatial axis, from one for all or one for each."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (an_integer(name, value, least),) * rank
     sizes = integers(name, value, least)
@@ -43,11 +34,11 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
 def named_padding(
     name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...]:
-    """The padding that a word stands for, in PyTorch's sense.
+    """Return the padding for "same" or "valid", as in PyTorch.
 
     Raises:
-        ValueError: It is another word, or "same" would need steps of 1, or more zeros
-            at one end than at the other.
+        ValueError: The word is unknown, or "same" would need another stride than 1 or
+            more zeros at one end than at the other.
     """
     if name not in ("same", "valid"):
         raise ValueError(
@@ -66,7 +57,7 @@ def named_padding(
             f"padding 'same' of a filter of {tuple(kernel)} with dilation "
             f"{tuple(dilation)} takes {spans} zeros along the axes, an odd number "
             "somewhere: more at one end than at the other; pad the input first, or "
-            "take an odd filter"
+            "use an odd filter"
         )
     return tuple(span // 2 for span in spans)
 
@@ -75,11 +66,7 @@ def named_padding(
 class Window:
     """A pooling window over spatial axes.
 
-    Attributes:
-        kernel: Its sizes.
-        stride: Its steps.
-        padding: Of the image, at both ends.
-        extra: More padding at the end, so that a last, partial window fits.
+    `extra` is additional padding at the end of each axis, for a last, partial window.
     """
 
     kernel: tuple[int, ...]
@@ -96,13 +83,13 @@ class Window:
         padding: Ints,
         ceil_mode: bool,
     ) -> "Window":
-        """Check a window against an image; `ceil_mode` keeps partial windows.
+        """Validate a window for an image; `ceil_mode` keeps partial windows.
 
-        A partial window must begin inside the image or its padding at the front, as in
+        A partial window must begin inside the image or its leading padding, as in
         PyTorch.
 
         Raises:
-            ValueError: A size is wrong, or no window fits.
+            ValueError: A size is out of range, or no window fits.
         """
         rank = len(spatial)
         kernels = per_axis("kernel", kernel, rank, 1)
@@ -123,7 +110,7 @@ class Window:
         return cls(kernels, strides, pads, tuple(extra))
 
     def out(self, spatial: Sequence[int]) -> tuple[int, ...]:
-        """Spatial sizes of the result."""
+        """Return the spatial sizes of the result."""
         return tuple(
             (size + 2 * pad + more - k) // step + 1
             for size, k, step, pad, more in zip(

@@ -1,9 +1,8 @@
-"""Numbers as people write them, sizes in bytes above all: `64MiB`, `1.5 GiB`, `4096`.
+"""Parse and format sizes in bytes: `64MiB`, `1.5 GiB`, `4096`.
 
-Binary units (KiB, MiB …) are powers of 1024, decimal ones (kB, MB …) of 1000, as IEC
-80000-13 has it. A bare `64M` is refused: it means both. Digits are those of ASCII, and
-nothing is larger than what a machine could hold: Python would go on, and whatever
-computes with the number would not.
+Binary units (KiB, MiB …) are powers of 1024, decimal ones (kB, MB …) of 1000, as in IEC
+80000-13. A bare `64M` is refused as ambiguous. Only ASCII digits are accepted, and
+sizes are bounded: Python's integers are not, but the code that computes with them is.
 """
 
 import operator
@@ -13,7 +12,7 @@ from decimal import Decimal, localcontext
 __all__ = ["LARGEST", "exact_bytes", "format_bytes", "parse_bytes", "parse_integer"]
 
 LARGEST = 2**63 - 1
-"""Of any number of elements or steps."""
+"""Largest number of elements or steps."""
 
 _MOST_BYTES = 2**80
 
@@ -30,12 +29,12 @@ _FACTOR = len(str(max(_UNITS.values())))
 
 
 def format_bytes(nbytes: int, *beside: int) -> str:
-    """Bytes in the largest binary unit that keeps the number at least one.
+    """Format bytes in the largest binary unit that keeps the number at least one.
 
     Args:
-        nbytes: How many.
-        beside: Sizes that are read beside it; it gets as many digits as it takes to
-            read differently from those that differ.
+        nbytes: Number of bytes.
+        beside: Sizes printed next to it; digits are added until different sizes differ
+            in print.
     """
     others = {other for other in beside if other != nbytes}
     for digits in (1, 2, 3, 4):
@@ -59,12 +58,12 @@ def _rounded(nbytes: int, digits: int) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """Bytes as they are read, and to the last one: `1.7 MiB (1774592 bytes)`."""
+    """Format bytes rounded and exactly: `1.7 MiB (1774592 bytes)`."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
 def parse_bytes(size: str | int) -> int:
-    """A size in whole bytes, rounded down; an integer is taken as bytes.
+    """Return a size in whole bytes, rounded down; integers are bytes.
 
     Raises:
         ValueError: The text is empty, negative, not a number, more than 2**80 bytes, or
@@ -98,12 +97,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def parse_integer(text: str, *, least: int = 0, most: int = LARGEST) -> int:
-    """An integer of a range, in plain decimal digits.
-
-    Raises:
-        ValueError: It is something else, or out of the range; the message completes
-            "… is".
-    """
+    """Parse decimal digits; the `ValueError`'s message completes "… is"."""
     if _INTEGER.fullmatch(text) is None:
         raise ValueError(f"{text!r}, not an integer")
     # Python itself refuses to read thousands of digits; these are too many in any case.

@@ -1,4 +1,4 @@
-"""What changes in a node's attributes where it computes some rows of the batch."""
+"""Attributes of nodes that compute a slice of the batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,21 @@ Inputs = Sequence[TensorSpec]
 
 
 def conv_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
-    """The same convolution of fewer samples."""
+    """Return attributes of the same convolution with fewer samples."""
     return {**attrs, "problem": attrs["problem"].with_batch(rows.count)}
 
 
 def box_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
-    """A box that is cut out of every sample."""
+    """Return attributes of a box that is cut out of fewer samples."""
     return {**attrs, "stops": (rows.count, *attrs["stops"][1:])}
 
 
 def drawn_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
-    """Numbers that follow from an element's position in the whole tensor."""
+    """Shift the random offset to the slice's position in the whole tensor."""
     before = rows.start * math.prod(inputs[0].shape[1:])
     return {**attrs, "offset": attrs.get("offset", 0) + before}
 
 
 def counted(index: int, attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
-    """A mean over the elements of an input, all of them: its parts add up to it."""
+    """Keep the element count of the whole input, so that partial means add up."""
     return {"count": math.prod(inputs[index].shape), **attrs}

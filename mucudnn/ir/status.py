@@ -1,7 +1,7 @@
-"""What became of a measurement, as a closed set, and how each is written.
+"""Outcomes of a measurement as a closed set, and their text form.
 
-Files carry one text a row that has no time: the status is how that text begins. It is
-read here and nowhere else; everything else asks the row for its status.
+Files store one text per row without a time; the text's prefix encodes the status. Only
+this module parses the prefix; everything else asks the row for its status.
 """
 
 import enum
@@ -10,33 +10,32 @@ __all__ = ["RowStatus"]
 
 
 class RowStatus(enum.Enum):
-    """Why a row is what it is; the value is how its text begins in a file."""
+    """Outcome of a measurement; the value is the prefix of its text in a file."""
 
     MEASURED = None
-    """It has a time."""
+    """The row has a time."""
 
     LIMITED = "not measured: "
-    """A limit on time or memory was in the way: nothing is known of the algorithm, and
-    the row is not remembered."""
+    """A limit on time or memory prevented the measurement; the row is not stored."""
 
     HOPELESS = "not timed: "
-    """Another algorithm is far ahead, and fits where this one would be asked for: under
-    a smaller limit it may be timed, and the row is not remembered."""
+    """Another algorithm that fits the limits is far ahead. Under a smaller limit this
+    one may be timed, so the row is not stored."""
 
     REFUSED = "not accepted: "
-    """It can run, but not in a way of computing that was asked for."""
+    """The algorithm can run, but its arithmetic is not accepted."""
 
     UNSUPPORTED = "UnsupportedError: "
-    """It said itself that it cannot run the problem, and touched nothing."""
+    """The algorithm reported that it does not support the problem."""
 
     FAILED = ""
-    """It was tried, or asked for, and something went wrong."""
+    """The algorithm failed when it was queried or run."""
 
     @classmethod
     def of(cls, error: str | None, samples: int = 1) -> "RowStatus":
-        """The status of a row by its text and by how often it was timed.
+        """Return the status of a row from its text and number of timed runs.
 
-        A time without samples is of a cold run only: a limit ended it.
+        A time without samples is of a cold run only: a limit ended the measurement.
         """
         if error is None:
             return cls.MEASURED if samples else cls.LIMITED
@@ -47,9 +46,9 @@ class RowStatus(enum.Enum):
         )
 
     def text(self, reason: str) -> str:
-        """How a reason is written."""
+        """Return the text for a reason, with the status as prefix."""
         return f"{self.value or ''}{reason}"
 
     def reason(self, text: str) -> str:
-        """What was written, without what the status says already."""
+        """Return the reason from a text, without the status prefix."""
         return text.removeprefix(self.value or "")

@@ -1,4 +1,4 @@
-"""A tensor minus its data."""
+"""Tensor descriptions without data."""
 
 import enum
 import math
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 __all__ = ["INTEGERS", "ITEMSIZE", "Role", "TensorSpec", "itemsize"]
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes per element of every data type that is computed with."""
+"""Bytes per element of floating-point data types."""
 
 INTEGERS = {"uint8": 1, "int64": 8}
-"""Bytes per element of labels, counters and positions."""
+"""Bytes per element of integer data types: labels, counters, indices."""
 
 
 class Role(enum.Enum):
-    """Why a tensor exists; decides who may move or drop it."""
+    """Purpose of a tensor; decides who may move or drop it."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -22,29 +22,29 @@ class Role(enum.Enum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     BORROWED = "borrowed"
-    """Memory of the caller: there from the first node to the last and after it, never
-    moved, freed or overwritten in place."""
+    """Memory of the caller: resident during and after the step, never moved, freed or
+    overwritten in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape (as stored, slowest axis first), data type, and what it is for.
+    """Name, shape (as stored, slowest axis first), data type and role of a tensor.
 
     Attributes:
-        name: Unique in its graph.
+        name: Unique name in the graph.
         shape: Sizes; empty for a scalar.
         dtype: Data type.
         role: Inputs come from outside, parameters and state outlive a step.
-        alias: The tensor whose bytes these are: of a view, or of what was computed in
-            place. None for a tensor with bytes of its own.
-        offset: Bytes of `alias` before its own: of a view of some of its rows.
-        storage_bytes: Its size where that does not follow from shape and data type:
-            another framework's type, strides or padding.
-        layout: In which order an image's axes are stored: `NCHW`, or `NHWC` with the
+        alias: Tensor whose storage a view or an in-place result shares; None for a
+            tensor with its own storage.
+        offset: Byte offset in `alias`, for a view of a row range.
+        storage_bytes: Size if it does not follow from shape and data type: another
+            framework's type, strides or padding.
+        layout: Order in which an image's axes are stored: `NCHW`, or `NHWC` with the
             channels last.
 
     Raises:
-        ValueError: Its size is asked for and not known.
+        ValueError: `nbytes` is read and the size is unknown.
     """
 
     name: str
@@ -58,7 +58,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes: `storage_bytes`, or those of a densely packed tensor."""
+        """Size in bytes: `storage_bytes`, or that of a densely packed tensor."""
         if self.storage_bytes is not None:
             return self.storage_bytes
         try:
@@ -70,15 +70,15 @@ class TensorSpec:
             ) from None
 
     def sharing(self, alias: str | None) -> "TensorSpec":
-        """The same with the bytes of another tensor; None for bytes of its own."""
+        """Return a copy that shares another tensor's storage, or has its own."""
         return self._like(self.name, self.role, alias)
 
     def again(self, name: str, alias: str | None) -> "TensorSpec":
-        """Another activation of this kind."""
+        """Return an activation of the same shape and type."""
         return self._like(name, Role.ACTIVATION, alias)
 
     def _like(self, name: str, role: Role, alias: str | None) -> "TensorSpec":
-        """A copy; `dataclasses.replace` takes five times as long."""
+        """Return a copy; `dataclasses.replace` takes five times as long."""
         return TensorSpec(
             name,
             self.shape,
@@ -92,5 +92,5 @@ class TensorSpec:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element; KeyError for a type that has no name here."""
+    """Return the bytes per element; KeyError for an unknown type."""
     return ITEMSIZE[dtype] if dtype in ITEMSIZE else INTEGERS[dtype]

@@ -1,4 +1,4 @@
-"""Memory off the device, as a planner sees it: tiers, and what goes to which."""
+"""Memory tiers off the device, and the assignment of tensors to them."""
 
 import math
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ __all__ = ["MemoryTier", "TierPlacement"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTier:
-    """Memory that tensors are swapped out to, over links of its own.
+    """An offload target with its own links.
 
     Attributes:
-        name: As a user gives it, such as `disk:/scratch`.
-        nbytes: How much there is; infinity if that is no limit.
-        out_bytes_per_ms: Measured rate of copies to it.
-        in_bytes_per_ms: Measured rate of copies back.
-        addressable: Whether the host can read it: parameters and state go nowhere else.
+        name: Name given by the user, such as `disk:/scratch`.
+        nbytes: Capacity; infinity without a limit.
+        out_bytes_per_ms: Measured rate of copies to the tier.
+        in_bytes_per_ms: Measured rate of copies from the tier.
+        addressable: Whether the host can read it, as parameters and state require.
     """
 
     name: str
@@ -30,18 +30,15 @@ class MemoryTier:
 
     @property
     def round_trip_ms(self) -> float:
-        """What one byte takes that leaves and comes back."""
+        """Time to offload and fetch one byte."""
         return 1 / self.out_bytes_per_ms + 1 / self.in_bytes_per_ms
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlacement:
-    """Which storage goes where while it is not on the device.
+    """An assignment of offloaded storages to tiers, fastest first.
 
-    Attributes:
-        tiers: The fastest first.
-        places: Storage -> number of its tier, and its offset there.
-        used: Bytes of each tier.
+    `places` maps a storage to the number of its tier and its offset there.
     """
 
     tiers: tuple[MemoryTier, ...]
@@ -49,19 +46,19 @@ class TierPlacement:
     used: tuple[int, ...]
 
     def number(self, storage: str) -> int:
-        """Of the tier that a storage goes to."""
+        """Return the number of the tier of a storage."""
         return self.places[storage][0]
 
     def of(self, storage: str) -> MemoryTier:
-        """The tier that a storage goes to."""
+        """Return the tier of a storage."""
         return self.tiers[self.number(storage)]
 
     def names(self, number: int) -> tuple[str, ...]:
-        """Storages that go to a tier."""
+        """Return the storages assigned to a tier."""
         return tuple(name for name, (tier, _) in self.places.items() if tier == number)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """What goes where, the fastest tier first."""
+        """Return rates, use and tensors of each tier, fastest first."""
         return [
             {
                 "name": tier.name,
@@ -74,7 +71,7 @@ class TierPlacement:
         ]
 
     def __str__(self) -> str:
-        """Such as `12 tensors to host (8 MiB), 3 to peer:1 (2 MiB)`."""
+        """Return text such as `12 tensors to host (8 MiB), 3 to peer:1 (2 MiB)`."""
         counts = [
             f"{len(self.names(i))} to {tier.name} ({format_bytes(used)})"
             for i, (tier, used) in enumerate(zip(self.tiers, self.used, strict=True))

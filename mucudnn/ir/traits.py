@@ -1,7 +1,7 @@
-"""What passes have to know of an operation: declared by every node, not looked up.
+"""Properties of an operation that graph passes rely on, declared by every node.
 
-The operations of our own builder have theirs in `operations`; whoever brings nodes of
-another framework says for each what it is, and `OPAQUE` of what is not understood.
+Built-in operations have theirs in `operations`. Integrations of other frameworks
+declare traits for each node, and `OPAQUE` for nodes they do not understand.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A part of an axis, such as samples of a batch: `start` to `stop` of `total`."""
+    """Part of an axis, such as samples of a batch: `start` to `stop` of `total`."""
 
     start: int
     stop: int
@@ -37,38 +37,38 @@ class Rows:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """The first, and the one behind the last."""
+        """First position and end (exclusive)."""
         return self.start, self.stop
 
     def of(self, size: int) -> "Rows":
-        """The same part of an axis of another size."""
+        """Return the same part of an axis of another size."""
         start, stop = self.start * size // self.total, self.stop * size // self.total
         return Rows(start, stop, size)
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 SliceRule = Callable[[Mapping[str, Any], Sequence[TensorSpec], Rows], Mapping[str, Any]]
-"""Attributes of a slice from those of the whole node, its inputs and the rows."""
+"""Function from a node's attributes, inputs and rows to the attributes of a slice."""
 
 
 Interval = tuple[int, int]
-"""Positions along an axis: the first, and the one behind the last."""
+"""Positions along an axis: first and end (exclusive)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """What a node does to compute some rows of its results.
+    """The computation of some rows of a node's results.
 
     Attributes:
-        inputs: The rows of every input that it reads, or None for all. Those outside of
-            the input are zeros.
-        made: The rows of its results that it computes: those asked for, and perhaps
-            some around them that come out wrong. None where its results are sums.
-        attrs: Its attributes.
+        inputs: Rows that it reads of every input, or None for all. Rows outside of the
+            input are zeros.
+        made: Rows of the results that it computes: those requested, and perhaps some
+            around them with wrong values. None if the results are sums.
+        attrs: Attributes of the computation.
     """
 
     inputs: "tuple[Interval | None, ...]"
@@ -77,29 +77,29 @@ class Strip:
 
 
 Reach = Callable[["Operands", Rows], Strip]
-"""What a node does for some rows of its results."""
+"""Function from a node's operands and rows of its results to their computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Along which axes a node can be cut into slices, of the batch or of its images.
+    """The axes along which a node can be cut into slices of the batch or its images.
 
-    A slice of the node reads the slices of those inputs that have an axis, and the
-    others whole. It writes slices of those results that have an axis; the other results
-    are the sums of what the slices compute.
+    A slice of the node reads slices of the inputs that have an axis, and all of the
+    others. It writes slices of the results that have an axis; the other results are
+    sums over all slices.
 
     Attributes:
-        inputs: The axis of every input, or None.
-        outputs: The axis of every result, or None.
-        averaged: Results that are divided by the batch: what a slice of n of N samples
-            computes of them has to be multiplied by n / N, unless `sliced` sees to it.
-        gathered: Results that are no sums: every slice has one of its own, of the same
-            shape, and who reads the result reads those of all slices in its place.
-        accumulates: Whether its one result, a sum, may be added to what is there: that
-            is then one more input, whose bytes the result has.
-        sliced: Attributes of a slice, where they are not those of the node.
-        reach: What a slice does, where it reads more than the same rows of each input;
-            it stands in for `sliced`.
+        inputs: Axis of every input, or None.
+        outputs: Axis of every result, or None.
+        averaged: Results that are means over the batch: the value from a slice of n of
+            N samples has to be multiplied by n / N, unless `sliced` accounts for it.
+        gathered: Results that are not sums: every slice has its own, of the same shape,
+            and readers of the result read those of all slices.
+        accumulates: Whether its single result, a sum, may be added to existing values,
+            which are then one more input that shares the result's storage.
+        sliced: Attributes of a slice, if they differ from those of the node.
+        reach: Computation of a slice that reads other rows of its inputs than it
+            writes; replaces `sliced`.
     """
 
     inputs: tuple[int | None, ...]
@@ -113,17 +113,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One of the nodes that a node falls into.
-
-    Attributes:
-        name: What is appended to the node's.
-        op: Its operation.
-        inputs: What it reads.
-        outputs: What it writes.
-        attrs: What else its kernel needs.
-        traits: What it is.
-        mutates: Those of its inputs that it overwrites.
-    """
+    """A node that replaces part of a split node; `name` is appended to its name."""
 
     name: str
     op: str
@@ -136,14 +126,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a node that falls into pieces works on.
-
-    Attributes:
-        name: The node's.
-        inputs: What it reads.
-        outputs: What it writes.
-        attrs: Its attributes.
-    """
+    """The operands of a node that is split into pieces or strips."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -152,17 +135,17 @@ class Operands:
 
 
 Pieces = tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]
-"""Tensors between the pieces of a node, and the pieces in order."""
+"""Tensors between the pieces of a node, and its pieces in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What makes a node's first result once more while its other results are there.
+    """The operation that recomputes a node's first result from its other results.
 
     Attributes:
-        op: Its operation, which writes the bits that the node wrote.
-        inputs: What it reads, of the node's inputs and results in a row.
-        traits: What it is.
+        op: Operation, bit-identical to the node's.
+        inputs: Indices of its inputs in the node's inputs followed by its results.
+        traits: Its own traits.
     """
 
     op: str
@@ -172,35 +155,36 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class NodeTraits:
-    """What a node is, as far as memory and order are concerned.
+    """Properties of a node that matter for memory and order.
 
     Attributes:
-        view: It touches no bytes: its results are names for those of an input. Which
-            input follows from their `alias`, any tensor of the same storage.
-        overwrites: Inputs that its first result may overwrite where they have its shape
-            and type, the preferred one first.
-        expensive: Its results are worth more than their bytes.
+        view: It touches no bytes: its results share the storage of an input, given by
+            their `alias`, which is any tensor of the same storage.
+        overwrites: Inputs of equal shape and type that its first result may overwrite,
+            the preferred one first.
+        expensive: Recomputation costs more than keeping the results.
         convolution: It is a convolution or one of its gradients.
-        joint: It joins branches; other systems never compute its results again.
-        random: It draws random numbers, which follow from a generator's state or from
-            its attributes and each element's position: a copy of it has to draw the
-            same, and so has a slice.
-        replay: Attributes of a copy in place of the node's own, which keep it from
-            changing what the node mutates a second time.
-        again: What runs in place of a copy; the results but the first never run again.
-        recomputable: Whether it may run again. What mutates may not without one of
-            `replay` and `again`.
-        movable: Whether its results may be elsewhere while no node uses them.
+        joint: It joins branches; other systems never recompute its results.
+        random: It draws random numbers, which are a function of a generator's state, or
+            of its attributes and each element's position. Copies and slices have to
+            draw the same numbers.
+        replay: Attributes that replace the node's own in a copy, so that the copy does
+            not change mutated inputs a second time.
+        again: Operation that runs instead of a copy; only the first result can be
+            recomputed then.
+        recomputable: Whether it may run twice. A node that mutates inputs also needs
+            `replay` or `again`.
+        movable: Whether its results may be offloaded between their uses.
         rereads: Inputs that it reads twice.
         narrow: Its first result, and inputs that are neither parameters nor statistics,
-            may be in a narrower type than all else.
-        reads_narrow: Its first input may be, and no result.
-        temporaries: Bytes of scratch memory that it takes while it runs.
+            may have a narrower type than all other operands.
+        reads_narrow: Its first input may have a narrower type, but no result.
+        temporaries: Bytes of scratch memory while it runs.
         batch: How it can be cut along the batch; None if it cannot.
         strips: How it can be cut along the first axis of its images, their height or,
             in three dimensions, their depth; None if it cannot.
-        pieces: What a node whose samples depend on each other falls into: nodes of
-            which all but a few small ones can be cut.
+        pieces: Split of a node whose samples depend on each other into nodes of which
+            all but a few small ones can be cut.
     """
 
     view: bool = False
@@ -223,7 +207,7 @@ class NodeTraits:
 
 
 PLAIN = NodeTraits()
-"""Of an operation that makes its results of its inputs, and no more can be said."""
+"""Traits of an operation that computes its results from its inputs only."""
 
 OPAQUE = NodeTraits(recomputable=False, movable=False)
-"""Of an operation that nothing is known about: its results stay where they are."""
+"""Traits of an unknown operation: its results are neither recomputed nor offloaded."""

@@ -1,7 +1,7 @@
-"""Windows that move over an image along one axis: which rows depend on which.
+"""Row dependencies of windows that slide along one axis of an image.
 
-Convolutions, pools and their gradients have them. `x` is the image that windows lie on,
-`y` has one row for each window.
+Convolutions, pools and their gradients have them. `x` is the image below the windows,
+`y` has one row per window.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ __all__ = ["Window"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Windows along an axis.
+    """Sliding windows along an axis.
 
     Attributes:
-        kernel: Rows that a window has.
+        kernel: Rows of a window.
         stride: Rows from one window to the next.
-        padding: Rows that the first begins above the image.
+        padding: Rows of padding above the image.
         dilation: Rows from one row of a window to its next.
     """
 
@@ -29,20 +29,20 @@ class Window:
 
     @property
     def span(self) -> int:
-        """Rows from a window's first to behind its last."""
+        """Rows from a window's first row to the end of its last."""
         return self.dilation * (self.kernel - 1) + 1
 
     def under(self, y: Rows) -> Interval:
-        """Rows of x under some windows; those outside of the image are padding."""
+        """Return the rows of x below some windows; rows outside of x are padding."""
         start = y.start * self.stride - self.padding
         return start, start + (y.count - 1) * self.stride + self.span
 
     def padded_for(self, x: Rows) -> tuple[Interval, int]:
-        """Windows that hold some rows of x, and padding with which they are a strip's.
+        """Return the windows that contain some rows of x, and the strip's padding.
 
-        Padding of the strip is how many rows its first window begins above it: the
-        least with which no window that holds one of its rows is left out, at either
-        end. Windows that do not exist are among them.
+        The padding is the number of rows by which the first window begins above the
+        strip: the least for which all windows that contain one of its rows are covered,
+        at both ends. Windows beyond the image may be among them.
         """
         step, reach = self.stride, self.span - 1
         place = x.start + self.padding
@@ -57,9 +57,9 @@ class Window:
             padding += step
 
     def holding(self, x: Rows, windows: int) -> Interval:
-        """Those of so many windows that hold some rows of x, one at least.
+        """Return those of `windows` windows that contain some rows of x, at least one.
 
-        The first begins above those rows, or with them.
+        The first begins at or above the first of those rows.
         """
         holding = -(-(x.start + self.padding - self.span + 1) // self.stride)
         first = min(holding, (x.start + self.padding) // self.stride)

@@ -1,1 +1,1 @@
-"""Show: comparisons as text, DeepBench's table, or one HTML file."""
+"""Present results: tables, DeepBench's format, charts and HTML files."""

@@ -1,4 +1,4 @@
-"""A survey as tables: what fits at each micro-batch size, and how far it reaches."""
+"""Tables of a survey: algorithms that fit, and the largest micro-batches."""
 
 from collections.abc import Iterator
 
@@ -20,11 +20,11 @@ _SAME = "first choice"
 
 
 def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
-    """Every micro-batch size under every limit, then every layer under every limit."""
-    return (_sizes(survey), _reach(survey))
+    """Return two tables: by micro-batch size and limit, and by layer and limit."""
+    return (_sizes_table(survey), _reach_table(survey))
 
 
-def _sizes(survey: AlgorithmSurvey) -> Table:
+def _sizes_table(survey: AlgorithmSurvey) -> Table:
     rows = tuple(
         _size_row(layer, batch, limit)
         for layer in survey.layers
@@ -59,8 +59,8 @@ def _size_row(
     )
 
 
-def _reach(survey: AlgorithmSurvey) -> Table:
-    """The largest micro-batch of each layer at which the first choice fits."""
+def _reach_table(survey: AlgorithmSurvey) -> Table:
+    """Return the largest micro-batch of each layer at which the first choice fits."""
     rows: list[tuple[str, ...]] = []
     strong = set()
     for layer in survey.layers:
@@ -92,7 +92,8 @@ def _reach(survey: AlgorithmSurvey) -> Table:
 def _summary(survey: AlgorithmSurvey) -> Iterator[str]:
     for limit in survey.limits:
         fits = sum(x.batches[-1].within(limit).first_choice_fits for x in survey.layers)
-        divided = sum(_reached_by_dividing(x, limit) for x in survey.layers)
+        largest = ((x.largest_batch(limit), x.problem.batch) for x in survey.layers)
+        divided = sum(n is not None and n < batch for n, batch in largest)
         yield (
             f"{bytes_text(limit)}: the first choice fits the whole mini-batch in "
             f"{fits} of {len(survey.layers)} convolutions, only a micro-batch in "
@@ -100,13 +101,8 @@ def _summary(survey: AlgorithmSurvey) -> Iterator[str]:
         )
 
 
-def _reached_by_dividing(layer: SurveyedLayer, limit: int) -> bool:
-    largest = layer.largest_batch(limit)
-    return largest is not None and largest < layer.problem.batch
-
-
 def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
-    """What was not accepted, where nothing is left, what was not looked at."""
+    """Yield notes on refused algorithms, empty rows and missing layers."""
     refused = {
         (f"{algo} {layer.name} {layer.direction.value}", reason)
         for layer in survey.layers

@@ -1,4 +1,4 @@
-"""Scales, ticks, axes, and step functions along them."""
+"""Scales, ticks, axes, and step functions of charts."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,8 +11,8 @@ __all__ = [
     "Scale",
     "byte_scale",
     "bytes_axis",
-    "columns",
     "linear_scale",
+    "reduce_to_columns",
     "steps_path",
     "time_scale",
     "unit_of",
@@ -20,25 +20,19 @@ __all__ = [
 
 _UNITS = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30))
 _LOG_FROM = 6.0
-"""Times that differ by more than this factor are drawn on a logarithmic axis."""
+"""Ratio of times above which their axis is logarithmic."""
 _MOST_TICKS, _MOST_ALONG, _MOST_OF_LAYER = 7, 13, 6
-"""On an axis: upwards, along, and in the small pictures of a layer."""
+"""Maximum ticks of a vertical axis, a horizontal one, and in a layer's small charts."""
 _SHORT = 5
-"""Letters of a unit that fit beside the axis."""
+"""Maximum letters of a unit that fit beside the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to coordinates, linear or logarithmic to base 2.
+    """A mapping from values to coordinates, linear or logarithmic to base 2.
 
-    Attributes:
-        low: Value at `start`.
-        high: Value at `stop`.
-        start: Coordinate.
-        stop: Coordinate.
-        ticks: Values to label.
-        logarithmic: Whether factors, not differences, are equally long.
-        zero: Where 0 is drawn on a logarithmic scale, which has no room for it.
+    It maps `low` to `start` and `high` to `stop`. A logarithmic scale has no place for
+    0, which is drawn at the coordinate `zero`.
     """
 
     low: float
@@ -50,7 +44,7 @@ class Scale:
     zero: float | None = None
 
     def __call__(self, value: float) -> float:
-        """The coordinate of a value."""
+        """Return the coordinate of a value."""
         if self.zero is not None and value <= 0:
             return self.zero
         low, high = self.low, self.high
@@ -61,7 +55,7 @@ class Scale:
 
 
 def byte_scale(values: Iterable[int], start: float, stop: float) -> Scale:
-    """Logarithmic, 0 at the left edge a little apart from the rest."""
+    """Return a logarithmic scale of bytes, with 0 set apart at the left edge."""
     positive = [value for value in values if value > 0] or [1024]
     low = 2 ** math.floor(math.log2(min(positive)))
     high = 2 ** math.ceil(math.log2(max(positive)))
@@ -75,7 +69,7 @@ def byte_scale(values: Iterable[int], start: float, stop: float) -> Scale:
 
 
 def time_scale(values: Sequence[float], start: float, stop: float) -> Scale:
-    """From 0, or logarithmic where the slowest is many times the fastest."""
+    """Return a scale of times from 0, or a logarithmic one for a wide range."""
     low, high = min(values), max(values)
     if low > 0 and high / low > _LOG_FROM:
         low, high = low / 1.15, high * 1.15
@@ -85,14 +79,7 @@ def time_scale(values: Sequence[float], start: float, stop: float) -> Scale:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where a picture's axes are.
-
-    Attributes:
-        left: Of the vertical axis.
-        right: End of the horizontal one.
-        top: End of the vertical one.
-        bottom: Of the horizontal axis.
-    """
+    """The rectangle enclosed by a chart's axes, by its coordinates."""
 
     left: float
     right: float
@@ -100,7 +87,7 @@ class Frame:
     bottom: float
 
     def grid(self, scale: Scale, per_unit: float = 1.0) -> Iterator[Markup]:
-        """Lines across with numbers at the left."""
+        """Yield horizontal lines with numbers at the left."""
         for value in scale.ticks:
             at = scale(value)
             yield tag("line", class_="grid", x1=self.left, x2=self.right, y1=at, y2=at)
@@ -108,14 +95,14 @@ class Frame:
             yield tag("text", text, class_="tick end", x=self.left - 6, y=at + 3.5)
 
     def base(self, scale: Scale, text: Callable[[float], str]) -> Iterator[Markup]:
-        """The axis at the bottom and its numbers."""
+        """Yield the axis at the bottom with its numbers."""
         y = self.bottom
         yield tag("line", class_="axis", x1=self.left, x2=self.right, y1=y, y2=y)
         for value in scale.ticks:
             yield tag("text", text(value), class_="tick mid", x=scale(value), y=y + 15)
 
     def vertical(self, scale: Scale, unit: str, per_unit: float) -> Iterator[Markup]:
-        """The grid, the unit of its numbers above them."""
+        """Yield the grid, with the unit of its numbers above them."""
         yield from self.grid(scale, per_unit)
         long = len(unit) > _SHORT
         class_, x = ("name", 2.0) if long else ("name end", self.left - 6)
@@ -124,7 +111,7 @@ class Frame:
     def horizontal(
         self, scale: Scale, name: str, per_unit: float = 1.0
     ) -> Iterator[Markup]:
-        """The axis at the bottom, and at its end what its numbers are."""
+        """Yield the axis at the bottom, with a name at its end."""
         yield from self.base(scale, lambda value: f"{value / per_unit:g}")
         yield tag("text", name, class_="name end", x=self.right, y=self.bottom + 30)
 
@@ -137,9 +124,9 @@ def linear_scale(
     per_unit: float = 1.0,
     most_ticks: int | None = None,
 ) -> Scale:
-    """From 0, with ticks at 1, 2 or 5 times a power of ten of the unit.
+    """Return a scale from 0 with ticks at 1, 2 or 5 times a power of ten of the unit.
 
-    Along there may be more of them than upwards.
+    A horizontal axis may have more ticks than a vertical one.
     """
     most = (high or per_unit) / per_unit
     usual = _MOST_ALONG if stop > start else _MOST_TICKS
@@ -154,7 +141,7 @@ def linear_scale(
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """The largest unit that keeps a number of bytes at least one."""
+    """Return the largest unit that keeps a number of bytes at least one."""
     return next(
         ((name, size) for name, size in reversed(_UNITS) if nbytes >= size), _UNITS[0]
     )
@@ -163,16 +150,16 @@ def unit_of(nbytes: float) -> tuple[str, int]:
 def bytes_axis(
     high: float, start: float, stop: float, *, most_ticks: int | None = None
 ) -> tuple[Scale, str, int]:
-    """A scale of bytes up to a little above `high`, its unit, and bytes in one."""
+    """Return a scale of bytes beyond `high`, its unit, and the unit's bytes."""
     unit, size = unit_of(high)
     scale = linear_scale(high * 1.06, start, stop, per_unit=size, most_ticks=most_ticks)
     return scale, unit, size
 
 
-def columns(
+def reduce_to_columns(
     points: Sequence[tuple[float, float]], width: float
 ) -> list[tuple[float, float]]:
-    """A step function with one value a column of a width: the largest in it.
+    """Reduce a step function to its maximum in each column of pixels.
 
     Points are (x, value from there on), ascending in x.
     """
@@ -196,7 +183,7 @@ def columns(
 
 
 def steps_path(points: Iterable[tuple[float, float]]) -> str:
-    """A staircase through coordinates: along, then up or down."""
+    """Return a staircase through coordinates as an SVG path."""
     parts: list[str] = []
     last = None
     for x, y in points:

@@ -1,4 +1,4 @@
-"""The two pictures of a layer: time against workspace, and what runs when."""
+"""Charts of a layer: time against workspace, and timelines of plans."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -22,7 +22,7 @@ __all__ = ["curve", "drawn_front", "plan_bar", "timeline", "undivided_perfs"]
 _WIDTH = 360.0
 _FRAME = Frame(left=40.0, right=350.0, top=34.0, bottom=216.0)
 _LABELS = Frame(left=0.0, right=360.0, top=34.0, bottom=212.0)
-"""Where the names of algorithms have room."""
+"""Area for names of algorithms."""
 _LABEL_GAP = 52.0
 _DIGIT = 6.4  # width of a figure at the size of bar labels
 _BAR, _ROW = 15.0, 62.0
@@ -30,16 +30,17 @@ _BARS_FROM, _BARS_TO = 56.0, 298.0
 
 
 def undivided_perfs(layer: LayerResult) -> tuple[AlgoPerf, ...]:
-    """What was measured at the whole mini-batch, fastest first."""
+    """Return measurements at the whole mini-batch, fastest first."""
     whole = (p for p in layer.table.usable if p.batch == layer.problem.batch)
     return tuple(sorted(whole, key=lambda p: p.time_ms))
 
 
 def drawn_front(front: Iterable[ConvPlan]) -> tuple[ConvPlan, ...]:
-    """The plans that take less time than all with less workspace.
+    """Return the plans that take less time than all with less workspace.
 
-    Planners add noise and launches to the times, so a plan that is dearer to them may
-    be a little faster. Drawn in ms alone, the curve would rise.
+    Planners add noise and launch overhead to the times, so a plan with a higher cost
+    may be a little faster. Without this filter, the curve of times would rise in
+    places.
     """
     falling: list[ConvPlan] = []
     for plan in sorted(front, key=lambda plan: (plan.workspace, plan.time_ms)):
@@ -49,7 +50,7 @@ def drawn_front(front: Iterable[ConvPlan]) -> tuple[ConvPlan, ...]:
 
 
 def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
-    """Time against workspace: the front of divisions, undivided algorithms, limits."""
+    """Draw time against workspace: the Pareto front, undivided algorithms, limits."""
     points = undivided_perfs(layer)
     limits = [o.limit.nbytes for o in layer.outcomes if not o.limit.total]
     front = drawn_front(layer.front)
@@ -96,14 +97,14 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
 def _names(
     points: Iterable[AlgoPerf], colours: Mapping[str, int], x: Scale, y: Scale
 ) -> Iterator[Label]:
-    """The algorithms, beside their marks."""
+    """Yield labels of algorithms beside their marks."""
     for p in points:
         class_ = f"label a{colours[p.algo] % COLOURS}"
         yield Label(x(p.workspace), y(p.time_ms) - 6, p.algo, 6.0, class_=class_)
 
 
 def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
-    """For each limit the undivided call and the planned micro-batches, to scale."""
+    """Draw the undivided call and the planned micro-batches of each limit."""
     done = [(o.limit, o.choice) for o in layer.outcomes if o.choice is not None]
     times = (max(c.planned_ms, c.undivided_ms or 0.0) for _, c in done)
     longest = max(times, default=1.0)
@@ -121,7 +122,7 @@ def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
 
 
 def plan_bar(plan: ConvPlan, colours: Mapping[str, int]) -> Markup:
-    """The micro-batches of one plan one after another, as long as their times."""
+    """Draw the micro-batches of one plan as consecutive bars."""
     frame = Frame(left=4.0, right=716.0, top=4.0, bottom=_BAR + 10)
     x = linear_scale(plan.time_ms, frame.left, frame.right)
     return drawing(
@@ -144,7 +145,7 @@ def _axes(x: Scale, y: Scale) -> Iterator[Markup]:
 
 
 def _limits(limits: Iterable[int], x: Scale) -> Iterator[Markup]:
-    """Dashed lines; where labels would touch, the next one goes a line higher."""
+    """Draw limits as dashed lines; labels that would touch use two rows."""
     last, raised = -_LABEL_GAP, False
     for limit in sorted(limits):
         at = x(limit)
@@ -159,7 +160,7 @@ def _limits(limits: Iterable[int], x: Scale) -> Iterator[Markup]:
 
 
 def _front(front: Iterable[ConvPlan], x: Scale, y: Scale) -> Iterator[Markup]:
-    """A staircase: more workspace never hurts, and helps only at its steps."""
+    """Draw the Pareto front as a staircase."""
     steps = [(x(plan.workspace), y(plan.time_ms), plan) for plan in front]
     if not steps:
         return
@@ -204,7 +205,7 @@ def _limit_row(
 def _segments(
     plan: ConvPlan, start: float, end: float, top: float, colours: Mapping[str, int]
 ) -> Iterator[Markup]:
-    """Micro-batches as long as their predicted shares of the measured time."""
+    """Draw micro-batches, as wide as their predicted share of the measured time."""
     predicted = plan.time_ms or 1.0
     at = start
     step_ms = iter(step.time_ms for step in plan.steps)
@@ -227,7 +228,7 @@ def _segments(
 def _labels(
     batch: int, times: int, at: float, width: float, y: float
 ) -> Iterator[Markup]:
-    """The micro-batch in every box, once for all of them, or not at all."""
+    """Draw the micro-batch size in every box, once for all boxes, or not at all."""
     each = width / times
     if len(str(batch)) * _DIGIT + 4 <= each:
         for i in range(times):

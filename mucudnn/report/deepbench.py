@@ -1,10 +1,10 @@
-"""DeepBench's own table: one row a convolution, times in microseconds.
+"""Print results in DeepBench's format: one row per convolution, times in microseconds.
 
-Columns and their names are those that its `conv_bench` prints. DeepBench knows no
-workspace limit; with several limits there is one table each.
+Columns and their names are those of its `conv_bench`. DeepBench has no workspace limit;
+each limit has its own table.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.report.text import Table
@@ -28,7 +28,7 @@ _NOT_TIMED = "-"
 
 
 def check_deepbench(problems: Iterable[ConvProblem]) -> None:
-    """Refuse what DeepBench's columns cannot say.
+    """Refuse problems that DeepBench's columns cannot describe.
 
     Raises:
         ValueError: A problem is not 2-D, is grouped or dilated.
@@ -44,7 +44,7 @@ def check_deepbench(problems: Iterable[ConvProblem]) -> None:
 
 
 def deepbench_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """One table a limit, planned times.
+    """Return one table of planned times per limit.
 
     Raises:
         ValueError: A problem does not fit the columns.
@@ -69,9 +69,10 @@ def _rows(comparison: Comparison, index: int) -> Iterable[tuple[str, ...]]:
         planned = None if choice is None else choice.planned_ms
         times.setdefault(key, {})[layer.direction] = planned
     for (_, problem), by_direction in times.items():
-        measured = list(by_direction.values())
-        cells = [_us(by_direction.get(d)) for d in Direction]
-        yield (*_shape(problem), *cells, _us(_total(measured)))
+        cells = [_microseconds_text(by_direction.get(d)) for d in Direction]
+        known = [ms for ms in by_direction.values() if ms is not None]
+        total = sum(known) if len(known) == len(by_direction) else None
+        yield (*_shape(problem), *cells, _microseconds_text(total))
 
 
 def _shape(problem: ConvProblem) -> tuple[str, ...]:
@@ -81,10 +82,5 @@ def _shape(problem: ConvProblem) -> tuple[str, ...]:
     return (*map(str, sizes), _PRECISION[problem.dtype])
 
 
-def _total(times_ms: Sequence[float | None]) -> float | None:
-    known = [time_ms for time_ms in times_ms if time_ms is not None]
-    return sum(known) if len(known) == len(times_ms) else None
-
-
-def _us(time_ms: float | None) -> str:
+def _microseconds_text(time_ms: float | None) -> str:
     return _NOT_TIMED if time_ms is None else f"{time_ms * 1e3:.0f}"

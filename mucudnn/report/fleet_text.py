@@ -1,4 +1,4 @@
-"""A fleet as tables: who does how much, and what other splits take."""
+"""Tables of a fleet: shares of the devices, and times of other splits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,24 +9,19 @@ from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, ms_text, speedup_text
 from mucudnn.studies.fleet import FleetStudy
 
-__all__ = ["Alike", "alike", "fleet_facts", "fleet_heading", "fleet_tables"]
+__all__ = ["RankGroup", "fleet_facts", "fleet_heading", "fleet_tables", "group_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Neighbouring ranks of one device that do the same.
-
-    Attributes:
-        names: Of the first and the last.
-        ranks: Their numbers.
-    """
+class RankGroup:
+    """Consecutive equal ranks with equal shares; `names` are the first and the last."""
 
     names: str
     ranks: Sequence[int]
 
 
-def alike(study: FleetStudy, plan: FleetPlan) -> Iterator[Alike]:
-    """Ranks of a plan, those together that do the same."""
+def group_ranks(study: FleetStudy, plan: FleetPlan) -> Iterator[RankGroup]:
+    """Group the ranks of a plan by device and share."""
     ranks = study.fleet.ranks
 
     def kind(i: int) -> object:
@@ -36,30 +31,30 @@ def alike(study: FleetStudy, plan: FleetPlan) -> Iterator[Alike]:
         members = list(same)
         first, last = ranks[members[0]].name, ranks[members[-1]].name
         names = first if len(members) == 1 else f"{first} … {last}"
-        yield Alike(names, members)
+        yield RankGroup(names, members)
 
 
 def fleet_heading(study: FleetStudy) -> str:
-    """What is shared out among how many."""
+    """Return model, batch and number of devices."""
     count = len(study.fleet.ranks)
     return f"{study.title}, {study.plan.batch} samples on {count} devices"
 
 
 def fleet_facts(study: FleetStudy) -> str:
-    """Where times are from."""
+    """Return the sources of times."""
     sources = "; ".join(f"{name}: {source}" for name, source in study.sources.items())
     return f"{sources}; all-reduce: {study.link}"
 
 
 def fleet_tables(study: FleetStudy) -> tuple[Table, ...]:
-    """The ranks, then the splits."""
+    """Return the tables of ranks and of splits."""
     return _ranks(study), _splits(study)
 
 
 def _ranks(study: FleetStudy) -> Table:
     plan = study.plan
     rows = []
-    for group in alike(study, plan):
+    for group in group_ranks(study, plan):
         i = group.ranks[0]
         share, idle = plan.shares[i], plan.idle_ms[i]
         rows.append(

@@ -1,4 +1,4 @@
-"""Names beside the marks that they belong to, moved apart where they would touch."""
+"""Place labels beside their marks without overlaps."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,29 +9,20 @@ from mucudnn.report.markup import Markup, tag
 __all__ = ["Label", "labels"]
 
 _LINE = 11.0
-"""From one line of labels to the next."""
+"""Height of a line of labels."""
 _LETTER = 5.6
-"""Width of a letter, on average; a little more than it is."""
+"""Average width of a letter, rounded up."""
 _FLIP = 15.0
-"""As far as a label is rather moved up or down than to the other side of its mark."""
+"""Vertical shift that is as bad as moving a label to the other side of its mark."""
 _MARK = 5.0
 """Half the width of a mark."""
 _BELOW, _ABOVE = 15.0, -8.0
-"""From a mark's middle to the base lines of a label right below and right above it."""
+"""Offsets from a mark's middle to the base lines of labels right below and above it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A name beside a mark.
-
-    Attributes:
-        x: The mark's.
-        y: Base line of the text.
-        text: What it says.
-        gap: Between mark and text.
-        left: Whether it is to the left of its mark.
-        class_: In the style sheet.
-    """
+    """A name beside a mark at `x`, `gap` apart; `y` is the base line of the text."""
 
     x: float
     y: float
@@ -42,7 +33,7 @@ class Label:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Its left and right edge."""
+        """Left and right edge."""
         width = len(self.text) * _LETTER
         if self.left:
             return self.x - self.gap - width, self.x - self.gap
@@ -52,25 +43,25 @@ class Label:
 def labels(
     wanted: Iterable[Label], frame: Frame, marks: Sequence[tuple[float, float]] = ()
 ) -> Iterator[Markup]:
-    """Names as elements, each as near to its mark as there is room within the frame.
+    """Yield labels as elements, each as near to its mark as possible within the frame.
 
-    No name lies on one of `marks`, the middles of what is drawn, if that can be.
+    Labels avoid `marks`, the middles of other marks, if possible.
     """
-    for one in _apart(wanted, frame, marks):
+    for one in _place_labels(wanted, frame, marks):
         x = one.x - one.gap if one.left else one.x + one.gap
         class_ = f"{one.class_} end" if one.left else one.class_
         yield tag("text", one.text, class_=class_, x=x, y=one.y)
 
 
-def _apart(
+def _place_labels(
     wanted: Iterable[Label], frame: Frame, marks: Sequence[tuple[float, float]]
 ) -> list[Label]:
-    """No two closer than a line where they are above each other, if that can be."""
+    """Move labels so that no two overlap, if possible."""
     placed: list[Label] = []
     for label in sorted(wanted, key=lambda one: one.y):
-        places = [*_places(label, placed, frame, marks)]
+        places = [*_free_positions(label, placed, frame, marks)]
         best = min(
-            places or _places(label, placed, frame, ()),
+            places or _free_positions(label, placed, frame, ()),
             key=lambda one: abs(one.y - label.y) + _FLIP * (one.left != label.left),
             default=label,
         )
@@ -78,13 +69,13 @@ def _apart(
     return placed
 
 
-def _places(
+def _free_positions(
     label: Label,
     placed: Iterable[Label],
     frame: Frame,
     marks: Iterable[tuple[float, float]],
 ) -> Iterator[Label]:
-    """Where a label has room, on either side of its mark."""
+    """Yield free positions of a label on either side of its mark."""
     for side in (label, replace(label, left=not label.left)):
         start, stop = side.span
         near = [one.y for one in placed if one.span[0] < stop and start < one.span[1]]

@@ -1,7 +1,7 @@
-"""HTML and SVG elements as text that escapes itself.
+"""HTML and SVG elements as text that is escaped automatically.
 
-`Markup` is text that is safe to put into a page; anything else is escaped when it
-becomes the child of an element. The output is well-formed XML too.
+`Markup` is text that is safe to put into a page; other text is escaped when it becomes
+the child of an element. The output is also well-formed XML.
 """
 
 from collections.abc import Iterable
@@ -22,15 +22,15 @@ class Markup(str):
     __slots__ = ()
 
     def __html__(self) -> str:
-        """What templates put into a page as it is."""
+        """Return the text itself, as templates expect."""
         return self
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """One element.
+    """Return an element.
 
-    Of attributes, `class_` is class, `_` otherwise becomes `-`; None is left out;
-    floats are rounded to hundredths.
+    In attribute names, `class_` becomes class and other `_` become `-`; None is left
+    out; floats are rounded to hundredths.
     """
     opening = name + "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"'
@@ -44,7 +44,7 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
 
 
 def flat(children: Iterable[Child]) -> Iterable[str]:
-    """Markup of children, text escaped."""
+    """Yield the markup of children, with text escaped."""
     for child in children:
         if isinstance(child, Markup):
             yield child

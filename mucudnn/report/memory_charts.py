@@ -1,4 +1,4 @@
-"""Pictures of a planned step: its memory over time, its queues, speed and budget."""
+"""Charts of a planned step: memory over time, queues, speed against budget."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ from mucudnn.report.axes import (
     Frame,
     Scale,
     bytes_axis,
-    columns,
     linear_scale,
+    reduce_to_columns,
     steps_path,
 )
 from mucudnn.report.labels import Label, labels
@@ -45,7 +45,7 @@ _LABEL_ROOM = 15.0
 
 
 def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
-    """Bytes in use over the step, with the budget, and without any budget."""
+    """Draw bytes in use over the step, with and without the budget."""
     end = max(plan.prediction.step_ms, unbounded.prediction.step_ms)
     most = max(plan.peak_bytes, unbounded.peak_bytes)
     drawn = budget if budget <= 1.6 * most else most
@@ -78,7 +78,7 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
 def _curve_names(
     plan: StepPlan, unbounded: StepPlan, x: Scale, y: Scale
 ) -> Iterator[Label]:
-    """What the two curves are, beside the top of each."""
+    """Yield labels of the two curves, beside the top of each."""
     for one, name, class_, beside in (
         (unbounded, "everything kept", "other", -4.0),
         (plan, plan.policy, "ours", 12.0),
@@ -108,9 +108,9 @@ def _curve(
 def memory_path(
     intervals: Sequence[Interval], x: Scale, y: Scale, end: float = math.inf
 ) -> str:
-    """Bytes in use as a staircase up to the coordinate `end`."""
+    """Return bytes in use as a staircase up to the coordinate `end`."""
     points = memory_points(intervals)
-    drawn = columns([(x(ms), nbytes) for ms, nbytes in points], _THINNEST)
+    drawn = reduce_to_columns([(x(ms), nbytes) for ms, nbytes in points], _THINNEST)
     return steps_path((max(at, x.start), y(n)) for at, n in drawn if at <= end)
 
 
@@ -123,7 +123,7 @@ def _budget_line(budget: int, y: Scale, frame: Frame) -> Iterator[Markup]:
 
 
 def lanes_chart(plan: StepPlan) -> Markup:
-    """What compute and the two copy queues do when."""
+    """Draw the activity of compute and the two copy queues."""
     bottom = 8 + 3 * _LANE + 2 * _LANE_GAP + 6
     frame = Frame(_LANES_LEFT, _FRAME.right, 8.0, bottom)
     x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
@@ -149,18 +149,18 @@ def _lane_row(
     yield tag("text", name, class_="lane-name end", x=x.start - 10, y=middle - 1)
     yield tag("text", f"busy {busy}", class_="tick end", x=x.start - 10, y=middle + 11)
     yield box("lane", x.start, top, (x.stop - x.start, _LANE), rx=2)
-    for kind, first, last, members in _merged(plan, lanes, x):
+    for kind, first, last, members in _merge_thin(plan, lanes, x):
         size = (max(last - first, 0.3), _LANE)
         yield box(f"box {kind}", first, top, size, title=_title(plan, members))
 
 
-def _merged(
+def _merge_thin(
     plan: StepPlan, lanes: Sequence[Lane], x: Scale
 ) -> Iterator[tuple[str, float, float, list[Lane]]]:
-    """Boxes of a lane; neighbours of one kind too thin to see are one box."""
+    """Yield the boxes of a lane; adjacent boxes too thin to see are merged."""
     current: tuple[str, float, float, list[Lane]] | None = None
     for lane in lanes:
-        kind, first, last = _kind(plan, lane), x(lane.start_ms), x(lane.stop_ms)
+        kind, first, last = _style_class(plan, lane), x(lane.start_ms), x(lane.stop_ms)
         if current is not None:
             before, start, stop, members = current
             thin = last - start < _THINNEST * 2
@@ -173,7 +173,7 @@ def _merged(
         yield current
 
 
-def _kind(plan: StepPlan, lane: Lane) -> str:
+def _style_class(plan: StepPlan, lane: Lane) -> str:
     if lane.engine != "compute":
         return f"copy-{lane.engine}"
     if origin(lane.name) != lane.name:
@@ -207,9 +207,9 @@ def _stalls(plan: StepPlan, x: Scale, top: float) -> Iterator[Markup]:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A policy's speed under budgets; a `strong` one stands out.
+    """The speed of a policy under budgets; a `strong` one is highlighted.
 
-    `points` are (budget in bytes, speed as a share of the unbounded one).
+    `points` are (budget in bytes, speed as a share of the speed without a budget).
     """
 
     name: str
@@ -224,10 +224,7 @@ def speed_chart(
     height: float = 300.0,
     ticks: int | None = None,
 ) -> Markup:
-    """Speed against budget, as shares of the speed without one.
-
-    Along the budgets there are at most `ticks`.
-    """
+    """Draw speed against budget, relative to the speed without one."""
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     budgets = [budget for one in series for budget, _ in one.points]
     x, unit, size = bytes_axis(
@@ -254,7 +251,7 @@ def speed_chart(
 
 
 def _speed_names(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Label]:
-    """Each line's name where it ends; lines in one place have their names in one."""
+    """Yield a label at the end of each line; equal lines share one."""
     same: dict[tuple[tuple[int, float], ...], list[int]] = {}
     for i, one in enumerate(series):
         same.setdefault(tuple(sorted(one.points)), []).append(i)

@@ -1,26 +1,17 @@
-"""Tensors as stacked lifetimes: who holds the memory, from when to when.
+"""Chart of tensor lifetimes, stacked by residence in memory.
 
-Parameters and state lie at the bottom. The largest and longest intervals lie on them in
-order of arrival, and sink when one below them goes. On top are all other tensors, and
-up to the memory curve workspaces.
+Parameters and state are at the bottom. The intervals with the largest product of size
+and duration are stacked above them in order of arrival, and sink when one below ends.
+All other tensors follow, and workspaces up to the memory curve.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mucudnn.ir.graph import Graph, Role
-from mucudnn.passes.memory_timeline import (
-    WORKSPACE,
-    Interval,
-    memory_intervals,
-)
+from mucudnn.passes.memory_timeline import WORKSPACE, Interval, memory_intervals
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.report.axes import (
-    Frame,
-    Scale,
-    bytes_axis,
-    linear_scale,
-)
+from mucudnn.report.axes import Frame, Scale, bytes_axis, linear_scale
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.memory_charts import WIDTH, memory_path
 from mucudnn.report.svg import box, drawing
@@ -40,7 +31,7 @@ KINDS = {
     "rest": "all other tensors",
     "workspace": "workspaces",
 }
-"""Class in the style sheet -> what it stands for."""
+"""Class in the style sheet -> its meaning."""
 
 
 @dataclass(slots=True)
@@ -51,14 +42,14 @@ class _Layer:
 
     @property
     def stretches(self) -> Iterator[tuple[float, float, int]]:
-        """(from, to, height of the lower edge) of every level part."""
+        """(start, stop, height of the lower edge) of every level part."""
         stops = [*(ms for ms, _ in self.lower[1:]), self.interval.stop_ms]
         for (start, height), stop in zip(self.lower, stops, strict=True):
             yield start, stop, height
 
 
 def stack_chart(plan: StepPlan) -> Markup:
-    """The picture; it names the largest tensors."""
+    """Draw the stack; the largest tensors are named."""
     intervals = memory_intervals(plan)
     frame = _FRAME
     x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
@@ -75,17 +66,23 @@ def stack_chart(plan: StepPlan) -> Markup:
         label,
         frame.vertical(y, unit, size),
         _rest(intervals, x, y),
-        _state(bottom, x, y),
+        box(
+            "stay state",
+            x.start,
+            y(bottom),
+            (x.stop - x.start, y(0) - y(bottom)),
+            title=f"parameters and state: {bytes_text(bottom)}",
+        ),
         (_polygon(layer, x, y) for layer in layers),
         frame.horizontal(x, "milliseconds"),
     )
 
 
 def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_Layer]:
-    """The largest and longest intervals, each with the height of its lower edge."""
+    """Return the largest intervals, each with the height of its lower edge."""
     moving = [i for i in intervals if not i.persistent and not _is_workspace(i)]
     largest = sorted(moving, key=lambda i: -i.nbytes * (i.stop_ms - i.start_ms))
-    layers = [_Layer(i, _kind(graph, i)) for i in largest[:_NAMED]]
+    layers = [_Layer(i, _style_class(graph, i)) for i in largest[:_NAMED]]
     changes = sorted(
         [(layer.interval.first, layer.interval.start_ms, layer) for layer in layers]
         + [(layer.interval.last, layer.interval.stop_ms, layer) for layer in layers],
@@ -105,7 +102,7 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
     return sorted(layers, key=lambda layer: layer.interval.first)
 
 
-def _kind(graph: Graph, interval: Interval) -> str:
+def _style_class(graph: Graph, interval: Interval) -> str:
     if "~" in interval.name:
         return "again"
     spec = graph.tensors[interval.name]
@@ -117,18 +114,12 @@ def _is_workspace(interval: Interval) -> bool:
 
 
 def _rest(intervals: Sequence[Interval], x: Scale, y: Scale) -> Iterator[Markup]:
-    """Everything under the memory curve, and what of it are no workspaces."""
+    """Draw all memory under the curve, and all but workspaces on top of it."""
     tensors = [i for i in intervals if not _is_workspace(i)]
     for some, kind in ((intervals, "workspace"), (tensors, "rest")):
         area = f"{memory_path(some, x, y)}H{x.stop:.1f}V{y(0):.1f}H{x.start:.1f}z"
         title = tag("title", KINDS[kind])
         yield tag("path", title, class_=f"stay under {kind}", d=area)
-
-
-def _state(nbytes: int, x: Scale, y: Scale) -> Markup:
-    title = f"parameters and state: {bytes_text(nbytes)}"
-    size = (x.stop - x.start, y(0) - y(nbytes))
-    return box("stay state", x.start, y(nbytes), size, title=title)
 
 
 def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
@@ -147,7 +138,7 @@ def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
 
 
 def _label(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
-    """The name, on the longest level stretch that has room for it."""
+    """Draw the name on the longest level stretch that has room for it."""
     interval = layer.interval
     room, start, height = max(
         (x(stop) - x(start), x(start), height)

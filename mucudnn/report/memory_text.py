@@ -1,4 +1,4 @@
-"""A memory study as tables: techniques, budgets, what policies need at the least."""
+"""Tables of a memory study: techniques, budgets, and requirements of policies."""
 
 from collections.abc import Iterable
 
@@ -13,14 +13,14 @@ _COLUMNS = (
     *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
     *(">step ms", ">slowdown", ">bound ms", ">gap", "remark"),
 )
-"""Of the table of techniques; `extra nodes` run a second time or more often, and a step
-is slower by the gap at most than the best plan there is."""
+"""Columns of techniques: `extra nodes` are recomputed; `gap` bounds the distance to
+the best possible plan."""
 
 _SPARE = ("bound ms", "extra nodes", "scheduler", "gap", "offloaded")
 
 
 def heading(study: MemoryStudy) -> str:
-    """The step and the device in a line."""
+    """Return the step and the device in a line."""
     image = "×".join(map(str, study.image))
     return (
         f"{study.spec.title}, batch {study.spec.batch}, {image}, "
@@ -29,7 +29,7 @@ def heading(study: MemoryStudy) -> str:
 
 
 def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
-    """Techniques first; the rest where it was asked for."""
+    """Return the table of techniques, and others if requested."""
     tables = [technique_table(study)]
     if study.curve:
         tables.append(_curve(study))
@@ -45,6 +45,7 @@ def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
         short = f"{bytes_text(technique.short_bytes)} short"
         needs = bytes_text(technique.peak_bytes, study.budget)
         return (*head, "no", needs, *(NOTHING,) * 6, short)
+    gap = study.gap(technique)
     return (
         *head,
         "yes",
@@ -54,17 +55,13 @@ def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
         ms_text(plan.prediction.step_ms),
         speedup_text(study.slowdown(technique)),
         ms_text(plan.prediction.bound_ms),
-        _gap_text(study.gap(technique)),
+        NOTHING if gap is None else f"{gap:.1%}",
         "best" if technique is study.best else "",
     )
 
 
-def _gap_text(gap: float | None) -> str:
-    return NOTHING if gap is None else f"{gap:.1%}"
-
-
 def least_words(study: MemoryStudy) -> str:
-    """What no plan beats, in a sentence; empty where it is not known."""
+    """Return the lower bound on the step time as a sentence, if known."""
     least = study.least_ms.get(study.budget)
     if least is None:
         return ""
@@ -75,7 +72,7 @@ def least_words(study: MemoryStudy) -> str:
 
 
 def placed_words(study: MemoryStudy) -> str:
-    """The best technique with fixed offsets in a sentence; empty without one."""
+    """Return the best technique with fixed offsets as a sentence, if placed."""
     if study.placed is None:
         return ""
     layout, plan = study.placed.layout, study.placed.plan
@@ -95,7 +92,7 @@ def placed_words(study: MemoryStudy) -> str:
 
 
 def technique_table(study: MemoryStudy) -> Table:
-    """Every policy and scheduler, and in the notes what the figures are based on."""
+    """Return all techniques, with sources of the figures as notes."""
     rows = tuple(_cells(study, t) for t in study.techniques)
     strong = {i for i, t in enumerate(study.techniques) if t is study.best}
     unbounded = (
@@ -116,13 +113,13 @@ def technique_table(study: MemoryStudy) -> Table:
 
 
 def budget_text(study: MemoryStudy) -> str:
-    """The budget, with digits that tell it from the needs of what does not fit."""
+    """Return the budget, with enough digits to differ from what does not fit."""
     needs = (t.peak_bytes for t in study.techniques if t.plan is None)
     return bytes_text(study.budget, *needs)
 
 
 def _curve(study: MemoryStudy) -> Table:
-    """Slowdowns: policies down, budgets across."""
+    """Return slowdowns by policy (rows) and budget (columns)."""
     budgets = sorted({t.budget for t in study.curve}, reverse=True)
     by_policy: dict[str, dict[int, Technique]] = {}
     for technique in study.curve:
@@ -134,12 +131,9 @@ def _curve(study: MemoryStudy) -> Table:
     least = (study.least_ms.get(budget) for budget in budgets)
     bounds = (None if ms is None else ms / study.unbounded_ms for ms in least)
     rows += (("(no plan below)", *map(speedup_text, bounds)),)
-    columns = ("policy", *(f">{_budget_text(study, budget)}" for budget in budgets))
+    whole = study.unbounded.peak_bytes
+    columns = ("policy", *(f">{bytes_text(b)} ({b / whole:.0%})" for b in budgets))
     return Table("slowdown under smaller budgets", columns, rows)
-
-
-def _budget_text(study: MemoryStudy, budget: int) -> str:
-    return f"{bytes_text(budget)} ({budget / study.unbounded.peak_bytes:.0%})"
 
 
 def _slowdown(study: MemoryStudy, technique: Technique | None) -> str:

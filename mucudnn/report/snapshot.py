@@ -1,9 +1,9 @@
-"""A planned step's memory as a snapshot that PyTorch's memory_viz opens.
+"""Export a planned step's memory as a snapshot for PyTorch's memory_viz.
 
-The format is a pickle of plain dictionaries: segments of device memory with the blocks
-in them, and for every device a trace of what was taken and given back, oldest first.
-Every tensor has the address that the step has for it: what is resident all the
-time comes first, the arena behind it. The frame under it has its name.
+The format is a pickle of plain dictionaries: segments of device memory with their
+blocks, and for every device a trace of allocations, oldest first. Every tensor has its
+planned address: resident tensors come first, followed by the arena. The name is in the
+event's stack frame.
 """
 
 import pickle
@@ -16,21 +16,21 @@ from mucudnn.passes.planning.place_step import PlacedStep
 __all__ = ["snapshot", "snapshot_bytes"]
 
 _BASE = 0x7F00_0000_0000
-"""Where the memory begins; addresses of devices look like that."""
+"""Start of the memory, similar to addresses of real devices."""
 
 _PROTOCOL = 4
-"""Of the pickle: what the page can read."""
+"""Pickle protocol that the page can read."""
 
 _US = 1e3
 
 
 def snapshot_bytes(placed: PlacedStep) -> bytes:
-    """The file."""
+    """Return the pickled snapshot."""
     return pickle.dumps(snapshot(placed), protocol=_PROTOCOL)
 
 
 def snapshot(placed: PlacedStep) -> dict[str, Any]:
-    """The snapshot as dictionaries; its one segment has all bytes of the step."""
+    """Return the snapshot as dictionaries; its one segment has all bytes."""
     plan, size = placed.plan, placed.nbytes
     intervals = memory_intervals(plan)
     addresses = _addresses(placed, intervals)
@@ -55,7 +55,7 @@ def snapshot(placed: PlacedStep) -> dict[str, Any]:
 
 
 def _addresses(placed: PlacedStep, intervals: Sequence[Interval]) -> list[int]:
-    """Where the step has each of them: those of a storage follow one another."""
+    """Return the planned address of each interval; offsets are in storage order."""
     layout, bottom = placed.layout, _BASE + placed.state_bytes
     following = {name: iter(offsets) for name, offsets in layout.offsets.items()}
     found, free = [], _BASE
@@ -74,7 +74,7 @@ def _addresses(placed: PlacedStep, intervals: Sequence[Interval]) -> list[int]:
 def _events(
     intervals: Sequence[Interval], addresses: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What is taken and given back; what is left at the end is not given back."""
+    """Return allocations and frees; storages kept to the end are not freed."""
     found: list[tuple[int, dict[str, Any]]] = []
     for interval, address in zip(intervals, addresses, strict=True):
         size, name = interval.nbytes, interval.name
@@ -96,12 +96,12 @@ def _event(
         "size": size,
         "stream": 0,
         "time_us": int(at_ms * _US),
-        "frames": _frames(name),
+        "frames": [{"filename": "mucudnn", "line": 0, "name": name}],
     }
 
 
 def _segment(left: Sequence[tuple[int, Interval]], size: int) -> dict[str, Any]:
-    """The arena after the step: what is left in it, and the room between."""
+    """Return the memory after the step: remaining blocks and gaps between them."""
     blocks: list[dict[str, Any]] = []
     at = _BASE
     for address, interval in left:
@@ -135,9 +135,5 @@ def _block(address: int, size: int, state: str, name: str) -> dict[str, Any]:
         "size": size,
         "requested_size": size if name else 0,
         "state": state,
-        "frames": _frames(name) if name else [],
+        "frames": [{"filename": "mucudnn", "line": 0, "name": name}] if name else [],
     }
-
-
-def _frames(name: str) -> list[dict[str, Any]]:
-    return [{"filename": "mucudnn", "line": 0, "name": name}]

@@ -1,15 +1,15 @@
-"""Drawings that say what they show, and the marks of algorithms."""
+"""Accessible drawings, and the marks of algorithms."""
 
 from mucudnn.report.markup import Child, Markup, tag
 
 __all__ = ["COLOURS", "box", "drawing", "marker"]
 
 COLOURS = 10
-"""Colour classes `a0` … in the style sheet."""
+"""Number of colour classes `a0` … in the style sheet."""
 
 
 def drawing(width: float, height: float, label: str, *children: Child) -> Markup:
-    """An SVG that scales with the page and says what it shows."""
+    """Return an SVG that scales with the page and has an accessible label."""
     view = f"0 0 {width:g} {height:g}"
     return tag("svg", children, viewBox=view, role="img", aria_label=label)
 
@@ -23,16 +23,16 @@ def box(
     title: str = "",
     rx: int | None = None,
 ) -> Markup:
-    """A rectangle with its top left corner at (x, y), `size` being (width, height)."""
+    """Return a rectangle of `size` (width, height) with top left corner (x, y)."""
     width, height = size
-    said = _titled(title)
-    return tag("rect", said, class_=class_, x=x, y=y, width=width, height=height, rx=rx)
+    tip = _tooltip(title)
+    return tag("rect", tip, class_=class_, x=x, y=y, width=width, height=height, rx=rx)
 
 
 def marker(
     index: int, x: float, y: float, *, title: str = "", filled: bool = True
 ) -> Markup:
-    """The shape and colour of the `index`-th algorithm, either of which is enough."""
+    """Return the mark of the `index`-th algorithm, unique by shape or colour."""
     r = 4.0
     shapes = (
         lambda: (
@@ -45,12 +45,11 @@ def marker(
     )
     return tag(
         "path",
-        _titled(title),
+        _tooltip(title),
         d=shapes[index % len(shapes)](),
         class_=f"mark a{index % COLOURS}" + ("" if filled else " hollow"),
     )
 
 
-def _titled(title: str) -> Child:
-    """What an element says when it is pointed at, if anything."""
+def _tooltip(title: str) -> Child:
     return tag("title", title) if title else []

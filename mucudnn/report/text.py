@@ -1,8 +1,8 @@
-"""Tables for a terminal, and the same tables for a pipe.
+"""Print tables to a terminal or a pipe.
 
-In a terminal rich draws them; where it is narrow, columns that can be spared are left
-out rather than all of them cut short. In a pipe they are columns of plain text, two
-spaces apart, nothing cut short, no colour: for `grep`, `awk` and people's logs.
+In a terminal rich draws them; if it is narrow, less important columns are left out
+instead of truncating all. In a pipe they are plain columns, two spaces apart, without
+truncation and colour, for `grep`, `awk` and logs.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,18 @@ _WRAPPED = {
     "best that fits": 13,
     "best at the mini-batch": 12,
 }
-"""Columns that may take several lines, and what a line of them needs."""
+"""Columns that may be wrapped, and their minimum widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a header.
+    """Rows of text under a header, with one cell per column.
 
     Attributes:
-        title: A line above, or nothing.
         columns: Header; a leading `>` aligns a column to the right.
-        rows: One cell a column.
-        strong: Indices of rows to draw attention to.
+        strong: Indices of highlighted rows.
         notes: Lines below.
-        spare: Columns that a narrow terminal does without, the first to go first.
+        spare: Columns that a narrow terminal leaves out, the first one first.
     """
 
     title: str
@@ -60,7 +58,7 @@ class Table:
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """The layers, then the summary."""
+    """Return the tables of layers and of the summary."""
     rows: list[tuple[str, ...]] = []
     strong = set()
     for layer in comparison.layers:
@@ -81,7 +79,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
-    """Draw in a terminal, print plainly elsewhere."""
+    """Draw tables in a terminal, or print them plainly elsewhere."""
     if not stream.isatty():
         stream.write("\n".join(_plain(table) for table in tables))
         return
@@ -90,7 +88,7 @@ def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
 
     console = Console(file=stream, highlight=False)
     for table in tables:
-        shown, left_out = _fitting(table, console.width)
+        shown, left_out = _fit_to_width(table, console.width)
         console.print(_rich(shown, narrow=console.width < _NARROW), "\n", sep="")
         if left_out:
             console.print(
@@ -117,7 +115,7 @@ def _row(layer: LayerResult, outcome: Outcome) -> tuple[str, ...]:
 
 
 def _reasons(comparison: Comparison) -> list[str]:
-    """One line a reason, with everything it holds for."""
+    """Return one line per reason, with all layers it applies to."""
     found: dict[str, list[str]] = {}
     for layer in comparison.layers:
         where = f"{layer.name} {DIRECTIONS[layer.direction]}"
@@ -133,7 +131,7 @@ def _reasons(comparison: Comparison) -> list[str]:
 
 
 def _summary(comparison: Comparison) -> Table:
-    """One row a limit; no mean stands for layers that there was no time for."""
+    """Return one row per limit, without a mean if layers lack time."""
     rows = tuple(
         (
             limit_text(entry.limit),
@@ -179,11 +177,11 @@ def _plain(table: Table) -> str:
     return "\n".join(text) + "\n"
 
 
-def _fitting(table: Table, width: int) -> tuple[Table, list[str]]:
-    """As much of a table as fits, and the names of the columns left out."""
+def _fit_to_width(table: Table, width: int) -> tuple[Table, list[str]]:
+    """Return a table that fits the width, and the names of columns left out."""
     left_out: list[str] = []
     for name in table.spare:
-        if _needed(table) <= width:
+        if _minimum_width(table) <= width:
             break
         titles = [column.removeprefix(">") for column in table.columns]
         at = titles.index(name)
@@ -196,8 +194,7 @@ def _fitting(table: Table, width: int) -> tuple[Table, list[str]]:
     return table, left_out
 
 
-def _needed(table: Table) -> int:
-    """Characters a line, in a narrow terminal."""
+def _minimum_width(table: Table) -> int:
     total = len(table.columns) - 1
     for i, column in enumerate(table.columns):
         name = column.removeprefix(">")

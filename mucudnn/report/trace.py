@@ -1,4 +1,4 @@
-"""A planned step as a trace: open it in Perfetto or chrome://tracing.
+"""Export a planned step as a trace for Perfetto or chrome://tracing.
 
 Chrome's trace event format: complete events (`X`) on three lanes, counters (`C`) for
 memory, times in microseconds.
@@ -16,34 +16,31 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 __all__ = ["LANES", "trace_json"]
 
 LANES = {"compute": "compute", "out": "copies to the host", "in": "copies back"}
-"""Engine -> its name, in the order of lanes."""
+"""Engine -> name of its lane, in order."""
 
 _PROCESS = 1
 _US = 1e3
 
 
 def trace_json(plan: StepPlan) -> str:
-    """The trace as text."""
-    events = [*_names(plan), *_lanes(plan), *_memory(plan)]
+    """Return the trace as JSON text."""
+    title = f"a training step, {plan.policy} with {plan.scheduler}"
+    events = [
+        _metadata_event("process_name", 0, title),
+        *(
+            _metadata_event("thread_name", i, n)
+            for i, n in enumerate(LANES.values(), 1)
+        ),
+        *_lanes(plan),
+        *_memory(plan),
+    ]
     data = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(data, ensure_ascii=False, allow_nan=False)
 
 
-def _names(plan: StepPlan) -> Iterator[dict[str, Any]]:
-    title = f"a training step, {plan.policy} with {plan.scheduler}"
-    yield _named("process_name", 0, title)
-    for i, name in enumerate(LANES.values(), start=1):
-        yield _named("thread_name", i, name)
-
-
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
-    return {
-        "ph": "M",
-        "pid": _PROCESS,
-        "tid": thread,
-        "name": what,
-        "args": {"name": name},
-    }
+def _metadata_event(what: str, thread: int, name: str) -> dict[str, Any]:
+    about = {"name": what, "args": {"name": name}}
+    return {"ph": "M", "pid": _PROCESS, "tid": thread, **about}
 
 
 def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
@@ -80,7 +77,7 @@ def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
 
 
 def _memory(plan: StepPlan) -> Iterator[dict[str, Any]]:
-    """The counter; of changes at the same moment the largest total counts."""
+    """Yield the counter: maximum and last total of changes at the same time."""
     most: dict[float, int] = {}
     last: dict[float, int] = {}
     for ms, nbytes in memory_points(memory_intervals(plan)):

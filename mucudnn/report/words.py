@@ -1,4 +1,4 @@
-"""How numbers, plans and problems are written, the same in every report."""
+"""Formats of numbers, plans and problems, shared by all reports."""
 
 from itertools import groupby
 
@@ -29,20 +29,20 @@ DIRECTIONS = {
 
 
 def bytes_text(nbytes: int | None, *beside: int) -> str:
-    """`64 MiB`: whole numbers without a decimal; `format_bytes` tells of the rest."""
+    """Format bytes such as `64 MiB`, whole numbers without decimals."""
     if nbytes is None:
         return NOTHING
     return format_bytes(nbytes, *beside).replace(".0 ", " ")
 
 
 def limit_text(limit: Limit) -> str:
-    """`64 MiB`, or `64 MiB total`."""
+    """Format a limit such as `64 MiB`, or `64 MiB total`."""
     size = bytes_text(limit.nbytes)
     return f"{size} total" if limit.total else size
 
 
 def ms_text(time_ms: float | None) -> str:
-    """Three significant digits, as many whole ones as there are."""
+    """Format milliseconds with at least three significant digits."""
     if time_ms is None:
         return NOTHING
     if time_ms >= 100:
@@ -51,7 +51,7 @@ def ms_text(time_ms: float | None) -> str:
 
 
 def compared_text(entry: LimitSummary) -> str:
-    """`1 of 15 layers compared; 14 not measured: time limit`."""
+    """Summarize as `1 of 15 layers compared; 14 not measured: time limit`."""
     missing = sum(n for _, n in entry.missing)
     text = f"{entry.layers} of {entry.layers + missing} layers compared"
     if not missing:
@@ -63,12 +63,12 @@ def compared_text(entry: LimitSummary) -> str:
 
 
 def speedup_text(speedup: float | None) -> str:
-    """`1.63×`."""
+    """Format a speed-up such as `1.63×`."""
     return NOTHING if speedup is None else f"{speedup:.2f}×"
 
 
 def runs(plan: ConvPlan) -> tuple[tuple[str, int, int], ...]:
-    """(algorithm, micro-batch, how many in a row)."""
+    """Return runs of equal micro-batches: (algorithm, micro-batch, length)."""
     return tuple(
         (algo, batch, sum(1 for _ in same))
         for (algo, batch), same in groupby((s.algo, s.batch) for s in plan.steps)
@@ -76,7 +76,7 @@ def runs(plan: ConvPlan) -> tuple[tuple[str, int, int], ...]:
 
 
 def plan_text(plan: ConvPlan | None) -> str:
-    """`8 × FFT(32)`: the micro-batch in brackets, how many of them before."""
+    """Format a plan such as `8 × FFT(32)`: length of the run, micro-batch size."""
     if plan is None:
         return NOTHING
     parts = (
@@ -87,7 +87,7 @@ def plan_text(plan: ConvPlan | None) -> str:
 
 
 def problem_text(problem: ConvProblem) -> str:
-    """Shapes, and of the rest what is out of the ordinary."""
+    """Format shapes and all parameters that differ from their defaults."""
     x = "×".join(map(str, problem.x_shape[1:]))
     w = "×".join(map(str, problem.w_shape[2:]))
     parts = [f"N = {problem.batch}", f"{x} → {problem.w_shape[0]}", f"{w} filters"]

@@ -1,1 +1,1 @@
-"""What commands compute."""
+"""Studies: computations behind the commands, without input or output."""

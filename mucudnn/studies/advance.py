@@ -1,4 +1,4 @@
-"""Layer by layer through a study, telling when each begins and when it is done."""
+"""Report progress of a study layer by layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Advance(Generic[R]):
-    """Where a study has got to: a layer begun, or (with a result) done."""
+    """Progress of a study: a layer begun, or (with a result) done."""
 
     layer: Layer
     index: int
@@ -26,12 +26,9 @@ def advancing(
     work: Callable[[Layer, int], R],
     tell: Callable[[Advance[R]], None] | None,
 ) -> Iterator[R]:
-    """Results in order, each before anybody is told of it: Ctrl-C keeps what is done.
+    """Yield a result per layer, each before its report, so that Ctrl-C keeps it.
 
-    Args:
-        layers: What to work on.
-        work: Makes a result of a layer; how many are left, itself included, is said.
-        tell: Called when a layer begins and when it is done.
+    `work` gets a layer and the number of layers left, with this one.
     """
     say = tell or (lambda at: None)
     for i, layer in enumerate(layers):

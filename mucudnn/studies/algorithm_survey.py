@@ -1,9 +1,9 @@
-"""Which algorithms there are and which fit a limit, with nothing measured.
+"""List algorithms and those that fit a limit, without measuring.
 
-A library tells of its algorithms and their workspaces without running them; where it
-can do so from a description of a device, no device is needed. Algorithms are in the
-library's order of preference: the first is what it would itself choose. Those that the
-numerics do not accept are counted and otherwise left out.
+A library reports its algorithms and their workspaces without running them; if it can do
+so from a description of a device, no device is needed. Algorithms are in the library's
+order of preference: the first is its own choice. Algorithms whose arithmetic is not
+accepted are only counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.status import RowStatus
 from mucudnn.notebook import drawn
-from mucudnn.passes.microbatch import (
-    BatchPolicy,
-    aligned_batches,
-    candidate_batches,
-)
+from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
 from mucudnn.studies.advance import Advance, advancing
 from mucudnn.suites import Layer
@@ -38,12 +34,12 @@ __all__ = [
 
 SCHEMA = 1
 _ANYTHING = "*"
-"""Stands for every algorithm where the library refused to list any."""
+"""Stands for every algorithm if the library fails to list any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What a library says of one algorithm at one micro-batch size."""
+    """Properties of an algorithm at one micro-batch size."""
 
     algo: str
     workspace: int
@@ -52,7 +48,7 @@ class Algorithm:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "algo": self.algo,
             "workspace": self.workspace,
@@ -64,20 +60,14 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class WithinLimit:
-    """What is left under a limit.
-
-    Attributes:
-        algorithms: How many need no more workspace than that.
-        first_choice_fits: Whether the library's first choice is among them.
-        best: The one that the library ranks highest among them; None if there is none.
-    """
+    """Algorithms that fit a limit: their number, and the highest ranked one."""
 
     algorithms: int
     first_choice_fits: bool
     best: Algorithm | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "algorithms": self.algorithms,
             "first_choice_fits": self.first_choice_fits,
@@ -87,12 +77,9 @@ class WithinLimit:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedBatch:
-    """One micro-batch size of one convolution.
+    """Accepted algorithms at one micro-batch size, by the library's preference.
 
-    Attributes:
-        batch: Micro-batch size.
-        algorithms: Those that are accepted, in the library's order of preference.
-        failures: (algorithm, reason) of the others.
+    `failures` are (algorithm, reason) of the others.
     """
 
     batch: int
@@ -101,28 +88,28 @@ class SurveyedBatch:
 
     @property
     def refused(self) -> int:
-        """How many can run but are not accepted."""
+        """Number of algorithms that can run but are not accepted."""
         return sum(
             RowStatus.of(reason) is RowStatus.REFUSED for _, reason in self.failures
         )
 
     @property
     def first_choice(self) -> Algorithm | None:
-        """What the library would itself choose."""
+        """The library's own choice, if any."""
         return self.algorithms[0] if self.algorithms else None
 
     @property
     def least_workspace(self) -> int | None:
-        """Bytes that the smallest needs."""
+        """Bytes of the smallest workspace, if any."""
         return min((a.workspace for a in self.algorithms), default=None)
 
     @property
     def greatest_workspace(self) -> int | None:
-        """Bytes that the largest needs."""
+        """Bytes of the largest workspace, if any."""
         return max((a.workspace for a in self.algorithms), default=None)
 
     def within(self, limit: int) -> WithinLimit:
-        """What fits in `limit` bytes."""
+        """Return the algorithms that fit `limit` bytes."""
         fitting = [a for a in self.algorithms if a.workspace <= limit]
         best = fitting[0] if fitting else None
         return WithinLimit(
@@ -130,7 +117,7 @@ class SurveyedBatch:
         )
 
     def to_json(self, limits: Sequence[int]) -> dict[str, Any]:
-        """Plain values; `AlgorithmSurvey.to_json` says which."""
+        """Return plain values; see `AlgorithmSurvey.to_json`."""
         first = self.first_choice
         return {
             "batch": self.batch,
@@ -149,7 +136,7 @@ class SurveyedBatch:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedLayer:
-    """One direction of one layer; `batches` are ascending, the last is the whole."""
+    """One direction of a layer; `batches` ascend up to the whole mini-batch."""
 
     name: str
     problem: ConvProblem
@@ -157,16 +144,16 @@ class SurveyedLayer:
 
     @property
     def direction(self) -> Direction:
-        """Which of the three kernels."""
+        """Direction of the layer's problem."""
         return self.problem.direction
 
     def largest_batch(self, limit: int) -> int | None:
-        """The largest micro-batch at which the library's first choice fits."""
+        """Return the largest micro-batch at which the first choice fits."""
         sizes = [b.batch for b in self.batches if b.within(limit).first_choice_fits]
         return max(sizes, default=None)
 
     def to_json(self, limits: Sequence[int]) -> dict[str, Any]:
-        """Plain values; `AlgorithmSurvey.to_json` says which."""
+        """Return plain values; see `AlgorithmSurvey.to_json`."""
         return {
             "name": self.name,
             "direction": self.direction.value,
@@ -180,16 +167,9 @@ class SurveyedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSurvey:
-    """Every layer, micro-batch size and limit.
+    """Algorithms of every layer, micro-batch size and limit.
 
-    Attributes:
-        backend: Name of the backend.
-        fingerprint: Its device and libraries.
-        batch_policy: Which micro-batch sizes were candidates.
-        numerics: Which ways of computing were accepted.
-        limits: Bytes of workspace.
-        layers: What is done.
-        asked: How many were to be done.
+    Of `asked` layers, `layers` are done.
     """
 
     backend: str
@@ -201,11 +181,11 @@ class AlgorithmSurvey:
     asked: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `json.dumps(…, allow_nan=False)` accepts.
+        """Return plain values that `json.dumps(…, allow_nan=False)` accepts.
 
         An algorithm is written `{"algo": …, "workspace": bytes, "math_mode": …,
         "deterministic": bool, "notes": […]}`, abbreviated `{…}` here; keys of `fits`
-        and `largest_batch` are limits in bytes; what does not exist is null::
+        and `largest_batch` are limits in bytes; missing values are null::
 
             {"schema": 1, "backend": …, "fingerprint": …, "batch_policy": …,
              "numerics": "tf32", "limits": [67108864], "interrupted": false,
@@ -233,12 +213,11 @@ class AlgorithmSurvey:
         }
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("algorithm_survey", self)
 
 
 class SurveyInterrupted(KeyboardInterrupt):
-    """Ctrl-C; `survey` holds the layers that were done."""
+    """Ctrl-C during a survey; `survey` holds the finished layers."""
 
     def __init__(self, found: AlgorithmSurvey) -> None:
         super().__init__()
@@ -254,22 +233,22 @@ def survey_algorithms(
     numerics: Numerics | None = None,
     progress: Callable[[Advance[SurveyedLayer]], None] | None = None,
 ) -> AlgorithmSurvey:
-    """Ask the library for its algorithms at every micro-batch size of a policy.
+    """List the library's algorithms at every micro-batch size of a policy.
 
     The sizes are those that a tuner would measure on that backend.
 
     Args:
-        backend: Asked, never run.
-        layers: Each in the direction of its problem.
-        policy: Which micro-batch sizes are candidates.
-        limits: Bytes of workspace.
-        numerics: Which ways of computing are accepted; the default policy if not given.
+        backend: Backend to query; it runs nothing.
+        layers: Layers, each in the direction of its problem.
+        policy: Policy for candidate micro-batch sizes.
+        limits: Workspace limits in bytes.
+        numerics: Accepted arithmetic; the default policy if not given.
         progress: Called when a layer begins and when it is done.
 
     Raises:
-        SurveyInterrupted: Ctrl-C; carries what is done.
+        SurveyInterrupted: Ctrl-C; carries the finished layers.
         BackendUnavailableError: The library is missing.
-        ValueError: There is no policy of that name.
+        ValueError: The policy is unknown.
     """
     accepted = numerics or Numerics()
     candidate_batches(1, policy)
@@ -287,7 +266,7 @@ def survey_algorithms(
         )
 
     def survey(layer: Layer, left: int) -> SurveyedLayer:
-        return _layer(backend, layer, policy, accepted)
+        return _survey_layer(backend, layer, policy, accepted)
 
     try:
         for layer in advancing(layers, survey, progress):
@@ -297,20 +276,20 @@ def survey_algorithms(
     return found()
 
 
-def _layer(
+def _survey_layer(
     backend: Backend, layer: Layer, policy: BatchPolicy, numerics: Numerics
 ) -> SurveyedLayer:
     problem = layer.problem
     sizes = candidate_batches(problem.batch, policy)
     aligned = aligned_batches(problem, sizes, backend.split_alignment)
-    batches = (_batch(backend, problem, size, numerics) for size in aligned)
+    batches = (_survey_batch(backend, problem, size, numerics) for size in aligned)
     return SurveyedLayer(layer.name, problem, tuple(batches))
 
 
-def _batch(
+def _survey_batch(
     backend: Backend, problem: ConvProblem, size: int, numerics: Numerics
 ) -> SurveyedBatch:
-    """Every algorithm at one size; a library that fails costs this size only."""
+    """List algorithms at one size; a failing library costs this size only."""
     conv, micro = backend.conv, problem.with_batch(size)
     whole = size == problem.batch
     accepted: list[Algorithm] = []

@@ -1,9 +1,8 @@
-"""Planned against undivided, for many layers and limits within one time limit.
+"""Compare planned with undivided convolutions for many layers and limits.
 
-Every layer is measured once, whatever the number of limits: a measurement depends on
-none. Time is dealt out as it goes: each layer may take an equal share of what is left,
-and what it does not need goes to those after it. What is left in the end goes to the
-layers whose share was too small.
+Every layer is measured once for all limits: measurements do not depend on them. Each
+layer may use an equal share of the remaining time, and what it does not need goes to
+the layers after it. Time left at the end goes to layers whose share was too small.
 """
 
 import time
@@ -35,18 +34,18 @@ from mucudnn.suites import Layer
 __all__ = ["Comparison", "ComparisonInterrupted", "compare", "in_directions"]
 
 _MEASURING = 0.6
-"""Share of a layer's time for its table; the rest is for checking its plans."""
+"""Share of a layer's time for its table; the rest is for validating its plans."""
 _TRYING = 0.15
-"""Of it, for trying the algorithms on one sample."""
+"""Share of a layer's time for trying the algorithms on one sample."""
 _PER_KERNEL = 0.8
-"""Share of all the time for the limits that are not in total, where one is."""
+"""Share of the total time for per-kernel limits if there is a total limit, too."""
 _MOST_REASONS = 6
-"""More are counted instead of listed."""
+"""Maximum number of reasons that are listed; more are only counted."""
 _OUT_OF_TIME = "not compared: the time limit was reached"
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """Ctrl-C; `comparison` holds the layers that were done."""
+    """Ctrl-C during a comparison; `comparison` holds the finished layers."""
 
     def __init__(self, comparison: Comparison) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 def in_directions(
     layers: Iterable[Layer], directions: Sequence[Direction]
 ) -> tuple[Layer, ...]:
-    """Every layer once a direction."""
+    """Return every layer once per direction."""
     return tuple(
         replace(layer, problem=layer.problem.with_direction(direction))
         for layer in layers
@@ -74,28 +73,28 @@ def compare(
     time_limit_s: float | None = None,
     progress: Callable[[Advance[LayerResult]], None] | None = None,
 ) -> Comparison:
-    """Measure, plan and check every layer under every limit.
+    """Measure, plan and validate every layer under every limit.
 
     Args:
-        tuner: Measures and checks; its own limit and planner play no part.
-        layers: Each in the direction of its problem.
-        limits: Bytes of workspace a kernel.
-        planner: What divides the mini-batches.
+        tuner: Measures and validates; its own limit and planner are ignored.
+        layers: Layers, each in the direction of its problem.
+        limits: Workspace limits per kernel in bytes.
+        planner: Planner that divides mini-batches.
         total_workspace: Bytes for all layers together, divided among them by
-            `workspace_division`; one more row a layer, its baseline being the fastest
-            undivided call within an equal share. A layer that occurs several times
-            counts once.
-        time_limit_s: Seconds for everything. Layers that got too little of it have a
-            reason instead of a plan.
+            `workspace_division`. This adds one row per layer, whose baseline is the
+            fastest undivided call within an equal share. A layer that occurs several
+            times counts once.
+        time_limit_s: Seconds for everything. Layers without enough time have a reason
+            instead of a plan.
         progress: Called when a layer begins and when it is done.
 
     Raises:
-        ComparisonInterrupted: Ctrl-C; carries what is done.
-        ValueError: There is no planner of that name.
+        ComparisonInterrupted: Ctrl-C; carries the finished layers.
+        ValueError: The planner is unknown.
     """
     widest = max(*limits, total_workspace or 0, 0)
     least = 0 if total_workspace is not None else min(limits, default=0)
-    run = _Run(
+    run = _TimedComparison(
         tuner, PLANNERS.resolve(planner), time_limit_s, LimitRange(least, widest)
     )
     per_kernel = tuple(Limit(nbytes) for nbytes in dict.fromkeys(limits))
@@ -124,7 +123,7 @@ def compare(
             run.measure_ahead(layers, share)
         for result in advancing(layers, one, progress):
             done.append(result)
-        short = [i for i, result in enumerate(done) if _short_of_time(result)]
+        short = [i for i, result in enumerate(done) if _ran_out_of_time(result)]
         for again, i in enumerate(short):
             done[i] = one(layers[i], len(short) - again)
         results = run.divide(done, total[0]) if total else done
@@ -133,8 +132,8 @@ def compare(
     return comparison(results, divided=True)
 
 
-class _Run:
-    """The clock, and what has been checked already."""
+class _TimedComparison:
+    """A comparison's clock and its validated plans."""
 
     def __init__(
         self,
@@ -151,26 +150,26 @@ class _Run:
         self._choices: dict[tuple[ConvPlan, ConvPlan | None], Choice] = {}
 
     def measure_ahead(self, layers: Sequence[Layer], share: float) -> None:
-        """Have workers measure all layers at once; one alone does not employ many.
+        """Measure all layers at once on workers; one layer cannot occupy all of them.
 
-        What they find no time for is measured when the layer's turn comes.
+        Layers that get no time here are measured when they are compared.
         """
-        seconds = self._share(share, 1)
+        seconds = self._seconds_for(share, 1)
         if seconds is not None:
             seconds *= _MEASURING
         problems = [layer.problem for layer in layers]
-        with suppress(PlanningError):  # of one too large, which its turn will tell
+        with suppress(PlanningError):  # a layer that is too large fails again later
             self._tuner.measure_all(problems, time_limit_s=seconds, limits=self._limits)
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
     ) -> LayerResult:
-        """Measure one layer, then plan and check it under each limit."""
-        seconds = self._share(share, left)
+        """Measure one layer, then plan and validate it under each limit."""
+        seconds = self._seconds_for(share, left)
         ends = None if seconds is None else time.monotonic() + seconds
         try:
-            table = self._table(layer.problem, seconds)
-        except PlanningError as e:  # too large to be divided
+            table = self._measure(layer.problem, seconds)
+        except PlanningError as e:  # the problem is too large to be divided
             return LayerResult(
                 name=layer.name,
                 count=layer.count,
@@ -184,7 +183,7 @@ class _Run:
             seconds = None if ends is None else ends - time.monotonic()
             if seconds is not None:
                 seconds = max(0.0, seconds / (len(limits) - i))
-            outcomes.append(self._outcome(table, limit, seconds))
+            outcomes.append(self._plan_under(table, limit, seconds))
         most = max((perf.workspace for perf in table.usable), default=0)
         return LayerResult(
             name=layer.name,
@@ -195,11 +194,11 @@ class _Run:
             outcomes=tuple(outcomes),
         )
 
-    def _table(self, problem: ConvProblem, seconds: float | None) -> PerfTable:
+    def _measure(self, problem: ConvProblem, seconds: float | None) -> PerfTable:
         """Measure within a share of the time.
 
-        One sample is tried first: it tells which algorithms are fast, and they are the
-        first to be measured at the whole mini-batch.
+        One sample is tried first: it shows which algorithms are fast, so that these are
+        measured first at the whole mini-batch.
         """
         if seconds is None:
             return self._tuner.measure(problem, limits=self._limits)
@@ -211,21 +210,25 @@ class _Run:
     def divide(
         self, results: Sequence[LayerResult], limit: Limit
     ) -> Sequence[LayerResult]:
-        """Add one outcome each: a total divided among all that can run at all."""
-        able = [i for i, result in enumerate(results) if result.table.usable]
-        outcomes = [Outcome(limit, None, _unusable(r.table)) for r in results]
-        equal = limit.nbytes // max(1, len(able))
+        """Add an outcome per layer: a total divided among all that can run."""
+        runnable = [i for i, result in enumerate(results) if result.table.usable]
+        outcomes = [Outcome(limit, None, _why_unusable(r.table)) for r in results]
+        equal = limit.nbytes // max(1, len(runnable))
         try:
-            plans = workspace_division([results[i].table for i in able], limit.nbytes)
+            plans = workspace_division(
+                [results[i].table for i in runnable], limit.nbytes
+            )
         except PlanningError as e:
-            for i in able:
+            for i in runnable:
                 outcomes[i] = Outcome(limit, None, str(e))
         else:
-            for done, (i, plan) in enumerate(zip(able, plans, strict=True)):
+            for done, (i, plan) in enumerate(zip(runnable, plans, strict=True)):
                 baseline = self._tuner.undivided(results[i].table, equal)
-                seconds = self._share(1.0, len(able) - done)
-                outcomes[i] = self._checked(plan, baseline, limit, seconds)
-            self._keep_to_total(outcomes, dict(zip(able, plans, strict=True)), limit)
+                seconds = self._seconds_for(1.0, len(runnable) - done)
+                outcomes[i] = self._validate(plan, baseline, limit, seconds)
+            self._keep_to_total(
+                outcomes, dict(zip(runnable, plans, strict=True)), limit
+            )
         return [
             replace(result, outcomes=(*result.outcomes, outcome))
             for result, outcome in zip(results, outcomes, strict=True)
@@ -234,11 +237,11 @@ class _Run:
     def _keep_to_total(
         self, outcomes: list[Outcome], plans: dict[int, ConvPlan], limit: Limit
     ) -> None:
-        """Withdraw rejections that, together, would break the total.
+        """Withdraw rejections that, together, would exceed the total.
 
-        A rejected plan gives way to its baseline, which may use an equal share where
-        the plan used less. Where the sum then exceeds the total, the plans stand after
-        all.
+        A rejected plan is replaced by its baseline, which may use an equal share
+        although the plan used less. If the sum then exceeds the total, plans are
+        restored.
         """
         used = sum(o.choice.plan.workspace for o in outcomes if o.choice is not None)
         for i, plan in plans.items():
@@ -253,10 +256,10 @@ class _Run:
                     limit, replace(kept, undivided_ms=choice.undivided_ms)
                 )
 
-    def _outcome(
+    def _plan_under(
         self, table: PerfTable, limit: Limit, seconds: float | None
     ) -> Outcome:
-        if (reason := _unusable(table)) is not None:
+        if (reason := _why_unusable(table)) is not None:
             return Outcome(limit, None, reason)
         try:
             (plan,) = divided_by(self._planner, [table], limit.nbytes)
@@ -267,19 +270,19 @@ class _Run:
             needs = format_bytes(least, limit.nbytes)
             return Outcome(limit, None, f"nothing fits; the smallest needs {needs}")
         baseline = self._tuner.undivided(table, limit.nbytes)
-        return self._checked(plan, baseline, limit, seconds)
+        return self._validate(plan, baseline, limit, seconds)
 
-    def _checked(
+    def _validate(
         self,
         plan: ConvPlan,
         baseline: ConvPlan | None,
         limit: Limit,
         seconds: float | None,
     ) -> Outcome:
-        """Measure a plan against its undivided baseline, unless that is done."""
+        """Measure a plan against its undivided baseline, each pair once."""
         choice = self._choices.get((plan, baseline))
         if choice is None:
-            # Each is warmed up, and run once at least.
+            # Each is warmed up and run at least once.
             expected_ms = 2 * sum(p.time_ms for p in {plan, baseline} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
                 return Outcome(limit, None, _OUT_OF_TIME)
@@ -292,22 +295,21 @@ class _Run:
             self._choices[plan, baseline] = choice
         return Outcome(limit, choice, _remark(plan.problem, choice, limit))
 
-    def _share(self, of_limit: float, parts: int) -> float | None:
-        """Seconds for the next of `parts` equal parts of the time that is left."""
+    def _seconds_for(self, of_limit: float, parts: int) -> float | None:
+        """Return the time for the next of `parts` equal parts of the remaining time."""
         if self._time_limit_s is None:
             return None
         ends = self._start + of_limit * self._time_limit_s
         return max(0.0, ends - time.monotonic()) / parts
 
 
-def _short_of_time(result: LayerResult) -> bool:
-    """Whether its equal share of the time was too little."""
+def _ran_out_of_time(result: LayerResult) -> bool:
     return any(perf.status is RowStatus.LIMITED for perf in result.table.perfs) or any(
         outcome.reason == _OUT_OF_TIME for outcome in result.outcomes
     )
 
 
-def _unusable(table: PerfTable) -> str | None:
+def _why_unusable(table: PerfTable) -> str | None:
     if table.usable:
         return None
     withheld = [perf for perf in table.perfs if perf.status is RowStatus.LIMITED]

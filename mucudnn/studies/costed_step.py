@@ -1,4 +1,4 @@
-"""A step to be studied with its costs, wherever either is from."""
+"""A training step with its costs: measured, recorded, estimated, or supplied."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,14 @@ class CostedStep:
     """A step with its costs.
 
     Attributes:
-        step: At its own batch, without a budget.
-        at: Batch -> the same at another one, as far as decides what fits.
-        in_parts: Budget -> what decides about slices of its batch; None: it runs whole.
+        step: The step at its own batch, without a budget.
+        at: Batch -> the step at another batch, precise enough to decide what fits.
+        in_parts: Budget -> request to choose a split of its batch; None if it runs
+            whole.
         image: Shape of a sample.
-        parameters: Elements of all.
-        figures: What costs are based on, in words.
-        convolutions: How many are measured.
+        parameters: Number of elements of all parameters.
+        figures: Sources of the costs in words.
+        convolutions: Number of measured convolutions.
     """
 
     step: StepRequest
@@ -46,20 +47,17 @@ def costed_step(
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> CostedStep:
-    """A step with its costs: measured, recorded, estimated, or those that it brings.
-
-    Args:
-        spec: The step.
-        profile: Of the step, if it was measured; necessary for the CPU.
-        recordings: Files with measurements of the device.
-        progress: Called with what is being done, how much is done, and of how much.
-
-    Raises:
-        ValueError: The profile is missing, or recordings know nothing of the step.
-        BackendUnavailableError: A recording is missing, or is something else.
-    """
+    """Return a step with its costs: measured, recorded, estimated, or its own."""
     if isinstance(spec, DescribedStep):
-        return _described(spec)
+        return CostedStep(
+            spec.request(spec.batch),
+            spec.request,
+            None,
+            spec.image,
+            spec.parameters,
+            spec.figures,
+            Coverage(0, 0),
+        )
     graph = spec.graph()
     progress("what its operations cost", 0, 1)
     costs = StepCosts(graph, spec.device, profile, recordings)
@@ -84,18 +82,13 @@ def costed_step(
         in_parts,
         tuple(graph.tensors[IMAGE].shape[1:]),
         graph.parameter_count,
-        {**_precision(spec), **_layouts(spec, graph), **costs.figures},
+        {**_precision_words(spec), **_layout_words(spec, graph), **costs.figures},
         costs.coverage,
     )
 
 
 def with_layouts(spec: StepSpec, recordings: Sequence[str] = ()) -> StepSpec:
-    """A step in which it is decided which images have channels last.
-
-    Raises:
-        ValueError: That would have to be measured, or recordings know nothing of it.
-        BackendUnavailableError: A recording is missing, or is something else.
-    """
+    """Decide which images of a step have channels last, if its layout is `auto`."""
     if spec.layout != AUTO or spec.channels_last is not None:
         return spec
     trains = not spec.inference
@@ -103,16 +96,16 @@ def with_layouts(spec: StepSpec, recordings: Sequence[str] = ()) -> StepSpec:
     return replace(spec, channels_last=nodes)
 
 
-def _precision(spec: StepSpec) -> Mapping[str, str]:
-    """Which types there are, in words; nothing where nobody asked."""
+def _precision_words(spec: StepSpec) -> Mapping[str, str]:
+    """Describe the step's types; empty for the network's own."""
     if spec.precision is None:
         return {}
     words = "in convolutions, products and what follows them; parameters and updates "
     return {"precision": f"{spec.precision} {words}in the network's own type"}
 
 
-def _layouts(spec: StepSpec, graph: Graph) -> Mapping[str, str]:
-    """Which layouts there are, in words; nothing where nobody asked."""
+def _layout_words(spec: StepSpec, graph: Graph) -> Mapping[str, str]:
+    """Describe the step's layouts; empty for channels first."""
     if spec.layout == "NCHW":
         return {}
     kinds = [node.attrs["problem"].layout for node in graph.nodes if node.op == "conv"]
@@ -122,15 +115,3 @@ def _layouts(spec: StepSpec, graph: Graph) -> Mapping[str, str]:
         "layout": f"channels last in {kinds.count('NHWC')} of {len(kinds)} "
         f"convolutions; {format_bytes(moved)} are turned, in {len(turned)} copies"
     }
-
-
-def _described(step: DescribedStep) -> CostedStep:
-    return CostedStep(
-        step.request(step.batch),
-        step.request,
-        None,
-        step.image,
-        step.parameters,
-        step.figures,
-        Coverage(0, 0),
-    )

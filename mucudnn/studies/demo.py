@@ -1,10 +1,10 @@
-"""Three acts that show what this is about, chosen so that any machine shows it.
+"""Demonstrate mucudnn on any machine in three acts.
 
-1. A layer that a limit makes slow, and micro-batches make fast again.
-2. A training step in a third of its memory, with the same bits.
-3. The same for a PyTorch model, in `mucudnn.torch.demo`, where PyTorch is installed.
+1. A layer that a workspace limit makes slow, and micro-batches make fast again.
+2. A training step in a third of its memory, with bit-identical results.
+3. The same for a PyTorch model, in `mucudnn.torch.demo`, if PyTorch is installed.
 
-An act measures here and now; its sentence says what came of it, also if that is little.
+Every act measures on the spot; its sentence reports the result, also if it is small.
 """
 
 import math
@@ -33,7 +33,7 @@ from mucudnn.suites import Layer
 __all__ = ["LayerAct", "Say", "StepAct", "slow_layer", "small_step"]
 
 Say = Callable[[str], None]
-"""Is told what begins."""
+"""Called with a description of each stage."""
 
 LAYER = ConvProblem(
     direction=Direction.FORWARD,
@@ -41,35 +41,30 @@ LAYER = ConvProblem(
     w_shape=(192, 64, 5, 5),
     padding=2,
 )
-"""AlexNet's second: filters of 5×5, so that transforms pay and want workspace."""
+"""AlexNet's conv2: with 5×5 filters, transforms pay off and need workspace."""
 _LAYER_S = 20.0
 _MODEL, _BATCH = "resnet20", 32
 _UNLIMITED = 1 << 40
 _TURNS = StoppingRule(min_samples=8, max_samples=30, budget_ms=2500.0)
 _NEAR = 0.1
-"""A prediction this near needs no word about why it is not nearer."""
+"""Relative error of a prediction below which it is not explained."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAct:
-    """A convolution under a limit.
-
-    Attributes:
-        limit: Bytes of workspace.
-        comparison: Undivided and planned, run in turns.
-    """
+    """A convolution under a workspace limit: undivided and planned, run alternately."""
 
     limit: int
     comparison: Comparison
 
     @property
     def speedup(self) -> float:
-        """Undivided over planned; 1 where there is no plan."""
+        """Undivided over planned time; 1 without a plan."""
         return self.comparison.layers[0].outcomes[0].speedup or 1.0
 
     @property
     def sentence(self) -> str:
-        """What came of it."""
+        """Result in words."""
         outcome = self.comparison.layers[0].outcomes[0]
         choice, limit = outcome.choice, format_bytes(self.limit)
         if choice is None or choice.undivided_ms is None:
@@ -90,7 +85,7 @@ class LayerAct:
 
 
 def slow_layer(tuner: Tuner, say: Say) -> LayerAct:
-    """Measure the layer, then run it under the limit where parts should gain most."""
+    """Measure the layer, then run it under the limit where parts gain most."""
     say("measuring every algorithm of a convolution at every micro-batch size")
     table = tuner.measure(LAYER, time_limit_s=_LAYER_S)
     limit = telling_limit(tuner, table)
@@ -100,10 +95,10 @@ def slow_layer(tuner: Tuner, say: Say) -> LayerAct:
 
 
 def telling_limit(tuner: Tuner, table: PerfTable) -> int:
-    """The workspace of the division that should gain most over one call within it.
+    """Return the limit at which a division should gain most over one call.
 
-    Calls without any workspace are the slowest there are, so limits that leave nothing
-    else are taken only where there is no other.
+    Calls without any workspace are the slowest, so limits that allow no other call are
+    used only as a last resort.
     """
 
     def gain(plan: ConvPlan) -> tuple[bool, float]:
@@ -119,19 +114,19 @@ def telling_limit(tuner: Tuner, table: PerfTable) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepAct:
-    """A training step, without a budget and within one, run in turn.
+    """A training step without and within a budget, run alternately.
 
     Attributes:
-        name: Of the network.
-        whole: The step without a limit, planned.
-        plan: The step within its budget.
-        budget: Bytes.
-        whole_bytes: What the first had in use at most.
-        peak_bytes: What the second had.
+        name: Name of the network.
+        whole: Plan of the step without a limit.
+        plan: Plan of the step within the budget.
+        budget: Budget in bytes.
+        whole_bytes: Peak memory of the step without a limit.
+        peak_bytes: Peak memory of the step within the budget.
         without: Time of a step without a limit.
         within: Time of a step within the budget.
-        same: Whether all losses were equal to the last bit.
-        eager: Time of a step by the network's own framework, where it has one.
+        same: Whether all losses are bit-identical.
+        eager: Time of a step in the network's own framework, if it has one.
     """
 
     name: str
@@ -147,12 +142,12 @@ class StepAct:
 
     @property
     def predicted(self) -> float:
-        """The planned step's time over the other's, before either was run."""
+        """Predicted slowdown of the step within the budget."""
         return self.plan.prediction.step_ms / self.whole.prediction.step_ms
 
     @property
     def measured(self) -> float:
-        """The same, as both were run."""
+        """Measured slowdown of the step within the budget."""
         return self.within.time_ms / self.without.time_ms
 
     @property
@@ -163,7 +158,7 @@ class StepAct:
 
     @property
     def sentence(self) -> str:
-        """What came of it."""
+        """Result in words."""
         bits = "the same losses to the last bit" if self.same else "OTHER losses"
         eager = ""
         if self.eager is not None:
@@ -179,9 +174,9 @@ class StepAct:
         )
 
     def _difference(self) -> str:
-        """Why prediction and measurement are apart, where they are."""
-        apart = self.measured / self.predicted - 1
-        if abs(apart) <= _NEAR:
+        """Explain a difference between prediction and measurement."""
+        error = self.measured / self.predicted - 1
+        if abs(error) <= _NEAR:
             return ""
         if abs(self.measured - self.predicted) <= self.noise:
             return " The two differ by no more than single steps do here, just now."
@@ -196,22 +191,22 @@ class StepAct:
         copied = self.plan.prediction.out_bytes + self.plan.prediction.in_bytes
         also = (
             f" {format_bytes(copied)} a step were copied, by the cores that compute."
-            if copied and apart > 0
+            if copied and error > 0
             else ""
         )
-        return f" The two differ by {abs(apart):.0%}: {sides}.{also}"
+        return f" The two differ by {abs(error):.0%}: {sides}.{also}"
 
 
 def small_step(tuner: Tuner, say: Say) -> StepAct:
-    """Train a few steps without a limit, in turn with some in a third of the memory."""
+    """Train alternately without a limit and in a third of the memory."""
     say(f"planning {_MODEL} without a limit")
     fixed = MemoryBudget(nbytes=_UNLIMITED, convolutions="fixed")
-    with _trainer(tuner, fixed, {}) as free:
+    with _make_trainer(tuner, fixed, {}) as free:
         budget, unlimited = free.peak_bytes // 3, _plan_of(free)
         say(f"planning it again within {format_bytes(budget)}")
         third = replace(fixed, nbytes=budget, measured=unlimited.prediction.profile)
-        # Another plan of a convolution gives other bits.
-        with _trainer(tuner, third, free.plans) as bounded:
+        # Reuse the convolution plans: other plans would give other bits.
+        with _make_trainer(tuner, third, free.plans) as bounded:
             say("training both in turn")
             rng = np.random.default_rng(0)
             images = rng.standard_normal((_BATCH, 3, 32, 32), dtype=np.float32)
@@ -239,7 +234,7 @@ def small_step(tuner: Tuner, say: Say) -> StepAct:
             )
 
 
-def _trainer(tuner: Tuner, budget: MemoryBudget, plans: Plans) -> Trainer:
+def _make_trainer(tuner: Tuner, budget: MemoryBudget, plans: Plans) -> Trainer:
     network, rate = get_model(_MODEL)(_BATCH), Momentum(0.05)
     return Trainer(network, tuner=tuner, optimizer=rate, budget=budget, plans=plans)
 

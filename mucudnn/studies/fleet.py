@@ -1,8 +1,8 @@
-"""How a mini-batch is shared out among devices that are not there, and what it brings.
+"""Divide a mini-batch among heterogeneous devices, and compare with simpler splits.
 
-Times are those of tables, of recordings, or estimates; the split is the planner's. What
-it is compared with: equal shares, shares in proportion to speed, one device alone, and
-the bound that no split beats.
+Step times are from tables, recordings, or estimates; no device is needed. The planner's
+split is compared with equal shares, shares in proportion to speed, each device alone,
+and a lower bound on the step time.
 """
 
 import functools
@@ -29,19 +29,19 @@ from mucudnn.studies.memory_findings import StepSpec
 __all__ = ["FleetStudy", "Link", "study_fleet"]
 
 _LATENCY_MS = 0.02
-"""Of a message between devices; assumed."""
+"""Assumed latency of a message between devices."""
 
 _ELEMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the devices are joined by.
+    """The interconnect of a fleet.
 
     Attributes:
-        bytes_per_s: Of the slowest link, one direction; None: of the slowest device's
+        bytes_per_s: One-way rate of the slowest link; None selects the slowest device's
             link to its host.
-        all_reduce_ms: What the sum of all gradients takes, if it was measured.
+        all_reduce_ms: Measured time of one all-reduce.
     """
 
     bytes_per_s: float | None = None
@@ -53,18 +53,18 @@ _UNKNOWN = Link()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStudy:
-    """What came of it.
+    """Result of `study_fleet`.
 
     Attributes:
-        title: The network.
-        fleet: Who takes part.
-        sources: Device -> where its times are from.
-        link: Where the all-reduce's time is from.
+        title: Name of the network.
+        fleet: Ranks with their step times.
+        sources: Device -> source of its times.
+        link: Source of the all-reduce's time.
         plan: The planner's split.
-        equal: Equal shares; None where one does not fit.
-        proportional: Shares in proportion to speed; None where one does not fit.
-        alone: The whole batch on each rank by itself; None where it does not fit.
-        bound_ms: No split takes less.
+        equal: Equal shares; None if a share does not fit.
+        proportional: Shares in proportion to speed; None if a share does not fit.
+        alone: Time of the whole batch on each rank alone; None if it does not fit.
+        bound_ms: Lower bound on the time of any split.
     """
 
     title: str
@@ -79,15 +79,15 @@ class FleetStudy:
 
     @property
     def fastest_alone_ms(self) -> float | None:
-        """The batch on the fastest device by itself; None where it fits on none."""
+        """Time of the batch on the fastest device alone, if it fits."""
         return min((ms for ms in self.alone if ms is not None), default=None)
 
     def speedup(self, other: FleetPlan | None) -> float | None:
-        """How many times faster the planner's split is."""
+        """Return the speed-up of the planner's split over another."""
         return None if other is None else other.step_ms / self.plan.step_ms
 
     def to_json(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return plain values."""
         rows = zip(
             self.fleet.ranks,
             self.plan.shares,
@@ -125,7 +125,6 @@ class FleetStudy:
         }
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("fleet_study", self)
 
 
@@ -140,31 +139,31 @@ def study_fleet(
     planned: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> FleetStudy:
-    """Share out a step's mini-batch among devices.
+    """Divide a step's mini-batch among devices.
 
-    What does an old card beside a new one bring?::
+    What does an old GPU beside a new one bring?::
 
         step = StepSpec(model="resnet18", batch=256)
         study_fleet(step, ["k80", "p100"]).plan.samples
 
     Args:
         step: The step; its batch is that of all devices together.
-        devices: As `fleet_devices` reads them.
-        most: The largest batch; if given, the one with the most samples a second from
-            the step's own up to this is taken.
-        link: What the devices are joined by.
-        at_least: Samples of every rank; with 0 a slow one may be left out.
+        devices: Devices as `fleet_devices` reads them.
+        most: Largest batch; if given, the batch from the step's own up to this with the
+            most samples per second is chosen.
+        link: Interconnect of the devices.
+        at_least: Least samples of every rank; with 0 a slow one may be left out.
         memory: Bytes that a step may use on each device, if less than it has.
-        planned: Whether steps that need more are also planned within that memory, by
-            offload and recomputation; they are where that is faster than several
-            smaller steps. Of estimated devices only.
-        progress: Called with what is being done, how much is done, and of how much.
+        planned: Whether steps that need more memory may also be planned within it, by
+            offload and recomputation, if that is faster than gradient accumulation. For
+            estimated devices only.
+        progress: Called with the current activity, the work done, and its total.
 
     Raises:
-        ValueError: A device is not known, there is none, or a size is out of range.
+        ValueError: A device is unknown, there is none, or a size is out of range.
         PlanningError: The batch does not fit.
-        CacheError: A file is no table of steps.
-        BackendUnavailableError: A recording is missing, or is something else.
+        CacheError: A file is not a table of steps.
+        BackendUnavailableError: A recording is missing or invalid.
     """
     kinds = [parse_device(text) for text in devices]
     largest = step.batch if most is None else most
@@ -178,26 +177,28 @@ def study_fleet(
             ranks += ranks_of(kind, step, largest, graph, limit=memory, planned=by_plan)
         fleet = Fleet(tuple(ranks), reduce)
         progress("shares", 0, 1)
-        found.append((fleet, _shared(fleet, step.batch, most, at_least)))
-    fleet, plan = _fastest(found)
+        found.append((fleet, _try_split(fleet, step.batch, most, at_least)))
+    fleet, plan = _select_fastest(found)
     return FleetStudy(
         title=step.title,
         fleet=fleet,
         sources={kind.title: kind.source for kind in kinds},
         link=words,
         plan=plan,
-        equal=_fitting(equal_shares, fleet, plan.batch),
-        proportional=_fitting(proportional_shares, fleet, plan.batch),
-        alone=_alone(fleet, plan.batch),
+        equal=_split_or_none(equal_shares, fleet, plan.batch),
+        proportional=_split_or_none(proportional_shares, fleet, plan.batch),
+        alone=_times_alone(fleet, plan.batch),
         bound_ms=step_bound_ms(fleet, plan.batch),
     )
 
 
-Shared = FleetPlan | PlanningError
+SplitOrError = FleetPlan | PlanningError
 
 
-def _shared(fleet: Fleet, batch: int, most: int | None, at_least: int) -> Shared:
-    """The best split of a batch, or the best of a range; why there is none."""
+def _try_split(
+    fleet: Fleet, batch: int, most: int | None, at_least: int
+) -> SplitOrError:
+    """Return the best split of a batch, or the error if there is none."""
     try:
         if most is None:
             return split_batch(fleet, batch, at_least=at_least)
@@ -206,19 +207,17 @@ def _shared(fleet: Fleet, batch: int, most: int | None, at_least: int) -> Shared
         return e
 
 
-def _fastest(found: Sequence[tuple[Fleet, Shared]]) -> tuple[Fleet, FleetPlan]:
-    """The one with the most samples a second.
-
-    Raises:
-        PlanningError: The batch fits on none.
-    """
+def _select_fastest(
+    found: Sequence[tuple[Fleet, SplitOrError]],
+) -> tuple[Fleet, FleetPlan]:
+    """Return the plan with the most samples per second, or raise its error."""
     fitting = [(f, plan) for f, plan in found if isinstance(plan, FleetPlan)]
     if fitting:
         return max(fitting, key=lambda one: one[1].samples_per_s)
     raise next(error for _, error in found[::-1] if isinstance(error, PlanningError))
 
 
-def _fitting(
+def _split_or_none(
     shares: Callable[[Fleet, int], FleetPlan], fleet: Fleet, batch: int
 ) -> FleetPlan | None:
     try:
@@ -227,13 +226,13 @@ def _fitting(
         return None
 
 
-def _alone(fleet: Fleet, batch: int) -> tuple[float | None, ...]:
-    """The whole batch on each rank; ranks that are alike are looked at once."""
+def _times_alone(fleet: Fleet, batch: int) -> tuple[float | None, ...]:
+    """Return the time of the whole batch on each rank; equal ranks share it."""
     known: dict[Any, float | None] = {}
     for i, rank in enumerate(fleet.ranks):
         kind = rank.table, rank.memory, rank.accumulates
         if kind not in known:
-            found = _fitting(split_batch, fleet.alone(i), batch)
+            found = _split_or_none(split_batch, fleet.alone(i), batch)
             known[kind] = None if found is None else found.step_ms
     return tuple(
         known[rank.table, rank.memory, rank.accumulates] for rank in fleet.ranks
@@ -243,7 +242,7 @@ def _alone(fleet: Fleet, batch: int) -> tuple[float | None, ...]:
 def _all_reduce(
     kinds: Sequence[FleetDevice], link: Link, graph: Graph
 ) -> tuple[AllReduce, str]:
-    """What summing the gradients takes, and where that is from."""
+    """Return the cost of the all-reduce, and its source in words."""
     if link.all_reduce_ms is not None:
         return AllReduce(measured_ms=link.all_reduce_ms), "as given"
     rates = {kind.name: get_device(kind.name).out.value for kind in kinds if kind.name}

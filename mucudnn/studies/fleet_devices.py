@@ -1,4 +1,4 @@
-"""The devices of a fleet as they are named: figures, recordings, tables of steps.
+"""Parse the devices of a fleet: published figures, recordings, tables of steps.
 
 h100             estimated from published figures
 4xh100           four of them
@@ -35,13 +35,7 @@ _MOST = 65_536
 
 @dataclass(frozen=True, slots=True)
 class FleetDevice:
-    """Devices of one kind.
-
-    Attributes:
-        name: Of their figures; None where there is a table.
-        file: A recording of that device, or a table of steps.
-        count: How many there are.
-    """
+    """Devices of one kind: a name in `DEVICES` or a recording, or a step table."""
 
     name: str | None
     file: str | None = None
@@ -49,14 +43,14 @@ class FleetDevice:
 
     @property
     def title(self) -> str:
-        """What one is called."""
+        """Name of one device."""
         if self.name is None:
             return Path(self.file or "").name.partition(".")[0]
         return self.name
 
     @property
     def source(self) -> str:
-        """Where its times are from."""
+        """Source of its times, in words."""
         if self.name is None:
             return f"the step table {self.file}"
         figures = get_device(self.name).title
@@ -67,11 +61,7 @@ class FleetDevice:
 
 
 def parse_device(text: str) -> FleetDevice:
-    """A device as it is written.
-
-    Raises:
-        ValueError: It is neither a device that is known nor a file.
-    """
+    """Parse a device of a fleet."""
     counted = _COUNT.fullmatch(text.strip())
     number, word = (int(counted[1]), counted[2]) if counted else (1, text.strip())
     count = an_integer(f"the number of {word}", number, 1, _MOST)
@@ -101,20 +91,10 @@ def ranks_of(
     limit: int | None = None,
     planned: bool = False,
 ) -> list[Rank]:
-    """The ranks that devices of one kind are, with their table.
+    """Return the ranks of the devices of one kind, with their step table.
 
-    Args:
-        device: The kind.
-        spec: The step.
-        most: The largest share that there can be.
-        graph: Batch -> the step; it is the same for all devices.
-        limit: Bytes that a step may use at most, if less than the device has.
-        planned: Whether an estimated step that needs more keeps to that by a plan.
-
-    Raises:
-        CacheError: A file is no table of steps.
-        ValueError: A recording knows nothing of the step.
-        BackendUnavailableError: A recording is missing, or is something else.
+    `limit` bounds a step's memory below that of the device; with `planned`, an
+    estimated step that needs more is planned within it.
     """
     if device.name is None:
         table, memory = load_step_table(device.file or "")
@@ -124,7 +104,7 @@ def ranks_of(
         memory = int(figures.memory.value)
         memory = memory if limit is None else min(memory, limit)
         within = memory if planned else None
-        measure = functools.partial(_estimated, device, graph, within)
+        measure = functools.partial(_estimate_step, device, graph, within)
         table = measured_table(figures.title, 1, most, measure)
     return [
         Rank(f"{device.title} {i}" if device.count > 1 else device.title, table, memory)
@@ -132,12 +112,13 @@ def ranks_of(
     ]
 
 
-def _estimated(
+def _estimate_step(
     device: FleetDevice, graph: Callable[[int], Graph], within: int | None, batch: int
 ) -> StepPoint:
-    """A step with all the memory it could use, or planned within some bytes.
+    """Estimate a step without a budget, or planned within one.
 
-    One that fits by no plan has the time of all the memory, and needs too much.
+    If no plan fits, the result is the step without a budget, which needs too much
+    memory.
     """
     step = graph(batch)
     files = () if device.file is None else (device.file,)

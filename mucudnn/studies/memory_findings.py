@@ -1,4 +1,4 @@
-"""What a study of a training step's memory is asked, and what it finds."""
+"""Input and result types of a memory study."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -35,23 +35,23 @@ __all__ = ["MemoryStudy", "StepSpec"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
-    """Which training step, or which network that answers.
+    """A training step, or an inference step, to be studied.
 
     Attributes:
-        model: As `get_model` knows it: a name, or a function of the batch; or a graph
-            for that batch.
+        model: Model as accepted by `get_model`: a name, or a function of the batch; or
+            a graph for that batch.
         batch: Images in a mini-batch.
-        image: Another size of image than the model's.
+        image: Image size if not the model's own.
         optimizer: A name in `OPTIMIZERS`, or an optimizer.
         order: A name in `ORDERS`, or a function.
         device: `cpu`, or a name in `DEVICES`.
-        inference: Whether it only answers: the network for evaluation up to what the
-            labels are compared with. A graph is taken as it is.
-        placement: Of `PLACEMENTS`.
-        layout: How images are stored, of `LAYOUT_CHOICES`.
-        precision: Of convolutions, products and what follows them: `float16` or
+        inference: Whether to run inference only, up to the tensor that the loss
+            compares with labels. A graph is taken as it is.
+        placement: A name in `PLACEMENTS`.
+        layout: Storage of images, of `LAYOUT_CHOICES`.
+        precision: Type of convolutions, products and what follows them: `float16` or
             `bfloat16`; the network's own if not given.
-        channels_last: Nodes whose images have channels last, where `auto` is decided.
+        channels_last: Nodes whose images have channels last, if `auto` is decided.
     """
 
     model: str | Callable[..., Graph] | Graph
@@ -68,11 +68,11 @@ class StepSpec:
 
     @property
     def title(self) -> str:
-        """What the network is called."""
+        """Name of the network."""
         return "graph" if isinstance(self.model, Graph) else network_name(self.model)
 
     def graph(self, batch: int | None = None) -> Graph:
-        """The training step with its updates, or the network alone, in its order.
+        """Return the training step with updates, or the network for inference.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
@@ -80,7 +80,7 @@ class StepSpec:
         return self.finished(self.gradients(batch))
 
     def gradients(self, batch: int | None = None) -> Graph:
-        """The network with its backward pass, if it has one, before it gets updates.
+        """Return the network with its backward pass, before updates are added.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
@@ -91,7 +91,7 @@ class StepSpec:
         return training_graph(forward, loss_scale=self._loss_scale)
 
     def network(self, batch: int | None = None) -> Graph:
-        """The network in its precision, up to its answers where it is to answer.
+        """Return the network in its precision, cut at its answers for inference.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
@@ -103,11 +103,11 @@ class StepSpec:
                 batch or self.batch, image=self.image, training=not self.inference
             )
         if self.inference:
-            forward = _answering(forward)
+            forward = _cut_at_answers(forward)
         return forward if self.precision is None else lowered(forward, self.precision)
 
     def finished(self, gradients: Graph) -> Graph:
-        """A step of it: with updates, in its order."""
+        """Add updates to a graph with gradients, and order its nodes."""
         if self.inference:
             return ordered(self.order, gradients)
         step = with_updates(
@@ -122,12 +122,8 @@ class StepSpec:
         return 1.0 if self.precision is None else LOSS_SCALES[self.precision]
 
 
-def _answering(forward: Graph) -> Graph:
-    """A network up to its answers, which the labels are compared with.
-
-    Raises:
-        ValueError: Nothing is compared with labels.
-    """
+def _cut_at_answers(forward: Graph) -> Graph:
+    """Return a network up to the tensor that the loss compares with labels."""
     answers = answers_of(forward)
     if answers is None:
         raise ValueError(
@@ -139,28 +135,29 @@ def _answering(forward: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStudy:
-    """What came of it.
+    """Result of `study_memory`.
 
     Attributes:
         spec: The step.
         image: Shape of an image: (C, *spatial).
-        parameters: Elements of all parameters.
-        budget: Bytes.
-        unbounded: The step with all the memory it could use.
-        minimum: The least budget that any of the techniques can run it in.
-        figures: What costs are based on, in words.
-        convolutions: How many of them are measured.
-        techniques: One for every policy and scheduler.
-        placed: The best of them with fixed offsets in one arena, if places were found.
-        unplaced: Why none were, where there is a best one.
-        least_ms: Budget -> the least that a step takes in it, by any plan there is.
-        loose: Budget -> why that is the time of compute alone, where it is.
-        curve: The same under several budgets, with the first of the schedulers.
-        max_batch: Policy -> the largest mini-batch within the budget, if asked for.
-        min_budget: Policy -> the least budget, if asked for.
-        splitting: Whether the step is to run in parts within the budget, and why; None
-            if that was not asked for, or nothing fits.
-        interrupted: Whether Ctrl-C ended it early.
+        parameters: Number of elements of all parameters.
+        budget: Budget in bytes.
+        unbounded: Plan of the step without a budget.
+        minimum: Minimum feasible budget of all techniques.
+        figures: Sources of the costs in words.
+        convolutions: Number of measured convolutions.
+        techniques: One result per policy and scheduler.
+        placed: The best of them with fixed offsets in one arena, if placement
+            succeeded.
+        unplaced: Why placement of the best one failed.
+        least_ms: Budget -> lower bound on the step time of any plan.
+        loose: Budget -> why its bound is only the compute time, if it is.
+        curve: Results for several budgets, with the first scheduler.
+        max_batch: Policy -> largest mini-batch within the budget, if requested.
+        min_budget: Policy -> minimum feasible budget, if requested.
+        splitting: Decision whether to split the step within the budget; None if not
+            requested or nothing fits.
+        interrupted: Whether Ctrl-C ended the study early.
     """
 
     spec: StepSpec | DescribedStep
@@ -189,7 +186,7 @@ class MemoryStudy:
 
     @property
     def device(self) -> str:
-        """The device in words."""
+        """Device and source of its costs, in words."""
         if self.measured:
             return "measured on the CPU"
         estimated = f"estimated for {get_device(self.spec.device).title}"
@@ -199,19 +196,19 @@ class MemoryStudy:
 
     @property
     def costs(self) -> str:
-        """In a word or two, what times are."""
+        """Source of the times: measured, partly measured or estimated."""
         if self.measured:
             return "measured"
         return "partly measured" if self.convolutions.measured else "estimated"
 
     @property
     def inference(self) -> bool:
-        """Whether the network only answers."""
+        """Whether the step is inference only."""
         return isinstance(self.spec, StepSpec) and self.spec.inference
 
     @property
     def kind(self) -> str:
-        """What becomes of the parameters: an optimizer's name, or inference."""
+        """Name of the optimizer, or inference."""
         return "inference" if self.inference else name_of(self.spec.optimizer)
 
     @property
@@ -221,21 +218,21 @@ class MemoryStudy:
 
     @property
     def best(self) -> Technique | None:
-        """The fastest that fits."""
+        """Fastest technique that fits."""
         return best_technique(self.techniques)
 
     def slowdown(self, technique: Technique) -> float | None:
-        """A step's time over the unbounded one's."""
+        """Return a technique's step time over the unbounded one's."""
         ms = technique.step_ms
         return None if ms is None else ms / self.unbounded_ms
 
     def gap(self, technique: Technique) -> float | None:
-        """By which share a step is slower at most than the best plan of its budget."""
+        """Return the relative gap between a step time and its lower bound."""
         least, ms = self.least_ms.get(technique.budget), technique.step_ms
         return None if ms is None or not least else max(0.0, ms / least - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return plain values."""
         return {
             "schema": 1,
             "model": self.spec.title,
@@ -253,7 +250,7 @@ class MemoryStudy:
             "unbounded_bytes": self.unbounded.peak_bytes,
             "minimum_bytes": self.minimum,
             "rows": [self._row(technique) for technique in self.techniques],
-            "placed": self.placed and _placed(self.placed),
+            "placed": self.placed and _placement_row(self.placed),
             "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
             "max_batch": dict(self.max_batch),
             "min_budget_bytes": dict(self.min_budget),
@@ -262,7 +259,6 @@ class MemoryStudy:
         }
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("memory_study", self)
 
     def _row(self, technique: Technique) -> dict[str, Any]:
@@ -275,7 +271,8 @@ class MemoryStudy:
             "fits": technique.fits,
             "short_bytes": technique.short_bytes,
             "offloaded_bytes": prediction and prediction.out_bytes,
-            "hosted_bytes": plan and _hosted_bytes(plan),
+            "hosted_bytes": plan
+            and state_bytes(plan.schedule.graph, plan.schedule.hosted),
             "recomputed_nodes": plan and plan.recomputed,
             "predicted_ms": technique.step_ms,
             "unbounded_ms": self.unbounded_ms,
@@ -288,7 +285,7 @@ class MemoryStudy:
         }
 
 
-def _placed(placed: PlacedStep) -> dict[str, Any]:
+def _placement_row(placed: PlacedStep) -> dict[str, Any]:
     tiers = placed.plan.prediction.placement
     return {
         "policy": placed.plan.policy,
@@ -302,8 +299,3 @@ def _placed(placed: PlacedStep) -> dict[str, Any]:
         "predicted_ms": placed.plan.prediction.step_ms,
         "tiers": tiers and tiers.to_json(),
     }
-
-
-def _hosted_bytes(plan: StepPlan) -> int:
-    """Bytes of parameters and state that are host-resident."""
-    return state_bytes(plan.schedule.graph, plan.schedule.hosted)

@@ -1,8 +1,8 @@
-"""One network's training step under a budget, by every policy asked for.
+"""Plan a network's training step under a budget by every requested policy.
 
-Costs are measured on the CPU, and estimated from published figures for everything
-else, but for convolutions that recordings of the device know. Ctrl-C ends a study with
-what is done.
+Costs are measured on the CPU. For other devices they are estimated from published
+figures, except for convolutions covered by recordings. Ctrl-C ends a study with the
+results so far.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,47 +60,46 @@ def study_memory(
         study.best.policy, study.slowdown(study.best)
 
     Args:
-        step: A network with its loss, or more about its step; or one of another
-            framework's, which brings its costs.
-        policies: Names in `policy_names()`, or functions; if not given, all of them.
-        schedulers: Names in `SCHEDULERS`, or functions; if not given, each policy's
-            own.
-        budget: Bytes, or "1.5GiB"; by default what the device has.
-        device: `cpu`, or a name in `DEVICES`; if not given, the step's own. Of a step
-            in half precision the figures are the device's for it.
+        step: A network with its loss, a `StepSpec`, or a step of another framework with
+            its own costs.
+        policies: Names in `policy_names()`, or functions; by default all of them.
+        schedulers: Names in `SCHEDULERS`, or functions; by default each policy's own.
+        budget: Bytes, or "1.5GiB"; by default the memory of the device.
+        device: `cpu`, or a name in `DEVICES`; by default the step's own. A step in half
+            precision uses the device's figures for it.
         curve: Whether to plan for several budgets, too.
-        max_batch: Whether to look for the largest mini-batch of every policy.
-        min_budget: Whether to look for the least budget of every policy.
-        profile: Of the step, if it was measured; necessary for the CPU.
-        recordings: Files with measurements of the device: convolutions that they know
-            are not estimated.
-        progress: Called with what is being done, how much is done, and of how much.
+        max_batch: Whether to search the largest mini-batch of every policy.
+        min_budget: Whether to search the minimum feasible budget of every policy.
+        profile: Measured profile of the step; required for the CPU.
+        recordings: Files with measurements of the device, used instead of estimates for
+            the convolutions they cover.
+        progress: Called with the current activity, the work done, and its total.
         split: Whether the step may run in slices of its batch, as one more technique:
             "none", "auto", the number of parts of its largest layers, "height" for
-            strips of its images, or "height:4" for so many; not on the CPU, which
-            would have to be measured.
-        tiers: Where to what leaves goes: `host`, `disk:FOLDER`, `peer:DEVICE`, each
-            with `=SIZE` and `@RATE` in bytes a second behind it where these are not all
-            that is free and what is measured or published; the best step's tensors
-            fill the fastest first. Host memory without end if none are given.
+            spatial strips, or "height:4" for so many; not on the CPU, where it would
+            have to be measured.
+        tiers: Offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`, each optionally
+            with `=SIZE` and `@RATE` in bytes per second; by default all free memory and
+            the measured or published rate. The best step's tensors fill the fastest
+            first. Without tiers, host memory is unlimited.
 
     Raises:
         TypeError: The step is neither a graph nor a `StepSpec`.
-        ValueError: A name is not known, a size out of range, the profile missing, the
-            recordings know nothing of the step, or the graph is none to be trained.
-        BackendUnavailableError: A recording is missing, or is something else.
+        ValueError: A name is unknown, a size out of range, the profile missing, the
+            graph cannot be trained, or recordings do not cover the step.
+        BackendUnavailableError: A recording is missing or invalid.
     """
     described = isinstance(step, DescribedStep)
     if described and (device, profile, recordings) != (None, None, ()):
         raise ValueError("a described step has its costs: give no others")
-    spec = step if isinstance(step, DescribedStep) else _spec_of(step, device)
+    spec = step if isinstance(step, DescribedStep) else _as_spec(step, device)
     if max_batch and isinstance(spec, StepSpec) and isinstance(spec.model, Graph):
         raise ValueError(
             f"max_batch needs other batches than {spec.batch}, and a graph has one; "
             "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
         )
     if policies is None:
-        policies = sorted(policy_names(), key=PLANNED.__eq__)  # the slowest comes last
+        policies = sorted(policy_names(), key=PLANNED.__eq__)  # the slowest last
     for policy in policies:
         check_policy(policy)
     for scheduler in schedulers:
@@ -117,7 +116,7 @@ def study_memory(
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
-        spec = with_layouts(_in_its_arithmetic(spec), recordings)
+        spec = with_layouts(_use_precision_figures(spec), recordings)
     costed = costed_step(spec, profile, recordings, say)
     found: tuple[MemoryTier, ...] = ()
     if choices:
@@ -130,8 +129,7 @@ def study_memory(
     )
 
 
-def _spec_of(step: object, device: str | None) -> StepSpec:
-    """A step as it was asked for, on a device if one is given."""
+def _as_spec(step: object, device: str | None) -> StepSpec:
     if isinstance(step, StepSpec):
         return step if device is None else replace(step, device=device)
     if not isinstance(step, Graph):
@@ -153,8 +151,8 @@ def _spec_of(step: object, device: str | None) -> StepSpec:
     return spec if device is None else replace(spec, device=device)
 
 
-def _in_its_arithmetic(spec: StepSpec) -> StepSpec:
-    """On the device as it computes in the step's precision."""
+def _use_precision_figures(spec: StepSpec) -> StepSpec:
+    """Select the device's figures for the step's precision."""
     if spec.precision is None or spec.device == CPU:
         return spec
     return replace(spec, device=name_computing(spec.device, spec.precision))

@@ -1,4 +1,4 @@
-"""A step's costs over the links of the tiers that tensors leave to."""
+"""Apply the link rates of memory tiers to a step's costs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ __all__ = ["over_links"]
 
 
 def over_links(costed: CostedStep, tiers: Sequence[MemoryTier]) -> CostedStep:
-    """The step over the links of its fastest tier, as if that had room for all."""
+    """Return the step with the rates of its fastest tier, as if it had room for all."""
 
     def linked(step: StepRequest) -> StepRequest:
         return over_fastest(step, tiers)
@@ -26,14 +26,14 @@ def over_links(costed: CostedStep, tiers: Sequence[MemoryTier]) -> CostedStep:
     parts = costed.in_parts
     return replace(
         costed,
-        figures={**costed.figures, "tiers": "; ".join(map(_words, tiers))},
+        figures={**costed.figures, "tiers": "; ".join(map(_describe_tier, tiers))},
         step=linked(costed.step),
         at=lambda batch: linked(costed.at(batch)),
         in_parts=None if parts is None else lambda nbytes: asked_over(parts(nbytes)),
     )
 
 
-def _words(tier: MemoryTier) -> str:
-    """Such as `disk:/scratch 1.2 GB/s out, 2.5 GB/s back`."""
+def _describe_tier(tier: MemoryTier) -> str:
+    """Return text such as `disk:/scratch 1.2 GB/s out, 2.5 GB/s back`."""
     out_rate, in_rate = tier.out_bytes_per_ms / 1e6, tier.in_bytes_per_ms / 1e6
     return f"{tier.name} {out_rate:.3g} GB/s out, {in_rate:.3g} GB/s back"

@@ -1,6 +1,6 @@
-"""What is tried of one step under a budget: techniques, bounds, places, limits.
+"""Try techniques on a step under a budget: plans, lower bound, placement, limits.
 
-Ctrl-C ends the trials with what is done.
+Ctrl-C ends the trials with the results so far.
 """
 
 import functools
@@ -24,10 +24,7 @@ from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting.choice import (
-    Splitting,
-    plan_splitting,
-)
+from mucudnn.passes.planning.splitting.choice import Splitting, plan_splitting
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, cuttings
 from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.registry import by_name, name_of
@@ -40,24 +37,17 @@ from mucudnn.studies.step_costs import CPU
 __all__ = ["IN_PARTS", "MemoryTrials"]
 
 IN_PARTS = "planned, in parts"
-"""The technique that also decides whether a step runs in slices of its batch."""
+"""Technique that also decides whether a step runs in slices of its batch."""
 
 _SHARES = (1.0, 0.7, 0.5, 0.3)
-"""Budgets of the curve, as shares of what the unbounded step takes; then the least."""
+"""Budgets of the curve, as shares of the unbounded peak; the minimum is added."""
 
 
 class MemoryTrials:
-    """One step, by every policy and scheduler that was asked for.
+    """The trials of one step by every requested policy and scheduler.
 
-    Args:
-        spec: What is asked about it.
-        costed: Its graph and costs.
-        policies: Names, or functions.
-        schedulers: Names, or functions; each policy's own if there are none.
-        budget: Bytes; None for what the device has.
-        say: Called with what is being done, how much is done, and of how much.
-        split: Whether it may run in parts.
-        tiers: Where the best step's tensors go; none means host memory without end.
+    Without schedulers, each policy uses its own. Without a budget, it is the device's
+    memory. Without tiers, host memory is unlimited.
     """
 
     def __init__(
@@ -81,7 +71,7 @@ class MemoryTrials:
         self._step = costed.step
         say("the step without a budget", 0, 1)
         self._unbounded = unbounded(costed.step.graph, costed.step.profile)
-        self._budget = _memory_of(spec.device) if budget is None else budget
+        self._budget = _device_memory(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
@@ -94,7 +84,7 @@ class MemoryTrials:
         self._min_budget: dict[str, int] = {}
 
     def run(self, *, curve: bool, max_batch: bool, min_budget: bool) -> MemoryStudy:
-        """All of it, or what is done when Ctrl-C ends it; the rest where asked for."""
+        """Run all trials; Ctrl-C ends them with the results so far."""
         interrupted = False
         try:
             self._try_techniques()
@@ -136,7 +126,7 @@ class MemoryTrials:
         )
 
     def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
-        """A step by one policy and each of the schedulers, or as the policy likes."""
+        """Return a request per scheduler, or one with the policy's own."""
         asked = replace(step, policy=self._policies[policy])
         return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
 
@@ -144,13 +134,13 @@ class MemoryTrials:
         step = self._step.within(self._budget)
         asked = [r for policy in self._policies for r in self._requests(step, policy)]
         for i, request in enumerate(asked):
-            self._say(_words(request), i, len(asked))
+            self._say(_describe_request(request), i, len(asked))
             found = try_technique(request)
             self._techniques.append(found)
             self._requests_of[found.policy, found.scheduler] = request
 
     def _bound(self, budget: int) -> None:
-        """What a step takes at the least within a budget."""
+        """Find the lower bound on the step time within a budget."""
         if budget not in self._least_ms:
             self._say("the bound of any plan", 0, 1)
             found = lower_bound(self._step.within(budget))
@@ -160,7 +150,7 @@ class MemoryTrials:
                 self._loose[budget] = found.reason
 
     def _in_parts(self, budget: int) -> tuple[Technique, Splitting | None]:
-        """The step in parts, or whole where that is faster, as a technique."""
+        """Plan the step in parts, or whole if that is faster."""
         step = self._costed.in_parts
         assert step is not None, "study_memory has refused what cannot be split"
         try:
@@ -173,7 +163,7 @@ class MemoryTrials:
         return Technique(IN_PARTS, name, budget, plan), found
 
     def _least_of_parts(self, found: Splitting) -> int:
-        """The least budget of all ways, those that needed no plan included."""
+        """Return the least budget of all splits, untried ones included."""
         assert self._costed.in_parts is not None
         step = self._costed.in_parts(self._budget)
         least = {c.cutting: c.least_bytes for c in found.tried}
@@ -220,11 +210,11 @@ class MemoryTrials:
             self._curve.append(self._in_parts(budget)[0])
 
     def _least(self, step: StepRequest, policy: str) -> int:
-        """The least budget of a policy with any of its schedulers."""
+        """Return the least budget of a policy with any of its schedulers."""
         return min(map(minimum_budget, self._requests(step, policy)))
 
     def _least_of_all(self) -> int:
-        """The least budget of any technique; none needs less than our own search."""
+        """Return the least budget; the planner's own search needs the least."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
         whole = min(self._least(self._step, policy) for policy in ours)
         if self._splitting is not None:
@@ -258,15 +248,14 @@ class MemoryTrials:
             )
 
 
-def _words(request: StepRequest) -> str:
-    """A technique as it is tried."""
+def _describe_request(request: StepRequest) -> str:
     free = request.policy == PLANNED and request.scheduler is None
     return f"{name_of(request.policy)}, " + (
         "any scheduler" if free else name_of(request.timing)
     )
 
 
-def _memory_of(device: str) -> int:
+def _device_memory(device: str) -> int:
     if device != CPU:
         return int(get_device(device).memory.value)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

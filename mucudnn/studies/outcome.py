@@ -1,8 +1,8 @@
-"""What a comparison of planned with undivided convolutions found, as frozen values."""
+"""Results of comparing planned with undivided convolutions."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ _OTHER = "no plan"
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes of workspace, for each kernel or (`total`) for all of them together."""
+    """Workspace bytes for each kernel or (`total`) for all together."""
 
     nbytes: int
     total: bool = False
@@ -34,7 +34,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one layer under one limit: a choice, or the reason for none."""
+    """Result of a layer under a limit: a choice, or the reason for none."""
 
     limit: Limit
     choice: Choice | None
@@ -42,13 +42,13 @@ class Outcome:
 
     @property
     def speedup(self) -> float | None:
-        """Undivided over planned time; None where one of them is missing, or is 0."""
+        """Undivided over planned time; None if one is missing or 0."""
         found = None if self.choice is None else self.choice.speedup
         return found if found is not None and 0 < found < math.inf else None
 
     @property
     def missing(self) -> str | None:
-        """Why there is no speed-up, in two words or three; None where there is one."""
+        """Why there is no speed-up, in two or three words; None if there is one."""
         if self.choice is not None:
             return None if self.choice.speedup is not None else _NO_RIVAL
         reason = self.reason or ""
@@ -56,7 +56,7 @@ class Outcome:
         return next((words for words in known if words in reason), _OTHER)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what does not exist is null."""
+        """Return plain values; missing ones are null."""
         kind = "total" if self.limit.total else "per_kernel"
         base = {"workspace_limit": self.limit.nbytes, "kind": kind}
         if self.choice is None:
@@ -72,23 +72,22 @@ class Outcome:
             "speedup": self.speedup,
             "workspace": plan.workspace,
             "rejected": choice.rejected,
-            "undivided": None if choice.undivided is None else _steps(choice.undivided),
-            "steps": _steps(plan),
+            "undivided": None
+            if choice.undivided is None
+            else _steps_to_json(choice.undivided),
+            "steps": _steps_to_json(plan),
             "reason": self.reason,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One direction of one layer.
+    """Results of one direction of a layer, with one outcome per limit.
 
     Attributes:
-        name: Of the layer.
-        count: How often its network contains it.
-        problem: What was measured.
+        count: Number of occurrences in its network.
         table: All measurements, failed ones included.
-        front: Divisions no other beats in both time and workspace.
-        outcomes: One a limit.
+        front: Pareto front of divisions in time and workspace.
     """
 
     name: str
@@ -100,7 +99,7 @@ class LayerResult:
 
     @property
     def direction(self) -> Direction:
-        """Which of the three kernels."""
+        """Direction of the problem."""
         return self.problem.direction
 
     @property
@@ -117,12 +116,12 @@ class LayerResult:
 
     @property
     def left_out(self) -> tuple[tuple[str, str], ...]:
-        """The failures for people: many alike are one entry that counts them."""
+        """Failures for display: equal ones are one entry with a count."""
         usable = {perf.algo for perf in self.table.usable}
         return left_out(p for p in self.table.perfs if p.algo not in usable)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "name": self.name,
             "direction": self.direction.value,
@@ -145,17 +144,14 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class LimitSummary:
-    """All layers under one limit; only those that have a speed-up count.
+    """Summary of all layers with a speed-up under one limit.
 
     Attributes:
-        limit: The limit.
-        layers: How many layers have both a planned and an undivided time.
-        geomean: Geometric mean of their speed-ups.
-        best: The largest.
-        worst: The smallest.
-        undivided_ms: Their undivided times, each as often as its layer occurs.
-        planned_ms: Likewise, planned.
-        missing: (Why, how many) of the layers that have none.
+        layers: Number of layers with both a planned and an undivided time.
+        geomean: Geometric mean of their speed-ups; `best` and `worst` are the extremes.
+        undivided_ms: Sum of undivided times, weighted by the layers' counts.
+        planned_ms: Sum of planned times, likewise.
+        missing: (reason, number) of layers without a speed-up.
     """
 
     limit: Limit
@@ -169,11 +165,11 @@ class LimitSummary:
 
     @property
     def cut_short(self) -> bool:
-        """Whether there would be more with more time: a mean of these says little."""
+        """Whether layers are missing for lack of time."""
         return any(why in (_NOT_BEGUN, _NO_TIME) for why, _ in self.missing)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "workspace_limit": self.limit.nbytes,
             "kind": "total" if self.limit.total else "per_kernel",
@@ -189,17 +185,10 @@ class LimitSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Planned against undivided convolutions: layer by layer, limit by limit.
+    """Planned against undivided convolutions, by layer and limit.
 
-    Attributes:
-        backend: Name of the backend.
-        fingerprint: Its device and libraries.
-        batch_policy: Which micro-batch sizes were candidates.
-        planner: What divided the mini-batches.
-        numerics: Which ways of computing were accepted.
-        limits: Every limit, in the order of `LayerResult.outcomes`.
-        layers: What is done.
-        asked: How many were to be done.
+    `limits` has the order of `LayerResult.outcomes`; of `asked` layers, `layers` are
+    done.
     """
 
     backend: str
@@ -213,7 +202,7 @@ class Comparison:
 
     @property
     def summary(self) -> tuple[LimitSummary, ...]:
-        """One entry a limit."""
+        """One entry per limit."""
         return tuple(self._summarise(i) for i in range(len(self.limits)))
 
     @property
@@ -223,7 +212,7 @@ class Comparison:
         return tuple(dict.fromkeys(names))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `json.dumps(…, allow_nan=False)` accepts."""
+        """Return plain values that `json.dumps(…, allow_nan=False)` accepts."""
         return {
             "schema": SCHEMA,
             "backend": self.backend,
@@ -237,7 +226,6 @@ class Comparison:
         }
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         return drawn("comparison", self)
 
     def _summarise(self, index: int) -> LimitSummary:
@@ -246,7 +234,9 @@ class Comparison:
         return LimitSummary(
             limit=self.limits[index],
             layers=len(rows),
-            geomean=_geomean(speedups),
+            geomean=math.exp(sum(map(math.log, speedups)) / len(speedups))
+            if speedups
+            else None,
             best=max(speedups, default=None),
             worst=min(speedups, default=None),
             undivided_ms=sum(undivided for _, undivided, _ in rows),
@@ -274,13 +264,7 @@ class Comparison:
                 yield speedup, undivided, choice.planned_ms * layer.count
 
 
-def _geomean(values: Sequence[float]) -> float | None:
-    if not values:
-        return None
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def _steps(plan: ConvPlan) -> list[dict[str, Any]]:
+def _steps_to_json(plan: ConvPlan) -> list[dict[str, Any]]:
     return [
         {
             "algo": step.algo,

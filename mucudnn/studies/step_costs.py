@@ -1,7 +1,7 @@
-"""Where a step's costs are from: measured here, recorded elsewhere, or estimated.
+"""Determine a step's costs: measured, recorded, or estimated.
 
-The CPU is measured, node by node. Any other device is estimated from its published
-figures, but for the convolutions that recordings of it know.
+Costs on the CPU are measured node by node. For other devices they are estimated from
+published figures, except for convolutions covered by recordings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,9 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many of a step's convolutions are measured, and how many estimated.
+    """Numbers of measured and estimated convolutions of a step.
 
-    Attributes:
-        measured: Nodes whose Pareto fronts are of measurements.
-        estimated: All others.
-        device: Fingerprint of the device that was recorded; None without a recording.
+    `device` is the fingerprint of the recorded device; None without a recording.
     """
 
     measured: int
@@ -39,26 +36,18 @@ class Coverage:
 
     @property
     def words(self) -> str:
-        """Measured ones among all."""
+        """Measured ones among all, such as `3 of 12`."""
         return f"{self.measured} of {self.measured + self.estimated}"
 
 
 class StepCosts:
-    """What a step costs on one device, and why.
+    """Costs of a step on one device, and their sources.
 
-    Args:
-        graph: Of the step.
-        device: `cpu`, or a name in `DEVICES`.
-        profile: Of the step, if it was measured; necessary for the CPU.
-        recordings: Files with measurements of the device, where it is estimated.
+    The CPU requires a measured `profile`; `recordings` are of an estimated device.
 
     Attributes:
         profile: Times, workspaces and Pareto fronts.
-        coverage: How many of the fronts are measured.
-
-    Raises:
-        ValueError: The profile is missing, or recordings know nothing of the step.
-        BackendUnavailableError: A recording is missing, or is something else.
+        coverage: Number of measured fronts.
     """
 
     def __init__(
@@ -75,7 +64,7 @@ class StepCosts:
                 "the CPU is measured: recordings are for devices that are estimated"
             )
         self._device = device
-        problems = _problems(graph)
+        problems = _conv_problems(graph)
         self._recorded = read_fronts(recordings, problems) if recordings else None
         fronts = self._fronts(problems)
         self.profile = profile or estimate(graph, device, fronts=fronts)
@@ -86,7 +75,7 @@ class StepCosts:
 
     @property
     def figures(self) -> Mapping[str, str]:
-        """What costs are based on, in words."""
+        """Sources of the costs, in words."""
         if self._device == CPU:
             return {"times": "measured on this machine's CPU, every node"}
         sources = get_device(self._device).sources()
@@ -99,23 +88,19 @@ class StepCosts:
         return {"convolutions": share, **sources}
 
     def of(self, graph: Graph) -> Profile:
-        """The same step as another graph: in parts.
-
-        Raises:
-            ValueError: The device is the CPU, where that would have to be measured.
-        """
+        """Return the costs of the same step as another graph: in parts."""
         if self._device == CPU:
             raise ValueError(
                 "a step in parts has to be measured on the CPU; a Trainer does it: "
                 "Trainer(…, split='auto')"
             )
-        fronts = self._fronts(_problems(graph))
+        fronts = self._fronts(_conv_problems(graph))
         return estimate(graph, self._device, fronts=fronts)
 
     def at_another_batch(self, graph: Graph) -> Profile:
-        """Sizes alone decide what fits; of the CPU they are known unmeasured, too."""
+        """Return costs that are precise in sizes, for any device."""
         device = "null" if self._device == CPU else self._device
-        fronts = self._fronts(_problems(graph))
+        fronts = self._fronts(_conv_problems(graph))
         return estimate(graph, device, fronts=fronts, batch_policy="undivided")
 
     def _fronts(
@@ -127,13 +112,7 @@ class StepCosts:
 def fastest_layouts(
     forward: Graph, device: str, recordings: Sequence[str], *, trains: bool
 ) -> frozenset[str]:
-    """Nodes of a network that have channels last where that is predicted to be fastest.
-
-    Raises:
-        ValueError: The device is the CPU, where layouts would have to be measured, or
-            recordings know nothing of the network.
-        BackendUnavailableError: A recording is missing, or is something else.
-    """
+    """Return the nodes that are predicted to be fastest with channels last."""
     if device == CPU:
         raise ValueError(
             "layouts have to be measured on the CPU; a Trainer does it: "
@@ -144,6 +123,6 @@ def fastest_layouts(
     return cheapest_layouts(forward, trials.costs(costs.profile.node_ms))
 
 
-def _problems(graph: Graph) -> list[ConvProblem]:
-    """One a convolution: equal ones count."""
+def _conv_problems(graph: Graph) -> list[ConvProblem]:
+    """Return one problem per convolution, with repetitions."""
     return [node.attrs["problem"] for node in graph.nodes if node.op == "conv"]

@@ -1,1 +1,1 @@
-"""`mucudnn train`: its options, its ranks, what it says."""
+"""`mucudnn train`: options, processes, results."""

@@ -1,4 +1,4 @@
-"""A network and the data it is trained on, made to match."""
+"""Load a network and its data set, and check that they match."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ from mucudnn.models import LABEL, FunctionModel
 __all__ = ["Work", "work_of"]
 
 _SAMPLE = 512
-"""Images that mean and deviation are estimated from."""
+"""Number of images from which mean and standard deviation are estimated."""
 
 _SHIFT = 8
-"""Images are moved by up to this share of their size: 4 pixels of 32."""
+"""Images are shifted by up to 1 / 8 of their size: 4 pixels of 32."""
 
 _STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained and evaluated, on which data; `words` tell it from other work."""
+    """Networks and data of a training; `words` identify it in a checkpoint."""
 
     training: Graph
     evaluation: Graph
@@ -45,11 +45,7 @@ class Work:
 
 
 def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -> Work:
-    """The work that options ask for, its networks for so many images if given.
-
-    Raises:
-        BadInputError: There is no such network or data, or they do not match.
-    """
+    """Load networks and data; `images` overrides the networks' batch size."""
     batch, parts, seed = settings["batch"], settings["accumulate"], settings["seed"]
     own = batch // parts if images is None else images
     if batch % parts:
@@ -62,7 +58,7 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
         wanted = settings["classes"]
         if wanted is None and isinstance(model, FunctionModel) and not model.flexible:
             wanted = model.classes
-        spec = _full(settings["data"], {**settings, "classes": wanted}, batch)
+        spec = _complete_spec(settings["data"], {**settings, "classes": wanted}, batch)
         train, test = (
             open_dataset(spec, split=split, image=image, seed=seed)
             for split in ("train", "test")
@@ -84,8 +80,10 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
                 f"{name} wants a class for each pixel; {settings['data']} has one for "
                 "each image"
             )
-        normalize = _normalized(train, settings["dtype"])
-        augment = _augmented(image) if settings["augment"] else ()
+        normalize = _normalization(train, settings["dtype"])
+        augment: tuple[Transform, ...] = ()
+        if settings["augment"]:
+            augment = RandomCrop(max(1, image[1] // _SHIFT)), RandomFlip()
         batches = Loader(
             train,
             batch,
@@ -127,8 +125,8 @@ def _image(
     raise BadInputError(f"an image has at most 3 sizes, got {asked}")
 
 
-def _full(spec: str, settings: Mapping[str, Any], batch: int) -> str:
-    """Synthetic data as long as the steps asked for, with the classes asked for."""
+def _complete_spec(spec: str, settings: Mapping[str, Any], batch: int) -> str:
+    """Add the requested length and classes to a synthetic data set."""
     name, _, argument = spec.partition(":")
     if name != "synthetic":
         return spec
@@ -151,11 +149,7 @@ def _classes(dataset: Dataset, asked: int | None) -> int:
     return asked
 
 
-def _normalized(dataset: Dataset, dtype: Any) -> Normalize:
-    """Mean 0 and deviation 1, estimated from images spread over the data set."""
+def _normalization(dataset: Dataset, dtype: Any) -> Normalize:
+    """Return a transform to mean 0 and deviation 1, estimated from a sample."""
     step = -(-len(dataset) // _SAMPLE)
     return Normalize.of(Subset(dataset, range(0, len(dataset), step)), dtype)
-
-
-def _augmented(image: tuple[int, int, int]) -> tuple[Transform, ...]:
-    return RandomCrop(max(1, image[1] // _SHIFT)), RandomFlip()

@@ -1,4 +1,4 @@
-"""`mucudnn train --log FILE --tensorboard DIR`: what training tells, as it goes."""
+"""`mucudnn train --log FILE --tensorboard DIR`: write logs during training."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ _INSTALL = "pip install 'mucudnn[tensorboard]'"
 
 
 def log_file(value: str) -> str:
-    """A path that a log can be written to."""
+    """Return a path that a log can be written to."""
     if value == STDOUT or output_file(value) == STDOUT:
         raise click.BadParameter("a log needs a file, such as FILE.csv or FILE.jsonl")
     from mucudnn.runtime.training.log import LogFile
@@ -38,12 +38,7 @@ def log_file(value: str) -> str:
 def train_log(
     settings: Mapping[str, Any], resume: "Checkpoint | None"
 ) -> Iterator["OnEntry"]:
-    """Whom training tells what there is to tell; files are closed at the end.
-
-    Raises:
-        BadInputError: A file cannot be written, or nothing here writes event files.
-        CheckpointError: Training goes on, and the log is not its own.
-    """
+    """Return a function that logs an entry; files are closed at the end."""
     from mucudnn.runtime.training.checkpoints.history import read_resumption
     from mucudnn.runtime.training.log import LogFile
 
@@ -55,7 +50,7 @@ def train_log(
             stack.callback(file.close)
             listeners.append(file)
         if settings["tensorboard"] is not None:
-            listeners.append(stack.enter_context(_events(settings, since)))
+            listeners.append(stack.enter_context(_event_writer(settings, since)))
 
         def tell(entry: "LogEntry") -> None:
             for listener in listeners:
@@ -65,10 +60,10 @@ def train_log(
 
 
 @contextmanager
-def _events(
+def _event_writer(
     settings: Mapping[str, Any], since: "Position | None"
 ) -> Iterator[Callable[["LogEntry"], None]]:
-    """Event files, as TensorBoard reads them, flushed with every entry."""
+    """Write event files for TensorBoard, flushed with every entry."""
     folder = settings["tensorboard"]
     made = _writer_class()
     refuse_unwritable(folder)
@@ -88,11 +83,7 @@ def _events(
 
 
 def _writer_class() -> Any:
-    """Who writes event files here.
-
-    Raises:
-        BadInputError: Nobody does.
-    """
+    """Return an installed writer of event files."""
     for module in ("tensorboardX", "torch.utils.tensorboard"):
         try:
             return importlib.import_module(module).SummaryWriter

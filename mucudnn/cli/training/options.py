@@ -1,4 +1,4 @@
-"""What `mucudnn train` can be told; some of it `mucudnn memory`, too."""
+"""Options of `mucudnn train`, some shared with `mucudnn memory`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,14 +48,14 @@ __all__ = [
     "schedulers",
 ]
 
-_MOST_REAL = 1e30  # what float32 holds, with room to multiply
+_MOST_REAL = 1e30  # within float32, with room to multiply
 
 orders = table("ordering", "ORDERS")
 schedulers = table("scheduling", "SCHEDULERS")
 
 
 def policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    """What is offloaded and what is computed again."""
+    """Return the table of residency policies."""
     from mucudnn.passes.planning.plan_step import check_policy, policy_names
 
     return policy_names(), check_policy
@@ -81,8 +81,8 @@ def _data_sets(ctx: click.Context) -> Iterable[str]:
     return FORMATS
 
 
-def _schedule(text: str) -> str:
-    """The text of a learning-rate schedule, once it is known to be one."""
+def _check_schedule(text: str) -> str:
+    """Return the text of a valid learning-rate schedule."""
     parsed(text, lambda text: parse_learning_rate(text, 0.0))
     return text
 
@@ -94,15 +94,11 @@ model_argument = click.argument(
     shell_complete=completing(_models, files=True),
 )
 AUTO, EQUAL = "auto", "equal"
-"""How images are shared out among processes, if not by numbers."""
+"""Words for the division of images among processes, besides numbers."""
 
 
 def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
-    """`auto`, `equal`, or `9,3`.
-
-    Raises:
-        click.BadParameter: It is none of these.
-    """
+    """Parse `auto`, `equal`, or numbers such as `9,3`."""
     if isinstance(text, tuple) or text in (AUTO, EQUAL):
         return text
     words = text.split(",")
@@ -120,7 +116,7 @@ image_option = option(
     image_size,
 )
 optimizer_option = strategy(
-    "--optimizer", "How weights change.", _optimizers, default="momentum"
+    "--optimizer", "Optimizer of the weights.", _optimizers, default="momentum"
 )
 
 data_options = section(
@@ -135,7 +131,7 @@ data_options = section(
     option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
     image_option,
     option("--classes N", "Number of classes; by default the data set's.", count(2)),
-    flag("--augment", "Move and mirror the images for training."),
+    flag("--augment", "Shift and mirror training images at random."),
     option(
         "--dtype",
         "Data type of weights and activations.",
@@ -143,32 +139,36 @@ data_options = section(
         default="float32",
     ),
 )
-"""Which data, in which shape."""
+"""Options for data and its shape."""
 
 learning_options = section(
     "Learning",
     option("--epochs N", "Passes over the data.", count(), default=10),
-    option("--steps N", "End after so many steps.", count()),
+    option("--steps N", "Stop after so many steps.", count()),
     optimizer_option,
     option(
         "--lr RATE",
-        "Learning rate, at its highest; by default the optimizer's usual one.",
+        "Highest learning rate; by default the optimizer's usual one.",
         real(0, _MOST_REAL, beyond=True),
     ),
     option(
         "--lr-schedule NAME",
-        "How it falls: constant, cosine, or step:30,60,90 at those epochs.",
-        _schedule,
+        "Decay of the rate: constant, cosine, or step:30,60,90 at those epochs.",
+        _check_schedule,
         default="cosine",
     ),
     option(
         "--warmup STEPS",
-        "Steps over which it rises first.",
+        "Steps of linear warm-up of the rate.",
         count(0),
         default=0,
         shown=False,
     ),
-    option("--momentum SHARE", "Of momentum and nesterov; by default 0.9.", real(0, 1)),
+    option(
+        "--momentum SHARE",
+        "Momentum of `momentum` and `nesterov`; by default 0.9.",
+        real(0, 1),
+    ),
     option(
         "--weight-decay SHARE",
         "Share of the weights that is added to their gradients.",
@@ -176,47 +176,47 @@ learning_options = section(
     ),
     option(
         "--seed N",
-        "Of weights, order, dropout and augmentation.",
+        "Seed of weights, order, dropout and augmentation.",
         count(0, LARGEST),
         default=0,
     ),
 )
-"""How the weights change."""
+"""Options for the optimizer and its schedule."""
 
 budget_options = section(
     "Limits",
     workspace_option,
     option(
         "--budget SIZE",
-        "Device memory for everything, or `device`: all that is free; what has no room "
-        "leaves or is computed again. Under mpiexec of each process: one for all, or "
-        "one each, such as 96MiB,64MiB.",
+        "Device memory for everything, or `device` for all that is free; tensors that "
+        "do not fit are offloaded or recomputed. Under mpiexec per process: one size "
+        "for all, or one each, such as 96MiB,64MiB.",
         budget_size,
     ),
     strategy(
         "--policy",
-        "With --budget: what leaves and what is computed again; see `mucudnn memory`.",
+        "With --budget: what is offloaded or recomputed; see `mucudnn memory`.",
         policies,
         default="planned",
     ),
     strategy("--scheduler", "With --budget: when copies run.", schedulers),
     option(
         "--convolutions",
-        "With --budget: convolutions are planned for the workspace that is free at "
-        "each, as without a budget (with the same bits), or take the fastest or the "
-        "least workspace.",
+        "With --budget: plan each convolution for the free workspace (dynamic), as "
+        "without a budget, with the same bits (fixed), with the fastest algorithm, or "
+        "with the least workspace.",
         click.Choice(["dynamic", "fixed", "fastest", "least"]),
         default="dynamic",
     ),
     option(
         "--disk DIR",
-        "With --budget: what leaves goes to a file here, not to host memory.",
+        "With --budget: offload to a file in DIR instead of host memory.",
         click.Path(exists=True, file_okay=False, writable=True),
     ),
     tier_option(
-        "With --budget: what leaves goes to host, disk:DIR or peer:DEVICE, perhaps "
-        "with =SIZE, and with @RATE in bytes a second where it is not to be measured; "
-        "several are filled the fastest first."
+        "With --budget: offload target: host, disk:DIR or peer:DEVICE, optionally with "
+        "=SIZE to limit it and @RATE in bytes per second instead of measuring it; "
+        "several are filled fastest first."
     ),
 )
 
@@ -224,7 +224,7 @@ run_options = section(
     "How",
     option(
         "--backend NAME",
-        "cpu, cuda, or null, which only counts; see `mucudnn info`.",
+        "cpu, cuda, or null, which computes nothing; see `mucudnn info`.",
         default="cpu",
         complete=completing(backends),
     ),
@@ -232,85 +232,85 @@ run_options = section(
     precision_option(),
     option(
         "--loss-scale FACTOR",
-        "Of the loss while its gradients are computed, or `dynamic`: as large as can "
-        "be; 1024 for float16.",
+        "Factor of the loss for computing gradients, or `dynamic`: as large as "
+        "possible; by default 1024 for float16.",
         real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
     ),
     strategy("--order", "Order of a step's operations.", orders, default="builder"),
     option(
         "--update-when",
-        "Update a weight at once, or all at the end of a step.",
+        "Update each weight as early as possible, or all at the end of a step.",
         click.Choice(["early", "late"]),
         default="early",
     ),
-    placement_option("Where tensors lie"),
+    placement_option("Placement of tensors"),
     layout_option(),
-    flag("--no-fuse", "Run each operation by a kernel of its own."),
+    flag("--no-fuse", "Run each operation as a separate kernel."),
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(
         "--accumulate PARTS",
-        "Compute a step's gradient in so many parts.",
+        "Accumulate a step's gradient over so many parts.",
         count(),
         default=1,
     ),
     option(
         "--split PARTS",
-        "Run a step in slices of its batch, which need less at once: none, how many "
-        "parts of its largest layers, or, with --budget, auto; or in strips of its "
-        "images: height:4 for so many, or, with --budget, height.",
+        "Run a step in slices of its batch to need less memory: none, the number of "
+        "parts of its largest layers, or, with --budget, auto; or in spatial strips: "
+        "height:4 for so many, or, with --budget, height.",
         split_of,
         default="none",
     ),
     option(
         "--shares N,…",
-        "Under mpiexec, images of each batch, or of each of its parts, that each "
-        "process takes: auto, by what steps take there; equal; or numbers.",
+        "Under mpiexec, images per process in each batch, or in each of its parts: "
+        "auto, by measured step times; equal; or numbers.",
         parse_shares,
         default="auto",
     ),
     option(
         "--batch-norm",
-        "Under mpiexec, by the statistics of each process's own images, or of all.",
+        "Under mpiexec, use statistics of each process's own images, or of all.",
         click.Choice(["per_rank", "synchronised"]),
         default="per_rank",
     ),
     cache_option,
 )
-"""How a step is run."""
+"""Options for the execution of a step."""
 
 output_options = section(
     "Output",
     option(
         "--eval-every STEPS",
-        "Test after so many steps as well, not only after an epoch.",
+        "Also test after every so many steps, not only after an epoch.",
         count(),
     ),
     option(
         "--log FILE",
-        "Write a line for every step, test and epoch, at once: FILE.csv, or FILE.jsonl "
-        "for a line of JSON each.",
+        "Write a line for every step, test and epoch immediately: FILE.csv, or "
+        "FILE.jsonl for a line of JSON each.",
         log_file,
         complete=completing_files,
     ),
     option(
         "--tensorboard DIR",
-        "Write event files for TensorBoard there.",
+        "Write event files for TensorBoard to DIR.",
         click.Path(file_okay=False),
     ),
     option(
         "--checkpoint DIR",
-        "Keep the last two checkpoints there, one an epoch.",
+        "Write a checkpoint per epoch to DIR; the last two are kept.",
         click.Path(file_okay=False),
     ),
-    option("--checkpoint-every STEPS", "Also write one after so many steps.", count()),
-    flag("--resume", "Go on from the last checkpoint."),
+    option("--checkpoint-every STEPS", "Also write one every so many steps.", count()),
+    flag("--resume", "Resume from the last checkpoint."),
     json_option,
 )
-"""What is kept of it."""
+"""Options for output."""
 
 
 def list_models(json_file: str | None) -> None:
-    """Every network with its size."""
+    """Print every network with its size."""
     from mucudnn.cli.own_code import networks
 
     rows: list[dict[str, Any]] = [

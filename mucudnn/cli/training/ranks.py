@@ -1,4 +1,4 @@
-"""`mpiexec -n N mucudnn train …`: which part of each batch this process takes."""
+"""`mpiexec -n N mucudnn train …`: divide each batch among processes."""
 
 import contextlib
 import os
@@ -27,7 +27,6 @@ from mucudnn.version import installed_version
 
 if TYPE_CHECKING:
     from mucudnn.cli.training.data import Work
-    from mucudnn.data import Loader
     from mucudnn.runtime.distributed.collectives import Collectives
     from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -36,25 +35,22 @@ __all__ = ["Group", "group_of", "own_settings", "step_point"]
 _STEPS = 3
 
 _COMPARED = 64
-"""Images that tell the data of ranks apart."""
+"""Number of images hashed to compare the data of ranks."""
 
 _OF_A_PROCESS = (
     *("budget", "cache_path", "disk", "tiers", "log", "tensorboard"),
     *("MUCUDNN_DATABASE", "MUCUDNN_BENCHMARK_DEVICES"),
 )
-"""Options and variables in which processes may differ."""
+"""Options and variables that may differ between processes."""
 
 
 class Group:
-    """This process and the others.
-
-    Args:
-        together: What they do together.
+    """The processes of a training, as seen from one of them.
 
     Attributes:
-        together: What they do together.
-        leads: Whether this one prints and writes for all.
-        history: Shares that were trained with, the last the present ones.
+        together: Collective operations of the processes.
+        leads: Whether this process prints and writes for all.
+        history: Shares of the training so far, the current ones last.
     """
 
     def __init__(self, together: "Collectives") -> None:
@@ -65,7 +61,7 @@ class Group:
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
-        """Around everything: an error of one process ends all, with one line."""
+        """Let an error of one process end all, with one line."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as e:
@@ -78,18 +74,15 @@ class Group:
                 e.__cause__, RanksDifferError
             ):
                 who = ""
-                if not self.leads:  # all of them have this error, and one says it
+                if not self.leads:  # all have this error; only the leader prints it
                     self.together.barrier()
             click.echo(f"mucudnn: error: {who}{line}", err=True)
             self.together.abort(line)
 
     def check_alike(self, model: str | None, settings: Mapping[str, Any]) -> None:
-        """Compare all that the processes were started with.
+        """Compare the arguments and environments of all processes.
 
-        Not what says where a process keeps or writes things, nor its budget.
-
-        Raises:
-            RanksDifferError: They differ.
+        Output locations and budgets may differ.
         """
         import numpy as np
 
@@ -112,15 +105,9 @@ class Group:
         )
 
     def part(self, work: "Work", made: Callable[[int], "Work"], shares: Any) -> "Work":
-        """The work of this process.
+        """Return the work of this process, its graphs made for its own `shares`.
 
-        Args:
-            work: Of all, in one process.
-            made: Samples -> the work with graphs of so many.
-            shares: As `parse_shares` has them; numbers for "auto" are measured before.
-
-        Raises:
-            BadInputError: The shares are not one a process, or not the batch together.
+        The shares must be one per process, and add up to a part of the batch.
         """
         from mucudnn.data import Loader
         from mucudnn.data.part import PartOfBatches
@@ -135,7 +122,10 @@ class Group:
                 f"--shares {','.join(map(str, shares))} are {len(shares)} of "
                 f"{sum(shares)} images together; {size} processes share {batch}{each}"
             )
-        check_alike(self.together, {**work.words, "data": _data_digest(loader)})
+        # Compare the data of all ranks by a hash of a sample.
+        spread = range(0, len(loader.dataset), -(-len(loader.dataset) // _COMPARED))
+        digest = digest_of(loader.dataset.read(spread))
+        check_alike(self.together, {**work.words, "data": digest})
         self.history.append(tuple(shares))
         start = sum(shares[:rank])
         own = made(shares[rank])
@@ -145,19 +135,11 @@ class Group:
     def shares(
         self, asked: Any, batch: int, measure: Callable[[int], StepPoint]
     ) -> tuple[int, ...]:
-        """Samples of each process, as asked for or as all can end together.
+        """Return the samples of each process, as requested or so that all end together.
 
-        Args:
-            asked: As `parse_shares` has it.
-            batch: Samples of all.
-            measure: Samples -> what a step takes in this process; raises
-                `PlanningError` or `OutOfMemoryError` where it does not fit.
-
-        Raises:
-            BadInputError: There are fewer samples than processes, or the processes
-                cannot take as many.
-            PlanningError: Not one sample fits this process's budget.
-            OutOfMemoryError: The same, while it is measured.
+        `measure` returns a step of this process, or raises `PlanningError` or
+        `OutOfMemoryError` if it does not fit. If a single sample does not fit, that
+        error is passed on.
         """
         size = self.together.size
         if batch < size:
@@ -174,18 +156,14 @@ class Group:
         table.ask(batch // size)
         while True:
             found = self.together.all_gather(table.told())
-            shares = self._as_told(found, batch)
+            shares = self._split_by_tables(found, batch)
             if all(t.knows(n) for t, n in zip(found, shares, strict=True)):
                 return shares
             if not found[self.together.rank].knows(own := shares[self.together.rank]):
                 table.ask(own)
 
-    def _as_told(self, found: Sequence[Told], batch: int) -> tuple[int, ...]:
-        """Shares by what all processes know.
-
-        Raises:
-            BadInputError: The processes cannot take as many.
-        """
+    def _split_by_tables(self, found: Sequence[Told], batch: int) -> tuple[int, ...]:
+        """Return shares by the step tables of all processes."""
         ranks = (
             Rank(f"rank {i}", t.table, accumulates=False) for i, t in enumerate(found)
         )
@@ -200,10 +178,9 @@ class Group:
             ) from e
 
     def shares_now(self, own_ms: float) -> tuple[int, ...] | None:
-        """Other shares, where processes have left their tables and it pays; else None.
+        """Return new shares if steps drift from their tables and it pays, else None.
 
-        Args:
-            own_ms: What a step of this one's share takes now; 0 if that is not known.
+        `own_ms` is the current step time of this process's share; 0 if unknown.
         """
         if self._fleet is None:
             return None
@@ -216,18 +193,10 @@ class Group:
         return None if found is None else found.samples
 
 
-def _data_digest(loader: "Loader") -> str:
-    """A hash of a few images, spread over a data set, and of their labels."""
-    count = len(loader.dataset)
-    return digest_of(loader.dataset.read(range(0, count, -(-count // _COMPARED))))
-
-
 def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> StepPoint:
-    """What a step of a network takes in this process, others running beside it.
+    """Measure a step of a network in this process, with others running beside it.
 
-    Raises:
-        PlanningError: It does not fit the budget.
-        OutOfMemoryError: The same, while it is measured.
+    Raises `PlanningError` or `OutOfMemoryError` if it does not fit.
     """
     import numpy as np
 
@@ -254,12 +223,7 @@ def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> Ste
 
 
 def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[str, Any]:
-    """The options of this process: of several budgets, its own.
-
-    Raises:
-        BadInputError: This one is alone, and is told what each of several does, or
-            there is not one for each.
-    """
+    """Return the options of this process: of several budgets, its own."""
     if group is None:
         for name in ("budget", "shares"):
             if isinstance(settings[name], tuple):
@@ -280,11 +244,7 @@ def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[st
 
 
 def group_of() -> Group | None:
-    """The processes that `mpiexec` started; None if this one is alone.
-
-    Raises:
-        BackendUnavailableError: mpi4py or an MPI library is missing.
-    """
+    """Return the processes started by `mpiexec`; None for a single process."""
     from mucudnn.runtime.environment import launched_processes
 
     if launched_processes() < 2:

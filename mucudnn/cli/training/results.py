@@ -1,4 +1,4 @@
-"""What a training came to, in figures and in the last lines of `mucudnn train`."""
+"""Results of a training: JSON and the last lines of `mucudnn train`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a step is in one of several processes.
-
-    Attributes:
-        samples: Its share, of a batch or of each of its parts.
-        own_ms: Without what it waits for others.
-        peak_bytes: Device memory.
-        budget_bytes: Of that; None without one.
-    """
+    """Share, step time without waiting, and memory of one of several processes."""
 
     samples: int
     own_ms: float
@@ -50,7 +43,7 @@ class RankResult:
 
 
 def ranks_of(group: "Group", trainer: "Trainer") -> Sequence[RankResult]:
-    """What a step is in each process; all of them ask."""
+    """Gather the results of all processes; a collective operation."""
     own = RankResult(
         group.history[-1][group.together.rank],
         trainer.own_ms,
@@ -61,12 +54,12 @@ def ranks_of(group: "Group", trainer: "Trainer") -> Sequence[RankResult]:
 
 
 def ranks_to_json(ranks: Sequence[RankResult]) -> list[dict[str, Any]] | None:
-    """Ready for JSON; None for one process alone."""
+    """Return plain values; None for a single process."""
     return [asdict(rank) for rank in ranks] or None
 
 
 def show_ranks(ranks: Sequence[RankResult]) -> None:
-    """A line each."""
+    """Print one line per process."""
     for number, rank in enumerate(ranks):
         click.echo(f"rank {number}: {rank}")
 
@@ -74,7 +67,7 @@ def show_ranks(ranks: Sequence[RankResult]) -> None:
 def results_to_json(
     trainer: "Trainer", reports: "Mapping[int, EpochReport]"
 ) -> dict[str, Any]:
-    """Every figure of a training."""
+    """Return all figures of a training as plain values."""
     return {
         "epochs": [
             _finite({**asdict(report), "epoch": report.epoch + 1})
@@ -95,7 +88,7 @@ def results_to_json(
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold: a test loss that is no number is null."""
+    """Replace values that JSON cannot hold, such as a NaN loss, by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -103,7 +96,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_results(trainer: "Trainer") -> None:
-    """The last lines: what a step takes."""
+    """Print the last lines: time and memory of a step."""
     from mucudnn.report.words import bytes_text, ms_text
 
     click.echo(
@@ -120,7 +113,7 @@ def show_results(trainer: "Trainer") -> None:
 
 
 def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
-    """How a step keeps its budget, in figures; None without one."""
+    """Return the plan's figures; None without a budget."""
     if placed is None:
         return None
     plan = placed.plan

@@ -1,4 +1,4 @@
-"""What the options of `mucudnn train` ask for, as what training takes."""
+"""Convert options of `mucudnn train` into arguments of a `Trainer`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["budget_of", "optimizer_of", "total_steps", "words_of"]
 
 
 def budget_of(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":
-    """The memory that a step may take on a device; None where it may take any."""
+    """Return the memory budget on a device; None without one."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
     nbytes = settings["budget"]
@@ -35,11 +35,7 @@ def budget_of(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | 
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> Optimizer:
-    """How weights change.
-
-    Raises:
-        BadInputError: It takes no such settings.
-    """
+    """Return the optimizer with its settings."""
     with bad_input():
         optimizer = parse_optimizer(
             settings["optimizer"],
@@ -55,7 +51,7 @@ def optimizer_of(settings: Mapping[str, Any]) -> Optimizer:
 
 
 def total_steps(work: "Work", settings: Mapping[str, Any]) -> int:
-    """Steps of the whole training."""
+    """Return the number of steps of the whole training."""
     total: int = settings["epochs"] * len(work.batches)
     return min(total, settings["steps"] or total)
 
@@ -63,9 +59,9 @@ def total_steps(work: "Work", settings: Mapping[str, Any]) -> int:
 def words_of(
     work: "Work", optimizer: Optimizer, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a checkpoint must agree with to be gone on from.
+    """Return the settings that a checkpoint must agree with to be resumed.
 
-    A cosine depends on where it ends; other schedules may be continued beyond.
+    A cosine schedule depends on the last step; other schedules may be extended.
     """
     schedule = settings["lr_schedule"]
     return {

@@ -1,4 +1,4 @@
-"""`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
+"""`mucudnn train`: train a network on a data set."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,12 +30,7 @@ from mucudnn.cli.training.results import (
     show_ranks,
     show_results,
 )
-from mucudnn.cli.training.settings import (
-    budget_of,
-    optimizer_of,
-    total_steps,
-    words_of,
-)
+from mucudnn.cli.training.settings import budget_of, optimizer_of, total_steps, words_of
 from mucudnn.cli.tuner_options import make_tuner
 from mucudnn.ir.learning_rate import parse_learning_rate
 
@@ -54,11 +49,11 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-class _Together(cloup.Command):
-    """A command of several processes: wrong options of one end the others as well."""
+class _MultiProcessCommand(cloup.Command):
+    """A command of several processes: invalid options of one end all."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Read the options."""
+        """Parse the options."""
         try:
             return super().make_context(*args, **extra)
         except click.ClickException:
@@ -68,7 +63,7 @@ class _Together(cloup.Command):
             raise
 
 
-@cloup.command(cls=_Together)
+@cloup.command(cls=_MultiProcessCommand)
 @import_option
 @model_argument
 @data_options
@@ -92,17 +87,21 @@ def train(
             return
         if model is None:
             raise BadInputError("name a network to train; --list lists them")
-        _refuse_senseless(ctx, json_file, settings)
+        _refuse_incomplete(ctx, json_file, settings)
         settings = dict(own_settings(settings, group))
-        interrupted = _trained(_Training(model, settings, group), json_file)
+        training = _Training(model, settings, group)
+        interrupted = training.run(quiet=json_file == "-")
+        training.gather()
+        if training.leads:
+            emit(json_file, training.to_json(interrupted=interrupted), training.show)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
 
 
-def _refuse_senseless(
+def _refuse_incomplete(
     ctx: click.Context, json_file: str | None, settings: Mapping[str, Any]
 ) -> None:
-    """Refuse options that say nothing without others."""
+    """Refuse options that require others."""
     refuse_same({"--json": json_file, "--log": settings["log"]})
     if settings["checkpoint"] is None:
         for name in ("resume", "checkpoint_every"):
@@ -110,22 +109,12 @@ def _refuse_senseless(
                 option = name.replace("_", "-")
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
     if settings["budget"] is None:
-        _refuse_budgeted(ctx)
+        _refuse_budget_options(ctx)
         if settings["split"] in ("auto", "height"):
             raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
 
 
-def _trained(training: "_Training", json_file: str | None) -> bool:
-    """Train and show what came of it; whether Ctrl-C ended it."""
-    interrupted = training.run(quiet=json_file == "-")
-    training.gather()
-    if training.leads:
-        emit(json_file, training.to_json(interrupted=interrupted), training.show)
-    return interrupted
-
-
-def _refuse_budgeted(ctx: click.Context) -> None:
-    """What says how to keep a budget says nothing without one."""
+def _refuse_budget_options(ctx: click.Context) -> None:
     for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             written = "tier" if name == "tiers" else name
@@ -133,7 +122,7 @@ def _refuse_budgeted(ctx: click.Context) -> None:
 
 
 class _Training:
-    """One invocation of the command, with all its options."""
+    """One invocation of the command with all its options."""
 
     def __init__(
         self, model: str, settings: Mapping[str, Any], group: Group | None
@@ -147,12 +136,12 @@ class _Training:
             self._work = _work(model, settings, group, show)
         self._optimizer = optimizer_of(settings)
         self._words = words_of(self._work, self._optimizer, settings)
-        self._checkpoints, self._resume = self._found()
+        self._checkpoints, self._resume = self._open_checkpoints()
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
 
     def run(self, *, quiet: bool) -> bool:
-        """Train; whether Ctrl-C ended it."""
+        """Train; return whether Ctrl-C ended it."""
         from mucudnn.cli.progress_words import TrainingWords
         from mucudnn.runtime.training.loop import fit
 
@@ -170,7 +159,7 @@ class _Training:
 
             with self._log(shown) as log:
                 show("planning the step", 0, batches, title="preparing")
-                self._trainer = self._made(shown)
+                self._trainer = self._make_trainer(shown)
                 try:
                     reports = fit(
                         self._trainer,
@@ -194,7 +183,7 @@ class _Training:
 
     @contextmanager
     def _log(self, shown: "TrainingWords") -> "Iterator[OnEntry | None]":
-        """What one process writes down, for all of them."""
+        """Log from one process for all."""
         if not self.leads:
             yield None
             return
@@ -207,42 +196,42 @@ class _Training:
             yield told
 
     def _between(self, shown: "TrainingWords") -> "Between | None":
-        """Between epochs another trainer goes on where other shares are faster."""
+        """Replace the trainer between epochs if other shares are faster."""
         group = self._group
         if group is None:
             return None
 
-        def handed_over() -> "Handover | None":
+        def hand_over() -> "Handover | None":
             shares = group.shares_now(self._trainer.own_ms)
             if shares is None:
                 return None
             state, steps = self._trainer.state.save(), self._trainer.steps
             self._trainer.close()
-            self._work = _part(self._model, self._settings, group, shares)
-            self._trainer = self._made(shown)
+            self._work = _part_of_work(self._model, self._settings, group, shares)
+            self._trainer = self._make_trainer(shown)
             self._trainer.state.load(state)
             self._trainer.steps = steps
             return self._trainer, self._work.batches, self._work.test
 
-        return handed_over
+        return hand_over
 
     def gather(self) -> None:
-        """Learn what steps take in each process, for the figures of all."""
+        """Gather the results of all processes."""
         if self._group is not None:
             self._ranks = ranks_of(self._group, self._trainer)
 
     def _display(
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
-        """Progress of one process, for all of them."""
+        """Show progress from one process for all."""
         from mucudnn.cli.progress import Show, progress_display
 
         if self.leads:
             return progress_display(total, titled=titled)
-        return nullcontext(Show(_silent))
+        return nullcontext(Show(lambda stage: None))
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
-        """Every figure."""
+        """Return all figures as plain values."""
         return {
             "schema": 1,
             "model": self._model,
@@ -255,13 +244,13 @@ class _Training:
         }
 
     def show(self) -> None:
-        """The last lines: what a step takes, and where it can be gone on from."""
+        """Print the last lines: results, and the latest checkpoint."""
         show_results(self._trainer)
         show_ranks(self._ranks)
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
-    def _found(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
+    def _open_checkpoints(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
         from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 
         folder = self._settings["checkpoint"]
@@ -279,7 +268,7 @@ class _Training:
             )
         return checkpoints, None
 
-    def _made(self, shown: "TrainingWords") -> "Trainer":
+    def _make_trainer(self, shown: "TrainingWords") -> "Trainer":
         from mucudnn.runtime.training.checkpoints.resumption import (
             plans_of,
             recall_races,
@@ -324,14 +313,10 @@ class _Training:
             )
 
 
-def _silent(_: object) -> None:
-    """Another process says it."""
-
-
 def _work(
     model: str, settings: Mapping[str, Any], group: Group | None, show: "Show"
 ) -> "Work":
-    """What this process does: everything, or its part."""
+    """Return the work of this process: everything, or its part."""
     from mucudnn.cli.training.data import work_of
 
     if group is None:
@@ -345,13 +330,12 @@ def _work(
     with tuner.cache:
         batch = settings["batch"] // settings["accumulate"]
         shares = group.shares(settings["shares"], batch, measure)
-    return _part(model, settings, group, shares)
+    return _part_of_work(model, settings, group, shares)
 
 
-def _part(
+def _part_of_work(
     model: str, settings: Mapping[str, Any], group: Group, shares: tuple[int, ...]
 ) -> "Work":
-    """What this process does of a batch that is shared out so."""
     from mucudnn.cli.training.data import work_of
 
     whole = work_of(model, settings)

@@ -1,6 +1,5 @@
-"""Layers: a function each, from names of tensors to the name of its result.
+"""Layers: functions from tensor names to the name of the result.
 
-A layer checks the shapes of what it reads, declares its parameters, appends nodes to
-the builder, and returns the name of its result. Layers of one's own are written the
-same way.
+A layer checks the shapes of its inputs, declares its parameters, appends nodes to the
+builder and returns the name of its result. Custom layers are written the same way.
 """

@@ -1,4 +1,4 @@
-"""A bias a channel, and the dense layer."""
+"""Per-channel bias and the dense layer."""
 
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,14 @@ __all__ = ["bias", "biased", "linear"]
 
 
 def bias(g: "GraphBuilder", x: str, initializer: Initializer | None = None) -> str:
-    """Add one number a channel (axis 1)."""
+    """Add one number per channel (axis 1)."""
     start = Constant(0.0) if initializer is None else initializer
     b = g.parameter("bias", (channels(x, g.shape(x)),), start)
     return g.append("bias", (x, b), g.shape(x))
 
 
 def biased(g: "GraphBuilder", x: str, how: bool | Initializer) -> str:
-    """With a bias or without one, as a layer's argument `bias` says."""
+    """Add a bias if a layer's argument `bias` requests one."""
     if isinstance(how, bool):
         return bias(g, x) if how else x
     return bias(g, x, how)
@@ -35,7 +35,7 @@ def linear(
     initializer: Initializer | None = None,
     name: str = "linear",
 ) -> str:
-    """A dense layer from (N, F) to (N, features)."""
+    """Apply a dense layer from (N, F) to (N, features)."""
     shape = g.shape(x)
     if len(shape) != 2:
         raise ValueError(f"linear takes (N, F), got {shape}; flatten it first")

@@ -28,9 +28,9 @@ def conv(
     initializer: Initializer | None = None,
     name: str = "conv",
 ) -> str:
-    """A convolution to `channels` channels, in 1, 2 or 3 dimensions.
+    """Convolve to `channels` channels, in 1, 2 or 3 dimensions.
 
-    `bias` says whether there is one, or how it starts.
+    `bias` is whether to add a bias, or its initializer.
     """
     shape, depth = g.shape(x), channels_of(x, g.shape(x))
     kernels = per_axis("kernel", kernel, len(shape) - 2, 1)
@@ -49,7 +49,7 @@ def conv(
         dtype=g.spec(x).dtype,
     )
     with g.scope(name):
-        return biased(g, _product(g, x, problem, initializer), bias)
+        return biased(g, _weighted(g, x, problem, initializer), bias)
 
 
 def conv_transpose(
@@ -67,7 +67,7 @@ def conv_transpose(
     initializer: Initializer | None = None,
     name: str = "conv_transpose",
 ) -> str:
-    """The adjoint of a convolution: up-samples by `stride`.
+    """Apply the adjoint of a convolution, which up-samples by `stride`.
 
     Its weight has shape (C, channels // groups, *kernel), as in PyTorch.
     """
@@ -82,7 +82,7 @@ def conv_transpose(
             ("output_padding", output_padding, 0),
         )
     )
-    spatial = map(_spread, shape[2:], kernels, steps, pads, dilations, extra)
+    spatial = map(_transposed_size, shape[2:], kernels, steps, pads, dilations, extra)
     problem = ConvProblem(
         direction=Direction.BACKWARD_DATA,
         x_shape=(shape[0], an_integer("channels", channels, least=1), *spatial),
@@ -100,20 +100,20 @@ def conv_transpose(
     if problem.y_shape != shape:
         raise ValueError(f"output_padding {extra} must be below stride {steps}")
     with g.scope(name):
-        return biased(g, _product(g, x, problem, initializer), bias)
+        return biased(g, _weighted(g, x, problem, initializer), bias)
 
 
-def _spread(
+def _transposed_size(
     size: int, kernel: int, step: int, pad: int, dilation: int, more: int
 ) -> int:
-    """The size that a convolution takes to `size`; `more` where several are."""
+    """Return an input size that a convolution maps to `size`."""
     return (size - 1) * step - 2 * pad + dilation * (kernel - 1) + 1 + more
 
 
-def _product(
+def _weighted(
     g: "GraphBuilder", x: str, problem: ConvProblem, initializer: Initializer | None
 ) -> str:
-    """The convolution itself, with a weight of its own."""
+    """Append a convolution node with its own weight."""
     forward = problem.direction is Direction.FORWARD
     out = problem.y_shape if forward else problem.x_shape
     start = HeNormal() if initializer is None else initializer

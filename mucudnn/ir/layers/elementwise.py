@@ -1,4 +1,4 @@
-"""One number from the same place of one or two tensors."""
+"""Elementwise layers of one or two tensors."""
 
 from typing import TYPE_CHECKING
 
@@ -23,41 +23,41 @@ __all__ = [
 ]
 
 _STEP = "step"
-"""The input that counts steps, shared by all dropouts and by Adam."""
+"""Input tensor that counts steps, shared by all dropouts and by Adam."""
 
 
 def relu(g: "GraphBuilder", x: str) -> str:
-    """max(x, 0)."""
+    """Compute max(x, 0)."""
     return g.append("relu", (x,), g.shape(x))
 
 
 def leaky_relu(g: "GraphBuilder", x: str, slope: float = 0.01) -> str:
-    """x where it is positive, else slope * x; the slope must be positive."""
+    """Compute x where positive, else slope * x; the slope must be positive."""
     if a_number("slope", slope) <= 0:
         raise ValueError(f"the slope must be positive, got {slope}")
     return g.append("leaky_relu", (x,), g.shape(x), slope=slope)
 
 
 def gelu(g: "GraphBuilder", x: str) -> str:
-    """x times the normal distribution function of x."""
+    """Compute x times the normal distribution function of x."""
     return g.append("gelu", (x,), g.shape(x))
 
 
 def sigmoid(g: "GraphBuilder", x: str) -> str:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x))."""
     return g.append("sigmoid", (x,), g.shape(x))
 
 
 def tanh(g: "GraphBuilder", x: str) -> str:
-    """Hyperbolic tangent."""
+    """Compute the hyperbolic tangent."""
     return g.append("tanh", (x,), g.shape(x))
 
 
 def dropout(g: "GraphBuilder", x: str, p: float = 0.5) -> str:
     """Zero each element with probability p and scale the rest by 1 / (1 - p).
 
-    Which ones follows from the builder's seed, the layer and the step, so that a
-    mask can be drawn again.
+    The mask is a function of the builder's seed, the layer and the step, so that it
+    can be recomputed.
     """
     if not 0 <= a_number("p", p, finite=False) < 1:
         raise ValueError(f"p must be at least 0 and below 1, got {p}")
@@ -70,33 +70,29 @@ def dropout(g: "GraphBuilder", x: str, p: float = 0.5) -> str:
 
 
 def add(g: "GraphBuilder", a: str, b: str) -> str:
-    """a + b, of one shape."""
+    """Compute a + b for tensors of one shape."""
     return g.append("add", (a, b), common_shape(g, a, b))
 
 
 def multiply(g: "GraphBuilder", a: str, b: str) -> str:
-    """a * b, of one shape."""
+    """Compute a * b for tensors of one shape."""
     return g.append("multiply", (a, b), common_shape(g, a, b))
 
 
 def scale(g: "GraphBuilder", x: str, factor: float) -> str:
-    """factor * x."""
+    """Compute factor * x."""
     a_number("factor", factor)
     return g.append("scale", (x,), g.shape(x), factor=factor)
 
 
 def cast(g: "GraphBuilder", x: str, dtype: str) -> str:
-    """The same numbers in another data type."""
+    """Convert to another data type."""
     one_of("dtype", dtype, (*ITEMSIZE, *INTEGERS))
     return g.append("cast", (x,), g.shape(x), dtype=dtype)
 
 
 def common_shape(g: "GraphBuilder", a: str, b: str) -> tuple[int, ...]:
-    """The shape of both.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """Return the shape of two tensors; differing shapes raise a `ValueError`."""
     if g.shape(a) != g.shape(b):
         raise ValueError(f"{a!r} has shape {g.shape(a)}, {b!r} has {g.shape(b)}")
     return g.shape(a)

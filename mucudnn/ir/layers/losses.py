@@ -1,4 +1,4 @@
-"""Scalars that say how good an answer is."""
+"""Scalar losses and metrics."""
 
 from typing import TYPE_CHECKING
 
@@ -13,20 +13,20 @@ __all__ = ["accuracy", "mean_squared_error", "softmax_cross_entropy"]
 
 
 def softmax_cross_entropy(g: "GraphBuilder", logits: str, labels: str) -> str:
-    """Mean over samples (and pixels) of -log softmax(logits)[label]; a scalar."""
+    """Compute the mean of -log softmax(logits)[label] over samples and pixels."""
     _check_labels(g, logits, labels)
     logarithms = ("log_probabilities", g.shape(logits), g.spec(logits).dtype)
     return g.append("softmax_cross_entropy", (logits, labels), (), (logarithms,))
 
 
 def mean_squared_error(g: "GraphBuilder", prediction: str, target: str) -> str:
-    """Mean of the squared differences; a scalar."""
+    """Compute the mean of the squared differences."""
     common_shape(g, prediction, target)
     return g.append("mean_squared_error", (prediction, target), ())
 
 
 def accuracy(g: "GraphBuilder", logits: str, labels: str, k: int = 1) -> str:
-    """How many samples (pixels) have their label among the k best; a scalar."""
+    """Count the samples (pixels) whose label is among the k largest logits."""
     _check_labels(g, logits, labels)
     an_integer("k", k, least=1)
     return g.append("accuracy", (logits, labels), (), k=k)

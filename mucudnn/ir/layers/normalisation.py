@@ -1,4 +1,4 @@
-"""Layers that bring numbers to a common scale."""
+"""Normalization layers."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ def batch_norm(
     scale: Initializer | None = None,
     name: str = "batch_norm",
 ) -> str:
-    """Normalise each channel over the batch, or by running statistics."""
+    """Normalize each channel over the batch, or by running statistics."""
     shape, channels = g.shape(x), (channels_of(x, g.shape(x)),)
     a_number("eps", eps, 0)
     a_number("momentum", momentum, 0, 1)
@@ -56,20 +56,20 @@ def group_norm(
     eps: float = 1e-5,
     name: str = "group_norm",
 ) -> str:
-    """Normalise each sample over groups of channels; scale each channel."""
+    """Normalize each sample over groups of channels; scale each channel."""
     channels = channels_of(x, g.shape(x))
     if channels % an_integer("groups", groups, least=1):
         raise ValueError(f"{channels} channels do not divide into {groups} groups")
     with g.scope(name):
-        return _normed(g, x, (channels,), groups, eps, per_element=False)
+        return _append_group_norm(g, x, (channels,), groups, eps, per_element=False)
 
 
 def layer_norm(
     g: "GraphBuilder", x: str, *, eps: float = 1e-5, name: str = "layer_norm"
 ) -> str:
-    """Normalise each sample over everything; scale each element."""
+    """Normalize each sample over all its elements; scale each element."""
     with g.scope(name):
-        return _normed(g, x, g.shape(x)[1:], 1, eps, per_element=True)
+        return _append_group_norm(g, x, g.shape(x)[1:], 1, eps, per_element=True)
 
 
 def lrn(
@@ -80,14 +80,14 @@ def lrn(
     beta: float = 0.75,
     k: float = 1.0,
 ) -> str:
-    """Local response normalisation across `size` channels (AlexNet, sec. 3.3)."""
+    """Apply local response normalization across channels (AlexNet, sec. 3.3)."""
     an_integer("size", size, least=1)
     for label, value in (("alpha", alpha), ("beta", beta), ("k", k)):
         a_number(label, value, 0)
     return g.append("lrn", (x,), g.shape(x), size=size, alpha=alpha, beta=beta, k=k)
 
 
-def _normed(
+def _append_group_norm(
     g: "GraphBuilder",
     x: str,
     affine: tuple[int, ...],

@@ -1,4 +1,4 @@
-"""Windows that slide over an image and leave one number each."""
+"""Pooling layers over sliding windows."""
 
 import math
 from dataclasses import asdict
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["avg_pool", "global_avg_pool", "global_max_pool", "max_pool"]
 
 _MOST_WINDOW = 255
-"""Values of a max-pooling window: where the largest was is saved in one byte."""
+"""Maximum size of a max-pooling window: the index of the maximum is one byte."""
 
 
 def max_pool(
@@ -25,7 +25,7 @@ def max_pool(
     *,
     ceil_mode: bool = False,
 ) -> str:
-    """The largest value of each window; by default it steps by the kernel."""
+    """Return the maximum of each window; the default stride is the kernel."""
     a_flag("ceil_mode", ceil_mode)
     shape = g.shape(x)
     window = Window.over(shape[2:], kernel, stride, padding, ceil_mode)
@@ -49,7 +49,7 @@ def avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> str:
-    """The mean of each window; padding counts as zeros or not at all."""
+    """Average each window; padding counts as zeros unless excluded."""
     a_flag("ceil_mode", ceil_mode)
     a_flag("count_include_pad", count_include_pad)
     shape = g.shape(x)
@@ -61,10 +61,10 @@ def avg_pool(
 
 
 def global_avg_pool(g: "GraphBuilder", x: str) -> str:
-    """The mean of each channel: (N, C, *spatial) to (N, C, 1, …)."""
+    """Average each channel: (N, C, *spatial) to (N, C, 1, …)."""
     return avg_pool(g, x, g.shape(x)[2:])
 
 
 def global_max_pool(g: "GraphBuilder", x: str) -> str:
-    """The largest value of each channel."""
+    """Return the maximum of each channel."""
     return max_pool(g, x, g.shape(x)[2:])

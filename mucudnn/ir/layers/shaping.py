@@ -1,4 +1,4 @@
-"""The same numbers in other places: joined, cut, padded, repeated."""
+"""Layers that concatenate, slice, pad, reshape and repeat."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def concat(g: "GraphBuilder", tensors: Sequence[str]) -> str:
-    """Put channels side by side."""
+    """Concatenate tensors along their channels."""
     if isinstance(tensors, str) or not isinstance(tensors, Sequence) or not tensors:
         raise TypeError(f"concat takes a list of names of tensors, got {tensors!r}")
     for name in tensors:
@@ -39,7 +39,7 @@ def concat(g: "GraphBuilder", tensors: Sequence[str]) -> str:
 def slice(
     g: "GraphBuilder", x: str, starts: Sequence[int], stops: Sequence[int]
 ) -> str:
-    """The box from `starts` up to `stops`, over all axes."""
+    """Return the box from `starts` to `stops` (exclusive), over all axes."""
     shape = g.shape(x)
     starts, stops = integers("starts", starts), integers("stops", stops)
     if not len(starts) == len(stops) == len(shape) or any(
@@ -51,7 +51,7 @@ def slice(
 
 
 def pad(g: "GraphBuilder", x: str, before: Sequence[int], after: Sequence[int]) -> str:
-    """Zeros around, over all axes."""
+    """Add zeros at both ends of all axes."""
     shape = g.shape(x)
     before, after = integers("before", before), integers("after", after)
     if not len(before) == len(after) == len(shape) or min(*before, *after, 0) < 0:
@@ -61,7 +61,7 @@ def pad(g: "GraphBuilder", x: str, before: Sequence[int], after: Sequence[int]) 
 
 
 def reshape(g: "GraphBuilder", x: str, shape: Sequence[int]) -> str:
-    """The same bytes under another shape."""
+    """View the same bytes in another shape."""
     shape = integers("shape", shape, least=1)
     if math.prod(shape) != math.prod(g.shape(x)):
         raise ValueError(f"{g.shape(x)} cannot be seen as {tuple(shape)}")
@@ -69,22 +69,22 @@ def reshape(g: "GraphBuilder", x: str, shape: Sequence[int]) -> str:
 
 
 def flatten(g: "GraphBuilder", x: str) -> str:
-    """(N, …) as (N, F)."""
+    """View (N, …) as (N, F)."""
     shape = g.shape(x)
     return reshape(g, x, (shape[0], math.prod(shape[1:])))
 
 
 def upsample_nearest(g: "GraphBuilder", x: str, scale: Ints = 2) -> str:
-    """Repeat every pixel."""
-    return _upsampled(g, "upsample_nearest", x, scale)
+    """Repeat every pixel `scale` times along each axis."""
+    return _upsample(g, "upsample_nearest", x, scale)
 
 
 def upsample_bilinear(g: "GraphBuilder", x: str, scale: Ints = 2) -> str:
     """Interpolate linearly along every axis; corners are not aligned."""
-    return _upsampled(g, "upsample_bilinear", x, scale)
+    return _upsample(g, "upsample_bilinear", x, scale)
 
 
-def _upsampled(g: "GraphBuilder", op: str, x: str, scale: Ints) -> str:
+def _upsample(g: "GraphBuilder", op: str, x: str, scale: Ints) -> str:
     shape = g.shape(x)
     scales = per_axis("scale", scale, len(shape) - 2, 1)
     spatial = (n * s for n, s in zip(shape[2:], scales, strict=True))

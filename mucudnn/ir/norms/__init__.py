@@ -1,1 +1,1 @@
-"""Normalisations in pieces, so that slices and fused kernels can run them."""
+"""Normalizations split into pieces, for slices and fused kernels."""

@@ -1,11 +1,11 @@
-"""Batch normalisation in pieces, so that it runs on slices of the batch.
+"""Batch normalization split into pieces that run on slices of the batch.
 
-Slices depend on each other through two numbers a channel. Each leaves its count, its
-mean and its sum of squares about that mean; they are merged (Chan, Golub and LeVeque,
-1983) into the statistics of the batch, by which slices are normalised. In the backward
-pass the two sums that a slice's gradient needs of all others are the gradients of gamma
-and beta: they are summed first. The merge moves the running statistics and never runs
-again, so what is recomputed from its results are the bits of the first time.
+Slices depend on each other through two numbers per channel. Each slice computes its
+count, its mean and its sum of squares about that mean; these are merged (Chan, Golub
+and LeVeque, 1983) into the statistics of the batch, which normalize all slices. In the
+backward pass, a slice's gradient needs two sums over all slices, which are the
+gradients of gamma and beta: they are summed first. The merge changes the running
+statistics and is never run twice; recomputation from its results is bit-identical.
 """
 
 import math
@@ -19,10 +19,10 @@ from mucudnn.ir.traits import Batch, NodeTraits, Operands, Piece, Pieces
 __all__ = ["PIECES", "batch_norm_grad_pieces", "batch_norm_pieces"]
 
 _VALUES = 3
-"""Of a slice and channel: how many numbers, their mean, their squares about it."""
+"""Statistics per slice and channel: count, mean, sum of squares about the mean."""
 
 
-def _cut(
+def _cuttable(
     inputs: int,
     outputs: tuple[int | None, ...],
     *,
@@ -30,7 +30,7 @@ def _cut(
     gathered: tuple[int, ...] = (),
     overwrites: tuple[int, ...] = (),
 ) -> NodeTraits:
-    """Cut along the batch and into strips alike: some inputs by rows, others whole."""
+    """Return traits for cutting along the batch and into spatial strips."""
 
     def along(axis: int) -> Batch:
         rows = tuple(None if place is None else axis for place in outputs)
@@ -42,18 +42,18 @@ def _cut(
 
 PIECES = MappingProxyType(
     {
-        "batch_norm_sums": _cut(1, (None,), gathered=(0,)),
+        "batch_norm_sums": _cuttable(1, (None,), gathered=(0,)),
         "batch_norm_merge": NodeTraits(recomputable=False),
-        "batch_norm_apply": _cut(1, (0,), others=4, overwrites=(0,)),
-        "batch_norm_grad_sums": _cut(2, (None, None), others=2),
-        "batch_norm_grad_apply": _cut(2, (0,), others=5, overwrites=(1,)),
+        "batch_norm_apply": _cuttable(1, (0,), others=4, overwrites=(0,)),
+        "batch_norm_grad_sums": _cuttable(2, (None, None), others=2),
+        "batch_norm_grad_apply": _cuttable(2, (0,), others=5, overwrites=(1,)),
     }
 )
 """Operation -> its traits."""
 
 
 def batch_norm_pieces(whole: Operands) -> Pieces:
-    """Statistics of slices, those of the batch, and the normalised slices."""
+    """Return the pieces: slice statistics, their merge, the normalization."""
     x, gamma, beta, running_mean, running_var = (spec.name for spec in whole.inputs)
     y, mean, inv_std = (spec.name for spec in whole.outputs)
     (channels,) = whole.outputs[1].shape
@@ -73,7 +73,7 @@ def batch_norm_pieces(whole: Operands) -> Pieces:
 
 
 def batch_norm_grad_pieces(whole: Operands) -> Pieces:
-    """The gradients of gamma and beta, then that of the input by their means."""
+    """Return the pieces: gradients of gamma and beta, then of the input."""
     x, dy, gamma, mean, inv_std = (spec.name for spec in whole.inputs)
     dx, dgamma, dbeta = (spec.name for spec in whole.outputs)
     count = math.prod(whole.inputs[0].shape) // math.prod(whole.inputs[2].shape)

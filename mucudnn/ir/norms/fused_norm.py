@@ -1,9 +1,9 @@
-"""Batch normalisation with what follows it, and the pieces that it falls into.
+"""Batch normalization fused with a sum and a ReLU, and its pieces.
 
-A fused node is cut along the batch as the nodes are that it stands for: the pieces of
-the normalisation, and the sum and the ReLU behind them by themselves. The gradient
-without a sum reads no result: what the ReLU let through is told from the input by
-the very formula of the forward pass, to the bit.
+A fused node is cut along the batch like the nodes it replaces: the pieces of the
+normalization, then the sum and the ReLU. The gradient of the variant without a sum
+reads no result: it recomputes the ReLU's mask from the input with the formula of the
+forward pass, bit for bit.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ _RELU_GRAD = NodeTraits(
 
 
 def _forward(whole: Operands) -> Pieces:
-    """The pieces of a normalisation, then a sum if there is a term, then a ReLU."""
+    """Return the normalization's pieces, a sum for each term, and a ReLU."""
     y, mean, inv_std = whole.outputs
     own, terms = whole.inputs[:5], whole.inputs[5:]
     normed = _like(y, f"{whole.name}:normed")
@@ -50,7 +50,7 @@ def _forward(whole: Operands) -> Pieces:
 
 
 def _backward(whole: Operands) -> Pieces:
-    """The ReLU's result once more, its gradient, and then the normalisation's."""
+    """Return pieces: recomputed ReLU result, its gradient, the normalization's."""
     x, dy, gamma, beta, mean, inv_std = whole.inputs
     normed, y, masked = (
         _like(dy, f"{whole.name}:{what}") for what in ("normed", "y", "masked")
@@ -68,7 +68,7 @@ def _backward(whole: Operands) -> Pieces:
 
 
 def _backward_of_sum(whole: Operands) -> Pieces:
-    """The ReLU's gradient, which is the term's, and then the normalisation's."""
+    """Return pieces: the ReLU's gradient (also the term's), the normalization's."""
     x, dy, y, gamma, mean, inv_std = whole.inputs
     masked, *others = whole.outputs
     norm = replace(

@@ -1,9 +1,10 @@
-"""Group and layer normalisation in pieces, so that it runs on strips of images.
+"""Group and layer normalization split into pieces that run on strips of images.
 
-Samples do not depend on each other, but all rows of one do. Strips leave the count, the
-mean and the sum of squares about it of every group, which are merged as slices of a
-batch normalisation's are. In the backward pass two sums a group are what a strip needs
-of all others: of the weighted gradient, and of its products with the deviations.
+Samples are independent, but all rows of a sample depend on each other. Each strip
+computes count, mean and sum of squares about the mean of every group; they are merged
+like the slices of a batch normalization. In the backward pass, a strip needs two sums
+per group over all strips: of the weighted gradient, and of its products with the
+deviations.
 """
 
 import math
@@ -19,34 +20,34 @@ from mucudnn.ir.traits import Batch, NodeTraits, Operands, Piece, Pieces
 __all__ = ["GROUP_PIECES", "group_norm_grad_pieces", "group_norm_pieces"]
 
 _VALUES = 3
-"""Of a strip and group: how many numbers, their mean, their squares about it."""
+"""Statistics per strip and group: count, mean, sum of squares about the mean."""
 
 _SUMS = 2
-"""Of a strip and group: of weighted gradients, of their products with deviations."""
+"""Sums per strip and group: weighted gradients, their products with deviations."""
 
 Attributes = Mapping[str, Any]
 Specs = Sequence[TensorSpec]
 
 
-def _of_gamma(attrs: Attributes) -> int | None:
-    """The axis of images' rows in gamma, which has no samples; None without rows."""
+def _gamma_axis(attrs: Attributes) -> int | None:
+    """Return the axis of image rows in gamma, which has no batch axis, or None."""
     return HEIGHT - 1 if attrs["per_element"] else None
 
 
 def _apply(inputs: Specs, outputs: Specs, attrs: Attributes) -> NodeTraits:
-    gamma = _of_gamma(attrs)
+    gamma = _gamma_axis(attrs)
     strips = Batch((HEIGHT, gamma, gamma, None, None), (HEIGHT,))
     return NodeTraits(overwrites=(0,), strips=strips)
 
 
 def _grad_sums(inputs: Specs, outputs: Specs, attrs: Attributes) -> NodeTraits:
-    gamma = _of_gamma(attrs)
+    gamma = _gamma_axis(attrs)
     reads = HEIGHT, HEIGHT, gamma, None, None
     return NodeTraits(strips=Batch(reads, (gamma, gamma, None)))
 
 
 def _grad_apply(inputs: Specs, outputs: Specs, attrs: Attributes) -> NodeTraits:
-    reads = HEIGHT, HEIGHT, _of_gamma(attrs), None, None, None
+    reads = HEIGHT, HEIGHT, _gamma_axis(attrs), None, None, None
     return NodeTraits(overwrites=(1,), strips=Batch(reads, (HEIGHT,)))
 
 
@@ -64,11 +65,11 @@ GROUP_PIECES: Mapping[
         "group_norm_grad_apply": _grad_apply,
     }
 )
-"""Operation -> its traits, or what finds them."""
+"""Operation -> its traits, or a function that returns them."""
 
 
 def group_norm_pieces(whole: Operands) -> Pieces:
-    """Statistics of strips, those of the images, and the normalised strips."""
+    """Return the pieces: strip statistics, their merge, the normalization."""
     x, gamma, beta = (spec.name for spec in whole.inputs)
     y, mean, inv_std = (spec.name for spec in whole.outputs)
     groups = whole.outputs[1].shape
@@ -82,7 +83,7 @@ def group_norm_pieces(whole: Operands) -> Pieces:
 
 
 def group_norm_grad_pieces(whole: Operands) -> Pieces:
-    """The gradients of gamma and beta with the sums of groups, then the input's."""
+    """Return the pieces: gradients of gamma and beta, then of the input."""
     x, dy, gamma, mean, inv_std = (spec.name for spec in whole.inputs)
     dx, dgamma, dbeta = (spec.name for spec in whole.outputs)
     groups, dtype = whole.inputs[3].shape, whole.inputs[3].dtype

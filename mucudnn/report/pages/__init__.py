@@ -1,1 +1,1 @@
-"""Reports as HTML files: one a study, and what all of them are made of."""
+"""Reports as HTML files, one per kind of study."""

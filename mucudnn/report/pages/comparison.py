@@ -1,13 +1,13 @@
-"""A comparison as one HTML file: nothing to install, nothing loaded from elsewhere.
+"""Report of a comparison as one HTML file that loads nothing else.
 
-On top what matters (one card a limit, then every layer's speed-up in one table), below
-it each layer and direction with its two pictures, and the numbers behind them.
+The essentials come first (one card per limit, then a table with every layer's
+speed-up), followed by each layer and direction with its two charts and their numbers.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from mucudnn.ir.conv import ConvPlan, Direction
+from mucudnn.ir.conv import Direction
 from mucudnn.report.charts import curve, timeline, undivided_perfs
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.pages.page import big_card, card, header, legend, page, table
@@ -24,21 +24,21 @@ from mucudnn.report.words import (
     problem_text,
     speedup_text,
 )
-from mucudnn.studies.outcome import Comparison, LayerResult, LimitSummary, Outcome
+from mucudnn.studies.outcome import Comparison, LayerResult, LimitSummary
 
 __all__ = ["comparison_body", "html_report"]
 
 _OPEN_UP_TO = 24
-"""Layers; more are folded up."""
+"""Maximum number of layers that are shown unfolded."""
 _HOTTEST = 4.0
-"""Speed-up from which cells no longer get darker."""
+"""Speed-up of the darkest cells."""
 
 Layers = Sequence[tuple[str | None, Sequence[LayerResult]]]
-"""(name to lead to, directions) of every layer."""
+"""(anchor, directions) of every layer."""
 
 
 def html_report(comparison: Comparison, title: str) -> str:
-    """The whole file, as text."""
+    """Return the file as text."""
     facts = (
         f"{comparison.backend} backend, {comparison.fingerprint}; "
         f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}; "
@@ -57,22 +57,19 @@ def html_report(comparison: Comparison, title: str) -> str:
 
 
 def comparison_body(comparison: Comparison, *, linked: bool = True) -> list[Markup]:
-    """Cards, the table of speed-ups, and every layer.
+    """Return cards, the table of speed-ups, and every layer.
 
-    Args:
-        comparison: What to show.
-        linked: Whether the table leads to the layers; a page has the names that this
-            takes only once.
+    If `linked`, the table links to the layers: anchors must be unique in a page.
     """
     colours = {algo: i for i, algo in enumerate(comparison.algorithms)}
-    layers = _by_name(comparison.layers, linked=linked)
+    layers = _group_directions(comparison.layers, linked=linked)
     cards = tag("div", map(_card, comparison.summary), class_="cards")
-    speedups = _map(comparison, layers, "speedups" if linked else None)
+    speedups = _speedup_map(comparison, layers, "speedups" if linked else None)
     return [tag("main", cards, speedups), *_layers(layers, colours)]
 
 
-def _by_name(layers: Sequence[LayerResult], *, linked: bool) -> Layers:
-    """Layers with their directions together, in order of appearance."""
+def _group_directions(layers: Sequence[LayerResult], *, linked: bool) -> Layers:
+    """Group the directions of each layer, in order of appearance."""
     groups: dict[tuple[str, object], list[LayerResult]] = {}
     for layer in layers:
         key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
@@ -84,13 +81,13 @@ def _by_name(layers: Sequence[LayerResult], *, linked: bool) -> Layers:
 
 
 def _card(entry: LimitSummary) -> Markup:
-    """A limit's headline; what there was no time for has none, however few it is."""
+    """Return a limit's card; without a mean if layers are missing for lack of time."""
     head = f"Workspace limit {limit_text(entry.limit)}"
     counted = compared_text(entry)
     if entry.cut_short or entry.geomean is None:
-        said, _, why = counted.partition("; ")
+        count, _, why = counted.partition("; ")
         return card(
-            head, tag("p", said, class_="lacking"), tag("p", why, class_="range")
+            head, tag("p", count, class_="lacking"), tag("p", why, class_="range")
         )
     longest = max(entry.undivided_ms, entry.planned_ms)
     undivided = _thin_bar("undivided", entry.undivided_ms, longest, None)
@@ -111,8 +108,8 @@ def _thin_bar(
     )
 
 
-def _map(comparison: Comparison, layers: Layers, id_: str | None) -> Markup:
-    """Speed-ups at a glance: layers down, directions and limits across."""
+def _speedup_map(comparison: Comparison, layers: Layers, id_: str | None) -> Markup:
+    """Return speed-ups by layer (rows), direction and limit (columns)."""
     directions = [
         d for d in Direction if any(x.direction is d for x in comparison.layers)
     ]
@@ -209,13 +206,10 @@ def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]
     drawn = (tag("figure", one, tag("figcaption", text)) for one, text in figures)
     yield tag("div", drawn, class_="figures")
     used = {perf.algo for perf in undivided_perfs(layer)}
-    used |= {s.algo for plan in _chosen(layer.outcomes) for s in plan.steps}
+    choices = (o.choice for o in layer.outcomes if o.choice is not None)
+    used |= {s.algo for choice in choices for s in choice.plan.steps}
     marks = ((marker(i, 6, 6), algo) for algo, i in colours.items() if algo in used)
     yield legend(marks, "Algorithms")
-
-
-def _chosen(outcomes: Iterable[Outcome]) -> Iterator[ConvPlan]:
-    return (o.choice.plan for o in outcomes if o.choice is not None)
 
 
 def _notes(layer: LayerResult) -> Child:

@@ -1,4 +1,4 @@
-"""The demonstration as one page: an act, its sentence, its picture."""
+"""Page of the demonstration: an act, its sentence, its chart."""
 
 from collections.abc import Sequence
 
@@ -13,34 +13,25 @@ __all__ = ["demo_page"]
 
 
 def demo_page(acts: Sequence[LayerAct | StepAct], machine: str) -> str:
-    """The whole file, as text."""
-    drawn = [_layer(act) if isinstance(act, LayerAct) else _step(act) for act in acts]
+    """Return the file as text."""
     return page(
         "What memory buys",
         SHEETS,
         header("What memory buys, and what can be had without it", machine, []),
-        tag("main", drawn),
+        tag("main", map(_section, acts)),
         tag("footer", "Measured here, just now; a busy machine changes the times."),
     )
 
 
-def _layer(act: LayerAct) -> Markup:
-    layer = act.comparison.layers[0]
-    colours = {algo: i for i, algo in enumerate(act.comparison.algorithms)}
-    pictures = (tag("figure", one(layer, colours)) for one in (curve, timeline))
-    return _act(
-        "A convolution in a limit", act.sentence, tag("div", pictures, class_="figures")
-    )
-
-
-def _step(act: StepAct) -> Markup:
-    chart = memory_chart(act.plan, act.whole, act.budget)
-    return _act(
-        f"A training step in a budget: {act.name}",
-        act.sentence,
-        tag("div", chart, class_="wide"),
-    )
-
-
-def _act(name: str, sentence: str, picture: Markup) -> Markup:
-    return tag("section", tag("h2", name), tag("p", sentence), picture, class_="panel")
+def _section(act: LayerAct | StepAct) -> Markup:
+    if isinstance(act, LayerAct):
+        layer, name = act.comparison.layers[0], "A convolution in a limit"
+        colours = {algo: i for i, algo in enumerate(act.comparison.algorithms)}
+        figures = (tag("figure", one(layer, colours)) for one in (curve, timeline))
+        picture = tag("div", figures, class_="figures")
+    else:
+        name = f"A training step in a budget: {act.name}"
+        chart = memory_chart(act.plan, act.whole, act.budget)
+        picture = tag("div", chart, class_="wide")
+    sentence = tag("p", act.sentence)
+    return tag("section", tag("h2", name), sentence, picture, class_="panel")

@@ -1,15 +1,15 @@
-"""A fleet as one HTML file: who waits for whom, with equal and with planned shares."""
+"""Report of a fleet as one HTML file: waiting times with equal and planned shares."""
 
 from collections.abc import Iterator
 
 from mucudnn.passes.fleet import FleetPlan
 from mucudnn.report.axes import Frame, Scale, linear_scale
 from mucudnn.report.fleet_text import (
-    Alike,
-    alike,
+    RankGroup,
     fleet_facts,
     fleet_heading,
     fleet_tables,
+    group_ranks,
 )
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.pages.page import big_card, header, page, swatches, table
@@ -20,7 +20,7 @@ from mucudnn.studies.fleet import FleetStudy
 __all__ = ["SHEETS", "fleet_body", "fleet_report", "waiting_chart"]
 
 SHEETS = ("style.css", "memory.css")
-"""What the pictures are drawn with."""
+"""Style sheets of the charts."""
 
 _KINDS = {
     "heavy": "computes",
@@ -33,7 +33,7 @@ _MOST_LANES = 24
 
 
 def fleet_report(study: FleetStudy) -> str:
-    """The whole file, as text."""
+    """Return the file as text."""
     warnings = []
     if any("estimated" in source for source in study.sources.values()):
         warnings.append(
@@ -49,7 +49,7 @@ def fleet_report(study: FleetStudy) -> str:
 
 
 def fleet_body(study: FleetStudy) -> Markup:
-    """Cards, the picture, the tables."""
+    """Return cards, the chart and the tables."""
     chart = tag(
         "section",
         tag("h2", "Who waits for whom"),
@@ -106,10 +106,10 @@ def _cards(study: FleetStudy) -> Markup:
 
 
 def waiting_chart(study: FleetStudy) -> Markup:
-    """Each device's step as a bar: it computes, waits, and sums gradients."""
+    """Draw each device's step as a bar: computing, waiting, summing gradients."""
     plans = [("equal shares", study.equal), ("planned shares", study.plan)]
     shown = [
-        (name, plan, list(alike(study, plan))[:_MOST_LANES])
+        (name, plan, list(group_ranks(study, plan))[:_MOST_LANES])
         for name, plan in plans
         if plan is not None
     ]
@@ -133,7 +133,7 @@ def waiting_chart(study: FleetStudy) -> Markup:
     return drawing(_WIDTH, y + 34, f"Who waits for whom. {label}.", marks, axis)
 
 
-def _lane(plan: FleetPlan, group: Alike, x: Scale, y: float) -> Iterator[Markup]:
+def _lane(plan: FleetPlan, group: RankGroup, x: Scale, y: float) -> Iterator[Markup]:
     i = group.ranks[0]
     share = plan.shares[i]
     name = f"{group.names}: {share.samples}"

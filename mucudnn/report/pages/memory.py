@@ -1,4 +1,4 @@
-"""A memory study as one HTML file: what a step needs, and what needing less costs."""
+"""Report of a memory study as one HTML file: needs and costs of a step."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,7 +16,7 @@ from mucudnn.studies.memory_study import MemoryStudy
 __all__ = ["SHEETS", "memory_body", "memory_report", "speed_series"]
 
 SHEETS = ("style.css", "memory.css")
-"""What the pictures of a step are drawn with."""
+"""Style sheets of the charts of a step."""
 
 _OURS = "planned"
 _QUEUES = {
@@ -31,7 +31,7 @@ _QUEUES = {
 
 
 def memory_report(study: MemoryStudy) -> str:
-    """The whole file, as text."""
+    """Return the file as text."""
     title = f"{study.spec.title} within {budget_text(study)}"
     image = "×".join(map(str, study.image))
     facts = (
@@ -50,7 +50,7 @@ def memory_report(study: MemoryStudy) -> str:
 
 
 def memory_body(study: MemoryStudy) -> Markup:
-    """Cards, pictures, the table of techniques, and where figures are from."""
+    """Return cards, charts, the table of techniques, and sources."""
     return tag("main", _cards(study), _pictures(study), _table(study), _sources(study))
 
 
@@ -71,6 +71,10 @@ def _warnings(study: MemoryStudy) -> Iterator[str]:
 
 def _cards(study: MemoryStudy) -> Markup:
     best, whole = study.best, study.unbounded
+    least = study.least_ms.get(study.budget)
+    bound = (
+        "" if least is None else f", and no plan at all less than {ms_text(least)} ms"
+    )
     cards = [
         big_card(
             "Without a budget",
@@ -87,7 +91,7 @@ def _cards(study: MemoryStudy) -> Markup:
                 speedup_text(study.slowdown(best)),
                 f"the time of a step without a budget{_rival(study)}",
                 f"{ms_text(prediction.step_ms)} ms; no order of the same work takes "
-                f"less than {ms_text(prediction.bound_ms)} ms" + _least(study),
+                f"less than {ms_text(prediction.bound_ms)} ms{bound}",
             ),
             big_card(
                 "What it does for that",
@@ -119,7 +123,7 @@ def _cards(study: MemoryStudy) -> Markup:
 
 
 def _rival(study: MemoryStudy) -> str:
-    """The best of the other techniques, as the end of a sentence."""
+    """Return the best of the other policies, as the end of a sentence."""
     best = study.best
     others = [t for t in study.techniques if best and t.policy != best.policy]
     second = best_technique(others)
@@ -129,18 +133,10 @@ def _rival(study: MemoryStudy) -> str:
     return "; nothing else fits" if others else ""
 
 
-def _least(study: MemoryStudy) -> str:
-    """What no plan beats, as the end of a sentence."""
-    least = study.least_ms.get(study.budget)
-    return (
-        "" if least is None else f", and no plan at all less than {ms_text(least)} ms"
-    )
-
-
 def _pictures(study: MemoryStudy) -> Iterable[Markup]:
     best = study.best
     if best is not None and best.plan is not None:
-        yield from _of_plan(study, best.plan)
+        yield from _plan_panels(study, best.plan)
     if len({t.budget for t in study.curve}) > 1:
         series = speed_series(study)
         yield _panel(
@@ -151,7 +147,7 @@ def _pictures(study: MemoryStudy) -> Iterable[Markup]:
         )
 
 
-def _of_plan(study: MemoryStudy, plan: StepPlan) -> Iterable[Markup]:
+def _plan_panels(study: MemoryStudy, plan: StepPlan) -> Iterable[Markup]:
     yield _panel(
         "Memory over the step",
         "All bytes on the device, parameters, workspaces and rounding included. "
@@ -209,7 +205,7 @@ def _sources(study: MemoryStudy) -> Markup:
 
 
 def speed_series(study: MemoryStudy) -> tuple[Series, ...]:
-    """Speed under each budget, policy by policy, those with no point left out."""
+    """Return the speed under each budget by policy, without empty ones."""
     points: dict[str, list[tuple[int, float]]] = {}
     for technique in study.curve:
         if technique.step_ms is not None:

@@ -1,8 +1,8 @@
-"""Plans and studies as pieces of HTML, for the cell of a notebook.
+"""HTML representations of plans and studies for notebook cells.
 
-Notebooks show many of them on one page: every rule of their style holds within its own
-piece only, and nothing in them has a name that another piece could have, too. They
-bring their own background, and are light or dark as the reader's system is.
+A notebook shows many of them on one page: their style rules apply within their own
+piece only, and no element has an id that another piece could have. They bring their own
+background, light or dark as the reader's system.
 """
 
 import re
@@ -56,12 +56,12 @@ __all__ = [
 _CLASS = "mucudnn"
 _SHOWN_POLICIES = ("keep_all", "planned")
 _NAMED = 6
-"""Tensors and nodes that are listed; more are counted."""
+"""Maximum number of tensors and nodes that are listed; more are counted."""
 _SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
 
 
 def conv_plan(plan: ConvPlan) -> str:
-    """Micro-batches as a bar, and what each run of equal ones takes."""
+    """Return micro-batches as a bar, and times of each run of equal ones."""
     algorithms = dict.fromkeys(step.algo for step in plan.steps)
     colours = {algo: i for i, algo in enumerate(algorithms)}
     times = {(step.algo, step.batch): step for step in plan.steps}
@@ -86,12 +86,12 @@ def conv_plan(plan: ConvPlan) -> str:
 
 
 def step_plan(plan: StepPlan) -> str:
-    """Memory over the step, its peak, and what less of it costs."""
+    """Return memory over the step, its peak, and the predicted slowdown."""
     return _step(plan, ())
 
 
 def placed_step(placed: PlacedStep) -> str:
-    """As its plan, with the arena."""
+    """Return the step's plan with its arena."""
     layout = placed.layout
     arena = big_card(
         "With fixed offsets",
@@ -104,41 +104,41 @@ def placed_step(placed: PlacedStep) -> str:
 
 
 def memory_study(study: MemoryStudy) -> str:
-    """The report's cards, pictures and table of techniques."""
+    """Return the report's cards, charts and table of techniques."""
     facts = f"{heading(study)}; budget {budget_text(study)}"
     return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
 
 
 def fleet_study(study: FleetStudy) -> str:
-    """The report's cards, who waits for whom, and the table."""
+    """Return the report's cards, waiting chart and tables."""
     return _piece(
         FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
     )
 
 
 def described_study(asked: tuple[DescribedStep, int]) -> str:
-    """Another framework's step within a budget, beside keeping everything."""
-    return memory_study(_studied(*asked))
+    """Return another framework's step within a budget, beside keeping all."""
+    return memory_study(_study_described(*asked))
 
 
 def described_report(asked: tuple[DescribedStep, int]) -> str:
-    """The same as a file of its own."""
-    return memory_report(_studied(*asked))
+    """Return `described_study` as a file of its own."""
+    return memory_report(_study_described(*asked))
 
 
-def _studied(step: DescribedStep, budget: int) -> MemoryStudy:
+def _study_described(step: DescribedStep, budget: int) -> MemoryStudy:
     return study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
 
 
 def comparison(found: Comparison) -> str:
-    """The report's cards, table of speed-ups and layers."""
+    """Return the report's cards, table of speed-ups and layers."""
     facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
     body = comparison_body(found, linked=False)
     return _piece(("style.css",), "Planned against undivided", facts, body)
 
 
 def algorithm_survey(survey: AlgorithmSurvey) -> str:
-    """How far each layer's first choice reaches, limit by limit."""
+    """Return how far each layer's first choice reaches, limit by limit."""
     _, reach = survey_tables(survey)
     return _piece(
         SHEETS,
@@ -147,13 +147,6 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
         table(reach),
         tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
     )
-
-
-def _least(plan: StepPlan) -> str:
-    """What no plan within the budget beats, as the end of a sentence."""
-    if not plan.least_ms:
-        return ""
-    return f"; no plan takes less than {ms_text(plan.least_ms)} ms"
 
 
 def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
@@ -165,6 +158,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
     facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
     if plan.budget < float("inf"):
         facts += f", budget {bytes_text(int(plan.budget))}"
+    bound = f"; no plan takes less than {ms_text(plan.least_ms)} ms"
     return _piece(
         SHEETS,
         "A training step",
@@ -185,7 +179,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
                 ),
                 "the time of a step without a budget",
                 f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
-                f"{ms_text(stalls_ms)} ms{_least(plan)}",
+                f"{ms_text(stalls_ms)} ms{bound if plan.least_ms else ''}",
             ),
             big_card(
                 "Offloaded",
@@ -207,7 +201,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
 
 
 def _unbounded_ms(prediction: Prediction) -> float:
-    """Every node once, as fast as it can be, with nothing to wait for."""
+    """Return the time of every original node with its fastest plan, without stalls."""
     fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
     return sum(
         min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
@@ -217,7 +211,7 @@ def _unbounded_ms(prediction: Prediction) -> float:
 
 
 def _names(names: Iterable[str], none: str) -> str:
-    """Names, each once, as many as fit in a card."""
+    """Return distinct names, as many as fit in a card."""
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - _NAMED
     shown = ", ".join(distinct[:_NAMED]) or none
@@ -237,7 +231,7 @@ def _piece(sheets: Sequence[str], title: str, facts: str, *content: Child) -> st
 
 
 def scoped(sheet: str) -> str:
-    """A style sheet whose rules hold within a piece only."""
+    """Restrict the rules of a style sheet to a piece."""
     return _SELECTORS.sub(_within, sheet)
 
 

@@ -1,6 +1,6 @@
-"""What all pages are made of: one file that needs no other, cards, tables, legends.
+"""Building blocks of all pages: the file itself, cards, tables, legends.
 
-How they look in HTML is in `templates/` and the style sheets; pictures are `drawing`s.
+Their HTML is in `templates/` and the style sheets; charts are `drawing`s.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 _LONG = dict.fromkeys(("plan", "reason"), "text plan")
-"""Columns whose cells take several lines."""
+"""Columns whose cells may have several lines."""
 
 
 def page(title: str, sheets: Sequence[str], *content: Child) -> str:
-    """A whole file, as text, in the style of `sheets`."""
+    """Return a whole file as text, in the style of `sheets`."""
     return _template("page.html.j2").render(
         title=title,
         styles=Markup(styles(*sheets)),
@@ -39,34 +39,31 @@ def page(title: str, sheets: Sequence[str], *content: Child) -> str:
 
 
 def styles(*sheets: str) -> str:
-    """Style sheets of this folder, one after another."""
+    """Return concatenated style sheets of this package."""
     return "".join(map(_file, sheets))
 
 
 def header(title: str, facts: str, warnings: Iterable[str]) -> Markup:
-    """What a page is about, and what to be careful about."""
+    """Return the title, facts and warnings of a page."""
     return _part("header", title, facts, list(warnings))
 
 
 def card(head: str, *content: Child) -> Markup:
-    """A box with a line above."""
+    """Return a box with a heading."""
     return _part("card", head, _joined(content))
 
 
 def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Markup:
-    """A box with one figure in large type, and what it is of."""
+    """Return a box with one figure in large type and its description."""
     return _part("big_card", head, big, small, foot, _joined(between))
 
 
 def table(
     shown: Table, *, captioned: bool = False, faint: Collection[int] = ()
 ) -> Markup:
-    """A table of text in a box that scrolls, its notes left out.
+    """Return a table of text in a box that scrolls, without its notes.
 
-    Args:
-        shown: Columns that are aligned to the right are numbers.
-        captioned: With its title above.
-        faint: Indices of rows that stand back.
+    It has its title if `captioned`; rows with indices in `faint` have a faint style.
     """
     columns = [
         {
@@ -86,25 +83,20 @@ def table(
 
 
 def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Markup:
-    """What marks stand for.
-
-    Args:
-        entries: (mark, twelve wide and high; its meaning).
-        name: Of the list, for who does not see it.
-    """
+    """Return the meanings of marks (12 × 12); `name` is the list's accessible name."""
     items = [(drawing(12, 12, "", mark), text) for mark, text in entries]
     return _part("legend", items, name)
 
 
 def swatches(kinds: Mapping[str, str]) -> Markup:
-    """A legend of colours: class in the style sheet -> meaning."""
+    """Return a legend of colours from classes in the style sheet to meanings."""
     return legend(
         (box(f"key {kind}", 1, 1, (10, 10), rx=2), text) for kind, text in kinds.items()
     )
 
 
 def _part(name: str, *values: object) -> Markup:
-    """A macro of the parts' template, filled in."""
+    """Render a macro of the parts' template."""
     return Markup(getattr(_template("parts.html.j2").module, name)(*values))
 
 

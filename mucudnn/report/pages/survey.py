@@ -1,28 +1,31 @@
-"""A survey as one HTML file: how far each convolution's first choice reaches."""
+"""Report of a survey as one HTML file: reach of each first choice."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from mucudnn.report.algorithm_survey import survey_tables
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.pages.page import big_card, header, page, table
 from mucudnn.report.text import Table
 from mucudnn.report.words import bytes_text
-from mucudnn.studies.algorithm_survey import AlgorithmSurvey, SurveyedLayer
+from mucudnn.studies.algorithm_survey import AlgorithmSurvey
 
 __all__ = ["survey_report"]
 
 
 def survey_report(survey: AlgorithmSurvey, title: str) -> str:
-    """The whole file, as text."""
+    """Return the file as text."""
     sizes, reach = survey_tables(survey)
     facts = (
         f"{survey.backend} backend, {survey.fingerprint}; micro-batch sizes: "
         f"{survey.batch_policy}; numerics: {survey.numerics}; nothing was measured"
     )
+    done = len(survey.layers)
+    warning = f"Interrupted: {done} of {survey.asked} convolutions are here."
+    warnings = [warning] if done < survey.asked else []
     return page(
         title,
         ("style.css", "memory.css"),
-        header(f"Algorithms within a limit: {title}", facts, _warnings(survey)),
+        header(f"Algorithms within a limit: {title}", facts, warnings),
         tag(
             "main",
             tag("div", _cards(survey), class_="cards"),
@@ -32,17 +35,11 @@ def survey_report(survey: AlgorithmSurvey, title: str) -> str:
     )
 
 
-def _warnings(survey: AlgorithmSurvey) -> Iterator[str]:
-    done = len(survey.layers)
-    if done < survey.asked:
-        yield f"Interrupted: {done} of {survey.asked} convolutions are here."
-
-
 def _cards(survey: AlgorithmSurvey) -> Iterable[Markup]:
     every = len(survey.layers)
     for limit in survey.limits:
         reach = [(layer, layer.largest_batch(limit)) for layer in survey.layers]
-        whole = sum(_fits_whole(layer, limit) for layer in survey.layers)
+        whole = sum(batch == layer.problem.batch for layer, batch in reach)
         parts = sum(n is not None for _, n in reach) - whole
         yield big_card(
             f"Workspace limit {bytes_text(limit)}",
@@ -50,10 +47,6 @@ def _cards(survey: AlgorithmSurvey) -> Iterable[Markup]:
             "first choices fit the whole mini-batch",
             f"{parts} more fit a micro-batch; {every - whole - parts} fit none",
         )
-
-
-def _fits_whole(layer: SurveyedLayer, limit: int) -> bool:
-    return layer.largest_batch(limit) == layer.problem.batch
 
 
 def _panel(name: str, shown: Table, *, unfolded: bool) -> Markup:
