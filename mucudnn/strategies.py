@@ -6,7 +6,7 @@ when copies run, `ORDERS` in which order nodes do.
 Examples:
     >>> from mucudnn.strategies import PLANNERS
     >>> PLANNERS.resolve("undivided").__doc__
-    'What plain cuDNN does: one call, the fastest algorithm that fits.'
+    'Run each kernel in one call by the fastest algorithm that fits, like cuDNN.'
 
 Wherever a name is accepted, a function is too; `register` makes its name one:
 
