@@ -6,7 +6,7 @@
 Examples:
     >>> from mucudnn.strategies import PLANNERS
     >>> PLANNERS.resolve("undivided").__doc__
-    'What plain cuDNN does: one call, the fastest algorithm that fits.'
+    'Run each kernel in one call by the fastest algorithm that fits, like cuDNN.'
 
 A function is accepted wherever a name is; `register` adds it under its own name:
 

@@ -162,8 +162,7 @@ class _Planner:
         self._room = [room - nbytes for nbytes in problem.scratch()]
         self._most = PREFETCH_FACTOR * room
         self._items = [
-            _Item(use, problem.swaps.get(use.storage, ()))
-            for use in problem.moving_uses()
+            _Item(use, problem.swaps.get(use.storage, ())) for use in problem.moving()
         ]
         self._accesses, self._bounds = _accesses(self._items, self._count)
         self._transfers: set[int] = set()

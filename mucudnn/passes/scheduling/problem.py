@@ -61,7 +61,7 @@ class Problem:
             check_fits(peak, self.graph.nodes[position].name, self.budget)
         n = len(self.graph.nodes)
         intervals: list[ResidencyInterval] = []
-        for use in self.moving_uses():
+        for use in self.moving():
             gaps = self.swaps.get(use.storage)
             if gaps:
                 intervals += split(use, gaps, n)
@@ -103,7 +103,7 @@ class Problem:
         """Raise a `PlanningError` if the shortest intervals do not fit."""
         check_fits(*self.need(), self.budget)
 
-    def moving_uses(self) -> Iterator[Use]:
+    def moving(self) -> Iterator[Use]:
         """Yield the uses of storages that are not always resident."""
         swaps = self.swaps
         for use in self.uses.values():
@@ -126,7 +126,7 @@ class Problem:
         return [known.get(node.name, 0) for node in self.graph.nodes]
 
     def ledger(self, intervals: Sequence[ResidencyInterval]) -> Occupancy:
-        """Return the ledger of intervals of all moving_uses storages."""
+        """Return the ledger of intervals of all moving storages."""
         return least_occupancy(intervals, self.scratch(), self.resident(), self.budget)
 
 
