@@ -167,7 +167,7 @@ def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
             assert begun or "nothing that is trained was changed" in error
             told.add(bool(begun))
             if begun:
-                with pytest.raises(BackendError, match=r"half done .* such as .*reset"):
+                with pytest.raises(BackendError, match=r"half done by .*reset"):
                     step.losses(1)
                 step.run.reset()
             else:

@@ -1,6 +1,6 @@
 """Ctrl-C that waits until what must not be cut in two is over."""
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations: 25 us
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ class DeferredInterrupt:
     def begin(self) -> None:
         """Keep it back from here on."""
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_signal.SIGINT)
             if callable(handler):  # else the process ends, or ignores it
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._defer)
+                _signal.signal(_signal.SIGINT, self._defer)
 
     def end(self, note: str = "") -> None:
         """Handle Ctrl-C as before, and now the one that came.
@@ -35,11 +35,11 @@ class DeferredInterrupt:
         handler, self._handler = self._handler, None
         if handler is None:
             return
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         came, self._came = self._came, False
         if came:
             try:
-                handler(signal.SIGINT, currentframe())
+                handler(_signal.SIGINT, currentframe())
             except BaseException as e:
                 if note:
                     e.add_note(note)

@@ -143,7 +143,7 @@ class StepPlanning:
             planner, plan = self.fusing.plan(whole, budget, self.plans)
         chosen = self.choice.bound(planner.lowered, plan.plan)
         copies = self.tiers.copies(plan.plan) if self.tiers else None
-        bound = bind_step(chosen, plan.plan.schedule, captured.names, copies)
+        bound = bind_step(chosen, plan.plan.schedule, copies)
         return replace(plan, source=bound.source), bound
 
     def _profile(self, lowered: Lowered) -> Profile:

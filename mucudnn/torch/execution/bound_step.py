@@ -3,13 +3,12 @@
 A step computes first and writes parameters, buffers and state as late as memory allows.
 An error or an interrupt before the first write leaves everything as it was. From there
 on Ctrl-C waits until the step is complete. Where an error stops a step in between, the
-next one is refused, with words about what was written.
+next one is refused.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from mucudnn.torch.capture.optimizers import UnusedState
 from mucudnn.torch.execution.copies import host_bytes
 from mucudnn.torch.execution.homes import Homes
 from mucudnn.torch.execution.lanes import copies_for, device_of
-from mucudnn.torch.execution.program import WRITES, Segment, bind
-from mucudnn.torch.execution.random_states import generator_of, get_state, set_state
-from mucudnn.torch.execution.segments import FILE
+from mucudnn.torch.execution.program import Segment, bind
+from mucudnn.torch.execution.random_states import generator_of, keep_state, set_state
 from mucudnn.torch.execution.tiers import TierCopies
 from mucudnn.torch.interrupts import DeferredInterrupt
 from mucudnn.torch.lowering.lowered import Lowered
@@ -35,9 +33,10 @@ _AFTER = {
     True: "the step had begun to change what is trained: go on from a checkpoint",
 }
 
-_GO_ON = (
-    "load a checkpoint into the model and the optimizer (load_state_dict), then call "
-    "reset() of the step"
+_HALF_DONE = (
+    "a training step was left half done by {}: of the parameters, buffers and "
+    "optimizer state some are as after it and some as before; load a checkpoint into "
+    "the model and the optimizer (load_state_dict), then call reset() of the step"
 )
 
 
@@ -45,17 +44,15 @@ class StepCommit:
     """What the steps of one optimizer change for good: all of it or nothing.
 
     Args:
-        optimizer: Has state that is made for a plan, and stays only once it was used.
+        optimizer: State that is made for a plan stays with it once a step has used it.
 
     Attributes:
         begun: Whether the step under way has written something.
-        written: Names of the inputs that a step which failed may have written, and the
-            number of all that it writes; empty if that is not known.
+        unused: The state that no step has used yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun = False
-        self.written: tuple[Sequence[str], int] = ((), 0)
         self.unused = UnusedState(optimizer)
         self._half_done = ""
         self._interrupt = DeferredInterrupt()
@@ -73,57 +70,41 @@ class StepCommit:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Complete a step that has begun to write, or note that it is half done.
+        """Complete a step that has begun to write, or remember that it is half done.
 
         Raises:
             BackendError: The last step was left half done.
         """
         if self._half_done:
-            raise BackendError(f"{self._half_done}; {_GO_ON}")
-        self.begun, self.written = False, ((), 0)
-        done = ""
+            raise BackendError(self._half_done)
+        self.begun, note = False, ""
         try:
             self.unused.lend()
             yield
             self.unused.keep()
-            done = "the step that was under way is complete"
+            note = "the step that was under way is complete"
         except BaseException as e:
-            if self.begun:
-                self.unused.keep()
-            # A step that was found wrong afterwards is complete.
-            if self.begun and not isinstance(e, VerificationError):
-                self._half_done = self._said(e)
-                e.add_note(f"{self._half_done}; {_GO_ON}")
             if not self.begun:
                 self.unused.withdraw()
+                raise
+            self.unused.keep()
+            # A step that was found wrong afterwards is complete.
+            if not isinstance(e, VerificationError):
+                self._half_done = _HALF_DONE.format(type(e).__name__)
+                e.add_note(self._half_done)
             raise
         finally:
-            self._interrupt.end(done)
+            self._interrupt.end(note)
 
     def begin(self) -> None:
-        """Have Ctrl-C wait until the step is complete: its first write comes next.
-
-        A second Ctrl-C does not wait. Signals are handled by the main thread only.
-        """
-        if self.begun:
-            return
-        self._interrupt.begin()
-        self.begun = True
+        """Have Ctrl-C wait until the step is complete: its first write comes next."""
+        if not self.begun:
+            self._interrupt.begin()
+            self.begun = True
 
     def reset(self) -> None:
         """Forget that a step was left half done."""
         self._half_done = ""
-
-    def _said(self, error: BaseException) -> str:
-        names, count = self.written
-        text = f"a training step was left half done by {type(error).__name__}"
-        if not names:
-            return f"{text} while the optimizer made its update"
-        few = ", ".join(name.removeprefix("model.") for name in names[:3])
-        return (
-            f"{text}: {len(names)} of the {count} parameters, buffers and states that "
-            f"it changes may be written, such as {few}"
-        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +115,6 @@ class BoundStep:
         segment: The program.
         device: The type of the device that it runs on.
         homes: Of inputs that are host-resident.
-        names: Of its inputs.
         random: The devices whose generators it draws from; None is the CPU.
         tiers: What copies to the tiers that were planned for, if any were.
     """
@@ -142,8 +122,7 @@ class BoundStep:
     segment: Segment
     device: str
     homes: Homes
-    names: Sequence[str]
-    random: Sequence[torch.device | None]
+    random: Sequence[torch.device | None] = ()
     tiers: TierCopies | None = None
 
     @property
@@ -157,24 +136,17 @@ class BoundStep:
         Nothing is cast: what had to be was when the step was captured. If it fails
         before its first write, random numbers are as they were too.
 
-        Args:
-            given: The values.
-            commit: Told before the first write.
-
         Raises:
             BackendError: A tier has lost what was there; says whether anything that is
                 trained was changed already.
         """
         self.homes.move(given)
         given.append(commit.begin)
-        first = not commit.begun
-        drawn = [(get_state(device), device) for device in self.random]
+        drawn = [(keep_state(device), device) for device in self.random]
         try:
             with torch.no_grad(), torch.autocast(self.device, enabled=False):
                 return self.segment.run(given)
         except BaseException as e:
-            if commit.begun and first:
-                commit.written = self._written(e.__traceback__)
             if not commit.begun:
                 for state, device in drawn:
                     set_state(state, device)
@@ -182,32 +154,15 @@ class BoundStep:
                 raise BackendError(f"{e}; {_AFTER[commit.begun]}") from e
             raise
 
-    def _written(self, at: TracebackType | None) -> tuple[Sequence[str], int]:
-        """Names of inputs that were written where an error came up, and of how many."""
-        while at is not None and at.tb_frame.f_code.co_filename != FILE:
-            at = at.tb_next
-        marks = [line.partition(WRITES)[2] for line in self.source.splitlines()]
-        places = [
-            [self.names[int(place)] for place in mark.split(", ") if place]
-            for mark in marks
-        ]
-        run = places if at is None else places[: at.tb_lineno]
-        names = list(dict.fromkeys(name for line in run for name in line))
-        return names, len({name for line in places for name in line})
-
 
 def bind_step(
-    lowered: Lowered,
-    schedule: Schedule,
-    names: Sequence[str],
-    tiers: TierCopies | None = None,
+    lowered: Lowered, schedule: Schedule, tiers: TierCopies | None = None
 ) -> BoundStep:
     """A schedule on the device of its tensors; its copies keep their host memory.
 
     Args:
         lowered: The step.
         schedule: What is run.
-        names: Of the step's inputs.
         tiers: What copies to the tiers that are planned for, if any are.
 
     Raises:
@@ -222,7 +177,6 @@ def bind_step(
         bind(lowered, schedule, copies, announced=True),
         device.type,
         Homes.of(lowered, schedule, memory),
-        names,
         tuple(random),
         tiers,
     )

@@ -2,8 +2,8 @@
 
 Host memory does not come from PyTorch's allocator, so that it is not counted as the
 device's. A lane is a thread, and the device is the CPU. A copy of few bytes takes less
-time than waking a thread does: it is made where it is asked for. A forked child starts
-threads of its own, and its memory is its own.
+time than waking a thread does: it is made where it is asked for. A forked child has
+threads and memory of its own.
 
 Bytes are moved by the C library, not by an operation of PyTorch's: that would start
 threads of its own beside the computation's, and hold Python's lock for longer, for
@@ -67,7 +67,7 @@ class ThreadCopies:
     def __init__(self, *, reuse: bool) -> None:
         self._hosts: dict[Hashable, torch.Tensor] | None = {} if reuse else None
         self._memory = _HostMemory()
-        self._lanes = Own(_Lanes)
+        self._lanes = Own(lambda: (_Lane(), _Lane()))
 
     def begin(self) -> Callable[[torch.Tensor, str], Leaving]:
         """What begins copies out in one run."""
@@ -81,23 +81,23 @@ class ThreadCopies:
             host = self._memory.take(storage.nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        lane = self._lanes.mine.out
-        return Leaving(host, lane.copy(storage, host, host.numel(), None))
+        out, _ = self._lanes.mine
+        return Leaving(host, out.copy(storage, host, host.numel(), None))
 
     def back(self, leaving: Leaving) -> torch.Tensor:
         """Begin to copy it back; the bytes that it will have."""
         host = leaving.host
         found = torch.empty(host.numel(), dtype=torch.uint8)
-        lane = self._lanes.mine.back
-        leaving.done = lane.copy(host, found, host.numel(), leaving.done)
+        _, back = self._lanes.mine
+        leaving.done = back.copy(host, found, host.numel(), leaving.done)
         return found
 
     def home(self, tensor: torch.Tensor, leaving: Leaving) -> None:
         """Begin to copy the storage of a tensor to where it came from."""
         storage = tensor.untyped_storage()
         host = leaving.host
-        lane = self._lanes.mine.out
-        leaving.done = lane.copy(storage, host, host.numel(), leaving.done)
+        out, _ = self._lanes.mine
+        leaving.done = out.copy(storage, host, host.numel(), leaving.done)
 
     def left(self, host: torch.Tensor, storage: str) -> Leaving:
         """What is on the host, and has no copy under way."""
@@ -105,8 +105,8 @@ class ThreadCopies:
 
     def settle(self) -> None:
         """Wait for all copies: one may write what a user is about to restore."""
-        for lane in (self._lanes.mine.out, self._lanes.mine.back):
-            lane.wait()
+        for lane in self._lanes.mine:
+            Leaving(torch.empty(0), lane.last).wait()
 
 
 class _HostMemory:
@@ -135,8 +135,9 @@ class _Lane:
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.last: threading.Lock | None = None
         self._started = False
-        self._last: threading.Lock | None = None
+        weakref.finalize(self, self.jobs.put, None)
 
     def copy(
         self,
@@ -158,25 +159,10 @@ class _Lane:
         if not self._started:
             threading.Thread(target=_work, args=(self.jobs,), daemon=True).start()
             self._started = True
-        self._last = done = threading.Lock()
+        self.last = done = threading.Lock()
         done.acquire()
         self.jobs.put(_Job(source, target, nbytes, after, done))
         return done
-
-    def wait(self) -> None:
-        """Wait for the last copy."""
-        if self._last is not None:
-            with self._last:
-                pass
-
-
-class _Lanes:
-    """The lanes of one process, which end when nobody has them any more."""
-
-    def __init__(self) -> None:
-        self.out = _Lane()
-        self.back = _Lane()
-        weakref.finalize(self, _stop, self.out.jobs, self.back.jobs)
 
 
 class _Job:
@@ -214,11 +200,6 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
         job()
 
 
-def _stop(*lanes: "queue.SimpleQueue[_Job | None]") -> None:
-    for jobs in lanes:
-        jobs.put(None)
-
-
 def move(source: _Bytes, target: _Bytes, nbytes: int) -> None:
     """Copy so many bytes here and now, in this thread."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
@@ -230,11 +211,11 @@ def host_bytes(nbytes: int) -> torch.Tensor:
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone: by default a forked child would write to it."""
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows has no forks
-        return mmap.mmap(-1, max(1, nbytes))
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return mmap.mmap(-1, max(1, nbytes), flags=private)
+    """Memory of this process alone: `mmap` shares it with forked children otherwise."""
+    flags = {}
+    if hasattr(mmap, "MAP_PRIVATE"):  # Windows has no forks
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    return mmap.mmap(-1, max(1, nbytes), **flags)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,15 +57,12 @@ class Homes:
             UnsupportedError: One is not on the CPU.
             OutOfMemoryError: There is no room; what has moved stays as it was.
         """
-        shared: dict[int, list[torch.Tensor]] = {}
-        names: dict[int, str] = {}
+        shared: dict[int, tuple[str, list[torch.Tensor]]] = {}
         for place, storage in self.places:
             if not at_home(tensor := tensors[place]):
-                at = storage_of(tensor)
-                shared.setdefault(at, []).append(tensor)
-                names.setdefault(at, storage)
-        for at, found in shared.items():
-            _move(found, partial(self.memory, names[at]))
+                shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
+        for storage, found in shared.values():
+            _move(found, partial(self.memory, storage))
 
 
 def _move(

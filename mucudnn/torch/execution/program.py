@@ -36,10 +36,7 @@ from mucudnn.torch.execution.random_states import (
 from mucudnn.torch.execution.segments import Kept, Segment, compiled
 from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
-__all__ = ["WRITES", "Kept", "Program", "Segment", "bind"]
-
-WRITES = "# writes input "
-"""Marks a statement that writes an input for good, with the number of that input."""
+__all__ = ["Kept", "Program", "Segment", "bind"]
 
 
 def bind(
@@ -56,10 +53,7 @@ def bind(
     """
     program = Program(lowered, schedule, copies)
     given = program.given(lowered.inputs)
-    if announced:
-        program.announce()
-        given.append("begin_update")
-    program.begin(given)
+    program.begin([*given, program.announced()] if announced else given)
     for name, value in lowered.constants.items():
         program.constant(name, value)
     program.depart()
@@ -102,32 +96,12 @@ class Program:
             },
         )
         self._hosted = schedule.hosted
-        self._announced = True
-        self._places: dict[str, int] = {}
+        self._unannounced: set[str] = set()
         self._across = schedule.live_across
         self._changed: set[str] = set()
         self._instructions = schedule.instructions
         self._last_read = self._reads(schedule.instructions)
         self._at = 0
-
-    def announce(self) -> None:
-        """Mark statements that write inputs, and call `begin_update` before the first.
-
-        A mark says which input: an error in a later line finds them written.
-        """
-        storages, inputs = self._graph.storages, self._lowered.inputs
-        for place, name in enumerate(inputs):
-            if name is not None:
-                self._places.setdefault(storages[name], place)
-        self._announced = False
-
-    def _written(self, storages: Iterable[str]) -> str:
-        """The mark of the next statement, which writes what has these bytes."""
-        places = sorted({self._places[s] for s in storages if s in self._places})
-        if places and not self._announced:
-            self._announced = True
-            self._lines.append("begin_update()")
-        return f"  {WRITES}{', '.join(map(str, places))}" if places else ""
 
     def _reads(self, instructions: Sequence[Instruction]) -> dict[str, int]:
         """Tensor -> the last instruction that reads it under this name."""
@@ -285,18 +259,29 @@ class Program:
         text = f"{called}({', '.join([*positional, *named])})"
         changed = {self._graph.storages[name] for name in node.mutates}
         self._changed |= changed
-        mark = self._written(changed.difference(self._hosted))
+        self._announce(changed.difference(self._hosted))
         start = len(self._lines)
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
-        self._lines[start] += mark
         if first in self._again and node.name != first:
             _, on = self._generator_text(first)
             saved, *drawing = self._lines[start:]
             indented = [f"    {line}" for line in drawing]
             undone = ["finally:", f"    set_state(drawn{on})", "drawn = None"]
             self._lines[start:] = [saved, "try:", *indented, *undone]
+
+    def announced(self) -> str:
+        """A variable for a function that is called before an input is first written."""
+        storages = self._graph.storages
+        self._unannounced.update(storages[t] for t in self._lowered.inputs if t)
+        return "begin_update"
+
+    def _announce(self, written: set[str]) -> None:
+        """Call `begin_update` before the first of these storages that is an input's."""
+        if not self._unannounced.isdisjoint(written):
+            self._lines.append("begin_update()")
+            self._unannounced.clear()
 
     def _taken(self, node: Node) -> str | None:
         """The operand that a node's result overwrites, if it does."""
@@ -347,8 +332,8 @@ class Program:
         handle = self._handle(storage)
         tensor = self._names.any_of(storage)
         if storage in self._hosted:
-            mark = self._written(self._changed & {storage})
-            self._lines.append(f"copy_home({tensor}, {handle}){mark}")
+            self._announce(self._changed & {storage})
+            self._lines.append(f"copy_home({tensor}, {handle})")
             self._changed.discard(storage)
         else:
             self._lines.append(f"{handle} = copy_out({tensor}, {storage!r})")

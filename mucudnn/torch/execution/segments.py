@@ -9,10 +9,7 @@ import torch
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.torch.lowering.lowered import Layout
 
-__all__ = ["FILE", "Kept", "Segment", "compiled"]
-
-FILE = "<planned step>"
-"""What tracebacks call the file of a function that was written here."""
+__all__ = ["Kept", "Segment", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -82,5 +79,5 @@ def compiled(
         body += ["    except BaseException:", f"        {failed}", "        raise"]
     source = "\n".join([*head, *body, ""])
     found = dict(space)
-    exec(compile(source, FILE, "exec"), found)
+    exec(compile(source, "<planned step>", "exec"), found)
     return Segment(source, found["run"])
