@@ -17,11 +17,11 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.training_step import step_graphs
 from mucudnn.passes.microbatch import BatchPolicy
 from mucudnn.runtime.profiling.profiler import profile
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]

@@ -14,9 +14,9 @@ from bench import fleet_ranks
 from bench.table import render
 from bench.torch import ranks
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint, StepTable
-from mucudnn.passes.fleet import equal_shares, split_batch
+from mucudnn.passes.load_balancing import equal_shares, split_batch
 from mucudnn.studies.fleet import study_fleet
-from mucudnn.studies.memory_findings import StepSpec
+from mucudnn.studies.memory_results import StepSpec
 
 __all__ = ["run", "table"]
 

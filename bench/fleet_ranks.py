@@ -25,10 +25,10 @@ from bench.one_algorithm import one_algorithm
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.models import IMAGE, LABEL, Model, get_model
-from mucudnn.passes.fleet import equal_shares, split_batch
-from mucudnn.passes.fleet.sizes import measured_table
+from mucudnn.passes.load_balancing import equal_shares, measured_table, split_batch
 from mucudnn.runtime.distributed.collectives import Collectives
-from mucudnn.runtime.training.trainer import StepResult, Trainer
+from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -230,7 +230,7 @@ def run(name: str, slow: float, ranks: int = 2) -> dict[str, Any]:
 
 def main(name: str, slow: str, file: str) -> None:
     """One of the ranks."""
-    from mucudnn.runtime.distributed.mpi import MpiCollectives
+    from mucudnn.runtime.distributed.collectives import MpiCollectives
 
     together = MpiCollectives()
     fleet = planned(CASES[name], float(slow), together)

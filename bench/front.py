@@ -16,7 +16,8 @@ from bench.memory_picture import framed
 from bench.table import render
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.report.memory_charts import Series, speed_chart
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 
 __all__ = ["run", "table"]
 

@@ -19,8 +19,7 @@ from typing import Any
 from bench.machine import describe
 from bench.split_steps import step
 from bench.table import render
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 
 __all__ = ["run", "table"]

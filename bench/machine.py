@@ -14,7 +14,7 @@ __all__ = ["describe"]
 def describe() -> dict[str, Any]:
     """Processor, cores, libraries, and the settings that change BLAS's speed."""
     from mucudnn.backends import get_backend
-    from mucudnn.version import installed_version
+    from mucudnn.plugins import installed_version
 
     return {
         "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

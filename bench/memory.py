@@ -10,8 +10,9 @@ from typing import Any
 
 from bench.table import render
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.planning.plan_step import PLANNED
-from mucudnn.studies.memory_study import MemoryStudy, StepSpec, study_memory
+from mucudnn.passes.residency import PLANNED
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import MemoryStudy, StepSpec
 
 __all__ = ["BATCHES", "DEVICES", "run", "table"]
 

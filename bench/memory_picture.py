@@ -8,10 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mucudnn.passes.planning.plan_step import PLANNED
-from mucudnn.report.markup import Child, Markup, tag
+from mucudnn.passes.residency import PLANNED
 from mucudnn.report.memory_charts import Series, speed_chart
-from mucudnn.report.svg import marker
+from mucudnn.report.svg import Child, Markup, marker, tag
 
 __all__ = ["CHART", "framed", "panels", "picture"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from bench import torch_guards
 from bench.table import render
 from mucudnn.backends import get_backend
-from mucudnn.backends.null import NullArray
+from mucudnn.backends.virtual import VirtualArray
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.functional import conv2d
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -88,7 +88,7 @@ def _one(parts: int) -> dict[str, Any]:
         padding=1,
     )
     backend = get_backend("null")
-    x, w, y = (NullArray(s.shape, s.dtype) for s in problem.operands())
+    x, w, y = (VirtualArray(s.shape, s.dtype) for s in problem.operands())
     micro = problem.with_batch(_BATCH // parts)
     nbytes = dict(backend.conv.algorithms(micro))["FAST"]
     step = AlgoPerf(algo="FAST", batch=micro.batch, time_ms=1.0, workspace=nbytes)

@@ -16,23 +16,21 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends import get_backend
-from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
-from mucudnn.ir.placement import PLACEMENTS
+from mucudnn.ir.schedule import PLACEMENTS
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.placement.layout import PlacedStep
-from mucudnn.passes.placement.page_table import PageTable
-from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.placement.layout import PageTable, PlacedStep
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.profiling.mapping_costs import mapping_costs
+from mucudnn.runtime.profiling.links import mapping_costs
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step.placed_steps import place_steps
+from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from bench import step_planner
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction, PerfTable
-from mucudnn.passes.convolution.workspace_division import divide
+from mucudnn.passes.convolution.knapsack import divide
 from mucudnn.passes.microbatch import pareto_plans, workspace_reuse
 
 __all__ = ["run", "table"]

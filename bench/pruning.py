@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.table import render
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction, PerfTable
-from mucudnn.passes.convolution.measurement_pruning import next_measurements
+from mucudnn.passes.convolution.pruning import next_measurements
 from mucudnn.passes.microbatch import pareto_plans, workspace_reuse
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner

@@ -22,11 +22,11 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.bound.lower_bound import lower_bound
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.bound import lower_bound
+from mucudnn.passes.planning.cutting import Candidate
+from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting.choice import Candidate, plan_splitting
+from mucudnn.passes.planning.split_search import plan_splitting
 from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = ["run", "table"]

@@ -33,11 +33,10 @@ from mucudnn.models import get_model
 from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.planning.cutting import Cutting
+from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting.cutting import Cutting
 from mucudnn.runtime.functional import conv2d
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer

@@ -11,7 +11,7 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import class_count
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.tuning.table_filler import Measured
+from mucudnn.runtime.tuning.tables import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 

@@ -4,9 +4,9 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.planning.cutting import SplitStep
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting.choice import SplitStep
 
 __all__ = ["GIB", "step"]
 

@@ -11,10 +11,9 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest
 
 __all__ = ["rows", "run"]

@@ -99,7 +99,7 @@ def _only_native(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
     """PyTorch's kernel for the whole batch, whatever it takes."""
-    from mucudnn.torch.conv.algorithm import TORCH
+    from mucudnn.torch.conv.backend import TORCH
 
     whole = (next(p for p in table.usable if p.algo == TORCH) for table in tables)
     pairs = zip(tables, whole, strict=True)

@@ -58,7 +58,7 @@ def time_guard_check(step: Any, batch: tuple[Any, ...]) -> float:
         step: A `TrainStep` that has a plan for the batch.
         batch: As the step is called with it.
     """
-    from mucudnn.torch.capture.batches import Batch
+    from mucudnn.torch.capture.step_tensors import Batch
 
     arguments = Batch.of(batch, {})
 

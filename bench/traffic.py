@@ -33,16 +33,16 @@ from bench.table import render
 from bench.traffic_beside import beside_eager, eager_tables
 from bench.traffic_counts import Rates, Traffic, rates_of
 from mucudnn.backends.cuda.kernels import KERNELS
-from mucudnn.backends.cuda.kernels.program import KernelCall, KernelLaunch
+from mucudnn.backends.cuda.kernels.launch import KernelCall, KernelLaunch
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.models import get_model
-from mucudnn.passes.graph.layouts.choice import stored
-from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
-from mucudnn.runtime.training.training_graphs import training_graphs
+from mucudnn.passes.graph.layouts import stored
+from mucudnn.passes.graph.precision import copies_of_parameters
+from mucudnn.passes.graph.training_step import training_graphs
 
 __all__ = ["BATCHES", "run", "table", "traffic_of"]
 

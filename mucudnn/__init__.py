@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from mucudnn.passes.microbatch import pareto_plans as pareto_plans
     from mucudnn.passes.planning.plan_step import plan_step as plan_step
     from mucudnn.passes.planning.request import StepRequest as StepRequest
-    from mucudnn.runtime.database.cache import BenchmarkCache as BenchmarkCache
     from mucudnn.runtime.functional import (
         conv1d as conv1d,
         conv2d as conv2d,
@@ -50,11 +49,10 @@ if TYPE_CHECKING:
         conv_backward_filter as conv_backward_filter,
         explain as explain,
     )
+    from mucudnn.runtime.store.measurements import BenchmarkCache as BenchmarkCache
     from mucudnn.runtime.training.budget import MemoryBudget as MemoryBudget
-    from mucudnn.runtime.training.checkpoints.checkpoint import (
-        Checkpoints as Checkpoints,
-    )
-    from mucudnn.runtime.training.checkpoints.resumption import (
+    from mucudnn.runtime.training.checkpoints import Checkpoints as Checkpoints
+    from mucudnn.runtime.training.history import (
         plans_of as plans_of,
         recall_races as recall_races,
     )
@@ -62,7 +60,7 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training.trainer import Trainer as Trainer
     from mucudnn.runtime.tuning.bound_plan import run_plan as run_plan
     from mucudnn.runtime.tuning.tuner import Tuner as Tuner
-    from mucudnn.studies.memory_study import study_memory as study_memory
+    from mucudnn.studies.memory import study_memory as study_memory
 
     __version__: str
 
@@ -162,7 +160,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"mucudnn.{name}")
     if name == "__version__":
-        value = import_module("mucudnn.version").installed_version()
+        value = import_module("mucudnn.plugins").installed_version()
     elif name in _MODULE_OF:
         value = getattr(import_module(f"mucudnn.{_MODULE_OF[name]}"), name)
     else:

@@ -7,8 +7,6 @@ Ctrl-C, so everything is imported inside the guard.
 import os
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command and end the process; see `mucudnn.cli.app.ExitCode`."""
@@ -17,7 +15,7 @@ def main() -> None:
         _open_standard_streams()
         import signal
 
-        from mucudnn.runtime.interrupts import Interrupts, end_children
+        from mucudnn.processes import Interrupts, end_children
 
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # Outside the guard, Ctrl-C ends the interpreter without a traceback.
@@ -61,7 +59,7 @@ def _open_standard_streams() -> None:
 
 def _exit_at_once(number: int) -> None:
     """Exit without cleanup, but make the terminal's cursor visible again."""
-    from mucudnn.runtime.interrupts import end_children
+    from mucudnn.processes import end_children
 
     end_children()
     if os.isatty(2):

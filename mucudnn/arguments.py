@@ -12,18 +12,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "a_flag",
-    "a_function",
-    "a_number",
-    "a_path",
-    "a_text",
-    "an_integer",
-    "integers",
-    "of_type",
-    "one_of",
-]
-
 _LONGEST = 80
 """Maximum characters of a value in a message."""
 

@@ -23,15 +23,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = [
-    "check_file",
-    "check_writable",
-    "descriptor_of",
-    "flush_folder",
-    "read_whole",
-    "write_whole",
-]
-
 Filler = Callable[[BinaryIO], object]
 
 _KINDS = {

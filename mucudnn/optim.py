@@ -21,22 +21,20 @@ schedule, or a function of the step:
     )
 """
 
-from mucudnn.ir.learning_rate import (
-    ConstantRate,
-    CosineRate,
-    LearningRate,
-    StepRate,
-    parse_learning_rate,
-)
-from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.optimizers import (
     OPTIMIZERS,
     AdaGrad,
     Adam,
+    ConstantRate,
+    CosineRate,
+    DynamicLossScale,
+    LearningRate,
     Momentum,
     Optimizer,
     RmsProp,
     Sgd,
+    StepRate,
+    parse_learning_rate,
     parse_optimizer,
 )
 

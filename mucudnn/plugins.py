@@ -1,4 +1,4 @@
-"""Find entry points of installed distributions, and load them on demand.
+"""Entry points of installed distributions, loaded on demand, and our own version.
 
 A distribution that cannot be read causes a warning that names it, but does not fail the
 command that searches for another one.
@@ -9,18 +9,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    PackageNotFoundError,
+    distributions,
+    version,
+)
 from pathlib import Path
 from typing import Any
-
-__all__ = [
-    "Plugin",
-    "PluginWarning",
-    "find_plugin",
-    "module_files",
-    "plugin_names",
-    "plugins",
-]
 
 
 class PluginWarning(UserWarning):
@@ -107,3 +104,11 @@ def _name(distribution: Distribution) -> str:
             return name
     folder = Path(str(getattr(distribution, "_path", "without a name")))
     return folder.stem.partition("-")[0]
+
+
+def installed_version() -> str:
+    """Return the version of mucudnn; `unknown` if it runs from a folder."""
+    try:
+        return version("mucudnn")
+    except PackageNotFoundError:
+        return "unknown"

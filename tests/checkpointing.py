@@ -19,8 +19,9 @@ from functools import partial
 import numpy as np
 from safetensors.numpy import save
 
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.checkpoints.tensor_file import (
+from mucudnn.runtime.training.checkpoints import (
+    Checkpoint,
+    Checkpoints,
     read_arrays,
     read_header,
     seal,

@@ -120,8 +120,7 @@ def free_copies(monkeypatch, tmp_path):
     What other tests have measured is not remembered within.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    from mucudnn.torch.measurement.cpu import CpuMeter
-    from mucudnn.torch.measurement.links import Links
+    from mucudnn.torch.costs.meters import CpuMeter, Links
 
     monkeypatch.setattr(CpuMeter, "time_ms", lambda meter, call: 1.0)
     monkeypatch.setattr(CpuMeter, "links", lambda meter, step: Links(1e12, 1e12))

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from mucudnn.backends import Backend
-from mucudnn.backends.cuda.conv import CudaConv
-from mucudnn.backends.cuda.conv.operation import ALIGNMENT
-from mucudnn.backends.cuda.conv.plan import CudaPlan
+from mucudnn.backends.cuda.conv import CudaConv, CudaPlan
+from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
+from mucudnn.backends.cuda.descriptors import LiveSession
 from mucudnn.backends.cuda.device import CudaDevice, Queue
-from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import OutOfMemoryError
 from tests.cudnn_fake import FakeCudnn
 from tests.cudnn_kernel import window

@@ -12,8 +12,8 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from mucudnn.backends.cuda._cudnn import error_for
-from mucudnn.backends.cuda._enums import (
+from mucudnn.backends.cuda.conv.graph_api import _NODES, BIAS_UID, UIDS
+from mucudnn.backends.cuda.libcudnn import (
     Attribute as At,
     AttributeType,
     BehaviorNote,
@@ -22,9 +22,8 @@ from mucudnn.backends.cuda._enums import (
     NumericalNote,
     PointwiseMode,
     Status,
+    error_for,
 )
-from mucudnn.backends.cuda.conv.epilogue import BIAS_UID
-from mucudnn.backends.cuda.conv.operation import _NODES, UIDS
 from mucudnn.ir.conv import Direction
 from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
 from tests.cudnn_fake_softmax import AllMaps

@@ -2,8 +2,7 @@
 
 import ctypes
 
-from mucudnn.backends.cuda._cudnn import AlgoPerf
-from mucudnn.backends.cuda._enums import Status
+from mucudnn.backends.cuda.libcudnn import AlgoPerf, Status
 from mucudnn.ir.conv import Direction
 from tests.cudnn_kernel import Convolution, Tensor, strides_of
 

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from mucudnn.backends.cuda._enums import BatchNormMode, DataType, PoolingMode, Status
+from mucudnn.backends.cuda.libcudnn import BatchNormMode, DataType, PoolingMode, Status
 from tests.cudnn_fake_legacy import StatusError
 from tests.cudnn_kernel import Tensor
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mucudnn.backends.cuda._enums import SoftmaxAlgorithm, SoftmaxMode
+from mucudnn.backends.cuda.libcudnn import SoftmaxAlgorithm, SoftmaxMode
 from tests.cudnn_fake_maps import Maps, blend
 
 __all__ = ["AllMaps"]

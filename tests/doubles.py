@@ -1,7 +1,7 @@
 """Backends that misbehave on purpose, around a real one."""
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.backends.null import NullArray
+from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import NATIVE, TF32, Traits
@@ -61,7 +61,7 @@ def problem(batch=8, direction=Direction.FORWARD, **options):
 
 def arrays(problem):
     """Null operands: the two inputs and the output."""
-    return tuple(NullArray(s.shape, s.dtype) for s in problem.operands())
+    return tuple(VirtualArray(s.shape, s.dtype) for s in problem.operands())
 
 
 def plan_of(backend, problem, *steps):

@@ -6,7 +6,7 @@ import signal
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from mucudnn.codecs.values import perf_from_dict, problem_from_dict
+from mucudnn.codecs import perf_from_dict, problem_from_dict
 
 
 def cost_ms(problem, row):
@@ -61,9 +61,9 @@ def pretend_another_library():
 
 def die_once(folder):
     """A worker's initializer: the first to measure something dies of it."""
-    from mucudnn.runtime.tuning import kernel_bench
+    from mucudnn.runtime.tuning import kernel_timer
 
-    usual = kernel_bench.KernelBench.run
+    usual = kernel_timer.KernelBench.run
 
     def run(self, *args, **kwargs):
         mark = Path(folder, "died")
@@ -73,4 +73,4 @@ def die_once(folder):
         except FileExistsError:
             usual(self, *args, **kwargs)
 
-    kernel_bench.KernelBench.run = run
+    kernel_timer.KernelBench.run = run

@@ -141,7 +141,7 @@ def trained(
     from torch.utils.data import DataLoader
 
     import mucudnn.torch as mt
-    from mucudnn.passes.fleet import equal_shares
+    from mucudnn.passes.load_balancing import equal_shares
 
     reduction = settings.get("reduction", "mean")
     model, data, batches = problem(network)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.problem import origin
 
 UNARY = ("relu", "bias", "scale", "mix")
 BINARY = ("add", "multiply", "relu_grad", "mix")

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from mucudnn.backends import Backend
-from mucudnn.backends.null import NullConv, NullDevice
+from mucudnn.backends.null import NullConv
+from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.numerics import Traits
 
@@ -30,7 +31,7 @@ ALGORITHMS = [
 ]
 
 
-class Context(NullDevice):
+class Context(VirtualDevice):
     """A device that is lost for good once a kernel has spoilt it, as CUDA's are."""
 
     spoilt = False

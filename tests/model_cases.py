@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.initializers import fans
+from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE, LABEL, get_model
 
 

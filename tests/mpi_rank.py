@@ -12,8 +12,8 @@ import time
 
 from mucudnn.__main__ import main
 from mucudnn.ir.fleet import StepPoint
-from mucudnn.models.model import IMAGE
-from mucudnn.runtime.training.step.stepping import Stepper
+from mucudnn.ir.graph import IMAGE
+from mucudnn.runtime.training.stepping import Stepper
 
 SLOW_S = 0.5
 SAMPLE_MS = 20.0
@@ -50,5 +50,5 @@ if __name__ == "__main__":
     Stepper.step = failing(int(rank), int(step), how)
     if how == "slow":
         # The package's `train` is the command.
-        importlib.import_module("mucudnn.cli.training.train").step_point = equal_point
+        importlib.import_module("mucudnn.cli.train").step_point = equal_point
     main()

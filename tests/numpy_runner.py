@@ -12,7 +12,8 @@ import numpy as np
 
 from mucudnn.backends import Backend
 from mucudnn.ir.channels_last import operands_of
-from mucudnn.ir.graph import Graph, Node, TensorSpec
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.tensor import TensorSpec
 
 
 def execute(

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,

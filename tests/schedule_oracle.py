@@ -8,7 +8,7 @@ be found there as this step found it.
 """
 
 from mucudnn.errors import ScheduleError
-from mucudnn.ir.graph import PERSISTENT, Node, Role
+from mucudnn.ir.graph import PERSISTENT, Node
 from mucudnn.ir.schedule import (
     Alloc,
     Compute,
@@ -19,6 +19,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.liveness import kept, rounded
 
 __all__ = ["verify"]

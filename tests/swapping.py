@@ -7,21 +7,21 @@ import numpy as np
 from mucudnn.backends import Backend, get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planning.evaluate import plan_residency
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
-from mucudnn.passes.scheduling.costs import state_bytes
+from mucudnn.passes.scheduling.problem import state_bytes
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step.sizes import kernel_workspaces
+from mucudnn.runtime.training.sizes import kernel_workspaces
 from tests.plain_schedule import keep_all
 
 RATE = 1 << 16

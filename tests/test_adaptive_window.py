@@ -9,11 +9,10 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import plan_residency
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import EVERYTHING, Residency
-from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
-from mucudnn.passes.scheduling.costs import first_plans
+from mucudnn.passes.scheduling.problem import first_plans
+from mucudnn.passes.scheduling.schedulers import PREFETCH_FACTOR, windows
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 from tests.schedule_oracle import verify

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs.values import problem_from_dict
+from mucudnn.codecs import problem_from_dict
 from mucudnn.errors import BackendError, BackendUnavailableError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import BATCH_POLICIES
-from mucudnn.report.algorithm_survey import survey_tables
+from mucudnn.report.survey import survey_tables
 from mucudnn.report.text import write_tables
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.algorithm_survey import (
+from mucudnn.studies.algorithms import (
     Algorithm,
     SurveyedBatch,
     SurveyInterrupted,
     survey_algorithms,
 )
-from mucudnn.studies.conv_comparison import in_directions
+from mucudnn.studies.convolutions import in_directions
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem, watched
 

@@ -7,8 +7,9 @@ import pytest
 from mucudnn.errors import PlanningError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.graph import Graph, Phase, Role
+from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.tensor import Role
 from mucudnn.models import MODELS
 from mucudnn.passes.graph.autodiff import LOSS_SCALE, training_graph
 from tests.model_cases import CASES

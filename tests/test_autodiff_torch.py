@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.autodiff import RULES, training_graph
 from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.layouts.channels_last import able, with_channels_last
+from mucudnn.passes.graph.layouts import able, with_channels_last
 from tests.model_cases import random_feeds
 
 torch = pytest.importorskip("torch")

@@ -6,7 +6,8 @@ import pytest
 from bench.papers import tsplit
 from bench.split_distance import gradient_distance
 from bench.split_running import Told, measured_by, steps_of
-from mucudnn.models.unet import narrow_unet2d, narrow_unet3d, unet2d, unet3d
+from mucudnn.models import unet2d, unet3d
+from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
 from mucudnn.runtime.training.trainer import Trainer
 
 

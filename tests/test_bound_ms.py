@@ -13,7 +13,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency

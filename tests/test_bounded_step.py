@@ -8,14 +8,14 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning import plan_step
-from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.plan_step import unbounded
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.runtime.training import planned_steps
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.step import bounded_step
-from mucudnn.runtime.training.step.placed_steps import place_steps
+from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.schedule_oracle import verify
@@ -88,7 +88,7 @@ def test_only_where_a_step_is_much_slower_than_it_seemed_is_another_searched_for
         unchanged(tuner, profile, plans, measured, memory=memory)
         return refined
 
-    monkeypatch.setattr(bounded_step, "refine", refine)
+    monkeypatch.setattr(planned_steps, "refine", refine)
     placed = placed_within(graph, nbytes=budget, measured=known)
     assert len(searched) == searches
     assert searched[0].seed is None
@@ -97,7 +97,7 @@ def test_only_where_a_step_is_much_slower_than_it_seemed_is_another_searched_for
 
 def test_a_plan_that_was_found_before_stays(step, searched, monkeypatch):
     graph, known, budget = step
-    monkeypatch.setattr(bounded_step, "refine", unchanged)
+    monkeypatch.setattr(planned_steps, "refine", unchanged)
     found = plan_step.plan_step(StepRequest(graph, known, budget=budget))
     searched.clear()
     placed = placed_within(graph, nbytes=budget, measured=known, found=found)
@@ -108,7 +108,7 @@ def test_a_plan_that_was_found_before_stays(step, searched, monkeypatch):
 
 def test_a_plan_that_no_longer_fits_is_searched_for_anew(step, searched, monkeypatch):
     graph, known, budget = step
-    monkeypatch.setattr(bounded_step, "refine", unchanged)
+    monkeypatch.setattr(planned_steps, "refine", unchanged)
     found = plan_step.plan_step(StepRequest(graph, known, budget=budget))
     searched.clear()
     less = int(0.8 * budget)

@@ -15,15 +15,15 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget, policy_names
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest, plan_residency
+from mucudnn.passes.residency import policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step.sizes import kernel_workspaces
+from mucudnn.runtime.training.sizes import kernel_workspaces
 from tests.race_detector import RaceDetector
 
 MODELS = {

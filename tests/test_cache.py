@@ -22,7 +22,8 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning, default_path
+from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
+from mucudnn.runtime.store.sqlite_file import CacheWarning
 from tests.examples import examples
 
 PROBLEM = ConvProblem(
@@ -34,7 +35,7 @@ FLIPS = 25
 CHILD = """
 import math, os, sys, time, warnings
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 
 PROBLEM = ConvProblem(
     direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)

@@ -8,8 +8,8 @@ from hypothesis import given
 
 from mucudnn.ir.conv import PerfTable
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.report.charts import curve, drawn_front
-from mucudnn.studies.outcome import LayerResult
+from mucudnn.report.conv_charts import curve, drawn_front
+from mucudnn.studies.convolutions import LayerResult
 from tests.examples import examples
 from tests.tables import perf, perf_tables, problem
 

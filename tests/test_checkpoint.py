@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, strategies as st
 from safetensors.numpy import load_file
 
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.checkpoints.tensor_file import seal
+from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints, seal
 from tests.checkpointing import WORDS, arrays_at, at, forge
 from tests.examples import examples
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from mucudnn.cli import main
 from mucudnn.cli.app import ExitCode
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.passes.planning.plan_step import policy_names
+from mucudnn.passes.residency import policy_names
 
 NULL = ("--device", "null", "--batch", "8")
 ROW = {
@@ -296,16 +296,16 @@ def test_a_snapshot_is_within_the_budget(tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_done(monkeypatch):
-    from mucudnn.studies import memory_trials
+    from mucudnn.studies import memory
 
-    real = memory_trials.try_technique
+    real = memory.try_technique
 
     def interrupted(request):
         if request.policy == "lru":
             raise KeyboardInterrupt
         return real(request)
 
-    monkeypatch.setattr(memory_trials, "try_technique", interrupted)
+    monkeypatch.setattr(memory, "try_technique", interrupted)
     result = run("lenet", *NULL, "--budget", "1GiB", "--policy", "keep_all,lru")
     assert result.exit_code == 130
     assert "keep_all" in result.stdout

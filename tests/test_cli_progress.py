@@ -10,10 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main, progress
-from mucudnn.cli.progress import every_ten_seconds, progress_display
-from mucudnn.cli.progress_words import TrainingWords
-from mucudnn.cli.remaining import Remaining, left_text
-from mucudnn.runtime.training.checkpoints.history import Position
+from mucudnn.cli.progress import (
+    Remaining,
+    TrainingWords,
+    every_ten_seconds,
+    left_text,
+    progress_display,
+)
+from mucudnn.runtime.training.history import Position
 
 ERASED = "\x1b[2K"
 

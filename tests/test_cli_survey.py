@@ -15,8 +15,8 @@ from mucudnn import backends
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.cli import main
-from mucudnn.codecs.recordings import read_recording, recorded_environments
 from mucudnn.errors import BackendUnavailableError
+from mucudnn.recording_format import read_recording, recorded_environments
 from mucudnn.runtime.tuning import tuner as tuner_module
 from tests.doubles import Crowded
 

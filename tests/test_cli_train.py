@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from mucudnn.cli import main
 from mucudnn.models import MODELS
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints import Checkpoints
 
 QUICK = (
     "digits",

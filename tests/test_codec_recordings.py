@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
-from mucudnn.codecs.recordings import (
+from mucudnn.errors import CacheError
+from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.measurement import Measurement, Verdict, signature
+from mucudnn.recording_format import (
     format_recording,
     read_recording,
     recorded_environments,
 )
-from mucudnn.errors import CacheError
-from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.measurement import Measurement, Verdict, signature
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.recordings import (
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.recordings import (
     record_run,
     run_measurements,
     write_recording,

@@ -9,7 +9,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.codecs import recordings, values
+from mucudnn import codecs, recording_format
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.measurement import Measurement
 
@@ -78,51 +78,51 @@ def through_json(data):
 
 @given(problems())
 def test_a_problem_survives(problem):
-    data = through_json(values.problem_to_dict(problem))
-    assert values.problem_from_dict(data) == problem
+    data = through_json(codecs.problem_to_dict(problem))
+    assert codecs.problem_from_dict(data) == problem
 
 
 @given(perfs())
 def test_a_perf_survives(perf):
-    assert values.perf_from_dict(through_json(values.perf_to_dict(perf))) == perf
+    assert codecs.perf_from_dict(through_json(codecs.perf_to_dict(perf))) == perf
 
 
 def test_a_plan_survives():
     plan = ConvPlan(PROBLEM, (PERF, PERF))
-    assert values.plan_from_dict(through_json(values.plan_to_dict(plan))) == plan
+    assert codecs.plan_from_dict(through_json(codecs.plan_to_dict(plan))) == plan
 
 
 def test_a_plan_must_cover_its_batch():
-    data = values.plan_to_dict(ConvPlan(PROBLEM, (PERF, PERF)))
+    data = codecs.plan_to_dict(ConvPlan(PROBLEM, (PERF, PERF)))
     data["steps"].pop()
     with pytest.raises(ValueError, match="plan: plan covers 2 of 4"):
-        values.plan_from_dict(data)
+        codecs.plan_from_dict(data)
 
 
 def test_every_field_is_written():
     for value, data in (
-        (PROBLEM, values.problem_to_dict(PROBLEM)),
-        (PERF, values.perf_to_dict(PERF)),
+        (PROBLEM, codecs.problem_to_dict(PROBLEM)),
+        (PERF, codecs.perf_to_dict(PERF)),
     ):
         assert list(data) == [field.name for field in dataclasses.fields(value)]
 
 
 def test_infinity_is_null():
-    assert values.perf_to_dict(FAILED)["time_ms"] is None
+    assert codecs.perf_to_dict(FAILED)["time_ms"] is None
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
 def test_a_bad_time_without_an_error_is_not_written(bad):
     with pytest.raises(ValueError, match="time_ms"):
-        values.perf_to_dict(dataclasses.replace(PERF, time_ms=bad))
+        codecs.perf_to_dict(dataclasses.replace(PERF, time_ms=bad))
 
 
 @pytest.mark.parametrize(
     ("value", "to_dict", "from_dict"),
     [
-        (PROBLEM, values.problem_to_dict, values.problem_from_dict),
-        (PERF, values.perf_to_dict, values.perf_from_dict),
-        (FAILED, values.perf_to_dict, values.perf_from_dict),
+        (PROBLEM, codecs.problem_to_dict, codecs.problem_from_dict),
+        (PERF, codecs.perf_to_dict, codecs.perf_from_dict),
+        (FAILED, codecs.perf_to_dict, codecs.perf_from_dict),
     ],
 )
 def test_each_field_is_needed_and_typed(value, to_dict, from_dict):
@@ -158,53 +158,53 @@ def test_each_field_is_needed_and_typed(value, to_dict, from_dict):
     ],
 )
 def test_a_bad_perf_is_named(field, bad):
-    data = values.perf_to_dict(PERF) | {field: bad}
+    data = codecs.perf_to_dict(PERF) | {field: bad}
     named = "time_ms" if field == "error" and isinstance(bad, str) else field
     with pytest.raises(ValueError, match=rf"perf\.{named}"):
-        values.perf_from_dict(data)
+        codecs.perf_from_dict(data)
 
 
 def test_contradictions_are_value_errors():
-    data = values.problem_to_dict(PROBLEM)
+    data = codecs.problem_to_dict(PROBLEM)
     with pytest.raises(ValueError, match=r"direction.*forward"):
-        values.problem_from_dict(data | {"direction": "sideways"})
+        codecs.problem_from_dict(data | {"direction": "sideways"})
     for shape in ([], [0, 3, 8, 7], [4, 2, 8, 7], [4, 3, 1, 1]):
         with pytest.raises(ValueError, match="problem"):
-            values.problem_from_dict(data | {"x_shape": shape})
+            codecs.problem_from_dict(data | {"x_shape": shape})
 
 
 @given(problems(), sizes)
 def test_keys_forget_the_batch_and_nothing_else(problem, batch):
-    key = values.problem_key(problem)
-    assert key == values.problem_key(problem.with_batch(batch))
-    assert values.problem_from_key(key, batch) == problem.with_batch(batch)
+    key = codecs.problem_key(problem)
+    assert key == codecs.problem_key(problem.with_batch(batch))
+    assert codecs.problem_from_key(key, batch) == problem.with_batch(batch)
 
 
 @given(problems(), problems())
 def test_keys_tell_problems_apart(one, other):
     same = one.with_batch(1) == other.with_batch(1)
-    assert (values.problem_key(one) == values.problem_key(other)) == same
+    assert (codecs.problem_key(one) == codecs.problem_key(other)) == same
 
 
 def test_every_field_is_in_the_key():
     fields = {field.name for field in dataclasses.fields(ConvProblem)}
-    assert set(json.loads(values.problem_key(PROBLEM))) == fields
+    assert set(json.loads(codecs.problem_key(PROBLEM))) == fields
 
 
 def test_a_bad_key_is_refused():
-    for key in ("", "{}", "[]", values.problem_key(PROBLEM).replace('"N"', "4")):
+    for key in ("", "{}", "[]", codecs.problem_key(PROBLEM).replace('"N"', "4")):
         with pytest.raises(ValueError, match=r".+"):
-            values.problem_from_key(key, 1)
+            codecs.problem_from_key(key, 1)
 
 
 @given(st.lists(measurements(), max_size=5), st.booleans())
 def test_a_recording_survives(rows, compress):
-    data = recordings.format_recording(rows, compress=compress)
-    parsed = recordings.read_recording(data).measurements
+    data = recording_format.format_recording(rows, compress=compress)
+    parsed = recording_format.read_recording(data).measurements
     assert sorted(map(repr, parsed)) == sorted(map(repr, rows))
     fingerprints = tuple(dict.fromkeys(row.fingerprint for row in rows))
-    assert tuple(recordings.recorded_environments(data)) == fingerprints
-    assert recordings.format_recording(parsed, compress=compress) == data
+    assert tuple(recording_format.recorded_environments(data)) == fingerprints
+    assert recording_format.format_recording(parsed, compress=compress) == data
 
 
 ROWS = [
@@ -221,10 +221,10 @@ ROWS = [
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_every_truncation_is_refused(compress):
-    data = recordings.format_recording(ROWS, compress=compress)
+    data = recording_format.format_recording(ROWS, compress=compress)
     for length in range(len(data.rstrip(b"\n"))):
         with pytest.raises(ValueError, match=r".+"):
-            recordings.read_recording(data[:length])
+            recording_format.read_recording(data[:length])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_every_truncation_is_refused(compress):
     ],
 )
 def test_a_bad_recording_is_located(path, bad, message):
-    document = json.loads(recordings.format_recording(ROWS))
+    document = json.loads(recording_format.format_recording(ROWS))
     broken = copy.deepcopy(document)
     *way, last = path
     place = broken
@@ -262,30 +262,30 @@ def test_a_bad_recording_is_located(path, bad, message):
         place = place[step]
     place[last] = bad
     with pytest.raises(ValueError, match=message):
-        recordings.read_recording(json.dumps(broken).encode())
+        recording_format.read_recording(json.dumps(broken).encode())
 
 
 def test_other_files_are_refused():
     for data in (b"", b"\x00", b"[]", b"NaN", b"[" * 100_000, gzip.compress(b"{}")):
         with pytest.raises(ValueError, match=r".+"):
-            recordings.read_recording(data)
+            recording_format.read_recording(data)
 
 
 def test_a_device_occurs_once():
-    document = json.loads(recordings.format_recording(ROWS))
+    document = json.loads(recording_format.format_recording(ROWS))
     document["devices"] *= 2
     with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
-        recordings.read_recording(json.dumps(document).encode())
+        recording_format.read_recording(json.dumps(document).encode())
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1 << 40])
 def test_a_plan_may_know_its_limit_and_older_files_do_not(limit):
     plan = ConvPlan(PROBLEM, (dataclasses.replace(PERF, batch=PROBLEM.batch),))
-    older = values.plan_to_dict(plan)
+    older = codecs.plan_to_dict(plan)
     assert set(older) == {"problem", "steps"}
-    assert values.plan_from_dict(older).workspace_limit is None
+    assert codecs.plan_from_dict(older).workspace_limit is None
     data = plan if limit is None else plan.under(limit)
-    again = values.plan_from_dict(values.plan_to_dict(data))
+    again = codecs.plan_from_dict(codecs.plan_to_dict(data))
     assert again == plan
     assert again.workspace_limit == limit
 
@@ -293,6 +293,6 @@ def test_a_plan_may_know_its_limit_and_older_files_do_not(limit):
 @pytest.mark.parametrize("bad", ["3", 1.5, True, 1 << 70])
 def test_a_limit_that_is_none_is_named(bad):
     plan = ConvPlan(PROBLEM, (dataclasses.replace(PERF, batch=PROBLEM.batch),))
-    data = values.plan_to_dict(plan) | {"workspace_limit": bad}
+    data = codecs.plan_to_dict(plan) | {"workspace_limit": bad}
     with pytest.raises(ValueError, match="workspace_limit"):
-        values.plan_from_dict(data)
+        codecs.plan_from_dict(data)

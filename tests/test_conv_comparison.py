@@ -6,17 +6,13 @@ import math
 import pytest
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs.values import problem_from_dict
+from mucudnn.codecs import problem_from_dict
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import Direction
 from mucudnn.passes.microbatch import undivided
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import (
-    ComparisonInterrupted,
-    compare,
-    in_directions,
-)
+from mucudnn.studies.convolutions import ComparisonInterrupted, compare, in_directions
 from mucudnn.suites import Layer, parse_problem
 
 KIB = 1 << 10

@@ -10,26 +10,29 @@ import pytest
 
 from bench.one_algorithm import one_algorithm
 from mucudnn.backends import get_backend
-from mucudnn.backends.cuda._enums import Status
-from mucudnn.backends.cuda.conv.engines import engines
-from mucudnn.backends.cuda.conv.epilogue import bias_relu_graph
+from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.conv.fused import CudaEpilogues
-from mucudnn.backends.cuda.conv.graph import GraphLibrary, PlanKey
-from mucudnn.backends.cuda.conv.operation import operation_graph
-from mucudnn.backends.kernel import Kernel
+from mucudnn.backends.cuda.conv.graph_api import (
+    GraphLibrary,
+    PlanKey,
+    bias_relu_graph,
+    engines,
+    operation_graph,
+)
+from mucudnn.backends.cuda.libcudnn import Status
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.graph import Role
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.precision.mixed_precision import lowered
+from mucudnn.passes.graph.precision import lowered
 from mucudnn.passes.graph.split import split_batch
-from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
+from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.runtime.training.measured_choices import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend

@@ -13,8 +13,7 @@ from hypothesis import given, strategies as st
 from mucudnn.backends.cpu.copies import CHUNK, CpuCopier
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.device import CudaDevice, DescribedDevice
-from mucudnn.backends.null import NullDevice
-from mucudnn.backends.virtual import VirtualArray
+from mucudnn.backends.virtual import VirtualArray, VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
 from tests.examples import examples
 
@@ -189,13 +188,13 @@ def test_sizes_must_agree():
     copier = CpuCopier()
     with pytest.raises(BackendError, match="12 bytes was given 4"):
         copier.out(np.zeros(3, np.float32), np.zeros(4, np.uint8))
-    virtual = NullDevice().copier()
+    virtual = VirtualDevice().copier()
     with pytest.raises(BackendError, match="12 bytes was given 4"):
         virtual.back(VirtualArray((12,)), VirtualArray((4,)))
 
 
 def test_virtual_engines_work_beside_computations():
-    device = NullDevice(out_bytes_per_ms=4, in_bytes_per_ms=8)
+    device = VirtualDevice(out_bytes_per_ms=4, in_bytes_per_ms=8)
     copier = device.copier()
     large, small = VirtualArray((40,)), VirtualArray((8,))
     device.advance(1)

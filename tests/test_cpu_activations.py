@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.backends.cpu.kernels.erf import erf
+from mucudnn.backends.cpu.kernels.elementwise import erf
 from tests.examples import examples
 from tests.kernel_cases import close, distinct, normal, numeric_gradient, run, stale
 

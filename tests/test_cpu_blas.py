@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mucudnn.backends.cpu import blas
+from mucudnn.backends.cpu import threads
 from mucudnn.backends.cpu.conv import CpuConv
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -34,7 +34,7 @@ def test_a_product_is_added_to_part_of_a_matrix(dtype, orders, sizes):
     b, _ = inside((k, n), dtype, orders & 2)
     c, whole = inside((m, n), dtype, orders & 4)
     before, around = c.copy(), whole.copy()
-    multiply = blas.product(a, b, c)
+    multiply = threads.product(a, b, c)
     if multiply is None:
         pytest.skip("NumPy has no OpenBLAS here")
     multiply(address(a), address(b), address(c), 1.0)
@@ -47,7 +47,7 @@ def test_a_product_is_added_to_part_of_a_matrix(dtype, orders, sizes):
 
 @pytest.fixture
 def without_blas(monkeypatch):
-    monkeypatch.setattr(blas, "_gemm", lambda dtype: None)
+    monkeypatch.setattr(threads, "_gemm", lambda dtype: None)
     return CpuConv(Workers(2))
 
 

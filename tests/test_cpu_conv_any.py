@@ -19,22 +19,17 @@ from mucudnn.backends import Backend
 from mucudnn.backends.cpu.conv import (
     ALGORITHMS,
     CpuConv,
-    implicit_gemm,
-    implicit_precomp_gemm,
-)
-from mucudnn.backends.cpu.conv.fourier import products, separable
-from mucudnn.backends.cpu.conv.lowering import (
     blockwise,
-    correlation,
-    filter_gradient,
-    scattering,
+    dft,
+    fft,
+    gemm,
+    winograd,
 )
-from mucudnn.backends.cpu.conv.winograd import plan
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import candidate_batches
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from tests.conv_problems import conv_problems
 from tests.doubles import QUICK
 from tests.guarded import run_guarded
@@ -87,7 +82,15 @@ DEPTHWISE_PIXELS = [
 
 
 SMALL_CUTS = {
-    implicit_gemm: {"_SMALL": 800, "_LARGE": 1600, "_PART": 2},
+    gemm: {
+        "_SMALL": 800,
+        "_LARGE": 1600,
+        "_PART": 2,
+        "_TILE_BYTES": 500,
+        "_LEAST_PIXELS": 5,
+        "_LEAST_TERMS": 7,
+        "_LARGE_FILTER": 60,
+    },
     blockwise: {
         "_PIXELS": 5,
         "_PER_PIXEL": 50,
@@ -95,13 +98,9 @@ SMALL_CUTS = {
         "_PER_TAP": 40,
         "_SAMPLES": 1,
     },
-    implicit_precomp_gemm: {"_TILE_BYTES": 500},
-    correlation: {"_LEAST_PIXELS": 5},
-    scattering: {"_LEAST_PIXELS": 5},
-    filter_gradient: {"_LEAST_TERMS": 7, "_LARGE_FILTER": 60},
-    separable: {"_CHUNK_BYTES": 20_000, "_CHANNELS": 2},
-    products: {"_BLOCK_BYTES": 20_000, "_LEAST": 3, "_ROWS": 5, "_PIECE": 3},
-    plan: {"_STRETCH": 2, "_BLOCK_BYTES": 4096, "_BLOCK_SAMPLES": 2},
+    dft: {"_CHUNK_BYTES": 20_000, "_CHANNELS": 2},
+    fft: {"_BLOCK_BYTES": 20_000, "_LEAST": 3, "_ROWS": 5, "_PIECE": 3},
+    winograd: {"_STRETCH": 2, "_BLOCK_BYTES": 4096, "_BLOCK_SAMPLES": 2},
 }
 """So small that a problem of a few pixels has the many tiles of a large one."""
 

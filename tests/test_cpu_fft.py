@@ -4,16 +4,21 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from mucudnn.backends.cpu.conv import fft, fft_tiling
-from mucudnn.backends.cpu.conv.fourier.dft import Window, fill_table, frequencies
-from mucudnn.backends.cpu.conv.fourier.separable import Chunk, Separable
+from mucudnn.backends.cpu.conv import fft
+from mucudnn.backends.cpu.conv.dft import (
+    Chunk,
+    Separable,
+    Window,
+    fill_table,
+    frequencies,
+)
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
 BOTH = pytest.mark.parametrize(
-    "algorithm", [fft.ALGORITHM, fft_tiling.ALGORITHM], ids=lambda a: a.name
+    "algorithm", [fft.FFT, fft.FFT_TILING], ids=lambda a: a.name
 )
 
 WORKERS = {count: Workers(count) for count in (1, 2, 3)}
@@ -79,7 +84,7 @@ def fits_a_tile(problem):
 @given(problem=problems(), count=st.sampled_from(sorted(WORKERS)))
 def test_any_geometry(algorithm, problem, count):
     excluded = algorithm.excluded(problem) is not None
-    assert excluded == (algorithm is fft_tiling.ALGORITHM and not fits_a_tile(problem))
+    assert excluded == (algorithm is fft.FFT_TILING and not fits_a_tile(problem))
     assume(not excluded)
     a, b = operands(problem)
     out = run(algorithm, problem, a, b, WORKERS[count])
@@ -191,11 +196,11 @@ def test_an_image_too_long_for_one_transform_is_left_to_the_tiles():
     problem = ConvProblem(
         direction=Direction.FORWARD, x_shape=(1, 2, 9, 600), w_shape=(2, 2, 3, 3)
     )
-    reason = fft.ALGORITHM.excluded(problem)
+    reason = fft.FFT.excluded(problem)
     assert reason is not None
     assert "spatial axis 1" in reason
     assert "600 points" in reason
-    assert fft_tiling.ALGORITHM.excluded(problem) is None
+    assert fft.FFT_TILING.excluded(problem) is None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_an_image_too_long_for_one_transform_is_left_to_the_tiles():
 )
 def test_a_filter_without_room_in_a_tile_is_excluded(fields, words):
     problem = ConvProblem(direction=Direction.FORWARD, x_shape=(1, 2, 64, 64), **fields)
-    reason = fft_tiling.ALGORITHM.excluded(problem)
+    reason = fft.FFT_TILING.excluded(problem)
     assert reason is not None
     assert words in reason
-    assert fft.ALGORITHM.excluded(problem) is None
+    assert fft.FFT.excluded(problem) is None

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import example, given, strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from mucudnn.backends.cpu.conv.implicit_precomp_gemm import ALGORITHM
-from mucudnn.backends.cpu.conv.lowering.correlation import Correlation
-from mucudnn.backends.cpu.conv.lowering.gather import as_matrix, even_shares
-from mucudnn.backends.cpu.conv.lowering.scattering import Scattering
+from mucudnn.backends.cpu.conv.gemm import (
+    IMPLICIT_PRECOMP_GEMM,
+    Correlation,
+    Scattering,
+)
+from mucudnn.backends.cpu.conv.im2col import as_matrix, even_shares
 from mucudnn.ir.conv import ConvProblem, Direction
 
 MIDDLE = 200
@@ -99,4 +101,4 @@ def test_patches_of_backward_data_are_added_up_where_a_stride_makes_them_overlap
         stride=stride,
         groups=groups,
     )
-    assert isinstance(ALGORITHM.kernel(problem, 2), kind)
+    assert isinstance(IMPLICIT_PRECOMP_GEMM.kernel(problem, 2), kind)

@@ -7,20 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.backends.cpu.conv import winograd_nonfused
-from mucudnn.backends.cpu.conv.winograd import plan as winograd_plan
-from mucudnn.backends.cpu.conv.winograd.transforms import (
-    MINIMAL,
-    TAPS,
-    band,
-    window,
-)
+from mucudnn.backends.cpu.conv import winograd, winograd as winograd_plan
+from mucudnn.backends.cpu.conv.winograd_transforms import MINIMAL, TAPS, band, window
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
-ALGORITHM = winograd_nonfused.ALGORITHM
+ALGORITHM = winograd.WINOGRAD_NONFUSED
 CREW = Workers(2)
 
 

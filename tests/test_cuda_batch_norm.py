@@ -11,9 +11,9 @@ import pytest
 
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import bind, normed
-from mucudnn.backends.cuda.kernels.channels import Channels
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels import batch_norm, bind
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+from mucudnn.backends.cuda.kernels.reductions import Channels
 from mucudnn.ir.tensor import TensorSpec, itemsize
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import StrictArray, StrictCupy
@@ -89,8 +89,8 @@ def ways(op, shape, name, folder, monkeypatch, offset=0):
     dtype, images = TYPES[name][0], OPERATIONS[op]
     inputs, kernel = inputs_of(op, shape, dtype), bind(CupyLauncher(lambda: None))[op]
     found = []
-    for room in (0, normed._ROOM):
-        monkeypatch.setattr(normed, "_ROOM", room)
+    for room in (0, batch_norm._ROOM):
+        monkeypatch.setattr(batch_norm, "_ROOM", room)
         found.append(compute(kernel, op, inputs, images, StrictArray, offset))
         assert cupy.launched[-1].endswith("_whole") == bool(room)
         assert len(cupy.launched) == (2 if room == 0 else 3)
@@ -119,18 +119,18 @@ def test_one_launch_gives_what_two_do(op, name, folder, monkeypatch):
 def test_the_largest_channel_that_a_block_has_room_for(
     op, name, samples, folder, monkeypatch
 ):
-    monkeypatch.setattr(normed, "_FEW_CHANNELS", 1)
+    monkeypatch.setattr(batch_norm, "_FEW_CHANNELS", 1)
     nbytes = itemsize(name)
     for more, fits in ((0, True), (1, False)):
-        assert normed.fits(Channels.of((samples + more, 1, 7, 7)), nbytes) == fits
+        assert batch_norm.fits(Channels.of((samples + more, 1, 7, 7)), nbytes) == fits
     two, one, wide = ways(op, (samples, 1, 7, 7), name, folder, monkeypatch)
     agree(two, wide, TYPES[name][1])
     agree(one, two, TYPES[name][1] / 4)
 
 
 def test_few_long_channels_are_shared_by_blocks():
-    assert normed.fits(Channels.of((200, 64, 7, 7)), 4)
-    assert not normed.fits(Channels.of((200, 63, 7, 7)), 4)  # too few for a GPU
-    assert normed.fits(Channels.of((64, 2, 8, 8)), 4)
-    assert not normed.fits(Channels.of((64, 2, 2, 2)), 4)  # 32 channels a block
-    assert not normed.fits(Channels.of((0, 64, 8, 8)), 4)
+    assert batch_norm.fits(Channels.of((200, 64, 7, 7)), 4)
+    assert not batch_norm.fits(Channels.of((200, 63, 7, 7)), 4)  # too few for a GPU
+    assert batch_norm.fits(Channels.of((64, 2, 8, 8)), 4)
+    assert not batch_norm.fits(Channels.of((64, 2, 2, 2)), 4)  # 32 channels a block
+    assert not batch_norm.fits(Channels.of((0, 64, 8, 8)), 4)

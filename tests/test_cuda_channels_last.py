@@ -12,8 +12,8 @@ import pytest
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.channels import Channels
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+from mucudnn.backends.cuda.kernels.reductions import Channels
 from mucudnn.ir.tensor import TensorSpec
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.cupy_fake import StrictArray, StrictCupy

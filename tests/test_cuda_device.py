@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mucudnn.backends import cuda
+from mucudnn.backends.cuda.descriptors import LiveSession
 from mucudnn.backends.cuda.device import CudaDevice
-from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import BackendError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from tests.cudnn_fake import FakeCudnn

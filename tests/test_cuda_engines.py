@@ -15,16 +15,16 @@ import pytest
 
 from mucudnn.backends import get_backend
 from mucudnn.backends.cuda import described_devices
-from mucudnn.backends.cuda._enums import Attribute, AttributeType
 from mucudnn.backends.cuda.conv import float32_sum
-from mucudnn.backends.cuda.conv.engines import (
+from mucudnn.backends.cuda.conv.graph_api import (
     configuration,
     engine_name,
     engines,
+    operation_graph,
     parse_engine_name,
 )
-from mucudnn.backends.cuda.conv.operation import operation_graph
 from mucudnn.backends.cuda.kernels.source import compiler_options
+from mucudnn.backends.cuda.libcudnn import Attribute, AttributeType
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Numerics

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn import Tuner
-from mucudnn.backends.cuda._cudnn import PROTOTYPES, Cudnn
-from mucudnn.backends.cuda._enums import Status
-from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
+from mucudnn.backends.cuda.libcudnn import PROTOTYPES, Cudnn, Status
 from mucudnn.errors import (
     BackendError,
     OutOfMemoryError,

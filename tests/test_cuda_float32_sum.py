@@ -3,8 +3,8 @@
 import pytest
 
 from mucudnn import Tuner
-from mucudnn.backends.cuda._enums import Status
 from mucudnn.backends.cuda.conv import float32_sum
+from mucudnn.backends.cuda.libcudnn import Status
 from mucudnn.errors import (
     BackendError,
     UnsupportedError,

@@ -9,12 +9,12 @@ import pytest
 
 from mucudnn import Tuner
 from mucudnn.backends import get_backend
-from mucudnn.backends.cuda.conv.operation import ALIGNMENT
-from mucudnn.backends.cuda.session import describe_device
+from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
+from mucudnn.backends.cuda.descriptors import describe_device
 from mucudnn.errors import BackendError, MucudnnError, OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, TF32
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from tests.doubles import QUICK, Tight, plan_of
 from tests.reference import reference, relative_error
 from tests.test_functional import LAYERS, call, variant

@@ -13,7 +13,7 @@ import pytest
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import KERNELS, bind
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.ir.tensor import TensorSpec
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import StrictArray, StrictCupy

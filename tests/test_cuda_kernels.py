@@ -14,11 +14,10 @@ from mucudnn.backends.cuda.kernels import (
     KERNELS,
     PROGRAMS,
     bind,
-    dropout,
-    program,
-    turning,
+    elementwise,
+    launch as program,
 )
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
@@ -216,7 +215,7 @@ def test_threads_go_on_without_dividing(blocks, folder, monkeypatch):
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_block_turns_one_square_after_another(backwards, folder, monkeypatch):
     """None is overwritten while others still read it."""
-    monkeypatch.setattr(turning, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(elementwise, "_MOST_BLOCKS", 2)
     kernel = bind(Emulator(folder, backwards=backwards))["to_channels_last"]
     x = normal(3, 65, 7, 10)
     found = np.empty((3, 7, 10, 65), x.dtype)
@@ -226,7 +225,7 @@ def test_a_block_turns_one_square_after_another(backwards, folder, monkeypatch):
 
 @emulated
 def test_a_mask_goes_on_where_a_grid_ends(folder, monkeypatch):
-    monkeypatch.setattr(dropout, "_MOST_RUNS", 2)
+    monkeypatch.setattr(elementwise, "_MOST_RUNS", 2)
     attrs = {"p": 0.4, "seed": 3, "offset": 5, "run": 21, "apart": 50}
     case = Case("dropout", [normal(7, 21), np.array(2)], [((7, 21), "f8")], attrs)
     kernel = bind(Emulator(folder))["dropout"]
@@ -266,7 +265,7 @@ def test_a_batch_norm_made_again_by_its_statistics_has_the_same_bits(dtype, fold
 @pytest.mark.parametrize("channels", [1, 3, 8, 9])
 def test_images_of_few_channels_are_turned(channels, images, folder, monkeypatch):
     """By as few blocks as one for each part of an image, and back."""
-    monkeypatch.setattr(turning, "_MOST_IMAGES", images)
+    monkeypatch.setattr(elementwise, "_MOST_IMAGES", images)
     emulator = Emulator(folder)
     kernels = bind(emulator)
     x = normal(3, channels, 19, 31, dtype="f4")

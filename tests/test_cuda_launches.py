@@ -8,11 +8,11 @@ import pytest
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step.placed_steps import place_steps
+from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER
 from tests.model_cases import random_feeds

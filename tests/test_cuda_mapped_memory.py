@@ -10,10 +10,9 @@ import pytest
 
 from mucudnn.backends.cuda.mapped_memory import CudaMapper
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
-from mucudnn.passes.placement.layout import PlacedStep, lay_out
-from mucudnn.passes.placement.page_table import PageTable
+from mucudnn.passes.placement.layout import PageTable, PlacedStep, lay_out
 from mucudnn.passes.planning import place_step
-from mucudnn.runtime.profiling.mapping_costs import mapping_costs
+from mucudnn.runtime.profiling.links import mapping_costs
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import StrictCupy

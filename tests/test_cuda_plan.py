@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn import Tuner, conv2d, conv_backward_data, conv_backward_filter
-from mucudnn.backends.cuda._enums import DescriptorType, Status
+from mucudnn.backends.cuda.conv import step_operands
 from mucudnn.backends.cuda.conv.launch import Operands
-from mucudnn.backends.cuda.conv.plan import step_operands
-from mucudnn.backends.cuda.session import LiveSession
+from mucudnn.backends.cuda.descriptors import LiveSession
+from mucudnn.backends.cuda.libcudnn import DescriptorType, Status
 from mucudnn.errors import (
     BackendError,
     UnsupportedError,
@@ -21,7 +21,7 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import (
     EXECUTE,

@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 
 from mucudnn.backends import Backend
-from mucudnn.backends.cuda.conv import CudaConv, float32_sum
-from mucudnn.backends.cuda.conv.operation import ALIGNMENT
-from mucudnn.backends.cuda.conv.plan import CudaPlan
+from mucudnn.backends.cuda.conv import CudaConv, CudaPlan, float32_sum
+from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
 from mucudnn.backends.cuda.copies import CudaCopier
 from mucudnn.backends.cuda.cudnn_kernels import CudnnKernels
+from mucudnn.backends.cuda.descriptors import LiveSession
 from mucudnn.backends.cuda.device import CudaDevice
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
-from mucudnn.backends.cuda.remedies import with_remedy
-from mucudnn.backends.cuda.session import LiveSession
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+from mucudnn.backends.cuda.loading import with_remedy
 from mucudnn.errors import BackendError, UnsupportedError
-from mucudnn.ir.loss_scaling import DynamicLossScale
+from mucudnn.ir.optimizers import DynamicLossScale
 from mucudnn.ir.schedule import SwapOut
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.graph.precision.loss_scaling import COUNTS
+from mucudnn.passes.graph.precision import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests import cudnn_kernel
 from tests.cuda_emulator import COMPILER

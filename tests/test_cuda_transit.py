@@ -8,10 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mucudnn.backends.cuda.copies import CudaCopier
-from mucudnn.backends.cuda.transit import CudaTransit
+from mucudnn.backends.cuda.copies import CudaCopier, CudaTransit
 from mucudnn.errors import BackendError
-from mucudnn.ir.loss_scaling import DynamicLossScale
+from mucudnn.ir.optimizers import DynamicLossScale
 from mucudnn.ir.schedule import SwapOut
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cuda_emulator import COMPILER

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mucudnn.backends.cuda import _cudnn, _enums
-from mucudnn.backends.cuda._cudnn import PROTOTYPES, AlgoPerf, Cudnn
-from mucudnn.backends.cuda._enums import C_NAMES, c_name
+from mucudnn.backends.cuda import libcudnn
+from mucudnn.backends.cuda.libcudnn import C_NAMES, PROTOTYPES, AlgoPerf, Cudnn, c_name
 
 pytestmark = pytest.mark.cudnn
 
@@ -30,7 +29,7 @@ STRUCTURES = {
 }
 ENUMERATIONS = [
     value
-    for value in vars(_enums).values()
+    for value in vars(libcudnn).values()
     if inspect.isclass(value) and issubclass(value, IntEnum) and value is not IntEnum
 ]
 NO_CUDA = {
@@ -168,7 +167,7 @@ def test_the_headers_are_of_the_library(headers_say, cudnn_library):
 def test_every_structure_is_laid_out_as_declared(headers_say):
     bound = {
         value
-        for value in vars(_cudnn).values()
+        for value in vars(libcudnn).values()
         if inspect.isclass(value) and issubclass(value, ctypes.Structure)
     }
     assert bound == STRUCTURES.keys()

@@ -6,16 +6,24 @@ import logging
 import numpy as np
 import pytest
 
+from mucudnn.backends.base import Kernel
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda._cudnn import PROTOTYPES, Cudnn
-from mucudnn.backends.cuda._enums import NanPropagation, PoolingMode, Status
-from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, CudnnKernels
-from mucudnn.backends.cuda.cudnn_kernels.case import Arguments, Case
-from mucudnn.backends.cuda.first_api import Descriptors
+from mucudnn.backends.cuda.cudnn_kernels import (
+    OPERATIONS,
+    Arguments,
+    Case,
+    CudnnKernels,
+)
+from mucudnn.backends.cuda.descriptors import Descriptors, LiveSession
 from mucudnn.backends.cuda.kernels.losses import GIVEN
-from mucudnn.backends.cuda.session import LiveSession
-from mucudnn.backends.kernel import Kernel
+from mucudnn.backends.cuda.libcudnn import (
+    PROTOTYPES,
+    Cudnn,
+    NanPropagation,
+    PoolingMode,
+    Status,
+)
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.operations import LIBRARY

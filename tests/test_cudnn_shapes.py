@@ -6,8 +6,12 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.backends.cuda._cudnn import Cudnn
-from mucudnn.backends.cuda._enums import ConvolutionMode, DataType, TensorFormat
+from mucudnn.backends.cuda.libcudnn import (
+    ConvolutionMode,
+    Cudnn,
+    DataType,
+    TensorFormat,
+)
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples

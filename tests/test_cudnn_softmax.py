@@ -7,15 +7,14 @@ import pytest
 
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda._enums import Status
-from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, CudnnKernels
-from mucudnn.backends.cuda.cudnn_kernels.case import Case
+from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, Case, CudnnKernels
+from mucudnn.backends.cuda.descriptors import LiveSession
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
-from mucudnn.backends.cuda.session import LiveSession
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+from mucudnn.backends.cuda.libcudnn import Status
 from mucudnn.ir.operations import LIBRARY
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.precision.mixed_precision import lowered
+from mucudnn.passes.graph.precision import lowered
 from tests.cuda_emulator import COMPILER
 from tests.cudnn_fake import FakeCudnn
 from tests.cupy_fake import StrictArray, StrictCupy

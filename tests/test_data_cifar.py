@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.data import open_cifar10, open_cifar100
-from mucudnn.data.pickles import read_pickled_dict
+from mucudnn.data.cifar import read_pickled_dict
 from mucudnn.errors import DataError
 from tests.data_files import (
     python2_pickle,

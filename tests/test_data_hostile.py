@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.data import open_cifar10, open_dataset
+from mucudnn.data.cifar import read_pickled_dict
 from mucudnn.data.files import read_file, shown
-from mucudnn.data.pickles import read_pickled_dict
 from mucudnn.errors import DataError
 from tests.data_files import python2_pickle, write_cifar10_pickles, write_mnist
 from tests.examples import examples
@@ -29,7 +29,7 @@ TEXT = b"U\x01x"
 
 CHILD = """
 import resource, sys
-from mucudnn.data.pickles import read_pickled_dict
+from mucudnn.data.cifar import read_pickled_dict
 from mucudnn.data import open_dataset
 from mucudnn.errors import DataError
 from pathlib import Path

@@ -19,7 +19,7 @@ from mucudnn.data import (
     RandomFlip,
     SyntheticDataset,
 )
-from mucudnn.data.prefetch import in_order
+from mucudnn.data.loader import in_order
 from tests.examples import examples
 
 N = 53

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mucudnn import PerfTable, Tuner
 from mucudnn.cli import main
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.report.pages.demo import demo_page
+from mucudnn.report.notebook import demo_page
 from mucudnn.runtime.tuning.timing import Timing
 from mucudnn.studies import demo as studies_demo
 from mucudnn.studies.demo import LAYER, StepAct, slow_layer, small_step, telling_limit

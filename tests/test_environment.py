@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mucudnn.runtime import environment
-from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.sqlite_file import CacheWarning
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem
 from tests.doubles import QUICK

@@ -13,7 +13,7 @@ from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import conv_table, estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.microbatch import pareto_plans
 from tests.examples import examples
 

@@ -13,16 +13,17 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cpu.copies import CpuCopier
 from mucudnn.backends.cpu.device import CpuDevice
-from mucudnn.backends.null import NullArray, NullConv, NullDevice, NullKernels
+from mucudnn.backends.null import NullConv, NullKernels
+from mucudnn.backends.virtual import VirtualArray, VirtualDevice
 from mucudnn.errors import BackendError, OutOfMemoryError, ScheduleError
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 from mucudnn.runtime.executor.tasks import Pending
-from mucudnn.runtime.profiling.cold_timing import LINK_BYTES, cold_bench
+from mucudnn.runtime.executor.tiers import DiskTier, HostTier, Tiers
+from mucudnn.runtime.profiling.links import LINK_BYTES, cold_bench
 from tests.doubles import QUICK
 from tests.examples import examples
 from tests.graphs import NETWORKS
@@ -455,7 +456,7 @@ def test_copies_that_nobody_waits_for_end_with_the_step(cpu):
 
 def null_bench(training, out_rate, in_rate):
     """A bench whose profile is what the null backend takes."""
-    device = NullDevice(out_bytes_per_ms=out_rate, in_bytes_per_ms=in_rate)
+    device = VirtualDevice(out_bytes_per_ms=out_rate, in_bytes_per_ms=in_rate)
     backend = Backend("null", device, NullConv(device), kernels=NullKernels(device))
     bench = Bench.of(training, backend, rates=(out_rate, in_rate))
     for name, plan in bench.plans.items():
@@ -491,7 +492,7 @@ def null_ms(bench, node):
     start = device.now_ms
     inputs, outputs = (
         [
-            NullArray(spec.shape, spec.dtype)
+            VirtualArray(spec.shape, spec.dtype)
             for spec in map(bench.graph.tensors.get, names)
         ]
         for names in (node.inputs, node.outputs)

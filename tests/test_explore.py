@@ -8,17 +8,20 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search import explore as module, search as first
 from mucudnn.passes.planning.search.explore import explore
 from mucudnn.passes.planning.search.trials import Trials
 from mucudnn.passes.residency import Residency
-from mucudnn.passes.residency.blocks import blockwise, group_changes
-from mucudnn.passes.residency.candidates import candidates_of, decided
+from mucudnn.passes.residency.candidates import (
+    blockwise,
+    candidates_of,
+    decided,
+    group_changes,
+)
 from tests.schedule_oracle import verify
 
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from mucudnn import files
 from mucudnn.cli import main
 from mucudnn.files import check_writable, descriptor_of, read_whole, write_whole
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint, StepTable
-from mucudnn.passes.cbc import cbc
-from mucudnn.passes.fleet import (
+from mucudnn.passes.linear_program import cbc
+from mucudnn.passes.load_balancing import (
     ShareTimes,
     best_batch,
     equal_shares,

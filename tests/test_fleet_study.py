@@ -7,15 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.codecs.step_tables import format_step_table, read_step_table
 from mucudnn.errors import CacheError, PlanningError
 from mucudnn.ir.fleet import StepPoint, StepTable
-from mucudnn.passes.fleet.sizes import measured_table
-from mucudnn.report.fleet_text import fleet_tables
-from mucudnn.report.pages.fleet import fleet_report, waiting_chart
-from mucudnn.runtime.database.step_tables import load_step_table, save_step_table
+from mucudnn.passes.load_balancing import measured_table
+from mucudnn.recording_format import format_step_table, read_step_table
+from mucudnn.report.fleet import fleet_report, fleet_tables, waiting_chart
+from mucudnn.runtime.store.recordings import load_step_table, save_step_table
 from mucudnn.studies.fleet import Link, study_fleet
-from mucudnn.studies.memory_findings import StepSpec
+from mucudnn.studies.memory_results import StepSpec
 
 STEP = StepSpec(model="lenet", batch=64)
 

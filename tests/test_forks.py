@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mucudnn.forks import Own
+from mucudnn.processes import Own
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -105,7 +105,7 @@ def test_children_of_a_process_that_tunes_can_tune(name, where, tmp_path):
     file = tmp_path / "c.sqlite" if where == "file" else ""
     problems = int(run(TUNING, name, file))
     if where == "file":
-        from mucudnn.runtime.database.cache import BenchmarkCache
+        from mucudnn.runtime.store.measurements import BenchmarkCache
 
         with BenchmarkCache(file) as cache:  # what children measured is in it, too
             (device,) = cache.summary()
@@ -228,7 +228,7 @@ copier.close()
 def test_a_loader_goes_on_in_a_child_and_in_the_parent():
     run("""
 import gc
-from mucudnn.data.prefetch import in_order
+from mucudnn.data.loader import in_order
 
 def make(job):
     time.sleep(0.001)
@@ -275,7 +275,7 @@ tuner.close()
 
 def test_a_parent_that_held_the_lock_itself_still_holds_it():
     run("""
-from mucudnn.forks import Own
+from mucudnn.processes import Own
 lock = Own(threading.RLock)
 with lock.mine:
     child = os.fork()

@@ -18,7 +18,7 @@ from mucudnn import (
 )
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.conv import CpuConv
-from mucudnn.backends.null import NullArray
+from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import undivided
@@ -339,7 +339,7 @@ def test_a_bias_takes_time_where_nothing_is_computed(layout):
     x, w, y = arrays(problem)
     tuner = Tuner(backend=backend, cache=None)
     times = []
-    for bias in (None, None, NullArray((6,), "float32")):
+    for bias in (None, None, VirtualArray((6,), "float32")):
         start = backend.device.now_ms
         assert call(problem, x, w, tuner, bias=bias).shape == y.shape
         times.append(backend.device.now_ms - start)

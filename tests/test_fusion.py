@@ -10,12 +10,12 @@ from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import Role
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.precision.mixed_precision import lowered
+from mucudnn.passes.graph.precision import lowered
 from mucudnn.passes.graph.split import split_batch
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, compute

@@ -11,9 +11,8 @@ from mucudnn.backends import get_backend
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
-from mucudnn.runtime.executor.tier_choice import parse_tiers
-from mucudnn.runtime.profiling.tier_rates import measured_tiers
+from mucudnn.runtime.executor.tiers import DiskTier, HostTier, Tiers, parse_tiers
+from mucudnn.runtime.profiling.links import measured_tiers
 
 BLOCK = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 10))
 

@@ -7,9 +7,9 @@ from mucudnn.backends.cpu import copies
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
-from mucudnn.passes.scheduling.costs import state_bytes
+from mucudnn.passes.scheduling.problem import state_bytes
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
 from tests.training_cases import tuner_of

@@ -4,10 +4,11 @@ from hypothesis import given
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Role
+from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.optimizers import Adam
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
 from mucudnn.passes.ordering import ORDERS
 from tests.graphs import NETWORKS, Symbols, graphs

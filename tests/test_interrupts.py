@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.runtime.interrupts import Interrupts, deferred_interrupt
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
-from mucudnn.studies import memory_trials
+from mucudnn.processes import Interrupts, deferred_interrupt
+from mucudnn.runtime.training.checkpoints import Checkpoints
+from mucudnn.studies import memory
 from tests.interrupting import at_import, site, start, usual_signals
 
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
@@ -54,7 +54,7 @@ def in_the_work(folder, action, *, calls=2, function="_TimedComparison.layer"):
     return site(
         folder,
         AT_A_LAYER.format(
-            module="mucudnn.studies.conv_comparison",
+            module="mucudnn.studies.convolutions",
             function=function,
             calls=calls,
             action=action,
@@ -69,7 +69,7 @@ def kill(*numbers):
 @pytest.mark.parametrize(
     "module",
     [
-        *("mucudnn.runtime", "mucudnn.runtime.interrupts", "mucudnn.cli", "click"),
+        *("mucudnn.runtime", "mucudnn.processes", "mucudnn.cli", "click"),
         *("mucudnn.cli.app", "mucudnn.ir.conv", "mucudnn.backends", "mucudnn.suites"),
         *("mucudnn.cli.tune", "mucudnn.runtime.tuning.tuner", "mucudnn.report.text"),
     ],
@@ -263,7 +263,7 @@ def test_a_terminal_that_closes_costs_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(("number", "code"), ENDINGS)
 def test_memory_keeps_what_is_planned(monkeypatch, tmp_path, number, code):
     tried = []
-    usual = memory_trials.try_technique
+    usual = memory.try_technique
 
     def signalled(*arguments):
         tried.append(arguments)
@@ -271,7 +271,7 @@ def test_memory_keeps_what_is_planned(monkeypatch, tmp_path, number, code):
             signal.raise_signal(number)
         return usual(*arguments)
 
-    monkeypatch.setattr(memory_trials, "try_technique", signalled)
+    monkeypatch.setattr(memory, "try_technique", signalled)
     file = tmp_path / "out.json"
     done = CliRunner().invoke(
         main, ["memory", "lenet", "--batch", "4", "--json", str(file)]

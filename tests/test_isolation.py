@@ -14,14 +14,14 @@ import pytest
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.ir.numerics import RowStatus
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import (
     ChildTimer,
     Isolation,
     MeasuringProcess,
 )
-from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, LocalTimer
+from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench, LocalTimer
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched

@@ -3,10 +3,10 @@
 import pytest
 
 from mucudnn.backends.base import Kernel
-from mucudnn.ir.graph import Graph, Phase, Role, TensorSpec
+from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.operations import make_node
-from mucudnn.runtime.executor.joining import batch_launches, batchable
-from mucudnn.runtime.executor.tasks import Task
+from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.runtime.executor.tasks import Task, batch_launches, batchable
 
 
 @pytest.fixture

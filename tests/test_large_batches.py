@@ -8,7 +8,7 @@ from mucudnn.ir.conv import PerfTable
 from mucudnn.passes.convolution.pareto import least_workspace, pareto_plans
 from mucudnn.passes.microbatch import workspace_reuse
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
+from mucudnn.studies.convolutions import compare
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, problem, watched
 from tests.examples import examples

@@ -9,15 +9,15 @@ import pytest
 from bench.one_algorithm import one_algorithm
 from mucudnn.errors import TrainingError
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Role
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
+from mucudnn.runtime.executor import Present
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.results import Present
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.step.result import StepResult, known_result
-from mucudnn.runtime.training.step.sizes import size_profile
+from mucudnn.runtime.training.sizes import size_profile
+from mucudnn.runtime.training.stepping import StepResult, known_result
 from tests.test_executor import LazyCopier
 from tests.training_cases import Epochs, examples, trainer, tuner_of
 

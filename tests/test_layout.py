@@ -12,27 +12,27 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.channels_last import CHANNELS_LAST, operands_of
-from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.operations import make_node
-from mucudnn.ir.tensor import TensorSpec
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.computed_gradients import with_computed_gradients
 from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.layouts.channels_last import (
+from mucudnn.passes.graph.layouts import (
+    SINK,
+    SOURCE,
+    FlowNetwork,
+    LayoutCosts,
     able,
     alone_channels_last,
-    with_channels_last,
-)
-from mucudnn.passes.graph.layouts.choice import (
-    LayoutCosts,
     cheapest_layouts,
     convolutions_last,
+    layout_trials,
     transposed_bytes,
+    with_channels_last,
 )
-from mucudnn.passes.graph.layouts.trials import layout_trials
-from mucudnn.passes.graph.slicing.axis import along_height
-from mucudnn.passes.minimum_cut import SINK, SOURCE, FlowNetwork
+from mucudnn.passes.graph.split_axis import along_height
+from mucudnn.passes.graph.updates import with_computed_gradients
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import close, stale
 from tests.mirror_cases import cases

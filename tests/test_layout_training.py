@@ -8,14 +8,18 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.layouts.channels_last import able, with_channels_last
-from mucudnn.passes.graph.layouts.choice import cheapest_layouts
-from mucudnn.passes.graph.layouts.trials import layout_trials
+from mucudnn.passes.graph.layouts import (
+    able,
+    cheapest_layouts,
+    layout_trials,
+    with_channels_last,
+)
+from mucudnn.passes.graph.training_step import step_graphs
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.step.layouts import Layouts
-from mucudnn.runtime.training.training_graphs import step_graphs
+from mucudnn.runtime.training.measured_choices import Layouts
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 from tests.doubles import QUICK
 from tests.kernel_cases import close
 from tests.training_cases import examples, network, trainer

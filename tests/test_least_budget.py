@@ -14,16 +14,20 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning import place_step as placing
-from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
+from mucudnn.passes.planning.plan_step import (
+    least_budget_above,
+    minimum_budget,
+    plan_step,
+)
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.scheduling.costs import CONVOLUTIONS
+from mucudnn.passes.scheduling.problem import CONVOLUTIONS
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 from tests.schedule_oracle import verify

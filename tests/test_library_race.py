@@ -10,14 +10,14 @@ import pytest
 from bench.gpu import library_kernels
 from bench.gpu.job import Job
 from bench.one_algorithm import one_algorithm
+from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS
-from mucudnn.backends.kernel import Kernel
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.operations import LIBRARY, with_library
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.step.library_race import LibraryRace
+from mucudnn.runtime.training.measured_choices import LibraryRace
 from mucudnn.runtime.training.trainer import Trainer
 from tests.cuda_emulator import COMPILER
 from tests.test_cuda_training import stand_in

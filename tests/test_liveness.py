@@ -2,9 +2,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Graph, Role, TensorSpec
+from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.optimizers import Sgd
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import (
     kept,
     live_ranges,

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import mucudnn
-from mucudnn.backends.cuda.loading import release_text
-from mucudnn.backends.cuda.stub_driver import MACHINES, stub_image
+from mucudnn.backends.cuda.loading import MACHINES, release_text, stub_image
 
 HERE = MACHINES.get(platform.machine())
 ROOT = Path(mucudnn.__file__).parent.parent

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn import optim
-from mucudnn.ir.graph import Phase, Role
-from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
-from mucudnn.ir.optimizers import Adam, Momentum, Sgd
+from mucudnn.ir.graph import Phase
+from mucudnn.ir.optimizers import Adam, DynamicLossScale, Momentum, Sgd, loss_scale_of
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.precision.loss_scaling import COUNTS
+from mucudnn.passes.graph.precision import COUNTS
+from mucudnn.passes.graph.training_step import step_graphs
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.training_graphs import step_graphs
 from tests.kernel_cases import run
 from tests.plain_schedule import keep_all
 from tests.schedule_oracle import verify

@@ -13,14 +13,12 @@ from mucudnn.ir.optimizers import Momentum, Sgd
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.graph.split import split_batch
-from mucudnn.passes.planning.bound import lower_bound as programme
-from mucudnn.passes.planning.bound.lower_bound import lower_bound
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.evaluate import plan_residency
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.planning import bound as programme
+from mucudnn.passes.planning.bound import lower_bound
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples

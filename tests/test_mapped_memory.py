@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
-from mucudnn.backends.mapped_memory import runs
+from mucudnn.backends.device import runs
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 
 PAGE = 4096

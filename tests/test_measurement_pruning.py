@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import PerfTable
-from mucudnn.passes.convolution.measurement_pruning import next_measurements
+from mucudnn.passes.convolution.pruning import next_measurements
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
 from tests.tables import perf, problem, realistic_table
 

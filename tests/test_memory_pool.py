@@ -13,7 +13,7 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.executor.memory_pool import BestFit, Pool
+from mucudnn.runtime.executor.arena import BestFit, Pool
 from tests.examples import examples
 
 GRAIN = 512

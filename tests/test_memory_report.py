@@ -13,32 +13,28 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.memory_timeline import (
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import (
+    best_technique,
+    largest_batch_within,
+    minimum_budget,
+    plan_step,
+    try_technique,
+)
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import PLANNED, policy_names
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.step_plan import (
     WORKSPACE,
     memory_intervals,
     memory_points,
     stalls,
 )
-from mucudnn.passes.planning.comparison import (
-    best_technique,
-    largest_batch_within,
-    try_technique,
-)
-from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import (
-    PLANNED,
-    minimum_budget,
-    plan_step,
-    policy_names,
-)
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.report.axes import linear_scale, reduce_to_columns, unit_of
-from mucudnn.report.memory_text import memory_tables
-from mucudnn.report.pages.memory import memory_report, speed_series
-from mucudnn.report.snapshot import snapshot, snapshot_bytes
-from mucudnn.report.trace import LANES, trace_json
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.report.memory import memory_report, memory_tables, speed_series
+from mucudnn.report.svg import linear_scale, reduce_to_columns, unit_of
+from mucudnn.report.trace import LANES, snapshot, snapshot_bytes, trace_json
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 
 MIB = 1 << 20
 
@@ -456,7 +452,7 @@ def test_a_page_without_a_plan_says_so():
 
 
 def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
-    from mucudnn.studies import memory_trials
+    from mucudnn.studies import memory
 
     done = []
 
@@ -466,7 +462,7 @@ def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
         done.append(try_technique(request))
         return done[0]
 
-    monkeypatch.setattr(memory_trials, "try_technique", interrupted)
+    monkeypatch.setattr(memory, "try_technique", interrupted)
     found = study_memory(
         spec("lenet"), policies=("paging", "lru"), budget=64 * MIB, curve=True
     )

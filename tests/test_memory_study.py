@@ -7,10 +7,11 @@ import pytest
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.planning.plan_step import PLANNED, policy_names
-from mucudnn.report.memory_text import memory_tables
-from mucudnn.studies import memory_trials
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.passes.residency import PLANNED, policy_names
+from mucudnn.report.memory import memory_tables
+from mucudnn.studies import memory
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 
 MIB = 1 << 20
 
@@ -74,13 +75,13 @@ def test_what_cannot_be_studied_is_said(step, options, error, message):
 
 def test_the_search_takes_any_scheduler_where_none_is_named(monkeypatch):
     asked = []
-    usual = memory_trials.try_technique
+    usual = memory.try_technique
 
     def noted(request):
         asked.append((request.policy, request.scheduler))
         return usual(request)
 
-    monkeypatch.setattr(memory_trials, "try_technique", noted)
+    monkeypatch.setattr(memory, "try_technique", noted)
     found = study_memory(
         get_model("lenet")(2), policies=("lru", PLANNED), device="null", budget="6MiB"
     )

@@ -5,11 +5,12 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from mucudnn.cli.app import main
+from mucudnn.cli import main
 from mucudnn.passes.estimate import estimate
-from mucudnn.runtime.executor.tier_choice import TierChoice
-from mucudnn.runtime.profiling.tier_rates import forecast_tiers
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.runtime.executor.tiers import TierChoice
+from mucudnn.runtime.profiling.links import forecast_tiers
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 
 STEP = StepSpec(model="resnet20", batch=16)
 

@@ -8,14 +8,12 @@ import pytest
 from mucudnn import GraphBuilder, Tuner
 from mucudnn.backends import get_backend
 from mucudnn.errors import PlanningError
-from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.computed_gradients import with_computed_gradients
-from mucudnn.passes.graph.precision.mixed_precision import (
-    lowered,
-)
+from mucudnn.passes.graph.precision import lowered
+from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
 from tests.training_cases import tuner_of

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE, LABEL, MODELS, get_model, resnet_superneurons
 from mucudnn.passes.graph.autodiff import training_graph
 from tests.examples import examples

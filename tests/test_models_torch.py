@@ -8,7 +8,8 @@ compute what PyTorch computes.
 import numpy as np
 import pytest
 
-from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
 from tests.model_cases import CASES, Case, furthest, random_feeds

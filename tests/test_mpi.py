@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import fleet_ranks
-from mucudnn.runtime.training.checkpoints.tensor_file import read_arrays, read_header
+from mucudnn.runtime.training.checkpoints import read_arrays, read_header
 
 ROOT = Path(__file__).parent.parent
 MPIEXEC = fleet_ranks.mpiexec()

@@ -7,16 +7,16 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import KERNELS, bind
-from mucudnn.ir.graph import Phase, Role
+from mucudnn.ir.graph import Phase
 from mucudnn.ir.initializers import CopyOf
-from mucudnn.ir.loss_scaling import DynamicLossScale
-from mucudnn.ir.optimizers import OPTIMIZERS
+from mucudnn.ir.optimizers import OPTIMIZERS, DynamicLossScale
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
-from mucudnn.passes.graph.dependencies import dependencies
-from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.precision import copies_of_parameters
+from mucudnn.passes.graph.training_step import training_graphs
+from mucudnn.passes.liveness import dependencies
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.training_graphs import training_graphs
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
 from tests.test_cuda_training import folder, losses, stand_in

@@ -8,9 +8,9 @@ import pytest
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.precision.mixed_precision import lowered
+from mucudnn.passes.graph.precision import lowered
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import StrictArray, StrictCupy
 from tests.training_cases import network

@@ -15,18 +15,18 @@ import pytest
 import mucudnn
 from mucudnn import data, models
 from mucudnn.errors import MucudnnError
-from mucudnn.ir import initializers, learning_rate, optimizers
+from mucudnn.ir import initializers, optimizers
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.microbatch import candidate_batches
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.studies.memory_study import StepSpec
+from mucudnn.studies.memory_results import StepSpec
 
 X = np.ones((2, 3, 8, 8), np.float32)
 W = np.ones((4, 3, 3, 3), np.float32)
@@ -333,13 +333,13 @@ CALLS = {
         {"learning_rate": 0.1, "weight_decay": 0.1},
     ),
     "StepRate": (
-        learning_rate.StepRate,
+        optimizers.StepRate,
         (0.1, (10, 20)),
         {"gamma": 0.1, "warmup_steps": 0},
     ),
-    "CosineRate": (learning_rate.CosineRate, (0.1,), {"final": 0.0}),
+    "CosineRate": (optimizers.CosineRate, (0.1,), {"final": 0.0}),
     "parse_learning_rate": (
-        learning_rate.parse_learning_rate,
+        optimizers.parse_learning_rate,
         ("step:3,6", 0.1),
         {"warmup_steps": 1, "milestone_unit": 2},
     ),

@@ -11,14 +11,15 @@ import pytest
 from mucudnn.backends import get_backend
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.report.pages.notebook import scoped
-from mucudnn.report.pages.page import styles
-from mucudnn.report.words import bytes_text, ms_text
+from mucudnn.passes.planning.plan_step import unbounded
+from mucudnn.report.notebook import scoped
+from mucudnn.report.page import styles
+from mucudnn.report.text import bytes_text, ms_text
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.algorithm_survey import survey_algorithms
-from mucudnn.studies.conv_comparison import compare, in_directions
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.studies.algorithms import survey_algorithms
+from mucudnn.studies.convolutions import compare, in_directions
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 from mucudnn.suites import Layer, load_suite, parse_problem
 
 PROBLEM = parse_problem("n=7,c=2,h=9,w=9,k=4,r=3,s=3")
@@ -154,7 +155,7 @@ def test_a_comparison_and_a_survey_show_every_layer(values):
 
 def test_values_know_nothing_of_the_report():
     code = (
-        "import sys, mucudnn.studies.memory_study, mucudnn.studies.algorithm_survey;"
+        "import sys, mucudnn.studies.memory, mucudnn.studies.algorithms;"
         "print([m for m in sys.modules if m.startswith('mucudnn.report')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -2,19 +2,22 @@ import math
 
 import pytest
 
-from mucudnn.ir.graph import Phase, Role
+from mucudnn.ir.graph import Phase
 from mucudnn.ir.initializers import Constant
-from mucudnn.ir.learning_rate import (
+from mucudnn.ir.optimizers import (
+    OPTIMIZERS,
     ConstantRate,
     CosineRate,
+    Momentum,
+    Sgd,
     StepRate,
     parse_learning_rate,
+    parse_optimizer,
 )
-from mucudnn.ir.optimizers import OPTIMIZERS, Momentum, Sgd, parse_optimizer
-from mucudnn.passes.graph.dependencies import dependencies
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.liveness import live_ranges, peak_bytes
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.liveness import dependencies, live_ranges, peak_bytes
 from tests.graphs import NETWORKS, Symbols, chain
 from tests.plain_schedule import keep_all
 from tests.schedule_oracle import verify

@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
-from mucudnn.passes.graph.dependencies import dependencies
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.liveness import memory_curve, peak_bytes
-from mucudnn.passes.ordering import ORDERS, depth_first, least_peak
-from mucudnn.passes.ordering.footprint import Footprint
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.liveness import dependencies, memory_curve, peak_bytes
+from mucudnn.passes.ordering import ORDERS, Footprint, depth_first, least_peak
 from tests.examples import examples
 from tests.graphs import NETWORKS, Symbols, graphs, scratch
 from tests.plain_schedule import keep_all

@@ -14,11 +14,10 @@ from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.devices import get_device
-from mucudnn.ir.learning_rate import ConstantRate, CosineRate
-from mucudnn.ir.optimizers import Adam
+from mucudnn.ir.optimizers import Adam, ConstantRate, CosineRate
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.passes.ordering import depth_first
 from mucudnn.passes.planning.place_step import place_step
@@ -29,7 +28,8 @@ from mucudnn.passes.scheduling import on_demand
 from mucudnn.plugins import PluginWarning
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import StepSpec
 
 NETWORK = """
     from mucudnn.ir.builder import GraphBuilder

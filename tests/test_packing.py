@@ -2,8 +2,7 @@ import itertools
 
 from hypothesis import assume, example, given, strategies as st
 
-from mucudnn.passes.placement.heuristics import Block, in_gaps
-from mucudnn.passes.placement.packing import live_peak, pack
+from mucudnn.passes.placement.packing import Block, in_gaps, live_peak, pack
 
 MOMENTS = 12
 EMPTY_ONES_BELOW = (

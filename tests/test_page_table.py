@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from mucudnn.passes.placement.free_memory import FreeMemory
-from mucudnn.passes.placement.page_table import Extent, PageTable, with_addresses
+from mucudnn.passes.placement.layout import Extent, PageTable, with_addresses
+from mucudnn.passes.placement.paging import FreeMemory
 
 CHUNK = 8
 

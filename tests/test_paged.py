@@ -16,8 +16,8 @@ from mucudnn.ir.graph import PERSISTENT
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import peak_bytes
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
-from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.executor.arena import Pool
+from mucudnn.runtime.executor.tiers import DiskTier, HostTier
 from mucudnn.runtime.training.parameters import StateStore
 from tests.examples import examples
 from tests.random_graphs import training_graphs

@@ -11,13 +11,12 @@ from mucudnn.ir.schedule import Compute
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import lives_of
-from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
 

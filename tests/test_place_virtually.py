@@ -16,11 +16,10 @@ from mucudnn.ir.schedule import Compute
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.placement.layout import lay_out, lives_of
-from mucudnn.passes.placement.page_table import PageTable
-from mucudnn.passes.placement.place_virtually import place_virtually
+from mucudnn.passes.placement.layout import PageTable, lay_out, lives_of
+from mucudnn.passes.placement.paging import place_virtually
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest

@@ -8,13 +8,13 @@ from mucudnn.ir.schedule import Alloc, Compute, Free
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.runtime.training.step import bounded_step
-from mucudnn.runtime.training.step.placed_steps import place_steps
+from mucudnn.runtime.training import planned_steps
+from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.examples import examples
@@ -56,7 +56,7 @@ def test_training_without_a_budget_measures_nothing(name, monkeypatch):
     def measured(*args, **options):
         raise AssertionError("nothing needs to be measured")
 
-    monkeypatch.setattr(bounded_step, "profile", measured)
+    monkeypatch.setattr(planned_steps, "profile", measured)
     graph = with_updates(training_graph(get_model(name)(2)), Momentum())
     tuner = Tuner(backend="null", rule=QUICK)
     (placed,) = place_steps(tuner, [graph])

@@ -8,12 +8,18 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import live_ranges, peak_bytes, rounded
 from mucudnn.passes.ordering import ORDERS
-from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.placement.packing import live_peak, pack
+from mucudnn.passes.placement.packing import (
+    Block,
+    by_time,
+    in_gaps,
+    live_peak,
+    on_top,
+    pack,
+)
 from tests.graphs import NETWORKS, graphs, scratch
 from tests.plain_schedule import keep_all
 

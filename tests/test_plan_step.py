@@ -13,12 +13,17 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.milp import exact
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency import POLICIES, RECOMPUTED, Residency, saved_tensors
-from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest, plan_residency
+from mucudnn.passes.residency import (
+    POLICIES,
+    RECOMPUTED,
+    Residency,
+    policy_names,
+    saved_tensors,
+)
+from mucudnn.passes.residency.policies import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs

@@ -6,10 +6,9 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search.polish import polish
 from mucudnn.passes.planning.search.trials import Trials

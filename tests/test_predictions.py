@@ -3,23 +3,24 @@
 from hypothesis import given, strategies as st
 
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
-from mucudnn.passes.placement.grow_workspaces import (
+from mucudnn.passes.placement.fit_to_arena import (
+    fit_to_arena,
     grow_workspaces,
+    shortest,
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import PlacedStep, lay_out
-from mucudnn.passes.planning.comparison import try_technique, unbounded
-from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import (
     minimum_budget,
     plan_of_least,
     plan_step,
-    policy_names,
+    try_technique,
+    unbounded,
 )
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.scheduling.costs import profile_of, timed_by
+from mucudnn.passes.planning.request import StepRequest, plan_residency
+from mucudnn.passes.residency import policy_names
+from mucudnn.passes.scheduling.problem import profile_of, timed_by
 from mucudnn.passes.simulate import simulate
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

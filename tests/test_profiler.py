@@ -13,17 +13,18 @@ from mucudnn.backends.cpu.conv import CpuConv
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.kernels import bind
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.null import NullArray, NullConv, NullDevice, NullKernels
+from mucudnn.backends.null import NullConv, NullKernels
+from mucudnn.backends.virtual import VirtualArray, VirtualDevice
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.profiling.cold_timing import EVICTING_BYTES, ColdBench, cold_bench
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.runtime.executor.arena import Pool
+from mucudnn.runtime.profiling.links import EVICTING_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.profiling.profiler import profile, refine
-from mucudnn.runtime.training.step.sizes import WorkingSet, kernel_workspaces
+from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
@@ -189,7 +190,7 @@ def test_where_times_are_known_any_size_gives_the_same(memory):
     assert found.out_bytes_per_ms == found.in_bytes_per_ms == 1 << 24
 
 
-class Observed(NullDevice):
+class Observed(VirtualDevice):
     """A device that remembers how many bytes each upload wrote."""
 
     def __init__(self):
@@ -291,7 +292,7 @@ def test_nodes_that_are_alike_are_timed_once():
 
     for node in plain:
         specs = [graph.tensors[name] for name in node.tensors]
-        nbytes = sum(NullArray(spec.shape, spec.dtype).nbytes for spec in specs)
+        nbytes = sum(VirtualArray(spec.shape, spec.dtype).nbytes for spec in specs)
         assert found.node_ms[node.name] == pytest.approx(nbytes / 1e8 + 0.1)
     assert found.once_more_ms.keys() == {node.name for node in again}
     assert all(ms < found.node_ms[node] for node, ms in found.once_more_ms.items())

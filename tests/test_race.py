@@ -7,11 +7,11 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.ir.conv import PerfTable
-from mucudnn.ir.limits import ANY_LIMIT, LimitRange
-from mucudnn.ir.status import RowStatus
-from mucudnn.passes.convolution.race import race
+from mucudnn.ir.measurement import ANY_LIMIT, LimitRange
+from mucudnn.ir.numerics import RowStatus
+from mucudnn.passes.convolution.pruning import race
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem
 from tests.examples import examples

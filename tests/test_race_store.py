@@ -8,11 +8,12 @@ import sqlite3
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.codecs.recordings import format_recording, read_recording
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.measurement import Race
-from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning
-from mucudnn.runtime.database.recordings import record_run
+from mucudnn.recording_format import format_recording, read_recording
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.recordings import record_run
+from mucudnn.runtime.store.sqlite_file import CacheWarning
 from tests.cuda_work import layer
 from tests.test_racing import later
 

@@ -14,14 +14,16 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.numerics import TF32
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
-from mucudnn.runtime.training.checkpoints.resumption import recall_races
+from mucudnn.runtime.training.checkpoints import Checkpoints
+from mucudnn.runtime.training.history import recall_races
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
-from mucudnn.runtime.training.step.library_race import LibraryRace
-from mucudnn.runtime.training.step.racing import raced_once
+from mucudnn.runtime.training.measured_choices import (
+    EpilogueRace,
+    LibraryRace,
+    raced_once,
+)
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.loss_scaling import DynamicLossScale
-from mucudnn.passes.graph.precision.loss_scaling import COUNTS
+from mucudnn.ir.optimizers import DynamicLossScale
+from mucudnn.passes.graph.precision import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.together import Threads, network, trained, trainer_of, tuner_of
 

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import AlgoPerf, PerfTable
-from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
-from mucudnn.ir.status import RowStatus
+from mucudnn.ir.numerics import NUMERICS, Numerics, RowStatus, Traits
 from mucudnn.passes.convolution.explain import counted, explain, left_out, refused
 from mucudnn.passes.microbatch import undivided
-from mucudnn.report.pages.comparison import html_report
+from mucudnn.report.comparison import html_report
 from mucudnn.report.text import comparison_tables
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
+from mucudnn.studies.convolutions import compare
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem
 

@@ -9,10 +9,10 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import device_count, get_backend
 from mucudnn.backends.recorded import RecordedConv, recording_of
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.codecs.recordings import format_recording
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.recording_format import format_recording
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
 PROBLEM = ConvProblem(

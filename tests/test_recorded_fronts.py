@@ -9,14 +9,14 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import TF32, Numerics
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.database.recordings import (
+from mucudnn.runtime.store.recordings import (
     RecordedFronts,
     read_fronts,
     record_run,
     write_recording,
 )
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.memory_study import StepSpec
+from mucudnn.studies.memory_results import StepSpec
 from mucudnn.studies.step_costs import Coverage, StepCosts
 from tests.doubles import problem
 from tests.examples import examples

@@ -13,7 +13,7 @@ from mucudnn.passes.graph.inplace import in_place, in_place_with_uses
 from mucudnn.passes.graph.rematerialize import Rematerializer, rematerialize
 from mucudnn.passes.liveness import uses_of
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.problem import origin
 from tests.examples import examples
 from tests.numpy_runner import execute
 from tests.random_graphs import feeds, residencies, training_graphs

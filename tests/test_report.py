@@ -10,15 +10,22 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
-from mucudnn.report.axes import byte_scale, time_scale
-from mucudnn.report.charts import curve, timeline
-from mucudnn.report.deepbench import check_deepbench, deepbench_tables
-from mucudnn.report.markup import tag
-from mucudnn.report.pages.comparison import html_report
-from mucudnn.report.text import Table, comparison_tables, write_tables
-from mucudnn.report.words import ms_text, plan_text, problem_text, runs
+from mucudnn.report.comparison import html_report
+from mucudnn.report.conv_charts import curve, timeline
+from mucudnn.report.svg import byte_scale, tag, time_scale
+from mucudnn.report.text import (
+    Table,
+    check_deepbench,
+    comparison_tables,
+    deepbench_tables,
+    ms_text,
+    plan_text,
+    problem_text,
+    runs,
+    write_tables,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare, in_directions
+from mucudnn.studies.convolutions import compare, in_directions
 from mucudnn.suites import Layer, load_suite, parse_problem
 
 KIB = 1 << 10

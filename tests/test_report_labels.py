@@ -4,8 +4,7 @@ import xml.etree.ElementTree as ET
 
 from hypothesis import given, strategies as st
 
-from mucudnn.report.axes import Frame
-from mucudnn.report.labels import Label, labels
+from mucudnn.report.svg import Frame, Label, labels
 
 FRAME = Frame(left=0.0, right=400.0, top=10.0, bottom=200.0)
 POINTS = st.tuples(st.floats(20, 380), st.floats(20, 190), st.sampled_from("abcdef"))

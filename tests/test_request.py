@@ -11,9 +11,8 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import Residency, saved_tensors
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

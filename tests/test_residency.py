@@ -11,17 +11,14 @@ from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.models import MODELS
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.recompute_chains import (
-    is_checkpoint,
-    recompute_chain,
-)
-from mucudnn.passes.planning.plan_step import policy_names
+from mucudnn.passes.graph.rematerialize import is_checkpoint, recompute_chain
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
     POLICIES,
     Residency,
+    policy_names,
     saved_tensors,
 )
 from tests.examples import examples

@@ -14,14 +14,13 @@ from safetensors.numpy import save
 
 from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
-from mucudnn.runtime.training.checkpoints.history import read_resumption
-from mucudnn.runtime.training.checkpoints.resumption import plans_of
-from mucudnn.runtime.training.checkpoints.tensor_file import (
+from mucudnn.runtime.training.checkpoints import (
+    Checkpoints,
     read_arrays,
     read_header,
     write_arrays,
 )
+from mucudnn.runtime.training.history import plans_of, read_resumption
 from mucudnn.runtime.training.loop import fit
 from tests.checkpointing import forge as forge_file
 from tests.examples import examples

@@ -5,8 +5,9 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import ScheduleError
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Graph, Node, Role, TensorSpec
+from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.liveness import peak_bytes
 from tests.graphs import graphs, scratch
 from tests.plain_schedule import keep_all

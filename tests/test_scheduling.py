@@ -9,14 +9,11 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError, ScheduleError
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import plan_residency
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import PERSISTENTS, Residency
-from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.scheduling.costs import first_plans
-from mucudnn.passes.scheduling.intervals import least_occupancy, split
-from mucudnn.passes.scheduling.occupancy import Occupancy
-from mucudnn.passes.scheduling.transfer_aware import timed
+from mucudnn.passes.scheduling import SCHEDULERS, timed
+from mucudnn.passes.scheduling.intervals import Occupancy, least_occupancy, split
+from mucudnn.passes.scheduling.problem import first_plans
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 from tests.schedule_oracle import verify

@@ -9,21 +9,17 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.fit_to_arena import fit_to_arena
 from mucudnn.passes.placement.layout import lives_of
-from mucudnn.passes.placement.shrinkable import (
-    Shrinkable,
-    place_shrinkable,
-)
-from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.placement.packing import Shrinkable, place_shrinkable
 from mucudnn.passes.planning.place_step import _CUTS
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.scheduling.costs import state_bytes
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
-from mucudnn.passes.scheduling.transfers import Clock, earliest_ends, latest_starts
+from mucudnn.passes.scheduling.problem import state_bytes
+from mucudnn.passes.scheduling.schedulers import Clock, earliest_ends, latest_starts
 from tests.examples import examples
 from tests.schedule_oracle import verify
 

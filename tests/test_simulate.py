@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.planning.evaluate import plan_residency
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.simulate import simulate

@@ -4,18 +4,21 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.graph.split import split_batch
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning import split_search as module
 from mucudnn.passes.planning.plan_step import minimum_budget
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.planning.search.suggested import suggested
-from mucudnn.passes.planning.splitting import slice_search as module
-from mucudnn.passes.planning.splitting.slice_search import SliceSearch, carried_over
+from mucudnn.passes.planning.split_search import SliceSearch, carried_over
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
-from mucudnn.passes.residency.blocks import alike_changes, slices_of
-from mucudnn.passes.residency.candidates import candidates_of, same_changes
+from mucudnn.passes.residency.candidates import (
+    alike_changes,
+    candidates_of,
+    same_changes,
+    slices_of,
+)
 from tests.schedule_oracle import verify
 
 GRAPH = training_graph(get_model("resnet20")(64))

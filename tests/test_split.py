@@ -9,14 +9,14 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Phase, Role
+from mucudnn.ir.graph import PERSISTENT, Phase
+from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import OPAQUE
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.rematerialize import rematerialize
-from mucudnn.passes.graph.slicing.axis import along_batch, cuttable
-from mucudnn.passes.graph.slicing.rows import of_whole
-from mucudnn.passes.graph.split import split_batch
+from mucudnn.passes.graph.split import of_whole, split_batch
+from mucudnn.passes.graph.split_axis import along_batch, cuttable
 from mucudnn.passes.liveness import live_ranges
 from mucudnn.passes.residency import Residency, saved_tensors
 from tests.examples import examples

@@ -7,18 +7,17 @@ from hypothesis import assume, given, strategies as st
 from bench.split_height import forecast, really
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem
-from mucudnn.ir.graph import PERSISTENT, Role
+from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.models.unet import narrow_unet2d
-from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.slicing.axis import along_height, cuttable
-from mucudnn.passes.graph.slicing.order import interleave_slices
 from mucudnn.passes.graph.split import split_batch, split_height
+from mucudnn.passes.graph.split_axis import along_height, cuttable, interleave_slices
+from mucudnn.passes.graph.training_step import answers_of, up_to
 from mucudnn.passes.liveness import peak_bytes
-from mucudnn.passes.planning.splitting.cutting import Cutting, couples_batch
-from mucudnn.runtime.training.training_graphs import answers_of
+from mucudnn.passes.planning.cutting import Cutting, couples_batch
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds
 from tests.race_detector import RaceDetector

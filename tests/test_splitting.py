@@ -9,20 +9,21 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.graph.slicing.parts import largest_rows, parts_by_bytes
-from mucudnn.passes.planning.plan_step import minimum_budget
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import candidates
-from mucudnn.passes.planning.splitting.choice import SplitStep, plan_splitting
-from mucudnn.passes.planning.splitting.cutting import (
+from mucudnn.passes.graph.split_axis import largest_rows, parts_by_bytes
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.planning import split_search
+from mucudnn.passes.planning.cutting import (
     Cutting,
+    SplitStep,
     check_split,
     couples_batch,
     cuttings,
 )
-from mucudnn.studies.memory_study import StepSpec, study_memory
-from mucudnn.studies.memory_trials import IN_PARTS
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.split_search import plan_splitting
+from mucudnn.studies.memory import IN_PARTS, study_memory
+from mucudnn.studies.memory_results import StepSpec
 
 
 def network(batch, *, norm):
@@ -204,7 +205,7 @@ def test_a_deep_network_is_planned_in_parts_only_where_whole_it_does_not_fit(
 ):
     least = minimum_budget(StepRequest(*_whole()))
     assert len(plan_splitting(step(least)).tried) > 1
-    monkeypatch.setattr(candidates, "_MOST_NODES", 1)
+    monkeypatch.setattr(split_search, "_MOST_NODES", 1)
     found = plan_splitting(step(least))
     assert len(found.tried) == 1
     assert "too deep" in found.reason

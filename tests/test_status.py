@@ -6,12 +6,11 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.codecs.values import perf_from_dict, perf_to_dict
+from mucudnn.codecs import perf_from_dict, perf_to_dict
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
-from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.ir.numerics import NUMERICS, Numerics, RowStatus, Traits
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from hypothesis import given, strategies as st
 
-from mucudnn.passes.planning.evaluate import draft
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, draft
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

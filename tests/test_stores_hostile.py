@@ -14,9 +14,10 @@ import warnings
 import pytest
 from click.testing import CliRunner
 
+from mucudnn import recording_format as recording_format
 from mucudnn.cli import main
-from mucudnn.codecs import recordings as recordings
-from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.sqlite_file import CacheWarning
 from mucudnn.suites import parse_problem
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
@@ -290,9 +291,9 @@ def test_a_fifo_is_no_recording(tmp_path):
 
 
 def test_a_packed_bomb_is_not_unpacked(monkeypatch):
-    monkeypatch.setattr(recordings, "MOST", 1000)
+    monkeypatch.setattr(recording_format, "MOST", 1000)
     with pytest.raises(ValueError, match="more than 1,000 bytes"):
-        recordings.read_recording(gzip.compress(b" " * 100_000))
+        recording_format.read_recording(gzip.compress(b" " * 100_000))
 
 
 # Thousands of damaged files were tried with these; some stay

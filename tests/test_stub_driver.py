@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mucudnn.backends.cuda import stub_driver
-from mucudnn.backends.cuda.stub_driver import MACHINES, SYMBOLS, stub_image
+from mucudnn.backends.cuda import loading
+from mucudnn.backends.cuda.loading import MACHINES, SYMBOLS, stub_image
 from mucudnn.errors import BackendUnavailableError
 
 HERE = MACHINES.get(platform.machine())
@@ -77,7 +77,7 @@ def test_its_version_is_written_where_asked_and_nowhere_else(tmp_path):
 def test_afterwards_the_driver_resolves_by_name_and_no_file_is_left(tmp_path):
     code = (
         "import ctypes, tempfile, sys\n"
-        "from mucudnn.backends.cuda.stub_driver import load_stub_driver\n"
+        "from mucudnn.backends.cuda.loading import load_stub_driver\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "load_stub_driver()\n"
         "load_stub_driver()\n"
@@ -92,7 +92,7 @@ def test_afterwards_the_driver_resolves_by_name_and_no_file_is_left(tmp_path):
 def test_a_driver_that_is_there_is_left_alone(monkeypatch):
     asked = []
     monkeypatch.setattr(ctypes, "CDLL", lambda *a: asked.append(a))
-    stub_driver.load_stub_driver()
+    loading.load_stub_driver()
     assert asked == [("libcuda.so.1", ctypes.RTLD_GLOBAL)]
 
 
@@ -104,14 +104,14 @@ def test_another_processor_is_named(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", refuse_to_load)
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(BackendUnavailableError, match=r"riscv64.*x86_64, aarch64"):
-        stub_driver.load_stub_driver()
+        loading.load_stub_driver()
 
 
 def test_a_loader_that_refuses_is_quoted(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", refuse_to_load)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(BackendUnavailableError, match=r"libcuda.so.1: no.*TMPDIR"):
-        stub_driver.load_stub_driver()
+        loading.load_stub_driver()
 
 
 @reads

@@ -3,13 +3,12 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.residency import RECOMPUTED
-from mucudnn.passes.planning.evaluate import plan_residency
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.ir.schedule import RECOMPUTED
+from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.planning.search.suggested import again_ms, stalls_ms, suggested
 from mucudnn.passes.residency import PERSISTENTS, Residency
 from mucudnn.passes.residency.candidates import candidates_of
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.problem import origin
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 from tests.test_simulate import layers

@@ -16,7 +16,7 @@ from mucudnn.suites import (
     read_layers_file,
     short_name,
 )
-from mucudnn.suites.reader import read_layers
+from mucudnn.suites.layers import read_layers
 
 # Multiply-adds of one image's convolutions, as the papers and model cards give them.
 GMACS = {"resnet18": 1.81, "resnet50": 4.09, "vgg16": 15.35}

@@ -10,9 +10,9 @@ from mucudnn.ir.graph import Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.runtime.distributed.gradients import summed_gradients
-from mucudnn.runtime.distributed.waiting import TimedCollectives
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.runtime.distributed.collectives import TimedCollectives
+from mucudnn.runtime.distributed.sum_gradients import summed_gradients
 
 
 class Twice:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.backends.null import NullArray
+from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.status import RowStatus
+from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.sweep import Sweep
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning.measuring import Sweep
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, tight, watched
 from tests.examples import examples
@@ -219,7 +219,7 @@ class Accountant:
         self._held -= nbytes
 
 
-class Held(NullArray):
+class Held(VirtualArray):
     __slots__ = ("__weakref__",)
 
 
@@ -293,7 +293,7 @@ def test_rows_of_what_would_not_run_are_measured_again():
 
 CHILD = """
 import sys
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem

@@ -10,9 +10,9 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import BackendError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.executor.arena import Pool
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
-from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.executor.tiers import DiskTier, HostTier
 from tests.examples import examples
 
 GRAIN = 512

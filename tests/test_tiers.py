@@ -12,21 +12,20 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.backends import get_backend
-from mucudnn.backends.cpu.peer import SharedSegment
-from mucudnn.backends.cuda.peer import PeerMemory
+from mucudnn.backends.cpu.device import SharedSegment
+from mucudnn.backends.cuda.device import PeerMemory
 from mucudnn.cli import main
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
-from mucudnn.ir.residency import Residency
-from mucudnn.ir.tiers import MemoryTier, TierPlacement
+from mucudnn.ir.profile import MemoryTier, TierPlacement
+from mucudnn.ir.schedule import Residency
 from mucudnn.passes.placement.layout import host_blocks
 from mucudnn.passes.placement.tiers import fill_tiers, place_state
+from mucudnn.passes.planning.place_step import place_tiered_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.simulate import simulate
-from mucudnn.runtime.executor.host_memory import Tiers
-from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
-from mucudnn.runtime.profiling.tier_rates import measured_tiers
+from mucudnn.runtime.executor.tiers import TierChoice, Tiers, parse_tiers
+from mucudnn.runtime.profiling.links import measured_tiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cupy_fake import StrictCupy
 from tests.swapping import Bench, same

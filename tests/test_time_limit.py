@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
-from mucudnn.ir.status import RowStatus
+from mucudnn.ir.numerics import RowStatus
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
+from mucudnn.studies.convolutions import compare
 from mucudnn.suites import Layer
 from tests.doubles import problem
 from tests.examples import examples

@@ -20,9 +20,9 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
-from mucudnn.torch.capture.halves import Half  # noqa: E402
+from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution import copies  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
+from mucudnn.torch.execution.bound_step import Half  # noqa: E402
 from tests.torch_backends import (  # noqa: E402
     WithLoss,
     differing,
@@ -80,7 +80,7 @@ def test_more_sizes_than_recompilations_and_an_end_to_numbers(monkeypatch):
     for n in sizes:
         one_backward(call, x[:n], y[:n])
     assert len(backend.plans) == len(sizes)
-    monkeypatch.setattr("mucudnn.torch.capture.sizes._MOST", len(sizes) - 1)
+    monkeypatch.setattr("mucudnn.torch.capture.joint._MOST", len(sizes) - 1)
     with pytest.raises(UnsupportedError, match=r"now there are 64.*pad batches"):
         call(x[:64], y[:64])
     one_backward(call, x[:21], y[:21])

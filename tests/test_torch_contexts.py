@@ -20,8 +20,8 @@ from torch.nn import functional  # noqa: E402  (where there is PyTorch)
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.conv import calls as conv_calls  # noqa: E402
-from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
+from mucudnn.torch.conv import kernels as conv_calls  # noqa: E402
+from mucudnn.torch.conv.backend import TORCH  # noqa: E402
 from tests.torch_calls import (  # noqa: E402
     ONCE,
     conv,

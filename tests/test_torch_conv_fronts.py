@@ -15,14 +15,15 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E402
-from mucudnn.torch.compiled import compile_graph  # noqa: E402
+from mucudnn.torch.capture.step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
+from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
 from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
-from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
-from mucudnn.torch.conv.sites import Site, is_native, with_plans  # noqa: E402
-from mucudnn.torch.measure import evaluate, measured  # noqa: E402
-from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
-from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from mucudnn.torch.conv.backend import TORCH  # noqa: E402
+from mucudnn.torch.conv.fronts import Site, is_native, with_plans  # noqa: E402
+from mucudnn.torch.costs.measure import evaluate, measured  # noqa: E402
+from mucudnn.torch.costs.meters import CpuMeter  # noqa: E402
+from mucudnn.torch.plan_program import planner_of  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402

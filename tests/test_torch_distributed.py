@@ -12,7 +12,7 @@ import pytest
 
 from bench.torch import ranks as bench_ranks
 from mucudnn.ir.fleet import Rank
-from mucudnn.passes.fleet import share_times
+from mucudnn.passes.load_balancing import share_times
 from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")

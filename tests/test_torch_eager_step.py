@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import UnsupportedError  # noqa: E402
-from mucudnn.torch.capture.batches import Batch  # noqa: E402
-from mucudnn.torch.capture.settings import StepSettings  # noqa: E402
+from mucudnn.torch.capture.step_tensors import (  # noqa: E402
+    Batch,
+    StepSettings,
+)
 from mucudnn.torch.eager_step import run_eager_step  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_own_updates import (  # noqa: E402

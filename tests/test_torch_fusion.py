@@ -16,8 +16,9 @@ import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import UnsupportedError  # noqa: E402
 from mucudnn.ir.graph import Phase  # noqa: E402
 from mucudnn.ir.traits import Batch  # noqa: E402
-from mucudnn.torch.capture.parts import StepParts  # noqa: E402
-from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
+from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution.bound_step import bind_step  # noqa: E402
 from mucudnn.torch.fusion.costs import costs_of_kernels  # noqa: E402
 from mucudnn.torch.fusion.fusing import Fusing  # noqa: E402
@@ -26,10 +27,12 @@ from mucudnn.torch.fusion.kernels import Kernels, check_compiler  # noqa: E402
 from mucudnn.torch.fusion.members import fusible  # noqa: E402
 from mucudnn.torch.fusion.rewriting import fused  # noqa: E402
 from mucudnn.torch.fusion.runs import Footprint, groups_of  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.plan_cache.store import PlanStore  # noqa: E402
-from mucudnn.torch.plan_cache.structure import Places, structure_of  # noqa: E402
-from mucudnn.torch.step_planning import StepPlanning, planner_of  # noqa: E402
+from mucudnn.torch.plan_program import StepPlanning, planner_of  # noqa: E402
+from mucudnn.torch.plan_store import (  # noqa: E402
+    Places,
+    PlanStore,
+    structure_of,
+)
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 

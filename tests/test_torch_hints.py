@@ -24,8 +24,8 @@ from torch.utils.checkpoint import (  # noqa: E402
 )
 
 import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch.costs import measure  # noqa: E402
 from mucudnn.torch.hints import selective  # noqa: E402
-from mucudnn.torch.measurement import estimate  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -277,7 +277,7 @@ def attention_flops(q, k, v, *_, out_val=None, **__):
 def test_attention_with_a_mask_is_estimated_planned_and_trained(monkeypatch):
     # Some builds count what attention on the CPU computes; its mask comes by name.
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    monkeypatch.setitem(estimate.flop_registry, kernel, attention_flops)
+    monkeypatch.setitem(measure.flop_registry, kernel, attention_flops)
     torch.manual_seed(0)
     model, x = Masked(), torch.randn(2, 8, 32)
     mask = torch.ones(8, 8, dtype=torch.bool).tril()

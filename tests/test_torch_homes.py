@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.execution.homes import at_home  # noqa: E402
+from mucudnn.torch.execution.bound_step import at_home  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [

@@ -19,7 +19,7 @@ with warnings.catch_warnings():  # PyTorch's own, as its modules are imported
 from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.compiled import compile_graph  # noqa: E402
+from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [

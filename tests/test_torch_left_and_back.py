@@ -8,8 +8,8 @@ from torch import nn  # noqa: E402
 
 from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.ir.devices import get_device  # noqa: E402
-from mucudnn.torch.compiled import CompileBackend  # noqa: E402
-from mucudnn.torch.measure import estimated  # noqa: E402
+from mucudnn.torch import CompileBackend  # noqa: E402
+from mucudnn.torch.costs.measure import estimated  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

@@ -7,14 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
-from mucudnn.torch.measurement import (  # noqa: E402
-    cpu,
-    cuda as cuda_meter,
+from mucudnn.torch.costs import meters, meters as cuda_meter  # noqa: E402
+from mucudnn.torch.costs.meters import (  # noqa: E402
+    CpuMeter,
+    CudaMeter,
+    meter_of,
 )
-from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
-from mucudnn.torch.measurement.cuda import CudaMeter  # noqa: E402
-from mucudnn.torch.measurement.meters import meter_of  # noqa: E402
+from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -88,7 +87,7 @@ def by_the_clock(one_thread, monkeypatch):
         worked += seconds
         time.sleep(seconds)
 
-    monkeypatch.setattr(cpu, "_clock", lambda: now)
+    monkeypatch.setattr(meters, "_clock", lambda: now)
     return work
 
 
@@ -229,10 +228,10 @@ def test_a_device_has_its_meter():
 
 
 def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
-    from mucudnn.torch import measure
-    from mucudnn.torch.capture.parts import StepParts
-    from mucudnn.torch.capture.whole_step import capture_step
-    from mucudnn.torch.step_planning import planner_of
+    from mucudnn.torch.capture.step import capture_step
+    from mucudnn.torch.capture.step_tensors import StepParts
+    from mucudnn.torch.costs import measure
+    from mucudnn.torch.plan_program import planner_of
     from tests.torch_steps import build
 
     model, loss_fn, batch = build("mlp")

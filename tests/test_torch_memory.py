@@ -13,10 +13,10 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.ir.devices import get_device  # noqa: E402
-from mucudnn.studies.memory_study import study_memory  # noqa: E402
-from mucudnn.torch.measure import estimated  # noqa: E402
-from mucudnn.torch.step import TrainStep  # noqa: E402
-from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
+from mucudnn.studies.memory import study_memory  # noqa: E402
+from mucudnn.torch import TrainStep  # noqa: E402
+from mucudnn.torch.costs.measure import estimated  # noqa: E402
+from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [

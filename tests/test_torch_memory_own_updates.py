@@ -10,7 +10,7 @@ from torch import nn, optim  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.studies.memory_study import study_memory  # noqa: E402
+from mucudnn.studies.memory import study_memory  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_own_updates import (  # noqa: E402
     OPTIMIZERS,

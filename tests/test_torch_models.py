@@ -11,7 +11,7 @@ from bench.torch.nodes import NodeTable  # noqa: E402
 from bench.torch.rivals import WithLoss  # noqa: E402
 from bench.torch.zoo import ZOO  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.compiled import CompileBackend  # noqa: E402
+from mucudnn.torch import CompileBackend  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 from tests.torch_zoo import (  # noqa: E402

@@ -10,7 +10,7 @@ from torch import nn, optim  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.measurement.own_updates import state_bytes  # noqa: E402
+from mucudnn.torch.optimizer_update import state_bytes  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_own_updates import (  # noqa: E402
     CLOSURES,

@@ -20,27 +20,25 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.ir.residency import Residency  # noqa: E402
-from mucudnn.runtime.database.cache import CacheWarning  # noqa: E402
+from mucudnn.ir.schedule import Residency  # noqa: E402
+from mucudnn.runtime.store.sqlite_file import CacheWarning  # noqa: E402
 from mucudnn.runtime.tuning.timing import StoppingRule  # noqa: E402
 from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
+from mucudnn.torch import cpu_backend  # noqa: E402
 from mucudnn.torch.conv import fronts  # noqa: E402
-from mucudnn.torch.conv.backend import cpu_backend  # noqa: E402
 from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.plan_cache.entries import Entries  # noqa: E402
-from mucudnn.torch.plan_cache.store import (  # noqa: E402
+from mucudnn.torch.costs.measure import measured  # noqa: E402
+from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.plan_store import (  # noqa: E402
+    Entries,
+    Places,
     PlanStore,
+    Unnameable,
     default_folder,
     open_plans,
-)
-from mucudnn.torch.plan_cache.structure import (  # noqa: E402
-    Places,
-    Unnameable,
     structure_of,
 )
 from mucudnn.torch.planning import Planner  # noqa: E402
-from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
 from tests.test_stores_hostile import VALUES, places  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
@@ -113,10 +111,10 @@ sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads({threads})
 from tests.test_torch_plan_cache import planned
-from mucudnn.torch.plan_cache import store
+from mucudnn.torch import plan_store
 def never(request):
     raise AssertionError("planned anew")
-store.plan_step = never
+plan_store.plan_step = never
 plan, times = planned({folder!r}, {budget})
 print(times)
 print(plan.peak_bytes)
@@ -392,7 +390,7 @@ def test_a_full_disk_is_no_failure(folder, monkeypatch):
     def full(path, contents):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mucudnn.torch.plan_cache.entries.write_whole", full)
+    monkeypatch.setattr("mucudnn.torch.plan_store.write_whole", full)
     with pytest.warns(CacheWarning, match="No space left"):
         _, times = planned(folder, net=small_net)
     assert times == 1
@@ -460,7 +458,7 @@ def test_a_compiled_model_is_planned_once(folder, monkeypatch):
     def never(lowered):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("mucudnn.torch.compiled.measured", never)
+    monkeypatch.setattr("mucudnn.torch.compile_backend.measured", never)
     second = mt.backend(budget="4MiB", cache=folder)
     loss_fn(torch.compile(model, backend=second)(batch[0]), batch[1]).backward()
     torch._dynamo.reset()

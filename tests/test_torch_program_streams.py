@@ -10,17 +10,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mucudnn.errors import UnsupportedError  # noqa: E402  (where there is PyTorch)
-from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
+from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E402
-from mucudnn.torch.execution import cuda_copies, random_states  # noqa: E402
+from mucudnn.torch.capture.step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
+from mucudnn.torch.costs.measure import measured  # noqa: E402
+from mucudnn.torch.execution import cuda_copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import StreamCopies  # noqa: E402
-from mucudnn.torch.execution.lanes import copies_for, device_of  # noqa: E402
+from mucudnn.torch.execution.devices import copies_for, device_of  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.lowering.lowered import Layout  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import planner_of  # noqa: E402
 from tests.cuda_streams import OrderingError, StandIn  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
@@ -182,9 +183,9 @@ def test_a_gpu_draws_from_its_own_generator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda d: states[d.index])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, d: put.append((s, d)))
     device = torch.device("cuda", 1)
-    kept = random_states.keep_state(device)
+    kept = program.keep_state(device)
     assert torch.equal(kept, states[1])
     states[1].zero_()
     assert int(kept.sum()) == 16  # it has bytes of its own
-    random_states.set_state(kept, device)
+    program.set_state(kept, device)
     assert put == [(kept, device)]

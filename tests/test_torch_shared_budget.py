@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.shared_budget import GraphSource, SharedBudget  # noqa: E402
+from mucudnn.torch.compile_backend import GraphSource, SharedBudget  # noqa: E402
 from tests.torch_backends import (  # noqa: E402
     differing,
     observed,

@@ -7,11 +7,11 @@ torch = pytest.importorskip("torch")
 from torch.utils import _pytree as pytree  # noqa: E402  (where there is PyTorch)
 
 from mucudnn.ir.traits import Rows  # noqa: E402
+from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.lowering.lowered import Call, Layout, Operand  # noqa: E402
-from mucudnn.torch.measure import evaluate  # noqa: E402
 from mucudnn.torch.splitting.axes import Axis, Cut, Site  # noqa: E402
-from mucudnn.torch.splitting.cut import in_part  # noqa: E402
-from mucudnn.torch.splitting.rules import RULES, cut_of  # noqa: E402
+from mucudnn.torch.splitting.batch_rules import RULES, cut_of  # noqa: E402
+from mucudnn.torch.splitting.plan import in_part  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

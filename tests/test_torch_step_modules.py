@@ -10,17 +10,20 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
+from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.batches import Batch  # noqa: E402
-from mucudnn.torch.capture.kernel_results import KernelResults  # noqa: E402
-from mucudnn.torch.capture.parts import LiveParts, StepParts  # noqa: E402
-from mucudnn.torch.capture.settings import PLAIN  # noqa: E402
-from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
+from mucudnn.torch.capture.fake_tensors import KernelResults  # noqa: E402
+from mucudnn.torch.capture.step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step_tensors import (  # noqa: E402
+    PLAIN,
+    Batch,
+    LiveParts,
+    StepParts,
+)
+from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import planner_of  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_step_cases import CASES, QUICK, Whole  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402

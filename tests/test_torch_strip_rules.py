@@ -5,11 +5,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mucudnn.ir.traits import Rows  # noqa: E402  (where there is PyTorch)
+from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.lowering.lowered import Call, Layout, Operand  # noqa: E402
-from mucudnn.torch.measure import evaluate  # noqa: E402
 from mucudnn.torch.splitting.axes import Axis, Site  # noqa: E402
-from mucudnn.torch.splitting.image_rules import IMAGE_RULES, strip_of  # noqa: E402
-from mucudnn.torch.splitting.shape_operands import OfShape  # noqa: E402
+from mucudnn.torch.splitting.prepare import OfShape  # noqa: E402
+from mucudnn.torch.splitting.strip_rules import IMAGE_RULES, strip_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

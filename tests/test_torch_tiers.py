@@ -15,13 +15,15 @@ torch = pytest.importorskip("torch")
 
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError  # noqa: E402
-from mucudnn.torch.compiled import CompileBackend  # noqa: E402
-from mucudnn.torch.execution.homes import at_home  # noqa: E402
+from mucudnn.torch import (  # noqa: E402
+    CompileBackend,
+    TrainStep,
+)
+from mucudnn.torch.costs.measure import measured  # noqa: E402
+from mucudnn.torch.execution.bound_step import at_home  # noqa: E402
 from mucudnn.torch.execution.tiers import TierCopies, tiers_within  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.plan_cache.store import PlanStore, open_plans  # noqa: E402
-from mucudnn.torch.step import TrainStep  # noqa: E402
-from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
+from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 

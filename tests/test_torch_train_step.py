@@ -11,15 +11,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
+from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.parts import StepParts  # noqa: E402
-from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step import capture_step  # noqa: E402
+from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
+from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution import copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import planner_of  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 

@@ -12,15 +12,16 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.cli.training.results import results_to_json
+from mucudnn.cli.train import results_to_json
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
-from mucudnn.runtime.training.checkpoints.history import (
+from mucudnn.runtime.training.checkpoints import Checkpoints
+from mucudnn.runtime.training.history import (
     EpochReport,
+    LogEntry,
+    LogFile,
     Position,
     read_resumption,
 )
-from mucudnn.runtime.training.log import LogEntry, LogFile
 from mucudnn.runtime.training.loop import fit
 from tests.training_cases import Epochs, trainer, weights
 
@@ -170,7 +171,7 @@ def test_a_line_is_there_at_once(tmp_path, suffix):
     path = tmp_path / f"log.{suffix}"
     code = (
         "import os, signal, sys\n"
-        "from mucudnn.runtime.training.log import LogEntry, LogFile\n"
+        "from mucudnn.runtime.training.history import LogEntry, LogFile\n"
         "log = LogFile(sys.argv[1])\n"
         "for step in range(1, 8): log(LogEntry('step', step, 1, loss=0.5))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

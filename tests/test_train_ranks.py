@@ -4,12 +4,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.training.ranks import Group, own_settings
+from mucudnn.cli.train_ranks import Group, own_settings
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint, StepTable
-from mucudnn.passes.fleet import plan_of, split_batch
-from mucudnn.passes.fleet.asked_table import AskedTable, Told
-from mucudnn.passes.fleet.sizes import measured_table
+from mucudnn.passes.load_balancing import (
+    AskedTable,
+    Told,
+    measured_table,
+    plan_of,
+    split_batch,
+)
 
 
 class Pair:

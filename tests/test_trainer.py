@@ -11,14 +11,14 @@ from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
 from mucudnn.models import get_model
+from mucudnn.passes.graph.training_step import step_graphs
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
-from mucudnn.runtime.training.checkpoints.resumption import plans_of
+from mucudnn.runtime.training.checkpoints import Checkpoints
+from mucudnn.runtime.training.history import plans_of
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.step.placed_steps import place_steps
+from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.schedule_oracle import verify

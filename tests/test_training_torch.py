@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mucudnn import Tuner
-from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.runtime.training.trainer import Trainer
 

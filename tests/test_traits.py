@@ -14,25 +14,22 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem, Direction
-from mucudnn.ir.graph import Graph, Node, Phase, Role
-from mucudnn.ir.norms.group_norm import GROUP_PIECES
-from mucudnn.ir.operations import OPERATIONS, traits_of
+from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.operations import GROUP_PIECES, OPERATIONS, traits_of
 from mucudnn.ir.schedule import Alloc, Free, SwapIn, SwapOut
-from mucudnn.ir.tensor import TensorSpec
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import OPAQUE, Batch, NodeTraits
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.gradients import RULES
+from mucudnn.passes.graph.autodiff import RULES, training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.liveness import live_ranges, uses_of
-from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest, plan_residency
+from mucudnn.passes.residency import RECOMPUTED, Residency, policy_names, saved_tensors
+from mucudnn.passes.scheduling.problem import origin
 from tests.examples import examples
 from tests.graphs import Symbols, graphs
 from tests.kernel_cases import KERNELS, close
@@ -45,20 +42,21 @@ ROOT = Path(mucudnn.__file__).parent
 
 BY_NAME = {
     "passes/estimate.py": {"conv", "matmul"},  # their arithmetic
-    "passes/graph/precision/mixed_precision.py": {"conv"},  # its problem's data type
+    "passes/graph/precision.py": {
+        "conv",
+        "cast",
+        "to_channels_last",
+    },  # its problem's data type
     # Those that copies make needless, and what turns gradients back for an update.
-    "passes/graph/precision/narrow_copies.py": {"cast", "to_channels_last"},
-    "passes/graph/computed_gradients.py": {"cast", "to_channels_first"},
-    "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
-    "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
+    "passes/graph/updates.py": {"cast", "to_channels_first"},
+    # its attributes
+    "passes/graph/autodiff.py": {"RULES", "group_norm_grad"},  # the derivative of each
     # Whose gradients are timed as well; a parameter that is cast is one still.
-    "passes/graph/layouts/trials.py": {"RULES", "cast"},
-    "ir/norms/batch_norm.py": {"PIECES"},
+    "passes/graph/layouts.py": {"RULES", "cast"},
+    "ir/operations.py": {"PIECES", "GROUP_PIECES", "OPERATIONS"},
     "ir/channels_last.py": {"CHANNELS_LAST"},
-    "ir/norms/group_norm.py": {"GROUP_PIECES"},
-    "ir/operations.py": {"OPERATIONS"},
     "ir/strips.py": {"STRIPS"},
-    "ir/layers/elementwise.py": {"dropout"},  # each has another seed
+    "ir/layers.py": {"dropout"},  # each has another seed
 }
 """Where the meaning of one operation is needed, not what kind of operation it is."""
 

@@ -12,10 +12,10 @@ from mucudnn.backends import get_backend
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
+from mucudnn.studies.convolutions import compare
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, arrays, plan_of, problem, watched
 from tests.examples import examples

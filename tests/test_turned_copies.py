@@ -9,15 +9,15 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import OPTIMIZERS
+from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.computed_gradients import with_computed_gradients
-from mucudnn.passes.graph.layouts.choice import stored
-from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.layouts import stored
+from mucudnn.passes.graph.precision import copies_of_parameters
+from mucudnn.passes.graph.training_step import training_graphs
+from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.training_graphs import training_graphs
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
 from tests.test_cuda_training import folder, losses, stand_in

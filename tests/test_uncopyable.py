@@ -9,7 +9,7 @@ import pytest
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Sgd
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 

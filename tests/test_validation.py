@@ -8,15 +8,15 @@ from hypothesis import given
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import RecordedConv
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.codecs.recordings import read_recording
 from mucudnn.ir.conv import Direction, PerfTable
 from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.passes.microbatch import workspace_reuse
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.recordings import record_run
+from mucudnn.recording_format import read_recording
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.recordings import record_run
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS, StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare, in_directions
+from mucudnn.studies.convolutions import compare, in_directions
 from mucudnn.suites import Layer
 from tests.doubles import problem
 from tests.examples import examples

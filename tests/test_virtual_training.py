@@ -10,7 +10,7 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.models import get_model
-from mucudnn.runtime.profiling.mapping_costs import mapping_costs
+from mucudnn.runtime.profiling.links import mapping_costs
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
 from tests.training_cases import trainer, tuner_of

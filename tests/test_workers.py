@@ -17,11 +17,11 @@ from mucudnn.backends import get_backend
 from mucudnn.cli import main
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning import worker
-from mucudnn.runtime.tuning.kernel_bench import BenchTask
-from mucudnn.runtime.tuning.sweep import Sweep
+from mucudnn.ir.numerics import RowStatus
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning import workers as worker
+from mucudnn.runtime.tuning.kernel_timer import BenchTask
+from mucudnn.runtime.tuning.measuring import Sweep
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.tuning.workers import Workers, process_pool
 from mucudnn.suites import load_suite

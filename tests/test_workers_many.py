@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem
 

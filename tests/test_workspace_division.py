@@ -14,8 +14,15 @@ import mucudnn
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
 from mucudnn.models import get_model
-from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
-from mucudnn.passes.convolution.workspace_division import SOLVERS, divide, ilp
+from mucudnn.passes.convolution.knapsack import (
+    SOLVERS,
+    Item,
+    Selection,
+    divide,
+    ilp,
+    merge,
+    reduce_to_core,
+)
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.microbatch import (
     plan_cost_ms,
@@ -264,11 +271,11 @@ def test_a_solver_stopped_early_is_feasible_with_a_gap():
 def test_equal_tables_are_examined_once(monkeypatch):
     tables, _ = hard()
     seen = []
-    from mucudnn.passes.convolution import workspace_division
+    from mucudnn.passes.convolution import knapsack
 
-    original = workspace_division.pareto_front
+    original = knapsack.pareto_front
     monkeypatch.setattr(
-        workspace_division,
+        knapsack,
         "pareto_front",
         lambda t, limit: seen.append(t) or original(t, limit),
     )

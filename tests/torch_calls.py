@@ -7,7 +7,7 @@ from torch.nn import functional
 import mucudnn.torch as mt
 from mucudnn import ConvPlan, Tuner
 from mucudnn.runtime.tuning.timing import StoppingRule
-from mucudnn.torch.conv.algorithm import TORCH
+from mucudnn.torch.conv.backend import TORCH
 
 ONCE = StoppingRule(min_samples=1, max_samples=1, hopeless=0.0)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mucudnn.ir.conv import ConvProblem, Direction
-from mucudnn.ir.graph import Graph, Node, TensorSpec
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.tensor import TensorSpec
 
 Masks = Callable[[Sequence[int], Mapping[str, Any], int], Tensor]
 Op = Callable[[Node, Sequence[Tensor], Sequence[TensorSpec]], Any]

@@ -35,8 +35,7 @@ from torch.utils import _pytree as pytree
 import mucudnn
 import mucudnn.torch as mt
 from mucudnn.errors import MucudnnError
-from mucudnn.torch.measurement.cpu import CpuMeter
-from mucudnn.torch.measurement.links import Links
+from mucudnn.torch.costs.meters import CpuMeter, Links
 
 STEPS = 4
 CHANGE_AT = 2

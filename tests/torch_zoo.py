@@ -4,9 +4,9 @@ import torch
 
 from bench.torch.zoo import Case, GPTConfig, build as build_case, gpt, unet
 from mucudnn.errors import PlanningError
-from mucudnn.torch.measure import measured
-from mucudnn.torch.step import TrainStep
-from mucudnn.torch.step_planning import StepPlanning
+from mucudnn.torch import TrainStep
+from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.plan_program import StepPlanning
 
 SMALL = {
     "small gpt": lambda: gpt(4, GPTConfig(layers=1, width=32, heads=2, length=16)),

@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.baselines.tensor_cache import CacheStatistics, TensorCache
-from mucudnn.backends.base import Array, Backend, Buffer
+from mucudnn.backends.base import Backend
+from mucudnn.backends.device import Array, Buffer, Tier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.graph.dependencies import written
+from mucudnn.passes.liveness import written
+from mucudnn.runtime.executor import fed
+from mucudnn.runtime.executor.arena import Pool, PoolStatistics
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.feeding import fed
-from mucudnn.runtime.executor.host_memory import HostTier, Tier
-from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
 from mucudnn.runtime.executor.program import kernel_of
-from mucudnn.runtime.training.step.sizes import WorkingSet, kernel_workspaces
+from mucudnn.runtime.executor.tiers import HostTier
+from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mucudnn.backends.base import Array, Buffer
+from mucudnn.backends.device import Array, Buffer, Tier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.executor.arena import BestFit, Pool
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.host_memory import Tier
-from mucudnn.runtime.executor.memory_pool import BestFit, Pool
 
 __all__ = ["CacheStatistics", "TensorCache"]
 

@@ -6,7 +6,7 @@ from mucudnn.backends import Backend
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Numerics
-from mucudnn.runtime.tuning.kernel_bench import operands
+from mucudnn.runtime.tuning.kernel_timer import operands
 
 __all__ = ["Bound", "first_choice", "from_graph_api", "plan_of"]
 

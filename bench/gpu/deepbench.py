@@ -23,12 +23,11 @@ from bench.gpu.work import (
 )
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.recordings import write_recording
+from mucudnn.ir.numerics import RowStatus
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.recordings import write_recording
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
-from mucudnn.studies.outcome import Comparison
+from mucudnn.studies.convolutions import Comparison, compare
 from mucudnn.suites import Layer
 
 __all__ = ["FILES", "record", "run"]

@@ -12,7 +12,7 @@ from bench.gpu.keeping import Keeper
 from bench.gpu.store import write_json
 from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["CACHE", "RECORDINGS", "RULE", "Job", "Report"]

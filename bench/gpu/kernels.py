@@ -8,11 +8,11 @@ from bench.gpu.choice import Bound, from_graph_api
 from bench.gpu.job import RULE, Job
 from bench.gpu.turns import in_turn, sampler
 from bench.gpu.verdicts import geomean
-from mucudnn.codecs.values import perf_to_dict
+from mucudnn.codecs import perf_to_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import BenchTask
+from mucudnn.runtime.tuning.kernel_timer import BenchTask
 
 __all__ = ["accumulating", "first_api"]
 

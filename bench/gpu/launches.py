@@ -10,8 +10,7 @@ from bench.gpu.job import RULE, Job
 from bench.gpu.turns import in_turn, sampler
 from bench.table import render
 from mucudnn.backends import Backend
-from mucudnn.backends.cuda.conv import CudaConv, operands_of
-from mucudnn.backends.cuda.conv.plan import step_operands
+from mucudnn.backends.cuda.conv import CudaConv, operands_of, step_operands
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 

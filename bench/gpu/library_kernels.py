@@ -9,7 +9,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.runtime.profiling.profiler import signature
-from mucudnn.runtime.training.step.library_race import LibraryRace
+from mucudnn.runtime.training.measured_choices import LibraryRace
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["library_kernels"]

@@ -8,10 +8,9 @@ from bench.gpu.job import RULE, Job, Report
 from bench.gpu.store import read_json
 from bench.gpu.work import network_layers
 from bench.table import render
-from mucudnn.ir.status import RowStatus
+from mucudnn.ir.numerics import RowStatus
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
-from mucudnn.studies.outcome import Comparison
+from mucudnn.studies.convolutions import Comparison, compare
 from mucudnn.suites import Layer
 
 __all__ = ["FILES", "run"]

@@ -17,7 +17,7 @@ from bench.gpu.work import STAGES, deepbench_layers, key_of
 from bench.table import render
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
-from mucudnn.ir.status import RowStatus
+from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.microbatch import PLANNERS
 from mucudnn.runtime.tuning.timing import Timing
 from mucudnn.runtime.tuning.tuner import Tuner

@@ -20,7 +20,7 @@ from bench.gpu.packages import lacking
 from bench.gpu.sections import all_answered, asked
 from bench.gpu.store import write_text
 from mucudnn.backends.cuda.conv import CudaConv
-from mucudnn.backends.cuda.session import LiveSession, describe_device
+from mucudnn.backends.cuda.descriptors import LiveSession, describe_device
 from mucudnn.errors import BackendError
 
 __all__ = ["FILES", "run"]

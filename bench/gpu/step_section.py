@@ -21,7 +21,7 @@ from bench.gpu.step_rivals import Case, TorchStep, ours, sampled
 from bench.gpu.store import write_json
 from bench.gpu.turns import in_turn
 from mucudnn.errors import MucudnnError
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 

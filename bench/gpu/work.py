@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from bench.gpu.job import Job
 from mucudnn.ir.conv import ConvProblem, Direction
-from mucudnn.studies.conv_comparison import in_directions
+from mucudnn.studies.convolutions import in_directions
 from mucudnn.suites import Layer, load_suite
 
 __all__ = [

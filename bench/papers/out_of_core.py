@@ -13,7 +13,7 @@ from bench.papers.planner import estimated
 from bench.papers.reach import batch_within
 from bench.papers.superneurons import MIB
 from mucudnn.ir.devices import get_device
-from mucudnn.passes.planning.plan_step import PLANNED
+from mucudnn.passes.residency import PLANNED
 
 __all__ = ["BATCH", "DEVICES", "HAYAKAWA", "THEIRS", "TRIED", "windows_on"]
 

@@ -15,11 +15,11 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import PLANNED
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.studies.memory_study import StepSpec
+from mucudnn.studies.memory_results import StepSpec
 
 __all__ = ["Estimated", "estimated", "plan", "plan_all"]
 

@@ -10,10 +10,10 @@ from bench.papers.capacity import GIB
 from bench.papers.models import MODELS, of_library
 from bench.papers.planner import estimated
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import largest_batch_within
-from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget
+from mucudnn.passes.planning.plan_step import largest_batch_within, minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.studies.memory_study import StepSpec
+from mucudnn.passes.residency import PLANNED
+from mucudnn.studies.memory_results import StepSpec
 
 __all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]
 

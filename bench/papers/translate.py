@@ -10,7 +10,8 @@ import math
 from dataclasses import replace
 
 from bench.papers.layers import Kind, Layer, LayerBuilder, Network
-from mucudnn.ir.graph import Graph, Node, Role
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE
 
 __all__ = ["translate"]

@@ -17,7 +17,7 @@ from bench.table import render
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting.choice import plan_splitting
+from mucudnn.passes.planning.split_search import plan_splitting
 
 __all__ = ["run", "table"]
 

@@ -22,7 +22,7 @@ from bench.torch.peak import real_peak
 from bench.torch.rivals import HostSaved, Partitioned, WithLoss, checkpointed
 from bench.torch.zoo import Case
 from mucudnn.errors import PlanningError
-from mucudnn.torch.compiled import CompileBackend
+from mucudnn.torch import CompileBackend
 
 __all__ = ["KNOB", "compare"]
 

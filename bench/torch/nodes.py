@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.torch.costs.measure import call_key, measured
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Layout, Lowered
-from mucudnn.torch.measure import call_key, measured
 
 __all__ = ["EagerTimes", "NodeTable"]
 

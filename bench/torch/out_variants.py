@@ -26,15 +26,19 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Node
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.scheduling.costs import origin
-from mucudnn.torch.capture.parts import StepParts
-from mucudnn.torch.capture.whole_step import capture_step
+from mucudnn.passes.scheduling.problem import origin
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts
+from mucudnn.torch.costs.measure import (
+    call_key,
+    estimated,
+    evaluate,
+    is_view,
+    operands_of,
+)
+from mucudnn.torch.costs.meters import CpuMeter
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.measure import call_key, evaluate, operands_of
-from mucudnn.torch.measurement.cpu import CpuMeter
-from mucudnn.torch.measurement.estimate import estimated
-from mucudnn.torch.measurement.node_costs import is_view
-from mucudnn.torch.step_planning import planner_of
+from mucudnn.torch.plan_program import planner_of
 
 __all__ = ["Outcome", "outcome_of", "shares"]
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.memory_picture import CHART, panels
-from mucudnn.report.axes import Frame, Scale, bytes_axis
-from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import drawing, marker
+from mucudnn.report.svg import Frame, Markup, Scale, bytes_axis, drawing, marker, tag
 
 __all__ = ["picture"]
 

@@ -18,8 +18,7 @@ from typing import Any
 from bench.torch.gloo_rank import environment, run_rank
 from bench.torch.rank_networks import NETWORKS
 from mucudnn.ir.fleet import StepPoint, StepTable
-from mucudnn.passes.fleet import equal_shares
-from mucudnn.passes.fleet.sizes import measured_table
+from mucudnn.passes.load_balancing import equal_shares, measured_table
 
 __all__ = ["available", "run"]
 

@@ -9,7 +9,8 @@ import importlib
 from types import ModuleType
 
 from mucudnn.arguments import a_text, an_integer
-from mucudnn.backends.base import Backend, ConvLibrary, Device
+from mucudnn.backends.base import Backend, ConvLibrary
+from mucudnn.backends.device import Device
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.plugins import find_plugin, plugin_names
 

@@ -1,35 +1,173 @@
-"""The interface of a backend: a device, a convolution library, a table of kernels."""
+"""What a backend provides: a device, a convolution library, a table of kernels."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
-from mucudnn.backends.conv_library import ConvLibrary, Epilogues, PlanTexts, Runner
-from mucudnn.backends.device import Array, Buffer, Copier, Device, Event, Ticket, Tier
-from mucudnn.backends.kernel import Kernel, KernelArguments, LibraryKernels
-from mucudnn.backends.mapped_memory import Mapper
-from mucudnn.backends.runner import Call, PlanRunner, per_slice
-from mucudnn.backends.transit import Transit
+from mucudnn.backends.device import Array, Buffer, Device, Mapper, Transit
+from mucudnn.backends.plan_runner import Call, PlanRunner, per_slice
 from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.numerics import Traits
+from mucudnn.ir.tensor import TensorSpec
 
-__all__ = [
-    "Array",
-    "Backend",
-    "Buffer",
-    "Capture",
-    "ConvLibrary",
-    "Copier",
-    "Device",
-    "Epilogues",
-    "Event",
-    "Kernel",
-    "KernelArguments",
-    "LibraryKernels",
-    "PlanTexts",
-    "Runner",
-    "Ticket",
-    "Tier",
-]
+
+class ConvLibrary(Protocol):
+    """The convolution algorithms of one library."""
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
+        """Return (name, workspace bytes) of every algorithm that can run `problem`."""
+
+    def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
+        """Return (name, reason) of every algorithm that cannot run `problem`."""
+
+    def traits(self, problem: ConvProblem, algo: str) -> Traits:
+        """Return the numerical traits of a listed algorithm."""
+
+    def run(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        a: Array,
+        b: Array,
+        out: Array,
+        workspace: Buffer,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """Launch one kernel. Operands: (x, w) -> y, (dy, w) -> dx, (x, dy) -> dw.
+
+        Arrays have the shapes of `problem.operands()`. `workspace` holds at least the
+        bytes that `algorithms` reports; with `accumulate` the result is added to `out`.
+
+        Raises:
+            UnsupportedError: The algorithm cannot run the problem.
+            BackendError: The library failed, or the workspace is too small.
+        """
+
+
+class Runner(Protocol):
+    """A bound plan: everything that does not depend on the operands is prebuilt."""
+
+    @property
+    def plan(self) -> ConvPlan:
+        """The plan that is run."""
+
+    def run(
+        self, a: Array, b: Array, out: Array, workspace: Buffer, accumulate: bool
+    ) -> None:
+        """Write the result to `out`, or add it with `accumulate`.
+
+        `workspace` holds at least `plan.workspace` bytes.
+
+        Raises:
+            StepFailedError: A kernel failed; earlier micro-batches are complete.
+        """
+
+
+class PlanTexts(Protocol):
+    """A serializer of execution plans, which lets processes reuse them."""
+
+    def dumps(
+        self, problem: ConvProblem, algo: str, *, accumulate: bool = False
+    ) -> str | None:
+        """Return the plan of an algorithm as text; None if it has no plan."""
+
+    def loads(
+        self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
+    ) -> None:
+        """Load a plan that `dumps` wrote, instead of building it.
+
+        Raises:
+            BackendError: The library rejects the text.
+        """
+
+
+class Epilogues(Protocol):
+    """Forward convolutions that add a bias and apply a ReLU before they write."""
+
+    def offers(self, problem: ConvProblem, bias: str) -> bool:
+        """Return whether a kernel exists for a bias of this data type."""
+
+    def bind(
+        self, plan: ConvPlan, x: Array, w: Array, bias: Array, y: Array, scratch: Buffer
+    ) -> Callable[[], None] | None:
+        """Return a call that computes y in the micro-batches and arithmetic of a plan.
+
+        The fused kernels are not those of the plan; they need at most its workspace.
+        Return None if a micro-batch has no such kernel.
+        """
+
+
+_Arrays = Sequence[Array]
+
+_Specs = Sequence[TensorSpec]
+
+_Attrs = Mapping[str, Any]
+
+_Call = Callable[[], None]
+
+KernelArguments = tuple[_Arrays, _Arrays, _Attrs, Buffer | None]
+"""Inputs, outputs, attributes and workspace of one call."""
+
+
+def no_workspace(inputs: _Specs, outputs: _Specs, attrs: _Attrs) -> int:
+    """Return 0, for kernels that need no workspace."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operation of a training step; convolutions have plans instead.
+
+    Attributes: run: (inputs, outputs, attributes, workspace) -> None. Launches the
+        kernel, which writes into the outputs, and into inputs that are state. Arrays
+        are dense.
+        workspace: (inputs, outputs, attributes) -> bytes that `run` must be given.
+        ready: Binds the arguments of `run` for repeated calls on arrays that stay in
+            place; called on the device's queue (`Device.queue`). None: `run` is called.
+        together: Binds several consecutive calls as one. They write no tensor that
+            another of them reads or writes, except flags. None: one after the other.
+        flags: Positions of state inputs to which all writers write the same value,
+            whatever the previous value.
+    """
+
+    run: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], None]
+    workspace: Callable[[_Specs, _Specs, _Attrs], int] = no_workspace
+    ready: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], _Call] | None = None
+    together: Callable[[Sequence[KernelArguments]], _Call] | None = None
+    flags: tuple[int, ...] = ()
+
+    def call(
+        self, inputs: _Arrays, outputs: _Arrays, attrs: _Attrs, workspace: Buffer | None
+    ) -> _Call:
+        """Return a call on these arrays, which stay in place; see `ready`."""
+        if self.ready is not None:
+            return self.ready(inputs, outputs, attrs, workspace)
+        return functools.partial(self.run, inputs, outputs, attrs, workspace)
+
+
+class LibraryKernels(Protocol):
+    """Vendor library kernels for operations that the backend has own kernels for.
+
+    A node whose attribute `LIBRARY` is the library's name is computed by it, through
+    the backend's kernel table; if the library refuses, the backend's own kernel runs.
+
+    Attributes:
+        times_ms: Times of our kernel and the library's in this process, by timed case.
+            All steps use the same choice, whatever their caches contain.
+    """
+
+    times_ms: dict[str, tuple[float, float]]
+
+    @property
+    def name(self) -> str:
+        """Name of the library in nodes."""
+
+    def offers(self, graph: Graph, node: Node) -> bool:
+        """Return whether the library computes this node and has not refused it."""
+
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Record all launches of a function as one launch that can be replayed."""

@@ -1,26 +1,19 @@
-"""The interface of a device: memory, a clock, and copies beside its computations."""
+"""Protocols of a device: memory, clock, copies, tiers and mapped memory."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = [
-    "Array",
-    "Buffer",
-    "Copier",
-    "Device",
-    "Event",
-    "Start",
-    "Ticket",
-    "Tier",
-    "Way",
-]
-
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
+
 Buffer = Any
+
 Event = Any
+
 Ticket = Any  # one copy that was started
+
 Way = Literal["out", "back"]
 
 
@@ -177,3 +170,81 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """Drop copies that have not begun, wait for the rest; may be called again."""
+
+
+# The interface of devices that can map memory: chunks at any addresses.
+#
+# A buffer is a range of addresses, each chunk of which is backed by a chunk of memory;
+# a chunk may be mapped several times. So fragmented free memory becomes one tensor
+# without a copy. Mapping takes time and synchronizes the device: it is done before a
+# step runs for the first time, never within one.
+
+
+class MappedMemory(Protocol):
+    """Chunks that were allocated together; freed with the last buffer over them."""
+
+    def map(self, chunks: Sequence[int]) -> Buffer:
+        """Map these chunks, in this order, at new contiguous addresses.
+
+        They are unmapped when the last reference to the buffer is dropped. Data written
+        at one address can be read at all addresses of the chunk by work that starts
+        after the writer is done.
+
+        Raises:
+            OutOfMemoryError: There are no addresses left.
+            BackendError: The driver failed, or work is being captured.
+        """
+
+
+class Mapper(Protocol):
+    """An allocator of memory in chunks."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk."""
+
+    def allocate(self, chunks: int) -> MappedMemory:
+        """Allocate chunks of physical memory.
+
+        Raises:
+            OutOfMemoryError: There is not enough memory.
+            UnsupportedError: This system cannot map memory.
+        """
+
+
+def runs(chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (position, first chunk, count) of each run of consecutive chunks."""
+    for _, group in groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
+        (at, first), *rest = group
+        yield at, first, 1 + len(rest)
+
+
+class Arriving(Protocol):
+    """A tensor that is being copied to the host."""
+
+    def __call__(self) -> Any:
+        """Wait for the copy, and return it as a NumPy array.
+
+        Raises:
+            BackendError: A kernel before it failed, or the copy.
+        """
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy is complete."""
+
+
+class Transit(Protocol):
+    """Copies of inputs and results, ordered with kernels; the host does not wait."""
+
+    def upload(self, source: Any, target: Any) -> None:
+        """Copy a NumPy array to a tensor, for kernels that are launched later.
+
+        The source may be changed as soon as this returns.
+        """
+
+    def download(self, source: Any) -> Arriving:
+        """Start to copy a tensor's value after the work launched so far."""
+
+    def close(self) -> None:
+        """Wait for copies in progress, and free all buffers."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mucudnn.backends.base import Backend, Kernel
-from mucudnn.backends.runner import Call, PlanRunner, per_step
+from mucudnn.backends.plan_runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import (
     VirtualArray as NullArray,
     VirtualDevice as NullDevice,
@@ -16,8 +16,6 @@ from mucudnn.backends.virtual import (
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.numerics import Traits
-
-__all__ = ["NullArray", "NullConv", "NullDevice", "NullKernels", "device_count", "load"]
 
 _DEVICES = 8
 _MS_PER_SAMPLE = {"SLOW": 1.0, "FAST": 0.4}

@@ -1,6 +1,6 @@
 """A backend that replays a measured table of another machine.
 
-`recorded:FILE` reads a recording (see `mucudnn.codecs.recordings`). Nothing is
+`recorded:FILE` reads a recording (see `mucudnn.recording_format`). Nothing is
 computed, and each kernel takes exactly the recorded median on a virtual clock. Data
 that such a clock cannot provide is returned directly: the uncertainty of a median
 (`row`), and whether a whole plan took its predicted time (`verdict`). So the ordinary
@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mucudnn.backends.base import Backend
-from mucudnn.backends.runner import Call, PlanRunner, per_step
+from mucudnn.backends.plan_runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.codecs.recordings import MOST, read_recording, recorded_environments
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.numerics import NATIVE, Traits
-
-__all__ = ["RecordedConv", "device_count", "load", "read_file", "recording_of"]
+from mucudnn.recording_format import MOST, read_recording, recorded_environments
 
 _ANYTHING = "*"  # stands for every algorithm if nothing at all was recorded
 

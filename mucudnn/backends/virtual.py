@@ -1,23 +1,21 @@
-"""A device without memory and with a virtual clock.
+"""A device without memory whose clock is advanced by hand, and its copies.
 
 Backends that compute nothing share it; they differ in the source of their times.
 """
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
-from mucudnn.backends.base import Copier, Device
-from mucudnn.backends.runner import Call
-from mucudnn.backends.virtual_copies import Clock, VirtualCopier
+from mucudnn.backends.device import Copier, Device, Start, Way
+from mucudnn.backends.plan_runner import Call
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.tensor import TensorSpec, itemsize
-
-__all__ = ["LINK_BYTES_PER_MS", "VirtualArray", "VirtualDevice"]
 
 LINK_BYTES_PER_MS = 1 << 24
 """16.8 GB/s each way: about what eight lanes of PCI Express 4.0 can reach."""
@@ -159,7 +157,7 @@ class VirtualDevice:
         """Return an array of this size."""
         return VirtualArray((nbytes,))
 
-    def copier(self) -> VirtualCopier:
+    def copier(self) -> "VirtualCopier":
         """Return two copy engines on this device's clock."""
         return VirtualCopier(self._clock, *self._rates)
 
@@ -185,3 +183,78 @@ class VirtualPeer:
 
     def close(self) -> None:
         """Do nothing: no memory is held."""
+
+
+# Simulated copies: the clocks of two copy engines.
+
+
+class Clock:
+    """Virtual time of the compute queue in ms, exact as a fraction."""
+
+    def __init__(self) -> None:
+        self.now = Fraction(0)
+
+    def wait_until(self, then: Fraction) -> None:
+        """Advance to a moment, unless it is in the past."""
+        self.now = max(self.now, then)
+
+
+class VirtualCopier:
+    """Two copy engines with a queue each; a ticket is the end time of its copy."""
+
+    def __init__(
+        self, clock: Clock, out_bytes_per_ms: Fraction, in_bytes_per_ms: Fraction
+    ) -> None:
+        self._clock = clock
+        self._out = _Engine(clock, out_bytes_per_ms)
+        self._in = _Engine(clock, in_bytes_per_ms)
+        self._closed = False
+
+    def out(self, source: Any, target: Any, after: Sequence[Fraction] = ()) -> Fraction:
+        """Simulate a copy to the host."""
+        self._check(source, target)
+        return self._out.copy(source.nbytes, after)
+
+    def back(
+        self, source: Any, target: Any, after: Sequence[Fraction] = ()
+    ) -> Fraction:
+        """Simulate a copy from the host."""
+        self._check(source, target)
+        return self._in.copy(source.nbytes, after)
+
+    def bound(self, way: Way, source: Any, target: Any) -> Start:
+        """Return a function that simulates this copy."""
+        return partial(self.out if way == "out" else self.back, source, target)
+
+    def wait(self, ticket: Fraction) -> None:
+        """Advance the clock to the end of the copy."""
+        self._clock.wait_until(ticket)
+
+    def finish(self) -> None:
+        """Advance the clock to the end of both queues."""
+        self._clock.wait_until(self._out.free)
+        self._clock.wait_until(self._in.free)
+
+    def close(self) -> None:
+        """Refuse further copies."""
+        self._closed = True
+
+    def _check(self, source: Any, target: Any) -> None:
+        if self._closed:
+            raise BackendError("a copy was asked of a closed copier")
+        if source.nbytes != target.nbytes:
+            raise BackendError(
+                f"a copy of {source.nbytes} bytes was given {target.nbytes}"
+            )
+
+
+class _Engine:
+    def __init__(self, clock: Clock, bytes_per_ms: Fraction) -> None:
+        self.free = Fraction(0)
+        self._clock = clock
+        self._rate = bytes_per_ms
+
+    def copy(self, nbytes: int, after: Sequence[Fraction]) -> Fraction:
+        start = max(self._clock.now, self.free, *after)
+        self.free = start + nbytes / self._rate
+        return self.free

@@ -10,7 +10,7 @@ from mucudnn.cli.explain import explain
 from mucudnn.cli.fleet import fleet
 from mucudnn.cli.info import info
 from mucudnn.cli.memory import memory
-from mucudnn.cli.training.train import train
+from mucudnn.cli.train import train
 from mucudnn.cli.tune import tune
 
 __all__ = ["main"]

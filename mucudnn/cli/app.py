@@ -1,4 +1,4 @@
-"""Command group, error messages and exit codes.
+"""The command group: how a command ends, and completion in shells.
 
 Every function of the command line raises `BadInputError` on invalid input.
 
@@ -13,22 +13,26 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
 from mucudnn.errors import MucudnnError
 from mucudnn.plugins import PluginWarning
-from mucudnn.runtime.interrupts import Interrupts
+from mucudnn.processes import Interrupts
 
-__all__ = ["BadInputError", "Commands", "ExitCode", "bad_input", "main"]
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 
 _CHOICES = re.compile(
     r"'(?P<word>[^']+)'(?:; choose [^:;]*of:| is neither a \w+ \() ?(?P<names>[^();]+)"
 )
+
 _LONG_WORD = 256
+
 _SHOWN = 40
 
 
@@ -178,3 +182,64 @@ def _discard_output() -> None:
 @click.version_option(package_name="mucudnn", message="%(package)s %(version)s")
 def main() -> None:
     """Training steps within a memory budget, convolutions within a workspace limit."""
+
+
+# Complete half-typed values in a shell.
+#
+# Tables are read when the key is pressed, so that installed plugins, and modules that
+# the line imports, are included.
+
+
+Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+"""(context, parameter, typed text) -> completions."""
+
+
+def completing(
+    names: Callable[[click.Context], Iterable[str]],
+    *,
+    several: bool = False,
+    files: bool = False,
+) -> Complete:
+    """Return a completion for one of some names, which may depend on the line so far.
+
+    With `several`, the value is a comma list, whose last word is completed; with
+    `files`, it may also be a file.
+    """
+
+    def complete(
+        ctx: click.Context, parameter: click.Parameter, typed: str
+    ) -> "list[CompletionItem]":
+        del parameter
+        found = offered(names(ctx), typed, several=several)
+        return found or (_file(typed) if files else [])
+
+    return complete
+
+
+def completing_files(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> "list[CompletionItem]":
+    """Complete a file name by the shell's own means."""
+    del ctx, parameter
+    return _file(typed)
+
+
+def offered(
+    names: Iterable[str], typed: str, *, several: bool = False
+) -> "list[CompletionItem]":
+    """Return names that begin as typed and are not in the list yet."""
+    from click.shell_completion import CompletionItem
+
+    before, comma, word = typed.rpartition(",") if several else ("", "", typed)
+    given = before.split(",")
+    return [
+        CompletionItem(f"{before}{comma}{name}")
+        for name in dict.fromkeys(names)
+        if name.startswith(word) and name not in given
+    ]
+
+
+def _file(typed: str) -> "list[CompletionItem]":
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(typed, type="file")]

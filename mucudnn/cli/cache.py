@@ -17,9 +17,7 @@ from mucudnn.cli.progress import progress_display
 from mucudnn.report.text import Table, write_tables
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.database.cache import BenchmarkCache
-
-__all__ = ["cache", "cache_option", "open_cache", "refuse_foreign_file"]
+    from mucudnn.runtime.store.measurements import BenchmarkCache
 
 _SCHEMA = 1
 """Schema of the JSON output."""
@@ -109,9 +107,9 @@ def path(cache_path: str | None, json_file: str | None) -> None:
 
 def open_cache(path: str | None) -> "BenchmarkCache":
     """Open the cache at `path`, in memory for `none`, else the user's."""
-    from mucudnn.runtime.database.cache import BenchmarkCache
-    from mucudnn.runtime.database.sqlite_file import IN_MEMORY_ONLY
     from mucudnn.runtime.environment import cache_path
+    from mucudnn.runtime.store.measurements import BenchmarkCache
+    from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
 
     if path is None:
         return BenchmarkCache(cache_path(os.environ))

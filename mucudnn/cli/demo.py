@@ -5,17 +5,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mucudnn.cli.app import ExitCode, bad_input
-from mucudnn.cli.completion import completing_files
+from mucudnn.cli.app import ExitCode, bad_input, completing_files
 from mucudnn.cli.options import option
 from mucudnn.cli.output import output_file, write_file
 from mucudnn.cli.progress import Show, progress_display
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.tuning.table_filler import Measured
+    from mucudnn.runtime.tuning.tables import Measured
     from mucudnn.studies.demo import LayerAct, StepAct
-
-__all__ = ["demo"]
 
 _NO_TORCH = (
     "A PyTorch model is trained in a budget, too, where PyTorch is installed: "
@@ -54,7 +51,7 @@ def demo(ctx: click.Context, report_file: str) -> None:
     Everything is measured on the spot, in about a minute; nothing is stored.
     """
     from mucudnn.backends import get_backend
-    from mucudnn.report.pages.demo import demo_page
+    from mucudnn.report.notebook import demo_page
 
     acts: list[LayerAct | StepAct] = []
     interrupted = False

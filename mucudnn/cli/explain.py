@@ -5,8 +5,7 @@ from typing import Any
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError
-from mucudnn.cli.completion import completing
+from mucudnn.cli.app import BadInputError, completing
 from mucudnn.cli.layers import complete_source, layer_names, layer_options, layers_of
 from mucudnn.cli.options import json_option, section
 from mucudnn.cli.output import emit
@@ -18,8 +17,6 @@ from mucudnn.cli.tuner_options import (
     workspace_option,
 )
 from mucudnn.suites import Layer
-
-__all__ = ["explain"]
 
 
 @cloup.command()
@@ -41,11 +38,10 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and explain why."""
     found = layers_of(() if source is None else (source,), settings)
     layers = found if name is None else (_find_layer(found, name),)
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.cli.progress_words import LayerWords
-    from mucudnn.codecs.values import plan_to_dict
-    from mucudnn.report.words import DIRECTIONS, problem_text
-    from mucudnn.studies.conv_comparison import in_directions
+    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.codecs import plan_to_dict
+    from mucudnn.report.text import DIRECTIONS, problem_text
+    from mucudnn.studies.convolutions import in_directions
 
     plans = []
     asked = in_directions(layers, settings["directions"])

@@ -6,8 +6,7 @@ from typing import Any
 import click
 import cloup
 
-from mucudnn.cli.app import ExitCode, bad_input
-from mucudnn.cli.completion import completing
+from mucudnn.cli.app import ExitCode, bad_input, completing
 from mucudnn.cli.options import (
     MOST_IMAGES,
     byte_size,
@@ -21,12 +20,10 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.training.options import image_option, model_argument, optimizer_option
+from mucudnn.cli.train_options import image_option, model_argument, optimizer_option
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
-
-__all__ = ["fleet"]
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
@@ -111,9 +108,9 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
         raise click.UsageError("name a network, such as resnet18")
     refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})
     from mucudnn.cli.progress import progress_display
-    from mucudnn.report.fleet_text import fleet_tables
+    from mucudnn.report.fleet import fleet_tables
     from mucudnn.studies.fleet import Link, study_fleet
-    from mucudnn.studies.memory_findings import StepSpec
+    from mucudnn.studies.memory_results import StepSpec
 
     least, most = settings["batch"]
     image = settings["image"]
@@ -141,7 +138,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
         ctx.exit(ExitCode.NOTHING_FITS)
 
     def page() -> str:
-        from mucudnn.report.pages.fleet import fleet_report
+        from mucudnn.report.fleet import fleet_report
 
         return fleet_report(found)
 

@@ -12,9 +12,7 @@ from mucudnn.cli.cache import cache_option, open_cache
 from mucudnn.cli.options import json_option
 from mucudnn.cli.output import emit
 from mucudnn.errors import MucudnnError
-from mucudnn.report.words import bytes_text
-
-__all__ = ["info"]
+from mucudnn.report.text import bytes_text
 
 _PIN = "OPENBLAS_CORETYPE"
 _LIBRARIES = ("mucudnn", "numpy", "pulp", "click", "rich", "platformdirs")

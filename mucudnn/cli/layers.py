@@ -10,14 +10,11 @@ from typing import Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.completion import completing
+from mucudnn.cli.app import BadInputError, bad_input, completing
 from mucudnn.cli.options import MOST_IMAGES, Option, count, option, section
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
-
-__all__ = ["complete_source", "layer_names", "layer_options", "layers_of", "title_of"]
 
 
 def _parse_directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:

@@ -9,31 +9,30 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input, completing_files
 from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
-from mucudnn.cli.completion import completing_files
-from mucudnn.cli.memory_files import write_files
-from mucudnn.cli.names import Table, names_of_all, strategy
 from mucudnn.cli.options import (
     MOST_IMAGES,
+    Table,
     byte_size,
     count,
     file_option,
     flag,
     json_option,
     layout_option,
+    names_of_all,
     option,
     placement_option,
     precision_option,
     report_option,
     section,
     split_of,
+    strategy,
     tier_option,
 )
-from mucudnn.cli.output import emit, refuse_same, save
-from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.torch_model import torch_step
-from mucudnn.cli.training.options import (
+from mucudnn.cli.output import emit, refuse_same, save, write_files
+from mucudnn.cli.own_code import import_option, network, torch_step
+from mucudnn.cli.train_options import (
     image_option,
     list_models,
     listing_option,
@@ -44,17 +43,15 @@ from mucudnn.cli.training.options import (
     schedulers,
 )
 from mucudnn.ir.devices import DEVICES, get_device
-from mucudnn.ir.placement import STATIC
+from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
-from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.plan_step import DescribedStep
 
 if TYPE_CHECKING:
     from mucudnn.cli.progress import Show
     from mucudnn.ir.profile import Profile
-    from mucudnn.studies.memory_study import MemoryStudy, StepSpec
-
-__all__ = ["memory"]
+    from mucudnn.studies.memory_results import MemoryStudy, StepSpec
 
 _CPU = "cpu"
 _BATCH = 32
@@ -189,7 +186,7 @@ def memory(
     if settings["snapshot_file"] == "-":
         raise BadInputError("a snapshot is a pickle: name a file, not -")
     found = _study(ctx, model, settings)
-    from mucudnn.report.memory_text import memory_tables
+    from mucudnn.report.memory import memory_tables
     from mucudnn.report.text import write_tables
 
     def show() -> None:
@@ -219,7 +216,7 @@ def _infeasible_message(found: "MemoryStudy", settings: dict[str, Any]) -> str:
 
 def _split_hint(found: "MemoryStudy", settings: dict[str, Any]) -> str:
     """Suggest a split if the network could be split and was not."""
-    from mucudnn.studies.memory_study import StepSpec
+    from mucudnn.studies.memory_results import StepSpec
 
     own = isinstance(found.spec, StepSpec) and found.spec.device != _CPU
     if not own or settings["split"] not in (None, "none"):
@@ -231,7 +228,7 @@ def _step(
     ctx: click.Context, model: str, settings: dict[str, Any]
 ) -> "StepSpec | DescribedStep":
     """Return the requested step: a network of ours, or a PyTorch model."""
-    from mucudnn.studies.memory_study import StepSpec
+    from mucudnn.studies.memory_results import StepSpec
 
     device, batch, image = (settings[n] for n in ("device", "batch", "image"))
     inference = settings["inference"]
@@ -270,8 +267,8 @@ def _step(
 
 def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.cli.progress import progress_display
-    from mucudnn.passes.planning.plan_step import PLANNED
-    from mucudnn.studies.memory_study import study_memory
+    from mucudnn.passes.residency import PLANNED
+    from mucudnn.studies.memory import study_memory
 
     device, budget = settings["device"], settings["budget"]
     if settings["cache_path"] not in (None, "none"):
@@ -323,7 +320,7 @@ def _measure_profile(
     """Return a measured profile on the CPU; None if costs are known otherwise."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
         return None
-    from mucudnn.runtime.profiling.mapping_costs import mapping_costs
+    from mucudnn.runtime.profiling.links import mapping_costs
     from mucudnn.runtime.profiling.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
 

@@ -1,4 +1,4 @@
-"""Declare options: types of values, and options shared by commands.
+"""Option types shared by commands, and options that name a strategy.
 
 Numbers are plain decimal digits of a bounded range. click's own types accept whatever
 Python parses (`1_000`, other scripts' digits, infinity), which makes later computations
@@ -7,40 +7,23 @@ fail, or never end.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any, Protocol, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 import cloup
 
-from mucudnn.cli.completion import Complete, completing_files
+from mucudnn.cli.app import Complete, completing_files, offered
 from mucudnn.cli.output import output_file
 from mucudnn.ir.channels_last import LAYOUT_CHOICES
-from mucudnn.ir.placement import PLACEMENTS, STATIC
+from mucudnn.ir.schedule import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import parse_bytes, parse_integer
 
-__all__ = [
-    "MOST_IMAGES",
-    "Option",
-    "budget_size",
-    "byte_size",
-    "byte_sizes",
-    "count",
-    "defaulting",
-    "file_option",
-    "flag",
-    "group",
-    "image_size",
-    "json_option",
-    "option",
-    "parsed",
-    "real",
-    "report_option",
-    "section",
-    "tier",
-    "tier_option",
-]
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,8 +39,10 @@ class Option(Protocol):
 _MOST = 2**31 - 1
 """Largest number of images, steps, layers or sides: libraries store them in 32 bits."""
 
+
 MOST_IMAGES = 2**20
 """Largest mini-batch: planning considers every size of a part, and would not end."""
+
 
 _REAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?\s*", re.I | re.A)
 
@@ -240,7 +225,7 @@ def tier_option(text: str) -> Option:
 
 def tier(text: object) -> object:
     """Parse an offload target such as `disk:/scratch=10GiB`."""
-    from mucudnn.runtime.executor.tier_choice import TierChoice
+    from mucudnn.runtime.executor.tiers import TierChoice
 
     return parsed(text, TierChoice.parse) if isinstance(text, str) else text
 
@@ -277,4 +262,113 @@ def file_option(name: str, text: str, kind: Any = output_file) -> Option:
 
 
 json_option = file_option("json", "Write the results as JSON; - for standard output.")
+
 report_option = file_option("report", "Write one HTML page with charts.")
+
+
+# Options whose values are names in a table: of strategies or devices.
+#
+# Tables are read when a value is parsed, completed, or listed in the help, so that
+# plugins and modules of `--import` are included.
+
+
+Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
+"""() -> the names in a table, and a check that raises ValueError for other names."""
+
+
+def table(module: str, name: str) -> Table:
+    """Return a table of strategies whose module is imported on first use."""
+
+    def found() -> tuple[Iterable[str], Callable[[str], object]]:
+        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
+        return registry.names, registry.resolve
+
+    return found
+
+
+def names_of_all(table: Table) -> tuple[str, ...]:
+    """Return every usable name in a table; broken ones cause a warning."""
+    names, check = table()
+    found = []
+    for name in names:
+        try:
+            check(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+class StrategyOption(click.Option):
+    """An option that takes a name in a table.
+
+    If `several` is given, it takes a comma list, or that word for the whole table.
+    """
+
+    def __init__(
+        self,
+        declarations: list[str],
+        *,
+        table: Table,
+        several: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self._table = table
+        self._several = several
+        self._text = settings.get("help", "")
+        metavar = "NAME" if several is None else "NAME,…"
+        super().__init__(declarations, type=self._read, metavar=metavar, **settings)
+
+    def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(text, tuple):
+            return text
+        if self._several is None:
+            self._check(text)
+            return text
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        for word in words:
+            if word != self._several:
+                self._check(word, f", or {self._several}")
+        return words
+
+    def _check(self, name: str, more: str = "") -> None:
+        _, check = self._table()
+        try:
+            check(name)
+        except ValueError as e:
+            raise click.BadParameter(f"{e}{more}") from e
+
+    def shell_complete(
+        self, ctx: click.Context, incomplete: str
+    ) -> "list[CompletionItem]":
+        """Complete with the current names."""
+        names, _ = self._table()
+        if self._several is None:
+            return offered(names, incomplete)
+        return offered((*names, self._several), incomplete, several=True)
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the help with the current names."""
+        names, _ = self._table()
+        self.help = f"{self._text} One of: {', '.join(names)}."
+        return super().get_help_record(ctx)
+
+
+def strategy(
+    flag: str,
+    text: str,
+    table: Table,
+    *,
+    name: str | None = None,
+    default: Any = None,
+    several: str | None = None,
+) -> Option:
+    """Declare an option whose value is a name in a table; see `StrategyOption`."""
+    return click.option(
+        *filter(None, (flag, name)),
+        cls=StrategyOption,
+        table=table,
+        several=several,
+        help=text,
+        **defaulting(default),
+    )

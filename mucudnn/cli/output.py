@@ -1,4 +1,4 @@
-"""Write output files; unwritable ones are refused before the work."""
+"""Files that a command writes: refused before the work, not after it."""
 
 import contextlib
 import json
@@ -15,29 +15,18 @@ import click
 from mucudnn.cli.app import BadInputError
 from mucudnn.errors import CacheError
 from mucudnn.files import check_writable, descriptor_of, write_whole
-from mucudnn.runtime.interrupts import deferred_interrupt
+from mucudnn.processes import deferred_interrupt
 
 if TYPE_CHECKING:
     from mucudnn.ir.conv import PerfTable
     from mucudnn.report.text import Table
     from mucudnn.runtime.tuning.tuner import Tuner
+    from mucudnn.studies.memory_results import MemoryStudy
     from mucudnn.suites import Layer
 
-__all__ = [
-    "STDOUT",
-    "Record",
-    "emit",
-    "output_file",
-    "publish",
-    "recording",
-    "recording_file",
-    "refuse_same",
-    "refuse_unwritable",
-    "save",
-    "write_file",
-]
 
 STDOUT = "-"
+
 _STDOUT_DESCRIPTOR = 1
 
 
@@ -79,7 +68,7 @@ def recording_file(value: str) -> str:
     path = output_file(value)
     if path == STDOUT:
         raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
-    from mucudnn.runtime.database.recordings import spare_newer
+    from mucudnn.runtime.store.recordings import spare_newer
 
     spare_newer(Path(path))
     return path
@@ -203,7 +192,7 @@ def recording(
 def _write_recording(
     record: Record, tuner: "Tuner", layers: Sequence["Layer"], file: str, since: float
 ) -> None:
-    from mucudnn.runtime.database.recordings import record_run
+    from mucudnn.runtime.store.recordings import record_run
 
     problems = [layer.problem for layer in layers]
     try:
@@ -212,3 +201,25 @@ def _write_recording(
         record.complaint = str(e)
     else:
         click.echo(f"{rows} measurements written to {file}", err=True)
+
+
+def write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
+    """Write the report, the trace and the snapshot, if requested."""
+    if settings["report_file"] is not None:
+        from mucudnn.report.memory import memory_report
+
+        write_file(settings["report_file"], memory_report(found))
+    if found.best is None or found.best.plan is None:
+        return
+    if settings["trace_file"] is not None:
+        from mucudnn.report.trace import trace_json
+
+        write_file(settings["trace_file"], trace_json(found.best.plan))
+    path = settings["snapshot_file"]
+    if path is not None:
+        from mucudnn.report.trace import snapshot_bytes
+
+        if found.placed is None:
+            why = found.unplaced or "interrupted before places were looked for"
+            raise BadInputError(f"--snapshot {path}: {why}")
+        write_file(path, snapshot_bytes(found.placed))

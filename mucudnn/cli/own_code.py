@@ -1,4 +1,4 @@
-"""Import user code: `--import`, and networks as FILE.py:FUNCTION.
+"""The user's own code: `--import`, FILE.py:function, and PyTorch models.
 
 A file is imported once, however often it is named. Its errors are reported in one line
 with file and line number.
@@ -7,6 +7,8 @@ with file and line number.
 import functools
 import importlib
 import importlib.util
+import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,14 +21,16 @@ import click
 
 from mucudnn.cli.app import BadInputError
 from mucudnn.models import FunctionModel, Model, get_model, model_names
+from mucudnn.passes.planning.plan_step import DescribedStep
 from mucudnn.plugins import module_files
-
-__all__ = ["import_option", "located", "network", "networks", "own_function"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
 _SUFFIX = ".py"
+
 _KEY = "mucudnn.own_files"
+
 _GROUPS = tuple(
     f"mucudnn.{kind}"
     for kind in ("policies", "schedulers", "planners", "models", "backends")
@@ -217,3 +221,93 @@ def _relative(filename: str) -> str:
 def _error_text(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# Load PyTorch models given as FILE.py:FUNCTION, for `mucudnn memory`.
+#
+# The function returns the model, its loss, a batch and an optimizer. PyTorch is
+# imported only for such a function.
+
+
+_WANTED = "(model, loss_fn, example, optimizer)"
+
+_INSTALL = "install PyTorch with: pip install 'mucudnn[torch]'"
+
+_BATCH = 32
+
+_TRACES = "torch._subclasses.fake_tensor"
+"""Logger that would print a traceback of an error reported in one line."""
+
+
+_OTHERS = ("image", "optimizer", "order", "recordings")
+"""Options that do not apply to PyTorch models."""
+
+
+def torch_step(
+    ctx: click.Context, name: str, batch: int | None, device: str
+) -> DescribedStep | None:
+    """Return the step of a PyTorch model; None if the name means something else."""
+    try:
+        function = own_function(name)
+    except BadInputError as e:
+        if isinstance(e.__cause__, ImportError) and e.__cause__.name == "torch":
+            raise BadInputError(f"{e.message}; {_INSTALL}") from e
+        raise
+    if function is None or isinstance(function, Model):
+        return None
+    made = _call_for_step(function, name, batch)
+    if made is None:
+        return None
+    _refuse_others(ctx, name)
+    try:
+        from mucudnn.torch import memory
+    except ImportError as e:
+        raise BadInputError(f"{name} is a model of PyTorch's; {_INSTALL}") from e
+    logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
+    try:
+        step = memory(*made, device=device).described(batch)
+        step.graph()  # capture now, so that its errors are reported here
+    except Exception as e:  # models may raise anything
+        raise BadInputError(f"{name}: {located(e)}") from e
+    return step
+
+
+def _call_for_step(
+    function: Callable[..., Any], name: str, batch: int | None
+) -> Any | None:
+    """Return the result of a function that describes a PyTorch step, else None."""
+    if _accepts(function, 1):
+        made = function(batch or _BATCH)
+        if not isinstance(made, tuple):
+            return None  # a network, which is checked by `network`
+    elif _accepts(function, 0):
+        made = function()
+    else:
+        return None  # `network` refuses it
+    if not isinstance(made, tuple) or len(made) != len(_WANTED.split(",")):
+        found = type(made).__name__
+        if isinstance(made, tuple):
+            found = f"({', '.join(type(value).__name__ for value in made)})"
+        raise BadInputError(
+            f"{name} returns {found}; {_WANTED} of PyTorch is wanted, or a Graph from "
+            "a function of (batch)"
+        )
+    return made
+
+
+def _accepts(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with `count` arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except (TypeError, ValueError):  # functions written in C have no signature
+        return False
+    return True
+
+
+def _refuse_others(ctx: click.Context, name: str) -> None:
+    for option in ctx.command.params:
+        given = ctx.get_parameter_source(option.name or "")
+        if option.name in _OTHERS and given is not click.core.ParameterSource.DEFAULT:
+            raise BadInputError(
+                f"{option.opts[0]} is for networks of ours; {name} brings its own"
+            )

@@ -1,22 +1,33 @@
-"""Show progress of a long command: a bar in a terminal, lines elsewhere.
+"""Progress of long commands: a bar in a terminal, lines elsewhere; time left.
 
 Lines let a log show that work continues. Work of less than ten seconds writes nothing.
 """
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from mucudnn.cli.remaining import Remaining, left_text
+import click
 
-__all__ = ["ProgressLines", "Show", "Stage", "every_ten_seconds", "progress_display"]
+from mucudnn.report.text import DIRECTIONS, limit_text, speedup_text
+from mucudnn.suites import Layer
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.training.history import EpochReport, LogEntry, Position
+    from mucudnn.runtime.tuning.tables import Measured
+    from mucudnn.studies.algorithms import SurveyedLayer
+    from mucudnn.studies.convolutions import Advance, LayerResult
+
 
 _EVERY_S = 10.0
+
 _END_S = 1.0  # a blocked error stream must not block the exit
+
 
 Repeat = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """Context manager that calls a function repeatedly."""
@@ -43,7 +54,7 @@ class Stage:
     result: str = ""
     left_s: float | None = None
 
-    def left(self, remaining: Remaining) -> str:
+    def left(self, remaining: "Remaining") -> str:
         """Return about how long the rest takes, in words; empty if unknown."""
         left_s = remaining.left_s() if self.left_s is None else self.left_s
         return left_text(left_s)
@@ -122,7 +133,7 @@ def progress_display(
 
 
 @contextmanager
-def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
+def _bar(total: int, remaining: "Remaining", *, titled: bool) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -165,7 +176,7 @@ class ProgressLines:
     def __init__(
         self,
         stream: TextIO,
-        remaining: Remaining,
+        remaining: "Remaining",
         *,
         results: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -204,3 +215,175 @@ class ProgressLines:
         with suppress(OSError, ValueError):  # the stream may be closed
             self._stream.write(f"{line}\n")
             self._stream.flush()
+
+
+# Describe progress in words: layers, measurements and training.
+
+
+class LayerWords:
+    """Descriptions of layers and their measurements for a display."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._layer, self._done, self._total = "", 0, 1
+
+    def advance(self, at: "Advance[LayerResult]") -> None:
+        """Show that a layer begins or has been compared."""
+        outcomes = ", ".join(
+            f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
+            for o in (at.result.outcomes if at.result else ())
+        )
+        self._at(at.layer, at.index, at.total, outcomes)
+
+    def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
+        """Show that a layer begins or its algorithms are listed."""
+        counts = ""
+        if at.result is not None:
+            batches = at.result.batches
+            most = max(len(batch.algorithms) for batch in batches)
+            counts = f"up to {most} algorithms at {len(batches)} sizes"
+        self._at(at.layer, at.index, at.total, counts)
+
+    def planned(self, layer: Layer, index: int, total: int) -> None:
+        """Show that a layer begins that is only planned."""
+        self._at(layer, index, total, "")
+
+    def measured(self, at: "Measured") -> None:
+        """Show that an algorithm was timed at one size."""
+        layer = self._layer or DIRECTIONS[at.problem.direction]  # before any layer
+        text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
+        self._show(text, self._done, self._total)
+
+    def _at(self, layer: Layer, index: int, total: int, result: str) -> None:
+        self._layer = f"{layer.name} {DIRECTIONS[layer.problem.direction]}"
+        self._done, self._total = index + bool(result), total
+        self._show(self._layer, self._done, total, result=result)
+
+
+class TrainingWords:
+    """Descriptions of training: steps for the display, epochs for the output."""
+
+    def __init__(
+        self, show: Show, epochs: int, batches: int, *, steps: int, quiet: bool
+    ) -> None:
+        self._show = show
+        self._epochs = epochs
+        self._batches = batches
+        self._steps = steps
+        self._quiet = quiet
+
+    def measured(self, at: "Measured") -> None:
+        """Show that a convolution's algorithm was timed before the first step."""
+        text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
+        self._show(text, at.done, at.total, title="measuring")
+
+    def prepared(self, name: str, done: int, total: int) -> None:
+        """Show that a node is measured for a plan before the first step."""
+        text = f"measuring {name}" if done < total else "planning the step"
+        self._show(text, done, total, title="preparing")
+
+    def __call__(self, at: "Position", report: "EpochReport | None") -> None:
+        """Show a step, or print a finished epoch."""
+        if report is None:
+            self._show(
+                f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
+                f"{_rate_text(at.images_per_s)}",
+                at.batch,
+                self._batches,
+                title=f"epoch {at.epoch + 1}/{self._epochs}",
+                left_s=at.ms / max(1, at.batch) * (self._steps - at.steps) / 1e3,
+            )
+        elif not self._quiet:
+            click.echo(_epoch_line(report, self._epochs))
+            sys.stdout.flush()
+
+    def told(self, entry: "LogEntry") -> None:
+        """Print the results of a test between epochs."""
+        if entry.kind == "evaluation" and not self._quiet:
+            click.echo(
+                f"step {entry.step:,}  test loss {entry.test_loss:.4f}  "
+                f"test accuracy {entry.test_accuracy:.2%}"
+            )
+            sys.stdout.flush()
+
+
+def _epoch_line(report: "EpochReport", epochs: int) -> str:
+    parts = [
+        f"epoch {report.epoch + 1}/{epochs}",
+        f"loss {report.loss:.4f}",
+        f"accuracy {report.accuracy:.2%}",
+    ]
+    if report.test_accuracy is not None:
+        parts.append(f"test accuracy {report.test_accuracy:.2%}")
+    parts.append(_rate_text(report.images_per_s))
+    return "  ".join(parts)
+
+
+def _rate_text(images_per_s: float) -> str:
+    digits = 0 if images_per_s >= 10 else 1
+    return f"{images_per_s:,.{digits}f} images/s"
+
+
+# Estimate the remaining time of work from the time so far.
+#
+# Parts of work differ, so the estimate is rounded, and made only after the first part.
+
+
+_LEAST_S = 3.0
+"""Seconds of work below which there is no estimate."""
+
+
+_STEPS_S = ((55, 10), (3600, 60), (36000, 600), (math.inf, 3600))
+"""(below so many seconds, rounded to so many)."""
+
+
+class Remaining:
+    """An estimate of the remaining time of work with countable parts."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        limit_s: float | None = None,
+    ) -> None:
+        self._clock = clock
+        self._limit_s = limit_s
+        self._start = clock()
+        self._of: tuple[str, int] | None = None
+        self._first = self._done = 0
+        self._since = self._last = self._start
+
+    def at(self, done: int, total: int, *, title: str = "") -> None:
+        """Record progress; another title or total starts other work."""
+        now = self._clock()
+        if self._of != (title, total) or done < self._done:
+            self._of, self._first, self._since = (title, total), done, now
+            self._last = now
+        elif done > self._done:
+            self._last = now
+        self._done = done
+
+    def left_s(self) -> float | None:
+        """Return the remaining seconds; None if unknown."""
+        now = self._clock()
+        within = None if self._limit_s is None else self._limit_s - (now - self._start)
+        parts, took = self._done - self._first, self._last - self._since
+        if self._of is None or parts < 1 or took < _LEAST_S:
+            return None if within is None else max(0.0, within)
+        rest = self._of[1] - self._done
+        each = took / parts
+        after_this = each * max(0, rest - 1)
+        left = max(each * rest - (now - self._last), after_this)
+        return left if within is None else max(0.0, min(left, within))
+
+
+def left_text(seconds: float | None) -> str:
+    """Return text such as `about 2 min left`; empty if unknown, or over."""
+    if seconds is None or seconds <= 0:
+        return ""
+    unit = next(unit for below, unit in _STEPS_S if seconds < below)
+    whole = max(unit, round(seconds / unit) * unit)
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    parts = ((hours, "h"), (minutes, "min"), (rest, "s"))
+    return f"about {' '.join(f'{n} {unit}' for n, unit in parts if n)} left"

@@ -1,4 +1,4 @@
-"""`mucudnn tune`: compare planned with undivided convolutions."""
+"""`mucudnn tune`: planned against undivided; with `--plan-only`, a survey."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.completion import completing_files
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input, completing_files
 from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
@@ -31,17 +30,17 @@ from mucudnn.cli.output import (
     refuse_same,
 )
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.plan_only import refuse_measuring, take_survey
 from mucudnn.cli.tuner_options import limit_options, make_tuner, measuring_options
 from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
-    from mucudnn.studies.conv_comparison import Comparison
+    from mucudnn.runtime.tuning.tuner import Tuner
+    from mucudnn.studies.convolutions import Comparison
 
-__all__ = ["tune"]
 
 _DESCRIBED = "cuda"
 """Backend that can list algorithms from a description of a device."""
+
 
 _MOST_WORKERS = 256
 
@@ -119,7 +118,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     files = ("json", "report", "record")
     refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
     found = layers_of(sources, settings)
-    from mucudnn.studies.conv_comparison import in_directions
+    from mucudnn.studies.convolutions import in_directions
 
     layers = in_directions(found, settings["directions"])
     device = settings["device"]
@@ -136,7 +135,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
             "--plan-only, or run without --device where the device is"
         )
     if settings["style"] == "deepbench":
-        from mucudnn.report.deepbench import check_deepbench
+        from mucudnn.report.text import check_deepbench
 
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
@@ -175,9 +174,8 @@ def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with the results so far."""
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.cli.progress_words import LayerWords
-    from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
+    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.studies.convolutions import ComparisonInterrupted, compare
 
     with (
         progress_display(
@@ -221,14 +219,13 @@ def _worker_pool(number: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:
-    from mucudnn.report.deepbench import deepbench_tables
-    from mucudnn.report.text import comparison_tables
+    from mucudnn.report.text import comparison_tables, deepbench_tables
 
     deepbench = settings["style"] == "deepbench"
     tables = deepbench_tables if deepbench else comparison_tables
 
     def page() -> str:
-        from mucudnn.report.pages.comparison import html_report
+        from mucudnn.report.comparison import html_report
 
         return html_report(comparison, title)
 
@@ -246,3 +243,62 @@ def _list_suites(json_file: str | None) -> None:
             click.echo(f"{s['name']:<20} {s['layers']:>4} layers  {s['description']}")
 
     emit(json_file, {"schema": 1, "suites": suites}, show)
+
+
+_MEASURING = {
+    "record_file": "--record",
+    "style": "--format deepbench",
+    "total_workspace": "--total-workspace",
+    "planner": "--planner",
+    "memory_limit": "--memory-limit",
+    "time_limit": "--time-limit",
+    "exhaustive": "--exhaustive",
+    "workers": "--workers",
+}
+"""Options that require measurements: parameter -> spelling."""
+
+
+def refuse_measuring(settings: Mapping[str, Any]) -> None:
+    """Refuse options that require measurements."""
+    asked = {**settings, "style": settings["style"] == "deepbench"}
+    given = [option for name, option in _MEASURING.items() if asked[name]]
+    if given:
+        raise BadInputError(
+            f"--plan-only measures nothing and so takes no {', no '.join(given)}"
+        )
+
+
+def take_survey(
+    ctx: click.Context,
+    tuner: "Tuner",
+    layers: Sequence[Layer],
+    settings: Mapping[str, Any],
+    title: str,
+) -> None:
+    """List all algorithms and print them; Ctrl-C prints those found so far."""
+    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.studies.algorithms import SurveyInterrupted, survey_algorithms
+
+    interrupted = False
+    with progress_display(len(layers), lines=settings["verbose"]) as show:
+        try:
+            found = survey_algorithms(
+                tuner.backend,
+                layers,
+                tuner.batch_policy,
+                settings["limits"] or (tuner.workspace_limit,),
+                numerics=tuner.numerics,
+                progress=LayerWords(show).surveyed,
+            )
+        except SurveyInterrupted as e:
+            found, interrupted = e.survey, True
+    from mucudnn.report.survey import survey_tables
+
+    def page() -> str:
+        from mucudnn.report.survey import survey_report
+
+        return survey_report(found, title)
+
+    publish(settings, found.to_json, lambda: survey_tables(found), page)
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)

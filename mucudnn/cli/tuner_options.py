@@ -5,25 +5,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import bad_input
+from mucudnn.cli.app import bad_input, completing
 from mucudnn.cli.cache import cache_option, open_cache
-from mucudnn.cli.completion import completing
-from mucudnn.cli.names import strategy, table
-from mucudnn.cli.options import byte_size, flag, group, option, parsed, real
+from mucudnn.cli.options import (
+    byte_size,
+    flag,
+    group,
+    option,
+    parsed,
+    real,
+    strategy,
+    table,
+)
 from mucudnn.ir.numerics import NUMERICS, Numerics
 from mucudnn.ir.sizes import format_bytes
 
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
-
-__all__ = [
-    "backends",
-    "batch_policy_option",
-    "limit_options",
-    "make_tuner",
-    "measuring_options",
-    "workspace_option",
-]
 
 _BATCH_POLICY = "batch_policy"
 

@@ -14,16 +14,17 @@ length and `read(indices)`; `ArrayDataset(images, labels)` makes one of arrays, 
 `FORMATS` lists the names for `open_dataset`.
 """
 
-from mucudnn.data.arrays import ArrayDataset, open_arrays
+from mucudnn.data.arrays import ArrayDataset, FolderDataset, open_arrays, open_folder
 from mucudnn.data.cifar import open_cifar10, open_cifar100
-from mucudnn.data.dataset import Dataset, Split, Subset, class_count
-from mucudnn.data.digits import open_digits
-from mucudnn.data.folder import FolderDataset, open_folder
-from mucudnn.data.formats import FORMATS, open_dataset
+from mucudnn.data.dataset import Dataset, Resized, Split, Subset, class_count
+from mucudnn.data.formats import (
+    FORMATS,
+    SyntheticDataset,
+    open_dataset,
+    open_digits,
+    open_mnist,
+)
 from mucudnn.data.loader import Batch, Loader
-from mucudnn.data.mnist import open_mnist
-from mucudnn.data.resized import Resized
-from mucudnn.data.synthetic import SyntheticDataset
 from mucudnn.data.transforms import (
     Compose,
     Normalize,

@@ -16,17 +16,6 @@ from numpy.typing import NDArray
 from mucudnn.errors import DataError
 from mucudnn.files import check_file, read_whole
 
-__all__ = [
-    "check_is_file",
-    "check_labels",
-    "check_length",
-    "fault",
-    "find_file",
-    "read_file",
-    "readable",
-    "shown",
-]
-
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 _CHUNK = 1 << 16

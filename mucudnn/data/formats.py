@@ -1,25 +1,266 @@
-"""Open data sets by name, as `--data` does."""
+"""Data sets by name: what `--data` accepts."""
 
+import math
+import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.arguments import an_integer, of_type
-from mucudnn.data.arrays import open_arrays
-from mucudnn.data.cifar import open_cifar10, open_cifar100
-from mucudnn.data.dataset import Dataset, Split, checked_shape, checked_split
-from mucudnn.data.digits import open_digits
-from mucudnn.data.folder import open_folder
-from mucudnn.data.mnist import open_mnist
-from mucudnn.data.resized import Resized
-from mucudnn.data.synthetic import SyntheticDataset
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["FORMATS", "open_dataset"]
+from mucudnn.arguments import a_number, a_path, an_integer, of_type
+from mucudnn.data.arrays import ArrayDataset, open_arrays, open_folder
+from mucudnn.data.cifar import open_cifar10, open_cifar100
+from mucudnn.data.dataset import (
+    Dataset,
+    Images,
+    Indices,
+    Labels,
+    Resized,
+    Split,
+    Subset,
+    checked_indices,
+    checked_shape,
+    checked_split,
+    split_indices,
+)
+from mucudnn.data.files import check_labels, check_length, fault, find_file, read_file
+from mucudnn.errors import DataError
+
+_CLASSES = 10
+
+_SIDE = 8
+
+_WHITE = 16
+
+_MOST = 1 << 24
+"""Maximum bytes of text, 60 times those of the file."""
+
+
+def open_digits(split: Split, path: Path | None = None) -> Dataset:
+    """Open the digits, with pixels scaled from 0-16 to 0-255.
+
+    Every fifth image of each class is for testing. `path` replaces scikit-learn's file.
+
+    Raises:
+        DataError: scikit-learn is not installed, or the file is damaged.
+    """
+    checked_split(split)
+    path = path or _installed()
+    rows = list[list[int]]()
+    offset = 0
+    for line in read_file(path, _MOST).splitlines(keepends=True):
+        rows.append(_parse_row(path, offset, line))
+        offset += len(line)
+    if not rows:
+        raise fault(path, 0, "rows of digits", "an empty file")
+    table = np.array(rows)
+    pixels = np.rint(table[:, :-1] * (255 / _WHITE)).astype(np.uint8)
+    whole = ArrayDataset(pixels.reshape(-1, 1, _SIDE, _SIDE), table[:, -1], _CLASSES)
+    return Subset(whole, split_indices(table[:, -1], split, str(path)))
+
+
+def _parse_row(path: Path, offset: int, line: bytes) -> list[int]:
+    expected = f"{_SIDE**2} pixels from 0 to {_WHITE} and a label below {_CLASSES}"
+    try:
+        row = [int(field) for field in line.split(b",")]
+    except ValueError as e:
+        raise fault(path, offset, expected, str(e)) from e
+    pixels = row[:-1]
+    if len(pixels) != _SIDE**2 or min(row) < 0 or max(pixels) > _WHITE:
+        found = f"{len(row)} numbers from {min(row)} to {max(row)}"
+        raise fault(path, offset, expected, found)
+    if row[-1] >= _CLASSES:
+        raise fault(path, offset, expected, f"label {row[-1]}")
+    return row
+
+
+def _installed() -> Path:
+    spec = find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            "the digits are a file of scikit-learn, which is not installed; "
+            "pip install 'mucudnn[digits]'"
+        )
+    package = Path(spec.submodule_search_locations[0])
+    return package / "datasets" / "data" / "digits.csv.gz"
+
+
+# MNIST and data sets of the same form (Fashion-MNIST, KMNIST): IDX files.
+#
+# An IDX file is a big-endian header (two zero bytes, the element type, the number of
+# dimensions, each dimension in 32 bits) and the elements.
+#
+# Source: Y. LeCun, C. Cortes and C. J. C. Burges, "The MNIST database of handwritten
+# digits", section "File formats".
+
+
+_PREFIX = {"train": "train", "test": "t10k"}
+
+_UBYTE = 0x08
+
+
+def open_mnist(folder: str | Path, split: Split) -> Dataset:
+    """Open the published files, packed (`.gz`) or not, with `-idx` or `.idx`.
+
+    Raises:
+        DataError: A file is missing, truncated, damaged or of another kind.
+    """
+    folder = a_path("folder", folder)
+    checked_split(split)
+    images_path = find_file(folder, _names(split, "images", 3))
+    labels_path = find_file(folder, _names(split, "labels", 1))
+    images, _ = _read_idx(images_path, 3)
+    labels, header = _read_idx(labels_path, 1)
+    if len(labels) != len(images):
+        expected = f"{len(images)} labels, one for each image of {images_path.name}"
+        raise fault(labels_path, 4, expected, str(len(labels)))
+    check_labels(labels_path, labels, _CLASSES, header, 1)
+    return ArrayDataset(images, labels, _CLASSES)
+
+
+def _names(split: Split, what: str, ndim: int) -> tuple[str, ...]:
+    return tuple(
+        f"{_PREFIX[split]}-{what}{mark}idx{ndim}-ubyte{packed}"
+        for packed in ("", ".gz")
+        for mark in ("-", ".")
+    )
+
+
+def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
+    """Return the elements of a file, and the offset of the first one."""
+    raw = read_file(path, lambda head: _stated_size(head, ndim))
+    magic = struct.pack(">HBB", 0, _UBYTE, ndim)
+    if raw[:4] != magic[: len(raw)]:
+        expected = f"{magic.hex(' ')} (unsigned bytes, {ndim}-dimensional)"
+        raise fault(path, 0, expected, raw[:4].hex(" "))
+    header = 4 + 4 * ndim
+    if len(raw) < header:
+        fewer = f"{header - len(raw)} fewer"
+        raise fault(path, len(raw), f"a header of {header} bytes", fewer)
+    shape = _shape(raw, ndim)
+    if 0 in shape:
+        raise fault(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")
+    size = header + math.prod(shape)
+    check_length(path, len(raw), size, f"a header and {shape} elements")
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape), header
+
+
+def _shape(raw: bytes, ndim: int) -> tuple[int, ...]:
+    return struct.unpack_from(f">{ndim}I", raw, 4)
+
+
+def _stated_size(head: bytes, ndim: int) -> int | None:
+    """Return the size that a header states; None while it is incomplete."""
+    header = 4 + 4 * ndim
+    if len(head) < header:
+        return None
+    return header + math.prod(_shape(head, ndim))
+
+
+# Learnable images generated on the fly, in any number, without files or memory.
+#
+# Each class has a smooth pattern, a random sum of the lowest cosines. An image is its
+# class's pattern with a random brightness and pixel noise. All of it depends on the
+# seed and the index only, so an index always gives the same image, in any order and on
+# any thread.
+
+
+_MOST_SYNTHETIC = 2**63 - 1
+
+_WAVES = 4
+
+_CONTRAST = 32.0
+
+_BRIGHTNESS = 16.0
+
+_PATTERNS, _TRAIN, _TEST = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticDataset:
+    """Images of class-dependent patterns in noise.
+
+    Both splits have the same classes, but different images.
+
+    Attributes:
+        length: Number of images.
+        classes: Number of classes, which alternate.
+        image_shape: (C, H, W).
+        noise: Standard deviation of pixel noise relative to that of the patterns.
+        seed: Seed of patterns and images.
+        split: Training or test images.
+    """
+
+    length: int
+    classes: int = 10
+    image_shape: tuple[int, int, int] = (3, 32, 32)
+    noise: float = 1.0
+    seed: int = 0
+    split: Split = "train"
+
+    def __post_init__(self) -> None:
+        for name in ("length", "classes"):
+            an_integer(name, getattr(self, name), least=1, most=_MOST_SYNTHETIC)
+        an_integer("seed", self.seed, least=0)
+        for size in checked_shape("image_shape", self.image_shape):
+            an_integer("a size of image_shape", size, most=_MOST_SYNTHETIC)
+        a_number("noise", self.noise, least=0, most=100)
+        checked_split(self.split)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, indices: Indices) -> tuple[Images, Labels]:
+        """See `Dataset.read`."""
+        chosen = checked_indices(indices, self.length)
+        labels = chosen.astype(np.int64) % self.classes
+        patterns = {int(label): self._pattern(int(label)) for label in set(labels)}
+        images = np.empty((len(chosen), *self.image_shape), np.uint8)
+        for image, index, label in zip(images, chosen, labels, strict=True):
+            image[...] = self._image(int(index), patterns[int(label)])
+        return images, labels
+
+    def _image(self, index: int, pattern: NDArray[np.float32]) -> NDArray[np.float32]:
+        stream = _TEST if self.split == "test" else _TRAIN
+        rng = np.random.default_rng([self.seed, stream, index])
+        image = rng.standard_normal(self.image_shape, np.float32)
+        image *= self.noise * _CONTRAST
+        image += pattern
+        image += 128 + _BRIGHTNESS * rng.uniform(-1, 1)
+        return np.clip(image, 0, 255, out=image)
+
+    def _pattern(self, label: int) -> NDArray[np.float32]:
+        """Return a class's pattern, (C, H, W), of deviation `_CONTRAST`."""
+        rng = np.random.default_rng([self.seed, _PATTERNS, label])
+        channels, height, width = self.image_shape
+        rows, columns = _cosines(height), _cosines(width)
+        weights = rng.standard_normal((channels, len(rows), len(columns)))
+        weights *= _CONTRAST / np.sqrt(len(rows) * len(columns))
+        pattern: NDArray[np.float64] = rows.T @ weights @ columns
+        return pattern.astype(np.float32)
+
+
+def _cosines(size: int) -> NDArray[np.float64]:
+    """Return the lowest cosines over `size` points, each of mean square 1."""
+    places = (np.arange(size) + 0.5) / size
+    waves = np.arange(min(_WAVES, size))[:, None]
+    scale = np.where(waves == 0, 1.0, np.sqrt(2))
+    return np.asarray(scale * np.cos(np.pi * waves * places))
+
 
 _DIR = ":DIR"
+
 _LENGTH = 50_000
+
 _LONGEST = 20
+
 _FOLDER_SHAPE = (3, 224, 224)
+
 _SYNTHETIC_SHAPE = (3, 32, 32)
 
 
@@ -64,6 +305,7 @@ def _digits(text: str) -> int:
 
 
 _Opener = Callable[[str, Split, _Image, int], Dataset]
+
 _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
     {
         "digits": ("", lambda _, split, *rest: open_digits(split)),
@@ -80,6 +322,7 @@ _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
         "synthetic": ("[:length=N,classes=N,noise=X]", _synthetic),
     }
 )
+
 
 FORMATS = tuple(f"{name}{usage}" for name, (usage, _) in _OPENERS.items())
 """Usage of each kind of data set, such as `mnist:DIR`."""

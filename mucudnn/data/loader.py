@@ -1,4 +1,4 @@
-"""Batches of a data set: ordered, transformed and prefetched.
+"""Batches of a data set: ordered, transformed, prefetched and shared among ranks.
 
 The order of an epoch depends only on the seed and the epoch; the random numbers of a
 batch's transform depend on these and the batch's position. Neither the number of
@@ -7,18 +7,18 @@ batch).
 """
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mucudnn.arguments import a_flag, a_function, an_integer
 from mucudnn.data.dataset import Dataset, Images, Labels, checked_dataset
-from mucudnn.data.prefetch import in_order
 from mucudnn.data.transforms import Transform
-
-__all__ = ["Batch", "Loader"]
 
 _ORDER, _TRANSFORM = range(2)
 
@@ -120,3 +120,166 @@ class Loader:
             rng = np.random.default_rng([self._seed, _TRANSFORM, epoch, index])
             images = self._transform(images, rng)
         return Batch(images, labels)
+
+
+# Run jobs ahead of time on threads, and return the results in order.
+#
+# Worker threads claim jobs in order from a board and put results on it. The consumer
+# takes results in order, and each one taken lets another job be claimed, so that a
+# limited number of jobs is ahead. The consumer is a generator: however it ends
+# (exhaustion, `break`, an exception, Ctrl-C, garbage collection), its `finally` closes
+# the board and joins the workers. Workers reference the board but not the generator, so
+# that it can be collected while they run. A forked process has no workers: there the
+# generator runs the remaining jobs itself.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[T]):
+    value: T
+
+    def get(self) -> T:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+    def get(self) -> NoReturn:
+        raise self.error
+
+
+class _Board(Generic[T]):
+    """Claimed jobs and their results; at most `ahead` jobs are claimed, not taken."""
+
+    def __init__(self, jobs: Sequence[int], ahead: int) -> None:
+        self._jobs = jobs
+        self._claimable = ahead
+        self._claimed = 0
+        self._results: dict[int, _Done[T] | _Failed] = {}
+        self._changed = threading.Condition()
+
+    def claim(self) -> int | None:
+        """Wait until a job may be claimed and return it; None if none is left."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._claimed < self._claimable or self._claimed >= len(self._jobs)
+                )
+            )
+            if self._claimed >= len(self._jobs):
+                return None
+            self._claimed += 1
+            return self._jobs[self._claimed - 1]
+
+    def put(self, job: int, result: _Done[T] | _Failed) -> None:
+        """Store a result; after a failed one no more jobs are claimed."""
+        with self._changed:
+            self._results[job] = result
+            if isinstance(result, _Failed):
+                self._jobs = self._jobs[: self._claimed]
+            self._changed.notify_all()
+
+    def take(self, job: int) -> _Done[T] | _Failed:
+        """Wait for a result, remove it, and allow another job to be claimed."""
+        with self._changed:
+            self._changed.wait_for(lambda: job in self._results)
+            self._claimable += 1
+            self._changed.notify_all()
+            return self._results.pop(job)
+
+    def close(self) -> None:
+        with self._changed:
+            self._jobs = self._jobs[: self._claimed]
+            self._changed.notify_all()
+
+
+def in_order(
+    make: Callable[[int], T], jobs: Sequence[int], *, workers: int, depth: int
+) -> Iterator[T]:
+    """Yield `make(job)` of every job, in order, made by `workers` threads.
+
+    Args:
+        make: Function of a job, called on several threads at once.
+        jobs: Distinct jobs.
+        workers: Number of threads; 0 makes each result on demand on the caller's
+            thread.
+        depth: Number of results ahead of the caller, at least one per worker.
+
+    Yields:
+        The results. An exception of `make` is raised in place of its result, with its
+        own traceback.
+    """
+    if workers == 0:
+        yield from map(make, jobs)
+        return
+    process = os.getpid()
+    board = _Board[T](jobs, max(depth, workers))
+    threads = list[threading.Thread]()
+    try:
+        for number in range(workers):
+            # Daemon threads, as an open generator must not keep a script from ending.
+            thread = threading.Thread(
+                target=_work,
+                args=(board, make),
+                name=f"mucudnn-data-{number}",
+                daemon=True,
+            )
+            thread.start()
+            threads.append(thread)
+        for job in jobs:
+            # Not assigned to a name, which would keep a batch that the caller drops.
+            if os.getpid() == process:
+                yield board.take(job).get()
+            else:
+                yield make(job)
+    finally:
+        if os.getpid() == process:  # in a fork, a worker may have held the lock
+            board.close()
+            # The garbage collector may run this on a worker, which cannot join itself.
+            if threading.current_thread() not in threads:
+                for thread in threads:
+                    thread.join()
+
+
+def _work(board: _Board[T], make: Callable[[int], T]) -> None:
+    while (job := board.claim()) is not None:
+        try:
+            board.put(job, _Done(make(job)))
+        except BaseException as e:  # the consumer raises it
+            board.put(job, _Failed(e))
+
+
+class PartOfBatches:
+    """Epochs of one part of every batch of a loader.
+
+    Whole batches are made as in a single process, with the same order and random
+    numbers, and then cut.
+
+    Args:
+        loader: Loader of whole batches.
+        start: First image of the part.
+        stop: Image after the last.
+        pieces: Number of equal pieces of a batch, of each of which the part is taken.
+    """
+
+    def __init__(self, loader: Loader, start: int, stop: int, pieces: int = 1) -> None:
+        self._loader = loader
+        size = loader.batch // pieces
+        self._rows = [p * size + i for p in range(pieces) for i in range(start, stop)]
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self._loader)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Iterate over the batches of one epoch, from batch `start` on.
+
+        Raises:
+            ValueError: The epoch or batch is out of range.
+        """
+        for images, labels in self._loader.epoch(epoch, start):
+            yield Batch(images[self._rows], labels[self._rows])

@@ -13,15 +13,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from mucudnn.arguments import a_number, an_integer
 from mucudnn.data.dataset import Dataset, Images
 
-__all__ = [
-    "Compose",
-    "Normalize",
-    "RandomCrop",
-    "RandomFlip",
-    "Transform",
-    "channel_statistics",
-]
-
 
 class Transform(Protocol):
     """A function of a batch, (n, C, H, W), and a random generator."""

@@ -13,17 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mucudnn.arguments import a_flag, a_text, an_integer, integers, of_type, one_of
+from mucudnn.ir import layers
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.initializers import Initializer
-from mucudnn.ir.layers import (
-    affine,
-    convolution,
-    elementwise,
-    losses,
-    normalisation,
-    pooling,
-    shaping,
-)
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
@@ -66,43 +58,43 @@ class GraphBuilder:
         initializers: Initializer of each parameter and state tensor.
     """
 
-    conv = convolution.conv
-    conv_transpose = convolution.conv_transpose
-    bias = affine.bias
-    linear = affine.linear
+    conv = layers.conv
+    conv_transpose = layers.conv_transpose
+    bias = layers.bias
+    linear = layers.linear
 
-    max_pool = pooling.max_pool
-    avg_pool = pooling.avg_pool
-    global_max_pool = pooling.global_max_pool
-    global_avg_pool = pooling.global_avg_pool
+    max_pool = layers.max_pool
+    avg_pool = layers.avg_pool
+    global_max_pool = layers.global_max_pool
+    global_avg_pool = layers.global_avg_pool
 
-    batch_norm = normalisation.batch_norm
-    group_norm = normalisation.group_norm
-    layer_norm = normalisation.layer_norm
-    lrn = normalisation.lrn
+    batch_norm = layers.batch_norm
+    group_norm = layers.group_norm
+    layer_norm = layers.layer_norm
+    lrn = layers.lrn
 
-    relu = elementwise.relu
-    leaky_relu = elementwise.leaky_relu
-    gelu = elementwise.gelu
-    sigmoid = elementwise.sigmoid
-    tanh = elementwise.tanh
-    dropout = elementwise.dropout
-    add = elementwise.add
-    multiply = elementwise.multiply
-    scale = elementwise.scale
-    cast = elementwise.cast
+    relu = layers.relu
+    leaky_relu = layers.leaky_relu
+    gelu = layers.gelu
+    sigmoid = layers.sigmoid
+    tanh = layers.tanh
+    dropout = layers.dropout
+    add = layers.add
+    multiply = layers.multiply
+    scale = layers.scale
+    cast = layers.cast
 
-    concat = shaping.concat
-    slice = shaping.slice
-    pad = shaping.pad
-    reshape = shaping.reshape
-    flatten = shaping.flatten
-    upsample_nearest = shaping.upsample_nearest
-    upsample_bilinear = shaping.upsample_bilinear
+    concat = layers.concat
+    slice = layers.slice
+    pad = layers.pad
+    reshape = layers.reshape
+    flatten = layers.flatten
+    upsample_nearest = layers.upsample_nearest
+    upsample_bilinear = layers.upsample_bilinear
 
-    softmax_cross_entropy = losses.softmax_cross_entropy
-    mean_squared_error = losses.mean_squared_error
-    accuracy = losses.accuracy
+    softmax_cross_entropy = layers.softmax_cross_entropy
+    mean_squared_error = layers.mean_squared_error
+    accuracy = layers.accuracy
 
     def __init__(
         self, *, dtype: str = "float32", training: bool = True, seed: int = 0

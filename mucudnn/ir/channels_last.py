@@ -23,16 +23,6 @@ from mucudnn.ir.conv import LAYOUTS
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = [
-    "AUTO",
-    "CHANNELS_LAST",
-    "LAYOUT_CHOICES",
-    "channels_last",
-    "is_image",
-    "last",
-    "operands_of",
-]
-
 Attributes = Mapping[str, Any]
 Shape = tuple[int, ...]
 Specs = tuple[TensorSpec, ...]

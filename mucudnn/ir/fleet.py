@@ -11,8 +11,6 @@ from itertools import pairwise
 
 from mucudnn.arguments import a_number, an_integer
 
-__all__ = ["AllReduce", "Fleet", "Rank", "StepPoint", "StepTable"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepPoint:

@@ -21,6 +21,7 @@ from mucudnn.ir.traits import PLAIN, NodeTraits
 
 __all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
 
+
 PERSISTENT = (Role.PARAMETER, Role.STATE, Role.BORROWED)
 """Roles of tensors that outlive a step."""
 
@@ -298,3 +299,11 @@ class Graph:
     def parameter_count(self) -> int:
         """Number of elements of all parameters."""
         return sum(math.prod(spec.shape) for spec in self.with_role(Role.PARAMETER))
+
+
+IMAGE = "image"
+"""Name of the input of images, (N, C, *spatial)."""
+
+
+LABEL = "label"
+"""Name of the input of labels: int64 (N,), or (N, *spatial) per pixel."""

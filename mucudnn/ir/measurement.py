@@ -1,4 +1,4 @@
-"""Measured results of one machine, as stored in its cache or a recording.
+"""Measured rows, validation verdicts, races and the limits they were taken under.
 
 A `Measurement` is of one kernel. A `Verdict` is of a whole plan: kernels that run in
 sequence are not always as fast as each alone, so a division is run before it is used.
@@ -7,11 +7,10 @@ A `Race` compares two ways to compute the same outside of plans.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
-
-__all__ = ["DeviceSummary", "Measurement", "Race", "Recording", "Verdict", "signature"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +93,35 @@ class Recording:
     measurements: tuple[Measurement, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     races: tuple[Race, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LimitRange:
+    """A range of workspace limits in bytes.
+
+    Attributes:
+        least: Smallest limit of any plan. An algorithm need not be timed if another one
+            that fits into this limit is far ahead.
+        most: Largest limit of any plan. Of algorithms that need more workspace, only
+            those that may be faster are timed, to show what more workspace would gain.
+
+    """
+
+    least: float = 0.0
+    most: float = inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most:
+            raise ValueError(f"limits from {self.least} to {self.most} bytes: no range")
+
+    def covers(self, other: "LimitRange") -> bool:
+        """Return whether a table for these limits serves all of `other`."""
+        return self.least <= other.least and other.most <= self.most
+
+    def including(self, limit: float) -> "LimitRange":
+        """Extend the range to include a limit."""
+        return LimitRange(min(self.least, limit), max(self.most, limit))
+
+
+ANY_LIMIT = LimitRange()
+"""Range of unknown limits."""

@@ -1,14 +1,14 @@
-"""Describe how an algorithm computes, and which arithmetic a user accepts.
+"""Numerics of an algorithm: math mode, traits, and the status of a measurement.
 
 A measurement records the first (`Traits`); the second (`Numerics`) only filters what is
 measured and planned, so one cache serves every policy.
 """
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mucudnn.arguments import a_text
-from mucudnn.ir.status import RowStatus
 
 __all__ = [
     "DOWN_CONVERT",
@@ -21,20 +21,26 @@ __all__ = [
     "Traits",
 ]
 
+
 NATIVE = "default"
 """Math mode: arithmetic in the data type of the operands."""
+
 
 TF32 = "tf32"
 """Math mode: float32 operands rounded to 10 bits of mantissa by tensor cores."""
 
+
 DOWN_CONVERT = "down_convert"
 """Math mode: operands cast to a narrower data type first."""
+
 
 REDUCED_REDUCTION = "reduced_precision_reduction"
 """Note: partial sums are stored in less than float32."""
 
+
 HALF_SUM = "half_sum"
 """Note: adding a part to a half-precision result rounds the sum to half."""
+
 
 FLOAT32_SUM = "float32_sum"
 """Note: parts of a half-precision result are added up in float32."""
@@ -143,3 +149,54 @@ NUMERICS = {
     "float32_sums": "half-precision filter gradients add micro-batches in float32",
 }
 """Words of `Numerics.parse` and their meanings."""
+
+
+# Outcomes of a measurement as a closed set, and their text form.
+#
+# Files store one text per row without a time; the text's prefix encodes the status.
+# Only this module parses the prefix; everything else asks the row for its status.
+
+
+class RowStatus(enum.Enum):
+    """Outcome of a measurement; the value is the prefix of its text in a file."""
+
+    MEASURED = None
+    """The row has a time."""
+
+    LIMITED = "not measured: "
+    """A limit on time or memory prevented the measurement; the row is not stored."""
+
+    HOPELESS = "not timed: "
+    """Another algorithm that fits the limits is far ahead. Under a smaller limit this
+    one may be timed, so the row is not stored."""
+
+    REFUSED = "not accepted: "
+    """The algorithm can run, but its arithmetic is not accepted."""
+
+    UNSUPPORTED = "UnsupportedError: "
+    """The algorithm reported that it does not support the problem."""
+
+    FAILED = ""
+    """The algorithm failed when it was queried or run."""
+
+    @classmethod
+    def of(cls, error: str | None, samples: int = 1) -> "RowStatus":
+        """Return the status of a row from its text and number of timed runs.
+
+        A time without samples is of a cold run only: a limit ended the measurement.
+        """
+        if error is None:
+            return cls.MEASURED if samples else cls.LIMITED
+        return next(
+            status
+            for status in cls
+            if status.value is not None and error.startswith(status.value)
+        )
+
+    def text(self, reason: str) -> str:
+        """Return the text for a reason, with the status as prefix."""
+        return f"{self.value or ''}{reason}"
+
+    def reason(self, text: str) -> str:
+        """Return the reason from a text, without the status prefix."""
+        return text.removeprefix(self.value or "")

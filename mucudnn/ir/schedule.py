@@ -1,4 +1,4 @@
-"""Describe a schedule: the flat list of instructions that an executor runs.
+"""Schedules: the flat instruction list, residencies and placements of a step.
 
 Instructions name storages (see `Graph.storages`): views and in-place results have no
 memory of their own. Offloading is a `SwapOut` and, later, a `SwapIn`. Recomputation
@@ -8,22 +8,12 @@ A schedule is cyclic: its program runs for every step. Tensors that are resident
 end, and copies in flight then, carry over to the next step.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from mucudnn.ir.graph import PERSISTENT, Graph
-
-__all__ = [
-    "Alloc",
-    "Compute",
-    "Free",
-    "Instruction",
-    "Schedule",
-    "SwapIn",
-    "SwapOut",
-    "Wait",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +87,35 @@ class Schedule:
         hosted = set(self.hosted)
         persistent = (spec.name for spec in self.graph.with_role(*PERSISTENT))
         return tuple(name for name in persistent if name not in hosted)
+
+
+class Residency(enum.Enum):
+    """Residency of a tensor between its uses."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    """Offload before the backward uses; parameters and state in their longest gap."""
+    RECOMPUTE = "recompute"
+    """Recompute once and keep until the last use (speed-centric)."""
+    RECOMPUTE_EACH = "recompute_each"
+    """Recompute for every backward use (memory-centric)."""
+    PAGE = "page"
+    """Offload whenever the running node does not use it."""
+    RECOMPUTE_ALWAYS = "recompute_always"
+    """Recompute for every use; slices also within the forward pass, except for the
+    first use."""
+
+
+RECOMPUTED_BACKWARD = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+"""Residencies that rerun a tensor's producers for the backward pass only."""
+
+
+RECOMPUTED = (*RECOMPUTED_BACKWARD, Residency.RECOMPUTE_ALWAYS)
+"""Residencies that rerun a tensor's producers."""
+
+
+STATIC, VIRTUAL = "static", "virtual"
+
+PLACEMENTS = (STATIC, VIRTUAL)
+"""Contiguous tensors only; or also tensors mapped page by page to consecutive virtual
+addresses, if that needs less memory or is faster."""

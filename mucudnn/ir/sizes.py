@@ -9,8 +9,6 @@ import operator
 import re
 from decimal import Decimal, localcontext
 
-__all__ = ["LARGEST", "exact_bytes", "format_bytes", "parse_bytes", "parse_integer"]
-
 LARGEST = 2**63 - 1
 """Largest number of elements or steps."""
 

@@ -16,12 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mucudnn.ir.conv import ConvProblem, Direction
-from mucudnn.ir.slices import counted
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.ir.traits import Batch, Operands, Rows, Strip
-from mucudnn.ir.windows import Window
-
-__all__ = ["HEIGHT", "STRIPS", "strips_of"]
+from mucudnn.ir.traits import Batch, Operands, Rows, Strip, Window, counted
 
 HEIGHT = 2
 """The first axis of images, in (N, C, *spatial)."""

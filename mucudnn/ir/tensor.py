@@ -4,8 +4,6 @@ import enum
 import math
 from dataclasses import dataclass
 
-__all__ = ["INTEGERS", "ITEMSIZE", "Role", "TensorSpec", "itemsize"]
-
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes per element of floating-point data types."""
 

@@ -15,35 +15,38 @@ import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph
+from mucudnn.ir.graph import IMAGE, LABEL, Graph
 from mucudnn.ir.sizes import parse_integer
-from mucudnn.models.alexnet import alexnet, alexnet_owt
-from mucudnn.models.cifar import cifar_quick
+from mucudnn.models.alexnet import (
+    alexnet,
+    alexnet_owt,
+    overfeat,
+    vgg16,
+    vgg19,
+    vgg116,
+    vgg216,
+    vgg316,
+    vgg416,
+)
 from mucudnn.models.densenet import densenet40, densenet121
-from mucudnn.models.digits import digits
-from mucudnn.models.function import FunctionModel
 from mucudnn.models.googlenet import googlenet, googlenet_plain
 from mucudnn.models.inception_v4 import inception_v4
-from mucudnn.models.lenet import lenet
-from mucudnn.models.model import IMAGE, LABEL, Model, class_count
-from mucudnn.models.overfeat import overfeat
+from mucudnn.models.model import FunctionModel, Model, class_count
 from mucudnn.models.resnet import (
     resnet18,
+    resnet20,
+    resnet32,
     resnet34,
+    resnet44,
     resnet50,
+    resnet56,
     resnet101,
+    resnet110,
     resnet152,
     resnet_superneurons,
 )
-from mucudnn.models.resnet_cifar import (
-    resnet20,
-    resnet32,
-    resnet44,
-    resnet56,
-    resnet110,
-)
+from mucudnn.models.small import cifar_quick, digits, lenet
 from mucudnn.models.unet import unet2d, unet2d_bn, unet3d, unet3d_plain
-from mucudnn.models.vgg import vgg16, vgg19, vgg116, vgg216, vgg316, vgg416
 from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 
 __all__ = [

@@ -9,8 +9,6 @@ from functools import partial
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models.model import Model
 
-__all__ = ["densenet40", "densenet121"]
-
 
 def _bn_relu_conv(
     g: GraphBuilder, x: str, channels: int, kernel: int, dropout: float

@@ -12,8 +12,6 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.initializers import Constant, LecunUniform
 from mucudnn.models.model import Model
 
-__all__ = ["googlenet", "googlenet_plain"]
-
 _START = LecunUniform()
 _BIAS = Constant(0.2)
 

@@ -7,8 +7,6 @@ Connections on Learning", 2017, figures 3 to 9.
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models.model import Model
 
-__all__ = ["inception_v4"]
-
 _Layer = tuple[int, int, int]
 """(channels, kernel height, kernel width), padded to keep the size."""
 

@@ -14,15 +14,6 @@ from mucudnn.arguments import an_integer
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models.model import Model
 
-__all__ = [
-    "narrow_unet2d",
-    "narrow_unet3d",
-    "unet2d",
-    "unet2d_bn",
-    "unet3d",
-    "unet3d_plain",
-]
-
 Pair = tuple[int, int]
 """Channels of the two convolutions at one resolution."""
 

@@ -17,8 +17,6 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_plans
 
-__all__ = ["conv_table", "estimate"]
-
 _NO_LIMIT = 1 << 62
 _TILE = 2
 """Outputs per side of a Winograd tile; its input is two larger for 3 x 3 filters."""

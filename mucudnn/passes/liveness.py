@@ -1,4 +1,4 @@
-"""Liveness analysis over a straight line of nodes: when each storage is needed.
+"""Live ranges of storages and dependencies between nodes.
 
 Views and in-place results have no bytes of their own: their uses are uses of their
 storage. A storage is live from the first node that writes it to the last node that
@@ -8,12 +8,12 @@ the same graph consumes.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mucudnn.ir.graph import PERSISTENT, Graph, Phase, Role
-from mucudnn.passes.graph.dependencies import written
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
+from mucudnn.ir.tensor import Role
 
 __all__ = [
     "ALIGNMENT",
@@ -29,6 +29,7 @@ __all__ = [
     "uses_by",
     "uses_of",
 ]
+
 
 ALIGNMENT = 512
 """Alignment of all sizes and offsets in an arena, in bytes; as in CUDA's allocator."""
@@ -231,3 +232,77 @@ def peak_bytes(
 def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:
     """Return a size rounded up to a multiple of `granularity`."""
     return -(-nbytes // granularity) * granularity
+
+
+# Dependencies between nodes: every order that respects them computes the same bits.
+#
+# A node depends on the writers of the tensors that it reads. Where several nodes write
+# the same bytes (in-place results, state that a step changes), it also depends on the
+# last of them before it, and a node that overwrites depends on all readers of the
+# bytes' previous contents.
+
+
+def written(graph: Graph, node: Node) -> tuple[str, ...]:
+    """Return the storages whose bytes a node changes."""
+    outputs = () if node.traits.view else node.outputs
+    storages = graph.storages
+    if len(outputs) == 1 and not node.mutates:  # most nodes
+        return (storages[outputs[0]],)
+    return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
+
+
+def last_writes(graph: Graph) -> dict[str, int]:
+    """Return the position of the last node that changes each storage."""
+    return {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
+
+
+def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
+    """Return the position of each tensor's last change; -1 if no node changes it."""
+    writes = last_writes(graph)
+    made = {t: i for i, node in enumerate(graph.nodes) for t in node.outputs}
+    return {
+        name: max(writes.get(graph.storages[name], -1), made.get(name, -1))
+        for name in names
+    }
+
+
+def writes_before(graph: Graph, readers: Mapping[str, int]) -> dict[str, int]:
+    """Return the position of the last write of each storage before its reader."""
+    found: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for storage in written(graph, node):
+            if position < readers.get(storage, -1):
+                found[storage] = position
+    return found
+
+
+def with_nodes_after(
+    graph: Graph, more: Mapping[int, Sequence[Node]]
+) -> tuple[Node, ...]:
+    """Return a graph's nodes with others inserted behind positions; -1 is the front."""
+    nodes = [*more.get(-1, ())]
+    for position, node in enumerate(graph.nodes):
+        nodes += (node, *more.get(position, ()))
+    return tuple(nodes)
+
+
+def dependencies(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the nodes that each node depends on, ascending."""
+    storages = graph.storages
+    producer: dict[str, int] = {}
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    result = []
+    for position, node in enumerate(graph.nodes):
+        before = {producer[name] for name in node.inputs if name in producer}
+        changed = written(graph, node)
+        read = {storages[name] for name in node.inputs}
+        before.update(writer[s] for s in read.union(changed) if s in writer)
+        for storage in changed:
+            before.update(readers.pop(storage, ()))
+            writer[storage] = position
+        for storage in read.difference(changed):
+            readers.setdefault(storage, []).append(position)
+        producer.update(dict.fromkeys(node.outputs, position))
+        result.append(tuple(sorted(before)))
+    return tuple(result)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
+from mucudnn.passes.convolution.knapsack import divide
 from mucudnn.passes.convolution.pareto import (
     fastest_division,
     fastest_undivided,
@@ -20,7 +21,6 @@ from mucudnn.passes.convolution.pareto import (
     plan_cost_ms,
     whole_batch,
 )
-from mucudnn.passes.convolution.workspace_division import divide
 from mucudnn.passes.registry import Strategies, name_of
 
 __all__ = [

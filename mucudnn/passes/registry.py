@@ -7,8 +7,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 
-__all__ = ["ALL", "Strategies", "by_name", "name_of"]
-
 ALL = "all"
 """Command-line word for all names of a registry."""
 

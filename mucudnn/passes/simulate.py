@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mucudnn.ir.graph import Phase
-from mucudnn.ir.profile import Profile
+from mucudnn.ir.profile import MemoryTier, Profile, TierPlacement
 from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
-from mucudnn.ir.tiers import MemoryTier, TierPlacement
 
 __all__ = ["Lane", "Prediction", "bound_ms", "simulate"]
 

@@ -1,30 +1,29 @@
-"""Print tables to a terminal or a pipe.
+"""Tables as text for terminals and pipes, and DeepBench's table.
 
 In a terminal rich draws them; if it is narrow, less important columns are left out
 instead of truncating all. In a pipe they are plain columns, two spaces apart, without
 truncation and colour, for `grep`, `awk` and logs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TextIO
 
-from mucudnn.report.words import (
-    DIRECTIONS,
-    NOTHING,
-    bytes_text,
-    compared_text,
-    limit_text,
-    ms_text,
-    plan_text,
-    speedup_text,
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.studies.convolutions import (
+    Comparison,
+    LayerResult,
+    Limit,
+    LimitSummary,
+    Outcome,
 )
-from mucudnn.studies.outcome import Comparison, LayerResult, Outcome
-
-__all__ = ["Table", "comparison_tables", "write_tables"]
 
 _FASTER = 1.05
+
 _NARROW = 110
+
 _WRAPPED = {
     "layer": 7,
     "direction": 8,
@@ -229,3 +228,174 @@ def _rich(table: Table, *, narrow: bool) -> object:
         style = "bold green" if i in table.strong else None
         drawn.add_row(*map(escape, row), style=style)
     return drawn
+
+
+# Formats of numbers, plans and problems, shared by all reports.
+
+
+NOTHING = "–"
+
+
+DIRECTIONS = {
+    Direction.FORWARD: "forward",
+    Direction.BACKWARD_DATA: "backward data",
+    Direction.BACKWARD_FILTER: "backward filter",
+}
+
+
+def bytes_text(nbytes: int | None, *beside: int) -> str:
+    """Format bytes such as `64 MiB`, whole numbers without decimals."""
+    if nbytes is None:
+        return NOTHING
+    return format_bytes(nbytes, *beside).replace(".0 ", " ")
+
+
+def limit_text(limit: Limit) -> str:
+    """Format a limit such as `64 MiB`, or `64 MiB total`."""
+    size = bytes_text(limit.nbytes)
+    return f"{size} total" if limit.total else size
+
+
+def ms_text(time_ms: float | None) -> str:
+    """Format milliseconds with at least three significant digits."""
+    if time_ms is None:
+        return NOTHING
+    if time_ms >= 100:
+        return f"{time_ms:,.0f}"
+    return f"{time_ms:#.3g}" if time_ms >= 0.001 else f"{time_ms:.1g}"
+
+
+def compared_text(entry: LimitSummary) -> str:
+    """Summarize as `1 of 15 layers compared; 14 not measured: time limit`."""
+    missing = sum(n for _, n in entry.missing)
+    text = f"{entry.layers} of {entry.layers + missing} layers compared"
+    if not missing:
+        return text
+    what = "not measured" if entry.cut_short else "without a speed-up"
+    several = len(entry.missing) > 1
+    reasons = (f"{why} ({n})" if several else why for why, n in entry.missing)
+    return f"{text}; {missing} {what}: {', '.join(reasons)}"
+
+
+def speedup_text(speedup: float | None) -> str:
+    """Format a speed-up such as `1.63×`."""
+    return NOTHING if speedup is None else f"{speedup:.2f}×"
+
+
+def runs(plan: ConvPlan) -> tuple[tuple[str, int, int], ...]:
+    """Return runs of equal micro-batches: (algorithm, micro-batch, length)."""
+    return tuple(
+        (algo, batch, sum(1 for _ in same))
+        for (algo, batch), same in groupby((s.algo, s.batch) for s in plan.steps)
+    )
+
+
+def plan_text(plan: ConvPlan | None) -> str:
+    """Format a plan such as `8 × FFT(32)`: length of the run, micro-batch size."""
+    if plan is None:
+        return NOTHING
+    parts = (
+        f"{algo}({batch})" if times == 1 else f"{times} × {algo}({batch})"
+        for algo, batch, times in runs(plan)
+    )
+    return " + ".join(parts)
+
+
+def problem_text(problem: ConvProblem) -> str:
+    """Format shapes and all parameters that differ from their defaults."""
+    x = "×".join(map(str, problem.x_shape[1:]))
+    w = "×".join(map(str, problem.w_shape[2:]))
+    parts = [f"N = {problem.batch}", f"{x} → {problem.w_shape[0]}", f"{w} filters"]
+    for word, values, usual in (
+        ("padding", problem.padding, 0),
+        ("stride", problem.stride, 1),
+        ("dilation", problem.dilation, 1),
+    ):
+        if any(value != usual for value in values):
+            same = len(set(values)) == 1
+            text = str(values[0]) if same else "×".join(map(str, values))
+            parts.append(f"{word} {text}")
+    if problem.groups > 1:
+        parts.append(f"{problem.groups} groups")
+    return ", ".join([*parts, problem.dtype, problem.layout])
+
+
+# Print results in DeepBench's format: one row per convolution, times in microseconds.
+#
+# Columns and their names are those of its `conv_bench`. DeepBench has no workspace
+# limit; each limit has its own table.
+
+
+_COLUMNS = (
+    *("w", "h", "c", "n", "k", "f_w", "f_h", "pad_w", "pad_h"),
+    *("stride_w", "stride_h", "precision"),
+    *("fwd_time", "bwd_inputs_time", "bwd_params_time", "total_time"),
+)
+
+_PRECISION = {
+    "float16": "half",
+    "bfloat16": "bfloat16",
+    "float32": "float",
+    "float64": "double",
+}
+
+_NOT_TIMED = "-"
+
+
+def check_deepbench(problems: Iterable[ConvProblem]) -> None:
+    """Refuse problems that DeepBench's columns cannot describe.
+
+    Raises:
+        ValueError: A problem is not 2-D, is grouped or dilated.
+    """
+    for problem in problems:
+        rank = len(problem.x_shape) - 2
+        if rank != 2 or problem.groups != 1 or set(problem.dilation) != {1}:
+            raise ValueError(
+                "DeepBench's table has columns for ungrouped, undilated 2-D "
+                f"convolutions only, this one is {rank}-D with {problem.groups} "
+                f"groups and dilation {problem.dilation}; use the format 'table'"
+            )
+
+
+def deepbench_tables(comparison: Comparison) -> tuple[Table, ...]:
+    """Return one table of planned times per limit.
+
+    Raises:
+        ValueError: A problem does not fit the columns.
+    """
+    check_deepbench(layer.problem for layer in comparison.layers)
+    several = len(comparison.limits) > 1
+    return tuple(
+        Table(
+            f"# workspace limit {limit_text(limit)}" if several else "",
+            tuple(f">{column}" for column in _COLUMNS),
+            tuple(_rows(comparison, i)),
+        )
+        for i, limit in enumerate(comparison.limits)
+    )
+
+
+def _rows(comparison: Comparison, index: int) -> Iterable[tuple[str, ...]]:
+    times: dict[tuple[str, ConvProblem], dict[Direction, float | None]] = {}
+    for layer in comparison.layers:
+        key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
+        choice = layer.outcomes[index].choice
+        planned = None if choice is None else choice.planned_ms
+        times.setdefault(key, {})[layer.direction] = planned
+    for (_, problem), by_direction in times.items():
+        cells = [_microseconds_text(by_direction.get(d)) for d in Direction]
+        known = [ms for ms in by_direction.values() if ms is not None]
+        total = sum(known) if len(known) == len(by_direction) else None
+        yield (*_shape(problem), *cells, _microseconds_text(total))
+
+
+def _shape(problem: ConvProblem) -> tuple[str, ...]:
+    (n, c, h, w), (k, _, r, s) = problem.x_shape, problem.w_shape
+    pads, strides = problem.padding[::-1], problem.stride[::-1]
+    sizes = (w, h, c, n, k, s, r, *pads, *strides)
+    return (*map(str, sizes), _PRECISION[problem.dtype])
+
+
+def _microseconds_text(time_ms: float | None) -> str:
+    return _NOT_TIMED if time_ms is None else f"{time_ms * 1e3:.0f}"

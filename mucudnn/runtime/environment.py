@@ -13,17 +13,7 @@ from mucudnn.backends import Backend, device_count, get_backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.ir.sizes import parse_bytes, parse_integer
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
-from mucudnn.runtime.database.cache import BenchmarkCache, default_path
-
-__all__ = [
-    "USERS",
-    "CacheChoice",
-    "Users",
-    "cache_path",
-    "launched_processes",
-    "open_cache",
-    "tuner_options",
-]
+from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
 
 
 class Users(enum.Enum):

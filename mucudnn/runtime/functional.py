@@ -14,7 +14,7 @@ from mucudnn.backends import Backend
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import LAYOUTS, ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.tuning.bound_plan import check_out
-from mucudnn.runtime.tuning.kernel_bench import check_room
+from mucudnn.runtime.tuning.kernel_timer import check_room
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [

@@ -22,15 +22,12 @@ from mucudnn.optim import Momentum
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.step.convolution_plans import Plans
+from mucudnn.runtime.training.planned_steps import Plans
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.conv_comparison import compare
-from mucudnn.studies.outcome import Comparison
+from mucudnn.studies.convolutions import Comparison, compare
 from mucudnn.suites import Layer
-
-__all__ = ["LayerAct", "Say", "StepAct", "slow_layer", "small_step"]
 
 Say = Callable[[str], None]
 """Called with a description of each stage."""

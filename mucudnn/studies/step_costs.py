@@ -12,12 +12,8 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.graph.layouts.channels_last import able
-from mucudnn.passes.graph.layouts.choice import cheapest_layouts
-from mucudnn.passes.graph.layouts.trials import layout_trials
-from mucudnn.runtime.database.recordings import read_fronts
-
-__all__ = ["CPU", "Coverage", "StepCosts", "fastest_layouts"]
+from mucudnn.passes.graph.layouts import able, cheapest_layouts, layout_trials
+from mucudnn.runtime.store.recordings import read_fronts
 
 CPU = "cpu"
 """The device that is measured."""

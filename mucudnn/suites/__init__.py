@@ -6,8 +6,13 @@ shape once, with the number of its occurrences as `count`.
 
 from importlib.resources import files
 
-from mucudnn.suites.layer import Layer, parse_problem, short_name
-from mucudnn.suites.reader import read_layers, read_layers_file
+from mucudnn.suites.layers import (
+    Layer,
+    parse_problem,
+    read_layers,
+    read_layers_file,
+    short_name,
+)
 
 __all__ = [
     "SUITES",

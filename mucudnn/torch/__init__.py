@@ -18,39 +18,39 @@ A name is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mucudnn.torch.versions import check_version, installed_version
+from mucudnn.torch.internals import check_version, installed_version
 
 if TYPE_CHECKING:
-    from mucudnn.torch.compiled import (
+    from mucudnn.torch.compile_backend import (
         CompileBackend as CompileBackend,
         backend as backend,
     )
     from mucudnn.torch.conv.backend import cpu_backend as cpu_backend
     from mucudnn.torch.conv.context import convolutions as convolutions
-    from mucudnn.torch.distributed.distribute import distribute as distribute
-    from mucudnn.torch.distributed.distribution import Distribution as Distribution
-    from mucudnn.torch.distributed.sampler import ShareSampler as ShareSampler
+    from mucudnn.torch.distributed.distribute import (
+        Distribution as Distribution,
+        ShareSampler as ShareSampler,
+        distribute as distribute,
+    )
     from mucudnn.torch.hints.partitioner import (
         HintedPartitioner as HintedPartitioner,
         partitioner as partitioner,
     )
     from mucudnn.torch.hints.selective import checkpoint_contexts as checkpoint_contexts
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
+    from mucudnn.torch.plan import TorchPlan as TorchPlan
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
-    from mucudnn.torch.step_plan import TorchPlan as TorchPlan
 
 _HOMES = {
-    "compiled": ("CompileBackend", "backend"),
+    "compile_backend": ("CompileBackend", "backend"),
     "conv.backend": ("cpu_backend",),
     "conv.context": ("convolutions",),
-    "distributed.distribute": ("distribute",),
-    "distributed.distribution": ("Distribution",),
-    "distributed.sampler": ("ShareSampler",),
+    "distributed.distribute": ("Distribution", "ShareSampler", "distribute"),
     "hints.partitioner": ("HintedPartitioner", "partitioner"),
     "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
+    "plan": ("TorchPlan",),
     "step": ("TrainStep", "train_step"),
-    "step_plan": ("TorchPlan",),
 }
 """Module -> the names that it gives."""
 

@@ -13,10 +13,8 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 from mucudnn.torch.memory_study import memory
+from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.step import train_step
-from mucudnn.torch.step_plan import TorchPlan
-
-__all__ = ["TorchAct", "small_torch_step"]
 
 _BATCH, _IMAGE, _WARM = 8, 64, 2
 _TURNS = StoppingRule(min_samples=8, max_samples=30, budget_ms=2500.0)

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mucudnn.torch.capture.batches import Batch, called
-from mucudnn.torch.capture.gradients import loss_of
-from mucudnn.torch.capture.settings import StepSettings
-from mucudnn.torch.execution.own_update import own_gradients, scaled_closure_error
+from mucudnn.torch.capture.step import loss_of
+from mucudnn.torch.capture.step_tensors import Batch, StepSettings, called
+from mucudnn.torch.optimizer_update import own_gradients, scaled_closure_error
 
 
 def run_eager_step(

@@ -28,28 +28,28 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import drawn
-from mucudnn.passes.planning.comparison import largest_batch_within
-from mucudnn.passes.planning.described_step import DescribedStep
-from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, check_split
-from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
-from mucudnn.torch.capture.dataless import DatalessStep
+from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
+from mucudnn.passes.planning.plan_step import DescribedStep, largest_batch_within
+from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.torch.capture.exclusive import exclusive_capture
-from mucudnn.torch.capture.kernel_results import KernelResults
+from mucudnn.torch.capture.fake_tensors import DatalessStep, KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
-from mucudnn.torch.capture.parts import StepParts
-from mucudnn.torch.capture.settings import PLAIN, StepSettings
-from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
+from mucudnn.torch.capture.step import CapturedStep, capture_step
+from mucudnn.torch.capture.step_tensors import PLAIN, StepParts, StepSettings
+from mucudnn.torch.costs.measure import estimated, measured
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.measure import estimated, measured
-from mucudnn.torch.measurement.own_updates import check_room
-from mucudnn.torch.own_update_planning import OwnUpdate
+from mucudnn.torch.optimizer_update import OwnUpdate, check_room
+from mucudnn.torch.plan import TorchPlan
+from mucudnn.torch.plan_program import (
+    HOST,
+    Away,
+    Hint,
+    StudiedStep,
+    lowered_step,
+    planner_of,
+)
 from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.splitting.decide import PartedStep
-from mucudnn.torch.step_plan import TorchPlan
-from mucudnn.torch.step_planning import lowered_step, planner_of
-from mucudnn.torch.studied_step import HOST, Away, Hint, StudiedStep
-
-__all__ = ["MemoryStudy", "memory"]
+from mucudnn.torch.splitting.plan import PartedStep
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)

@@ -12,20 +12,18 @@ from types import MappingProxyType
 
 from mucudnn.arguments import a_number
 from mucudnn.errors import PlanningError
-from mucudnn.ir.graph import Graph, Role
-from mucudnn.ir.profile import Profile
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
-from mucudnn.ir.tiers import MemoryTier
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.place_step import over_fastest, plan_tiered_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.tiered_step import over_fastest, plan_tiered_step
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.plan_cache.store import PlanStore
-from mucudnn.torch.step_plan import TorchPlan
-
-__all__ = ["Planner", "as_budget"]
+from mucudnn.torch.plan import TorchPlan
+from mucudnn.torch.plan_store import PlanStore
 
 _SMALL = 4096
 """Bytes of an input that are not worth a copy, such as those of a learning rate."""

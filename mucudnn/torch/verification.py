@@ -20,12 +20,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import VerificationError
-from mucudnn.torch.capture.batches import Batch
-from mucudnn.torch.capture.parts import root_of
 from mucudnn.torch.capture.python_state import is_alike
-from mucudnn.torch.capture.settings import StepSettings
+from mucudnn.torch.capture.step_tensors import Batch, StepSettings, root_of
 from mucudnn.torch.eager_step import run_eager_step
-from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.execution.devices import DEVICES
 
 _ROUNDING = {
     torch.float64: 1e-13,

@@ -17,9 +17,7 @@ import numpy as np
 
 from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError, MucudnnError
-from mucudnn.forks import Own
-
-__all__ = ["CHUNK", "CpuCopier", "CpuTicket", "copy_bytes"]
+from mucudnn.processes import Own
 
 CHUNK = 4 << 20
 """Bytes copied between two checks whether to stop."""

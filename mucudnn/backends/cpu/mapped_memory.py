@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.mapped_memory import runs
+from mucudnn.backends.device import runs
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes
-
-__all__ = ["CpuMapper"]
 
 _CHUNK = 64 << 10  # bytes: many pages, so that a step has few thousand mappings
 

@@ -52,18 +52,17 @@ def load(argument: str, device: int) -> Backend:
 
 
 def _present(index: int) -> Backend:
-    from mucudnn.backends.cuda._cudnn import Cudnn
-    from mucudnn.backends.cuda.conv import CudaConv
+    from mucudnn.backends.cuda.conv import CudaConv, CudaPlan
     from mucudnn.backends.cuda.conv.fused import CudaEpilogues
-    from mucudnn.backends.cuda.conv.operation import ALIGNMENT
-    from mucudnn.backends.cuda.conv.plan import CudaPlan
+    from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
     from mucudnn.backends.cuda.cudnn_kernels import CudnnKernels
+    from mucudnn.backends.cuda.descriptors import LiveSession
     from mucudnn.backends.cuda.device import CudaDevice
     from mucudnn.backends.cuda.kernels import bind
-    from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+    from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+    from mucudnn.backends.cuda.libcudnn import Cudnn
     from mucudnn.backends.cuda.loading import load_library
     from mucudnn.backends.cuda.mapped_memory import CudaMapper
-    from mucudnn.backends.cuda.session import LiveSession
 
     library = load_library(without_driver=False)
     _cupy().cuda.Device(index).use()
@@ -110,12 +109,12 @@ def _may_be_shared(cupy: Any, index: int) -> bool:
 
 
 def _described(argument: str) -> Backend:
-    from mucudnn.backends.cuda._cudnn import Cudnn
     from mucudnn.backends.cuda.conv import CudaConv
-    from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+    from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
+    from mucudnn.backends.cuda.descriptors import PaperSession
     from mucudnn.backends.cuda.device import DescribedDevice
+    from mucudnn.backends.cuda.libcudnn import Cudnn
     from mucudnn.backends.cuda.loading import load_library
-    from mucudnn.backends.cuda.session import PaperSession
 
     text = _description(argument)
     library = load_library(without_driver=True)

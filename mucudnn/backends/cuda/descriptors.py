@@ -1,15 +1,16 @@
-"""Descriptors of cuDNN's graph API: create, set attributes, finalize, read, destroy."""
+"""Descriptors of both cuDNN APIs, and sessions: handle, stream, checked calls."""
 
 import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from mucudnn.backends.cuda._cudnn import Calls
-from mucudnn.backends.cuda._enums import (
+from mucudnn.backends.cuda.libcudnn import (
     Attribute,
     AttributeType,
+    Calls,
     ConvolutionMode,
     DataType,
     DescriptorType,
@@ -17,9 +18,7 @@ from mucudnn.backends.cuda._enums import (
     NanPropagation,
     PointwiseMode,
 )
-from mucudnn.errors import MucudnnError
-
-__all__ = ["Descriptor"]
+from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 
 _C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
     {
@@ -153,3 +152,133 @@ _KINDS: Mapping[type, AttributeType] = MappingProxyType(
 
 def _c_type(kind: AttributeType) -> Any:
     return _C_TYPES.get(kind, ctypes.c_int)
+
+
+_LARGEST_INT = 2**31 - 1
+
+
+class Descriptors:
+    """The descriptors of one call of the library, destroyed with this object."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._made: list[tuple[str, int]] = []
+
+    def __del__(self) -> None:
+        for kind, pointer in self._made:
+            with contextlib.suppress(MucudnnError):
+                self._calls.call(f"cudnnDestroy{kind}Descriptor", pointer)
+
+    def create(self, kind: str, setter: str, *values: Any) -> int:
+        """Return the address of a new descriptor, set by a function `cudnnSet…`."""
+        address = self.empty(kind)
+        self._calls.call(f"cudnnSet{setter}Descriptor", address, *values)
+        return address
+
+    def empty(self, kind: str) -> int:
+        """Return the address of a new descriptor without values."""
+        pointer = ctypes.c_void_p()
+        self._calls.call(f"cudnnCreate{kind}Descriptor", ctypes.byref(pointer))
+        address = pointer.value or 0
+        self._made.append((kind, address))
+        return address
+
+    def tensor(
+        self, data_type: int, shape: Sequence[int], strides: Sequence[int]
+    ) -> int:
+        """Return the address of a tensor descriptor."""
+        sizes = ints(shape), ints(strides)
+        return self.create("Tensor", "TensorNd", data_type, len(shape), *sizes)
+
+
+def ints(values: Sequence[int]) -> Any:
+    """Return an array of C integers."""
+    if any(value > _LARGEST_INT for value in values):
+        raise UnsupportedError(
+            f"{tuple(values)} does not fit the 32 bits of the first API"
+        )
+    return (ctypes.c_int * len(values))(*values)
+
+
+# Library sessions: on a device, with one handle per thread, or on a description.
+
+
+class Session(Protocol):
+    """The library's environment, as the convolution libraries see it."""
+
+    @property
+    def calls(self) -> Calls:
+        """The raw calls."""
+
+    @property
+    def description(self) -> Descriptor | None:
+        """Description of the device, if the device itself is absent."""
+
+    def handle(self) -> int | None:
+        """Return the thread's handle, on its current stream; None without a device."""
+
+
+class _Handle:
+    """A cuDNN handle, destroyed with this object; `stream` is its current stream."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._pointer, self.stream = calls, ctypes.c_void_p(), -1
+        calls.call("cudnnCreate", ctypes.byref(self._pointer))
+        self.address = self._pointer.value or 0
+
+    def __del__(self) -> None:
+        if self._pointer:
+            with contextlib.suppress(MucudnnError):
+                self._calls.call("cudnnDestroy", self._pointer)
+
+
+class _Thread(threading.local):
+    handle: _Handle | None = None
+
+
+class LiveSession:
+    """A session on a device; `current_stream` returns the stream to launch on."""
+
+    description: Descriptor | None = None
+
+    def __init__(self, calls: Calls, current_stream: Callable[[], int]) -> None:
+        self.calls = calls
+        self._current_stream = current_stream
+        self._thread = _Thread()
+
+    def handle(self) -> int:
+        """See `Session.handle`; a thread's handle is made at its first call."""
+        stream = self._current_stream()  # first: it sets the thread's device
+        if (handle := self._thread.handle) is None:
+            handle = self._thread.handle = _Handle(self.calls)
+        if stream != handle.stream:
+            self.calls.call("cudnnSetStream", handle.address, stream)
+            handle.stream = stream
+        return handle.address
+
+
+class PaperSession:
+    """A session on an absent device, described by the JSON that cuDNN writes."""
+
+    def __init__(self, calls: Calls, text: str) -> None:
+        self.calls = calls
+        try:
+            self.description = (
+                Descriptor(calls, DescriptorType.DEVICEPROP)
+                .set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, text)
+                .finalize()
+            )
+        except MucudnnError as e:
+            raise BackendUnavailableError(
+                f"cuDNN does not take this device description: {e}"
+            ) from e
+
+    def handle(self) -> None:
+        """Return None: there is no device."""
+
+
+def describe_device(calls: Calls, index: int) -> str:
+    """Return the description of a present device, as JSON."""
+    description = Descriptor(calls, DescriptorType.DEVICEPROP)
+    description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)
+    return description.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)

@@ -1,25 +1,29 @@
-"""Memory, time and streams of a GPU, by CuPy; and a GPU that is only described."""
+"""Memory, time and streams of one GPU by CuPy; peers; and described GPUs."""
 
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Generic, NoReturn, TypeVar
 
-from mucudnn.backends.cuda.copies import CudaCopier, pinned
-from mucudnn.backends.cuda.loading import release_text
-from mucudnn.backends.cuda.peer import PeerMemory
-from mucudnn.backends.cuda.remedies import refuse_bits, with_install_hints
-from mucudnn.backends.cuda.transit import CudaTransit
+from mucudnn.backends.cuda.copies import CudaCopier, CudaTransit, pinned
+from mucudnn.backends.cuda.loading import refuse_bits, release_text, with_install_hints
+from mucudnn.backends.device import Copier, Device
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.version import installed_version
-
-__all__ = ["CudaDevice", "DescribedDevice", "Queue"]
+from mucudnn.plugins import installed_version
+from mucudnn.processes import Own
 
 _RANDOM_SLICE = 1 << 20
+
 _LOADED_LATE = 256 << 20  # reserve for kernel modules; assumed, not measured
+
 _SPIN_NS = 40_000  # delay of a timed kernel, in which the host launches it
+
 _SPIN = r"""
 extern "C" __global__ void spin(long long ns) {
     long long start, now;
@@ -205,7 +209,7 @@ class CudaDevice:
         """Return a stream for inputs, staged in device memory if `staged`."""
         return CudaTransit(self._cupy, self._index, self.stream, staged=staged)
 
-    def peer(self, index: int, nbytes: int) -> PeerMemory:
+    def peer(self, index: int, nbytes: int) -> "PeerMemory":
         """Return memory of another GPU, reached by peer copies."""
         return PeerMemory(self._cupy, self._index, index, nbytes, self.stream)
 
@@ -291,3 +295,81 @@ def _dtype(name: str) -> Any:
 
 def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+# Memory of another GPU as an offload target.
+#
+# Copies between GPUs bypass the host if the two can access each other; otherwise the
+# driver stages them. This has not run on two GPUs yet.
+
+
+class PeerMemory:
+    """A slab of memory on GPU `peer` for computing GPU `index`; see `Device.peer`."""
+
+    def __init__(
+        self, cupy: Any, index: int, peer: int, nbytes: int, compute: Callable[[], int]
+    ) -> None:
+        runtime = cupy.cuda.runtime
+        count = runtime.getDeviceCount()
+        if peer == index or not 0 <= peer < count:
+            raise ValueError(
+                f"peer:{peer} is no other GPU: this is number {index} of {count}"
+            )
+        self.name = f"peer:{peer}"
+        self.nbytes = nbytes
+        self._cupy, self._index, self._compute = cupy, index, compute
+        with cupy.cuda.Device(index), suppress(runtime.CUDARuntimeError):
+            if runtime.deviceCanAccessPeer(index, peer):
+                runtime.deviceEnablePeerAccess(peer)  # fails if already enabled
+        try:
+            with cupy.cuda.Device(peer):
+                self._slab = cupy.empty(nbytes, "uint8")
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            raise OutOfMemoryError(
+                f"no room for {format_bytes(nbytes)} on {self.name}: {e}"
+            ) from e
+
+    def view(self, offset: int, nbytes: int) -> Any:
+        """Return a slice of the slab."""
+        return self._slab[offset : offset + nbytes]
+
+    def copier(self, device: Device) -> Copier:
+        """Return two copy streams of the computing GPU."""
+        return CudaCopier(self._cupy, self._index, self._compute, peer=True)
+
+    def close(self) -> None:
+        """Release the slab."""
+        self._slab = None
+
+
+K = TypeVar("K", bound=Hashable)
+
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """A cache of up to `most` values that evicts the least recently used one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._lock = Own(threading.Lock)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> V | None:
+        """Return the value of a key; None if there is none."""
+        with self._lock.mine:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: K, value: V) -> None:
+        """Store a value, replacing the key's previous one."""
+        with self._lock.mine:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)

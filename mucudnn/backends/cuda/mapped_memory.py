@@ -19,8 +19,6 @@ from typing import Any
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes
 
-__all__ = ["CudaMapper"]
-
 _NO_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 

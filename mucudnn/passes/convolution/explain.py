@@ -11,22 +11,14 @@ from itertools import groupby
 from math import inf
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
+from mucudnn.ir.numerics import RowStatus
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.pareto import (
     candidates,
     fastest_undivided,
     pareto_plans,
     whole_batch,
 )
-
-__all__ = [
-    "Trial",
-    "counted",
-    "explain",
-    "left_out",
-    "refused",
-]
 
 _LEAST_GAIN = 1.05
 """Speed-up over the previous limit that makes a larger limit worth listing."""

@@ -22,22 +22,6 @@ from typing import NamedTuple
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 
-__all__ = [
-    "Divided",
-    "candidates",
-    "check_divisible",
-    "division_cost_ms",
-    "fastest_division",
-    "fastest_undivided",
-    "least_workspace",
-    "no_plan",
-    "pareto_divisions",
-    "pareto_front",
-    "pareto_plans",
-    "plan_cost_ms",
-    "whole_batch",
-]
-
 _MOST_SAMPLES = 1 << 17
 _MOST_WORK = 1 << 24
 """Limit of samples times sizes, so that a division takes seconds."""

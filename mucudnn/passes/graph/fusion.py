@@ -18,8 +18,6 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import EPILOGUE, FUSIONS, make_node
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["Offers", "fused"]
-
 Offers = Callable[[ConvProblem, str], bool]
 """(forward convolution, dtype of a bias) -> whether a kernel also adds the bias and
 applies a ReLU."""

@@ -10,10 +10,9 @@ kernel supports it (the trait `overwrites`) and reads the bytes through one inpu
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph, TensorSpec
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import Use, touches, uses_by
-
-__all__ = ["in_place", "in_place_with_uses"]
 
 
 def in_place(graph: Graph) -> Graph:

@@ -1,4 +1,4 @@
-"""Rewrite a graph so that dropped activations are recomputed when they are needed.
+"""Rewrite a graph so that dropped activations are recomputed when needed.
 
 Mostly the backward pass needs them. If a step runs in micro-batches, all slices of a
 tensor wait for operations over the whole batch, such as a normalisation's statistics;
@@ -10,17 +10,17 @@ does not update running statistics, by its `replay`) and draws the same random n
 Nodes that cannot run again, or whose inputs were overwritten since, are not recomputed.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph, Node, Phase, TensorSpec
-from mucudnn.ir.residency import RECOMPUTED, Residency
-from mucudnn.passes.graph.saved_tensors import saved_tensors
-from mucudnn.passes.graph.slicing.rows import of_whole
-
-__all__ = ["Rematerializer", "rematerialize"]
+from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import RECOMPUTED, Residency
+from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.split import of_whole
 
 
 def rematerialize(
@@ -329,3 +329,110 @@ class _Rewriter:
         storages = self._graph.storages
         same = (now[t] for t in node.inputs if storages[t] == storages[alias])
         return next(same, alias)
+
+
+def recompute_chain(
+    graph: Graph, tensor: str, available: Callable[[str], bool]
+) -> tuple[Node, ...]:
+    """Return the nodes to run again, in order, to recompute a tensor.
+
+    Args:
+        graph: A training graph.
+        tensor: The dropped tensor.
+        available: Whether a storage is resident when the tensor is needed again.
+            Inputs, parameters and tensors that cannot be recomputed always are.
+    """
+    needed: dict[str, Node] = {}
+    pending = [tensor]
+    while pending:
+        name = pending.pop()
+        node = graph.producers.get(name)
+        if node is None or node.name in needed or not node.remakes(name):
+            continue
+        if name != tensor and available(graph.storages[name]):
+            continue
+        needed[node.name] = node
+        pending += node.inputs
+    return tuple(sorted(needed.values(), key=lambda node: graph.positions[node.name]))
+
+
+def recompute_ms(
+    graph: Graph, profile: Profile, tensor: str, available: Callable[[str], bool]
+) -> float:
+    """Return the time of a recompute chain; infinity if there is none."""
+    if not graph.producers[tensor].remakes(tensor):
+        return math.inf
+    chain = recompute_chain(graph, tensor, available)
+    return sum(profile.again_ms(node.name) for node in chain)
+
+
+def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:
+    """Return whether a tensor's bytes are worth saving rather than recomputing.
+
+    Checkpoints are results of expensive nodes and joins of branches, results that
+    overwrite them in place, and results that cannot be recomputed.
+    """
+    while True:
+        node = graph.producers.get(tensor)
+        if node is None or not node.recomputable:
+            return True
+        if node.traits.expensive or node.traits.joint:
+            return True
+        source = _source(graph, node, tensor)
+        if source is None or saved(source):
+            return False
+        tensor = source
+
+
+def _source(graph: Graph, node: Node, tensor: str) -> str | None:
+    """Return the input whose bytes a result shares, or could share."""
+    if node.traits.view:
+        storages = graph.storages
+        return next(t for t in node.inputs if storages[t] == storages[tensor])
+    if node.traits.overwrites and tensor == node.outputs[0]:
+        return node.inputs[node.traits.overwrites[0]]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A forward result that the backward pass reads.
+
+    Attributes:
+        name: Name of the tensor.
+        nbytes: Size of the tensor.
+        producer: Node that computes the tensor.
+        first: Position of the producer among the graph's nodes.
+        last: Position of the last forward use.
+        again: Position of the first backward use.
+    """
+
+    name: str
+    nbytes: int
+    producer: Node
+    first: int
+    last: int
+    again: int
+
+
+def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
+    """Return the forward results that backward nodes read, in order of production.
+
+    Uses of views count as uses of the viewed tensor. Inputs, parameters and state are
+    not included.
+    """
+    found = []
+    for i, node in enumerate(graph.nodes):
+        if node.phase is not Phase.FORWARD:
+            continue
+        for name in node.outputs:
+            spec = graph.tensors[name]
+            if spec.alias is not None or spec.role is not Role.ACTIVATION:
+                continue
+            uses = graph.reads.get(name, ())
+            forward = [p for p in uses if graph.nodes[p].phase is Phase.FORWARD]
+            backward = [p for p in uses if graph.nodes[p].phase is not Phase.FORWARD]
+            if backward:
+                last = forward[-1] if forward else i
+                found.append(Saved(name, spec.nbytes, node, i, last, backward[0]))
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""Arena layout of a schedule: an offset for every residency interval and workspace.
+"""Layouts: an offset for every residency interval, and page tables.
 
 A storage may be prefetched to another offset than before. Tensors that are live across
 steps have the same offset at both ends of the step; they are placed first, at the
@@ -10,39 +10,62 @@ workspace as long as its `Compute`. Host memory of a storage is in use from its 
 wait.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Role
-from mucudnn.ir.schedule import (
-    Alloc,
-    Compute,
-    Free,
-    Schedule,
-    SwapIn,
-    SwapOut,
-    Wait,
-)
+from mucudnn.ir.graph import PERSISTENT
+from mucudnn.ir.profile import ChunkCosts
+from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.tensor import Role
 from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.placement.heuristics import Block, in_gaps
-from mucudnn.passes.placement.packing import live_peak, pack
-from mucudnn.passes.placement.page_table import PageTable
+from mucudnn.passes.placement.packing import Block, in_gaps, live_peak, pack
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = [
-    "Layout",
-    "PlacedStep",
-    "host_blocks",
-    "in_tiers",
-    "interval_name",
-    "lay_out",
-    "lives_of",
-    "workspace_name",
-]
+
+class Extent(NamedTuple):
+    """A contiguous range of bytes from `start` to `stop` (exclusive)."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """Memory chunk behind each chunk of addresses.
+
+    Attributes:
+        chunk_bytes: Size of a chunk.
+        chunks: Numbers of memory chunks, in the order of addresses.
+    """
+
+    chunk_bytes: int
+    chunks: tuple[int, ...]
+
+    @property
+    def address_bytes(self) -> int:
+        """Bytes of the whole address range."""
+        return len(self.chunks) * self.chunk_bytes
+
+    def map_ms(self, costs: ChunkCosts) -> float:
+        """Return the time to map all chunks."""
+        return len(self.chunks) * costs.map_ms
+
+    def extents(self, start: int, stop: int) -> tuple[Extent, ...]:
+        """Return the memory extents behind a range of addresses, in order."""
+        size = self.chunk_bytes
+        moves = (
+            (at, (self.chunks[at] - at) * size)
+            for at in range(start // size, -(-stop // size))
+        )
+        return joined(
+            Extent(max(start, at * size) + move, min(stop, (at + 1) * size) + move)
+            for at, move in moves
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +279,52 @@ def interval_name(storage: str, number: int) -> str:
 def workspace_name(node: str) -> str:
     """Return the block name of a node's workspace."""
     return f"\0{node}"
+
+
+# Page table of virtual addresses that make scattered tensors contiguous.
+#
+# Device memory consists of chunks, and a chunk may be mapped at several addresses at
+# once. All mappings of a step are made before its first run. A tensor in several pieces
+# has a contiguous address range of its own, which is valid in every step. A tensor in
+# one piece needs none: the first addresses map the memory itself, chunk by chunk.
+
+
+def joined(pieces: Iterable[Extent]) -> tuple[Extent, ...]:
+    """Merge adjacent extents of a sequence."""
+    found: list[Extent] = []
+    for start, stop in pieces:
+        if found and found[-1].stop == start:
+            start = found.pop().start
+        found.append(Extent(start, stop))
+    return tuple(found)
+
+
+def with_addresses(
+    places: Mapping[str, Sequence[Extent]], chunk_bytes: int
+) -> tuple[dict[str, int], PageTable | None]:
+    """Assign contiguous addresses to scattered tensors.
+
+    Returns:
+        First address of each tensor, and the page table: None if all tensors are
+        contiguous, so that addresses are offsets.
+    """
+    ends = (pieces[-1].stop for pieces in places.values())
+    scattered = {name: p for name, p in places.items() if len(p) > 1}
+    offsets = {name: pieces[0].start for name, pieces in places.items()}
+    if not scattered:
+        return offsets, None
+    tops = (piece.stop for pieces in scattered.values() for piece in pieces)
+    table = list(range(-(-max(*ends, *tops) // chunk_bytes)))
+    known: dict[tuple[int, ...], int] = {}
+    for name, pieces in scattered.items():
+        chunks = tuple(_chunks(pieces, chunk_bytes))
+        if chunks not in known:
+            known[chunks] = len(table) * chunk_bytes
+            table += chunks
+        offsets[name] = known[chunks] + pieces[0].start % chunk_bytes
+    return offsets, PageTable(chunk_bytes, tuple(table))
+
+
+def _chunks(pieces: Sequence[Extent], chunk_bytes: int) -> Iterator[int]:
+    for piece in pieces:
+        yield from range(piece.start // chunk_bytes, -(-piece.stop // chunk_bytes))

@@ -1,4 +1,4 @@
-"""Pack blocks with known live ranges into one arena (dynamic storage allocation).
+"""Pack blocks with known live ranges into one arena: heuristics and search.
 
 Finding the smallest arena is NP-hard. Its lower bound, the peak of live bytes, is
 mostly reached by one of a few allocation heuristics, which differ in the order of
@@ -10,19 +10,31 @@ Some blocks may have fixed offsets, such as those that two programs share. Then 
 heuristics that work around fixed blocks are used.
 """
 
+import bisect
+import heapq
 import itertools
 import math
+import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
-from mucudnn.passes.placement.squeaky_wheel import SqueakyWheel
+from mucudnn.passes.scheduling.schedulers import Clock
 
-__all__ = ["Block", "Packing", "live_peak", "pack", "placing_orders"]
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A number of bytes with an inclusive live range."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
 
 _WORK = 20_000_000
+
 _ROUNDS = 5000
 
 
@@ -131,3 +143,463 @@ def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ..
         lambda i: (blocks[i].first, -blocks[i].last),
         lambda i: (-blocks[i].last, blocks[i].first),
     )
+
+
+# Allocation heuristics: greedy assignment of offsets to blocks, without backtracking.
+#
+# Each heuristic returns one offset per block, in the order of the given blocks.
+
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
+
+
+def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
+    """Place blocks by start time like a runtime allocator, in free gaps or at the top.
+
+    Of blocks that start together, the one that lives longest comes first.
+    """
+    order = sorted(range(len(blocks)), key=lambda i: (blocks[i].first, -blocks[i].last))
+    offsets = [0] * len(blocks)
+    living: list[tuple[int, int]] = []
+    gaps: list[tuple[int, int]] = []
+    top = 0
+    for i in order:
+        block = blocks[i]
+        while living and living[0][0] < block.first:
+            _, expired = heapq.heappop(living)
+            top = _release(gaps, offsets[expired], blocks[expired].nbytes, top)
+        fitting = [g for g in range(len(gaps)) if gaps[g][1] >= block.nbytes]
+        if fitting:
+            chosen = min(fitting, key=lambda g: gaps[g][1]) if best_fit else fitting[0]
+            offset, size = gaps[chosen]
+            rest = (offset + block.nbytes, size - block.nbytes)
+            gaps[chosen : chosen + 1] = [rest] if rest[1] else []
+        else:
+            offset, top = top, top + block.nbytes
+        offsets[i] = offset
+        heapq.heappush(living, (block.last, i))
+    return offsets
+
+
+def _release(gaps: list[tuple[int, int]], offset: int, nbytes: int, top: int) -> int:
+    """Add a free gap, merged with its neighbours; return the end of used memory."""
+    at = bisect.bisect(gaps, (offset, 0))
+    if at < len(gaps) and gaps[at][0] == offset + nbytes:
+        nbytes += gaps.pop(at)[1]
+    if at > 0 and sum(gaps[at - 1]) == offset:
+        at -= 1
+        offset, before = gaps.pop(at)
+        nbytes += before
+    if offset + nbytes == top:
+        return offset
+    gaps.insert(at, (offset, nbytes))
+    return top
+
+
+def on_top(
+    blocks: Sequence[Block],
+    order: Sequence[int],
+    fixed: Mapping[int, int] = _NOTHING,
+) -> list[int]:
+    """Place each block above all placed blocks that are alive at the same time.
+
+    Gaps below are lost, but a segment tree makes a block cost only logarithmic time.
+    """
+    moments = sorted({b.first for b in blocks} | {b.last for b in blocks})
+    index = {moment: i for i, moment in enumerate(moments)}
+    heights = _Heights(len(moments))
+    offsets = [fixed.get(i, 0) for i in range(len(blocks))]
+    for i in (*fixed, *order):
+        first, last = index[blocks[i].first], index[blocks[i].last]
+        if i not in fixed:
+            offsets[i] = heights.highest(first, last)
+        heights.raise_to(first, last, offsets[i] + blocks[i].nbytes)
+    return offsets
+
+
+class _Heights:
+    """Segment tree of heights over time, with range maximum and range raise.
+
+    A node's mark applies to all moments below the node and is not pushed down; its peak
+    is the maximum of the subtree.
+    """
+
+    def __init__(self, moments: int) -> None:
+        self._size = max(1, moments)
+        self._mark = [0] * (2 * self._size)
+        self._peak = [0] * (2 * self._size)
+
+    def _cover(self, first: int, last: int) -> list[int]:
+        low, high = first + self._size, last + self._size + 1
+        nodes = []
+        while low < high:
+            if low & 1:
+                nodes.append(low)
+                low += 1
+            if high & 1:
+                high -= 1
+                nodes.append(high)
+            low >>= 1
+            high >>= 1
+        return nodes
+
+    def highest(self, first: int, last: int) -> int:
+        """Return the largest height in a range of moments."""
+        found = 0
+        for node in self._cover(first, last):
+            found = max(found, self._peak[node])
+            while node > 1:
+                node >>= 1
+                found = max(found, self._mark[node])
+        return found
+
+    def raise_to(self, first: int, last: int, height: int) -> None:
+        """Raise every height in a range of moments to at least `height`."""
+        for node in self._cover(first, last):
+            self._mark[node] = max(self._mark[node], height)
+            while node >= 1:
+                self._peak[node] = max(self._peak[node], height)
+                node >>= 1
+
+
+def in_gaps(
+    blocks: Sequence[Block],
+    order: Sequence[int],
+    limit: float = math.inf,
+    fixed: Mapping[int, int] = _NOTHING,
+) -> list[int]:
+    """Place each block at the lowest offset that is free during its whole life.
+
+    Blocks that would end above the limit get the offset -1.
+    """
+    offsets = [fixed.get(i, -1) for i in range(len(blocks))]
+    placed = sorted(
+        (offset, offset + blocks[i].nbytes, blocks[i].first, blocks[i].last)
+        for i, offset in fixed.items()
+    )
+    for i in order:
+        block = blocks[i]
+        first, last, nbytes = block.first, block.last, block.nbytes
+        end = 0
+        for low, high, begins, ends in placed:
+            if begins <= last and first <= ends:
+                if low - end >= nbytes:
+                    break
+                if high > end:
+                    end = high
+        if end + nbytes <= limit:
+            offsets[i] = end
+            bisect.insort(placed, (end, end + nbytes, first, last))
+    return offsets
+
+
+# Squeaky wheel optimisation of the order of a greedy placement.
+#
+# A greedy placement is as good as its order. Items that fared badly in one order move
+# by a random distance towards the front of the next (Joslin & Clements 1999). Now and
+# then the search returns to the best order so far; without that it cycles.
+
+
+_RETURN = 0.1
+"""Probability of returning from a worse order to the best one."""
+
+
+class SqueakyWheel:
+    """Sequence of orders to try, starting from `order`.
+
+    Attributes:
+        order: The order to try next.
+        least: Cost of the best order so far.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = self._best = order
+        self.least = math.inf
+        self._chance = random.Random(0)
+
+    def judge(self, cost: float) -> None:
+        """Report the cost of the current order, and maybe return to the best order."""
+        if cost <= self.least:
+            self.least, self._best = cost, self.order
+        elif self._chance.random() < _RETURN:
+            self.order = self._best
+
+    def reorder(self, squeaking: Iterable[int]) -> None:
+        """Make the next order by moving badly placed items towards the front."""
+        rank = {i: r + 1.0 for r, i in enumerate(self.order)}
+        for i in squeaking:
+            rank[i] *= self._chance.random()
+        self.order = sorted(self.order, key=rank.__getitem__)
+
+
+# Place intervals that may shrink in an arena of a given size.
+#
+# A prefetch may begin later and an offload may be awaited earlier than a schedule
+# wants; only the time from the first use to the last is required. An interval for which
+# there is no gap over its whole wanted time gets the gap that keeps the longest part of
+# it. Intervals are placed one after another; those without any gap are placed earlier
+# in the next round (`squeaky_wheel`).
+
+
+_MOST_ROUNDS = 300
+
+_SHRINK_WORK = 25_000
+"""Limit of intervals placed in all rounds of one order."""
+
+
+_BATCHES = 5
+"""Number of turns in which the rounds of all orders are interleaved."""
+
+
+_HOPELESS = 3.0
+"""Factor on the fewest unplaced bytes so far at which a round is abandoned."""
+
+
+_BUCKETS = 64
+
+
+Positions = tuple[int, int]
+"""First and last position."""
+
+
+Row = tuple[int, int, int, int]
+"""Start offset, end offset, first and last position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrinkable:
+    """An interval with a required part (uses) and a wanted part (copies included).
+
+    Positions may be beyond the period or below zero, as a schedule is cyclic.
+
+    Attributes:
+        nbytes: Size in bytes.
+        start: First wanted position.
+        needed: First required position.
+        last: Last required position.
+        stop: Last wanted position.
+    """
+
+    nbytes: int
+    start: int
+    needed: int
+    last: int
+    stop: int
+
+    @property
+    def life(self) -> int:
+        """Number of wanted positions."""
+        return self.stop - self.start + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Offset of an interval and the positions that remain of it."""
+
+    offset: int
+    start: int
+    stop: int
+
+
+_KEYS: tuple[Callable[[Shrinkable], tuple[float, ...]], ...] = (
+    lambda b: (-(b.life**0.5) * b.nbytes,),
+    lambda b: (-b.life * b.nbytes,),
+    lambda b: (-b.life, -b.nbytes),
+    lambda b: (-b.nbytes, b.needed - b.last),
+)
+"""Keys of the orders in which intervals are placed: by area, lifetime and size."""
+
+
+_LARGE = 5000
+"""Number of intervals above which only the first of these orders is tried."""
+
+
+def place_shrinkable(
+    intervals: Sequence[Shrinkable], limit: int, clock: Clock
+) -> Iterator[list[Place]]:
+    """Yield placements of all intervals, found from several orders."""
+    rounds = min(_MOST_ROUNDS, 1 + _SHRINK_WORK // max(1, len(intervals)))
+    batch = max(1, rounds // _BATCHES)
+    attempt = _Attempt(intervals, limit, clock)
+    keys = _KEYS[:1] if len(intervals) > _LARGE else _KEYS
+    ranks = ([key(interval) for interval in intervals] for key in keys)
+    wheels = [
+        SqueakyWheel(sorted(range(len(intervals)), key=rank.__getitem__))
+        for rank in ranks
+    ]
+    for _ in range(0, rounds, batch):
+        found = False
+        for wheel in wheels:
+            places = _first_of(attempt, wheel, batch)
+            if places is not None:
+                found = True
+                yield places
+        if found:
+            return
+
+
+def _first_of(
+    attempt: "_Attempt", wheel: SqueakyWheel, rounds: int
+) -> list[Place] | None:
+    """Return the first complete placement within a number of rounds."""
+    for _ in range(rounds):
+        places, left = attempt(wheel.order, _HOPELESS * wheel.least)
+        if not left:
+            return [place for place in places if place is not None]
+        wheel.judge(sum(attempt.intervals[i].nbytes for i in left))
+        wheel.reorder(left)
+    return None
+
+
+class _Attempt:
+    """Greedy placement in a given order; for arguments see `place_shrinkable`."""
+
+    def __init__(
+        self, intervals: Sequence[Shrinkable], limit: int, clock: Clock
+    ) -> None:
+        self.intervals = intervals
+        self._limit = limit
+        self._clock = clock
+        self._period = period = clock.count
+        self._whole = [_in_period(b.start, b.stop, period) for b in intervals]
+        self._core = [_in_period(b.needed, b.last, period) for b in intervals]
+
+    def __call__(
+        self, order: Sequence[int], hopeless: float
+    ) -> tuple[list[Place | None], list[int]]:
+        """Return the place of each interval, and the intervals without a gap."""
+        left: list[int] = []
+        missing = 0
+        found: list[Place | None] = [None] * len(self.intervals)
+        occupied = _Occupied(self._period)
+        for i in order:
+            interval, whole, core = self.intervals[i], self._whole[i], self._core[i]
+            near = occupied.during(whole)
+            offset = _lowest(near, interval.nbytes)
+            if offset + interval.nbytes <= self._limit:
+                found[i] = Place(offset, interval.start, interval.stop)
+            elif core != whole:
+                found[i] = self._shortened(interval, core, near)
+            place = found[i]
+            if place is None:
+                left.append(i)
+                missing += interval.nbytes
+                if missing > hopeless:
+                    break
+            else:
+                ranges = _in_period(place.start, place.stop, self._period)
+                occupied.take(place.offset, interval.nbytes, ranges)
+        return found, left
+
+    def _shortened(
+        self, interval: Shrinkable, core: Sequence[Positions], near: Sequence[Row]
+    ) -> Place | None:
+        """Return the place that keeps the most of an interval, the lowest of equals."""
+        hard: list[Row] = []
+        soft: list[Row] = []
+        for row in near:
+            meets = any(row[2] <= last and first <= row[3] for first, last in core)
+            (hard if meets else soft).append(row)
+        most = self._worth(interval.start, interval.stop)
+        best: Place | None = None
+        best_worth = -1.0
+        for low, high in _gaps(hard, interval.nbytes, self._limit):
+            offsets = {low, high - interval.nbytes}
+            offsets.update(
+                end for _, end, _, _ in soft if low <= end <= high - interval.nbytes
+            )
+            for offset in sorted(offsets):
+                start, stop = self._extent(interval, offset, soft)
+                worth = self._worth(start, stop)
+                if worth > best_worth:
+                    best, best_worth = Place(offset, start, stop), worth
+                if worth >= most:
+                    return best
+        return best
+
+    def _extent(
+        self, interval: Shrinkable, offset: int, soft: Sequence[Row]
+    ) -> Positions:
+        """Return the longest extent of an interval at an offset."""
+        start, stop, end = interval.start, interval.stop, offset + interval.nbytes
+        inside = start >= 0 and stop < self._period
+        shifts = (0,) if inside else (-self._period, 0, self._period)
+        for low, high, first, last in soft:
+            if low < end and offset < high:
+                for shift in shifts:
+                    if start <= last + shift < interval.needed:
+                        start = last + shift + 1
+                    if interval.last < first + shift <= stop:
+                        stop = first + shift - 1
+        return start, stop
+
+    def _worth(self, start: int, stop: int) -> float:
+        return self._clock.start(stop + 1) - self._clock.start(start)
+
+
+class _Occupied:
+    """Occupied bytes over time, sorted by offset, and bucketed by time for speed."""
+
+    def __init__(self, period: int) -> None:
+        self._rows: list[Row] = []
+        self._width = 1 + period // _BUCKETS
+        self._buckets: list[list[Row]] = [[] for _ in range(_BUCKETS + 1)]
+
+    def take(self, offset: int, nbytes: int, ranges: Sequence[Positions]) -> None:
+        """Occupy bytes at some positions."""
+        for first, last in ranges:
+            row = offset, offset + nbytes, first, last
+            bisect.insort(self._rows, row)
+            for bucket in range(first // self._width, last // self._width + 1):
+                bisect.insort(self._buckets[bucket], row)
+
+    def during(self, ranges: Sequence[Positions]) -> list[Row]:
+        """Return the rows that overlap one or two ranges, by ascending offset."""
+        if len(ranges) == 1:
+            ((first, last),) = ranges
+            bucket = first // self._width
+            narrow = last // self._width == bucket
+            rows = self._buckets[bucket] if narrow else self._rows
+            return [row for row in rows if row[2] <= last and first <= row[3]]
+        (first, last), (begin, end) = ranges
+        return [
+            row
+            for row in self._rows
+            if (row[2] <= last and first <= row[3])
+            or (row[2] <= end and begin <= row[3])
+        ]
+
+
+def _in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
+    """Wrap a range of positions into one period."""
+    if last - first + 1 >= period:
+        return ((0, period - 1),)
+    start = first % period
+    stop = start + last - first
+    if stop < period:
+        return ((start, stop),)
+    return ((start, period - 1), (0, stop - period))
+
+
+def _lowest(rows: Sequence[Row], nbytes: int) -> int:
+    """Return the lowest sufficient gap between rows, or the end of the last row."""
+    end = 0
+    for low, high, _, _ in rows:
+        if low - end >= nbytes:
+            break
+        if high > end:
+            end = high
+    return end
+
+
+def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[tuple[int, int]]:
+    """Return (start, end) offsets of sufficient gaps between rows."""
+    found, end = [], 0
+    for low, high, _, _ in rows:
+        if low - end >= nbytes:
+            found.append((end, low))
+        if high > end:
+            end = high
+    if limit - end >= nbytes:
+        found.append((end, limit))
+    return found

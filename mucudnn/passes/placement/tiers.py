@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.profile import MemoryTier, TierPlacement
 from mucudnn.ir.schedule import Schedule
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.ir.tiers import MemoryTier, TierPlacement
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import host_blocks, in_tiers
 from mucudnn.passes.placement.packing import Block, pack
 from mucudnn.passes.simulate import Prediction, simulate
-
-__all__ = ["fill_tiers", "place_state"]
 
 _MOVES = 64
 """Number of storages, the largest first, that are tried in a slower tier."""

@@ -23,13 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.ir.graph import Phase
-from mucudnn.passes.cbc import cbc, import_pulp, solver_errors
+from mucudnn.passes.linear_program import cbc, import_pulp, solver_errors
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import candidates_of
-
-__all__ = ["MOST_SAVED", "Exact", "exact"]
 
 MOST_SAVED = 80
 """Limit of saved tensors for graphs that are solved."""

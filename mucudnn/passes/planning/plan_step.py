@@ -1,41 +1,28 @@
-"""Plan a step by the policy that the request names.
+"""Plan a step by the policy of a request; least budgets and comparisons.
 
 Most policies choose residencies, from which everything else follows. Policies that also
 choose convolution plans are functions from a request to a plan.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.evaluate import check_residency, plan_residency
-from mucudnn.passes.planning.least_budget import least_budget_above
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
 from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.search import search, smallest
 from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
-from mucudnn.passes.residency import (
-    PLANNED,
-    VDNN_DYN,
-    check_policy,
-    decide,
-    policy_names,
-)
+from mucudnn.passes.registry import name_of
+from mucudnn.passes.residency import PLANNED, VDNN_DYN, decide
 from mucudnn.passes.scheduling.intervals import budget_error
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-__all__ = [
-    "PLANNED",
-    "STEP_PLANNERS",
-    "VDNN_DYN",
-    "check_policy",
-    "minimum_budget",
-    "plan_of_least",
-    "plan_step",
-    "policy_names",
-]
 
 STEP_PLANNERS: Mapping[str, Callable[[StepRequest], StepPlan]] = MappingProxyType(
     {PLANNED: search, VDNN_DYN: vdnn_dyn}
@@ -130,3 +117,216 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
             least_bytes=least,
         )
     return budget_error(node, least, request.budget, remedy)
+
+
+# Search for the minimum feasible budget by repeated planning.
+#
+# A refusal reports how many bytes are missing, so the second attempt mostly succeeds. A
+# policy that depends on the budget may need more under a larger one, and a user's
+# policy may report nothing: then budgets grow until one works, and the range below is
+# bisected. The result works, and one byte less does not.
+
+
+_MOST = 1 << 62
+"""Budget in bytes that counts as unlimited."""
+
+
+_PATIENCE = 8
+"""Attempts that follow the refusals' reports before budgets grow faster."""
+
+
+def least_budget_above(
+    refused: int, error: PlanningError, attempt: Callable[[int], object]
+) -> tuple[int, PlanningError] | None:
+    """Return the least budget that works above one that does not.
+
+    Returns:
+        The budget, and the last refusal of a smaller one; None if none works.
+    """
+    low, stride = refused, 1
+    for asked in range(_MOST.bit_length() + _PATIENCE):
+        high = error.least_bytes or 0
+        if high <= low or asked >= _PATIENCE:
+            high = max(high, min(low + stride, _MOST))
+            stride *= 4
+        refusal = _refusal(attempt, high)
+        if refusal is None:
+            return _bisect(low, high, error, attempt)
+        if high >= _MOST:
+            return None
+        low, error = high, refusal
+    return None
+
+
+def _bisect(
+    low: int, high: int, error: PlanningError, attempt: Callable[[int], object]
+) -> tuple[int, PlanningError]:
+    """Bisect for the least budget; the first guess is that nothing less works."""
+    middle = high - 1
+    while high - low > 1:
+        refusal = _refusal(attempt, middle)
+        if refusal is None:
+            high = middle
+        else:
+            low, error = middle, refusal
+        middle = (low + high) // 2
+    return high, error
+
+
+def _refusal(attempt: Callable[[int], object], budget: int) -> PlanningError | None:
+    try:
+        attempt(budget)
+    except PlanningError as error:
+        return copy(error)  # without a traceback, which would hold callers' locals
+    return None
+
+
+# Compare policies on one step; a policy that does not fit reports its shortfall.
+
+
+_SIMPLEST = "keep_all"
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """Result of a policy and a scheduler under a budget.
+
+    Attributes:
+        policy: Name of the policy.
+        scheduler: Name of the scheduler.
+        budget: Budget in bytes.
+        plan: Plan within the budget, or None.
+        least_bytes: Minimum feasible budget of the policy, if it does not fit.
+    """
+
+    policy: str
+    scheduler: str
+    budget: int
+    plan: StepPlan | None
+    least_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """True if the policy fits the budget."""
+        return self.plan is not None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the plan, or the minimum feasible budget without one."""
+        if self.plan is not None:
+            return self.plan.peak_bytes
+        return self.least_bytes or 0
+
+    @property
+    def short_bytes(self) -> int:
+        """Bytes by which the budget is too small."""
+        return 0 if self.plan is not None else self.peak_bytes - self.budget
+
+    @property
+    def step_ms(self) -> float | None:
+        """Predicted time of a step, or None."""
+        return None if self.plan is None else self.plan.prediction.step_ms
+
+
+def unbounded(graph: Graph, profile: Profile) -> StepPlan:
+    """Plan the step without a budget: fastest algorithms, no offload."""
+    return plan_residency(StepRequest(graph, profile, policy="keep_all"), {})
+
+
+def try_technique(request: StepRequest) -> Technique:
+    """Plan a step by one policy, and by the request's scheduler or the fastest one."""
+    policy, budget = name_of(request.policy), int(request.budget)
+    try:
+        plan = plan_step(request)
+    except PlanningError as e:
+        scheduler = name_of(request.timing)
+        return Technique(policy, scheduler, budget, None, e.least_bytes)
+    return Technique(policy, plan.scheduler, budget, plan)
+
+
+def best_technique(techniques: Iterable[Technique]) -> Technique | None:
+    """Return the fastest technique that fits; ties: lowest peak, then simplest."""
+    fitting = [t for t in techniques if t.step_ms is not None]
+    return min(
+        fitting,
+        key=lambda t: (t.step_ms or 0.0, t.peak_bytes, t.policy != _SIMPLEST),
+        default=None,
+    )
+
+
+def largest_batch_within(
+    least: Callable[[int], int],
+    budget: int,
+    *,
+    start: int = 1,
+    most: int = 1 << 20,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Return the largest mini-batch within a budget; 0 if there is none.
+
+    Memory is nearly linear in the batch where samples outweigh parameters. Batches
+    double until the budget is exceeded; then the range is narrowed by interpolation,
+    with a bisection now and then in case the curve bends.
+
+    Args:
+        least: Minimum feasible budget of a batch, non-decreasing.
+        budget: Budget in bytes.
+        start: First batch to try.
+        most: Largest batch to try.
+        progress: Called with every batch before it is tried.
+    """
+
+    def needs(batch: int) -> int:
+        if progress is not None:
+            progress(batch)
+        return least(batch)
+
+    low, known = 0, 0
+    high = min(start, most)
+    while (need := needs(high)) <= budget:
+        low, known = high, need
+        if high == most:
+            return most
+        high = min(2 * high, most)
+    for guess in itertools.count(1):
+        if high - low <= 1:
+            break
+        share = (budget - known) / (need - known) if guess % 3 else 0.5
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        found = needs(middle)
+        if found <= budget:
+            low, known = middle, found
+        else:
+            high, need = middle, found
+    return low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedStep:
+    """A training step of another framework, as planning requests and facts.
+
+    Attributes:
+        title: Name of the model.
+        batch: Samples in a mini-batch.
+        image: Shape of a sample.
+        parameters: Number of elements of all parameters.
+        optimizer: Name of the optimizer.
+        device: Device of the costs: `cpu`, or a name in `DEVICES`.
+        figures: Sources of the costs, in words.
+        request: Function from a batch to the planning request, without a budget.
+        order: Order of the nodes, in words.
+    """
+
+    title: str
+    batch: int
+    image: tuple[int, ...]
+    parameters: int
+    optimizer: str
+    device: str
+    figures: Mapping[str, str]
+    request: Callable[[int], StepRequest]
+    order: str = "as captured"
+
+    def graph(self, batch: int | None = None) -> Graph:
+        """Return the step's graph, for another batch if given."""
+        return self.request(batch or self.batch).graph

@@ -1,32 +1,110 @@
-"""Planning request: the frozen input of all passes that plan or place a step.
+"""`StepRequest`, the rewritten step that it asks for, and plans of residencies.
 
 Without a budget, the budget is infinity.
 """
 
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mucudnn.arguments import a_number, of_type, one_of
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph, Node
-from mucudnn.ir.placement import PLACEMENTS, STATIC, VIRTUAL
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import PLACEMENTS, STATIC, VIRTUAL
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.planning.rewrite import Rewriter, Rewritten
+from mucudnn.passes.graph.inplace import in_place_with_uses
+from mucudnn.passes.graph.rematerialize import Rematerializer
+from mucudnn.passes.liveness import ALIGNMENT, Use, rounded
+from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
     PLANNED,
+    RECOMPUTED,
+    SMALL,
     VDNN_DYN,
     Residency,
     ResidencyPolicy,
     check_policy,
     check_residencies,
 )
-from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.scheduling.costs import CONVOLUTIONS
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler, intervals_of
+from mucudnn.passes.scheduling.intervals import (
+    Occupancy,
+    ResidencyInterval,
+    Swaps,
+    check_fits,
+    emit,
+)
+from mucudnn.passes.scheduling.problem import (
+    CONVOLUTIONS,
+    Problem,
+    changes_of,
+    fastest_of,
+    first_plans,
+    origin,
+    profile_of,
+    timed_by,
+    without_others,
+    workspaces_of,
+)
+from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
+from mucudnn.passes.simulate import simulate
 
-__all__ = ["StepRequest"]
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A step rewritten for residencies, before its copies are scheduled.
+
+    Attributes:
+        graph: The rematerialized graph with in-place results.
+        profile: Costs of that graph.
+        uses: Uses of its storages.
+        idle: Uses with gaps, and the gaps, of all movable storages.
+        changes: Change of bytes in use at every node without offload; see `Problem`.
+        swaps: Gaps over which storages are offloaded.
+        away: Host-resident parameters and state.
+    """
+
+    graph: Graph
+    profile: Profile
+    uses: Mapping[str, Use]
+    idle: Sequence[tuple[Use, Sequence[tuple[int, int]]]]
+    changes: Sequence[int]
+    swaps: Swaps
+    away: frozenset[str] = frozenset()
+
+    @property
+    def boundary(self) -> int:
+        """Position of the first node after the forward pass."""
+        phases = enumerate(node.phase for node in self.graph.nodes)
+        behind = (i for i, phase in phases if phase is not Phase.FORWARD)
+        return next(behind, len(self.graph.nodes))
+
+    def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
+        """Return the scheduling problem for given convolution plans."""
+        return Problem(
+            self.graph,
+            self.uses,
+            self.swaps,
+            timed_by(self.profile, plans),
+            workspaces_of(self.profile, plans),
+            budget,
+            self.away,
+            self.changes,
+        )
+
+    def least(self) -> Occupancy:
+        """Return the ledger of the least bytes at every node, without a budget."""
+        plans = first_plans(self.profile, "least")
+        return self.problem(plans, math.inf).least()[1]
+
+    def least_peak(self) -> int:
+        """Return the bytes below which these residencies cannot be scheduled."""
+        return self.least().peak()[0]
 
 
 @dataclass(frozen=True)
@@ -157,7 +235,7 @@ class StepRequest:
         return self._sharing(replace(self, hosted=hosted))
 
     @cached_property
-    def _rewriter(self) -> Rewriter:
+    def _rewriter(self) -> "Rewriter":
         return Rewriter(self.graph, self.profile)
 
     def _sharing(self, other: "StepRequest") -> "StepRequest":
@@ -182,3 +260,288 @@ def _refuse_missing(
             f"the {name} must have all {kind} of the graph; {missing[0]!r}{others} "
             "are missing"
         )
+
+
+# Rewrite a step for given residencies, before its copies are scheduled.
+#
+# Recomputed nodes appear in the graph a second time, results are in place where
+# possible, and every offloaded storage has the gaps over which it may be absent.
+
+
+_REMEMBERED = 16
+
+
+_LEAVING = (Residency.OFFLOAD, Residency.PAGE)
+
+
+class Rewriter:
+    """Rewriter of one training graph for many residencies.
+
+    The recomputed tensors determine the graph. The last few graphs are cached, because
+    a search changes one residency at a time.
+    """
+
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self._rematerialize = Rematerializer(graph)
+        self._profile = without_others(profile, graph)
+        self._own_ms = sum(self._profile.node_ms.values())
+        self._last: tuple[object, Rewritten] | None = None
+        self._needs: dict[object, tuple[int, str]] = {}
+        self._known: OrderedDict[frozenset[tuple[str, Residency]], _Rematerialized] = (
+            OrderedDict()
+        )
+
+    def __call__(
+        self, residency: Mapping[str, Residency], hosted: frozenset[str] | None = None
+    ) -> Rewritten:
+        """Return the step rewritten for residencies.
+
+        Args:
+            residency: Residencies of saved tensors; missing tensors are kept.
+            hosted: Exactly those parameters and state that are host-resident; None to
+                let residencies decide.
+        """
+        key = dict(residency), hosted
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        ready = self._rematerialized(residency).rewritten
+        swaps = _swaps(ready, residency, hosted)
+        away = (hosted or frozenset()) - ready.graph.immovable
+        found = replace(ready, swaps=swaps, away=away)
+        self._last = key, found
+        return found
+
+    def need(
+        self,
+        residency: Mapping[str, Residency],
+        hosted: frozenset[str] | None,
+        convolutions: str,
+        plans: Mapping[str, ConvPlan] | None = None,
+    ) -> tuple[int, str]:
+        """Return the least bytes that residencies need, and the critical node.
+
+        The result does not depend on the budget and is cached unless plans are fixed.
+        """
+        key = frozenset(residency.items()), hosted, convolutions
+        if key in self._needs:
+            return self._needs[key]
+        ready = self(residency, hosted)
+        first = first_plans(ready.profile, convolutions, plans)
+        found = ready.problem(first, math.inf).need()
+        if convolutions != "fixed":
+            self._needs[key] = found
+        return found
+
+    def nodes(self, residency: Mapping[str, Residency]) -> tuple[Node, ...]:
+        """Return the nodes of the rematerialized graph."""
+        return self._rematerialized(residency).graph.nodes
+
+    def compute_ms(self, residency: Mapping[str, Residency]) -> float:
+        """Return the compute time of those nodes, each at its fastest."""
+        return self._own_ms + self._rematerialized(residency).copies_ms
+
+    def _rematerialized(self, residency: Mapping[str, Residency]) -> "_Rematerialized":
+        again = frozenset(
+            (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
+        )
+        if again not in self._known:
+            self._known[again] = _Rematerialized(
+                self._rematerialize(dict(again)), self._profile
+            )
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(again)
+        return self._known[again]
+
+
+class _Rematerialized:
+    """A rematerialized graph, with cached results derived from it."""
+
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self.graph = graph
+        self._profile = profile
+
+    @cached_property
+    def copies_ms(self) -> float:
+        """Time of the recomputed nodes, each at its fastest."""
+        names = (node.name for node in self.graph.nodes if "~" in node.name)
+        return sum(self._profile.again_ms(origin(name)) for name in names)
+
+    @cached_property
+    def rewritten(self) -> Rewritten:
+        """The step with in-place results and no offload."""
+        final, uses = in_place_with_uses(self.graph)
+        fixed = final.immovable
+        idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
+        return Rewritten(
+            graph=final,
+            profile=profile_of(final, self._profile),
+            uses=uses,
+            idle=[(u, gaps) for u, gaps in idle if u.storage not in fixed],
+            changes=changes_of(uses.values(), len(final.nodes)),
+            swaps={},
+        )
+
+
+def _swaps(
+    ready: Rewritten,
+    residency: Mapping[str, Residency],
+    hosted: frozenset[str] | None,
+) -> Swaps:
+    """Return the gaps over which residencies offload storages."""
+    graph = ready.graph
+    forward = [node.phase is Phase.FORWARD for node in graph.nodes]
+    chosen = {
+        graph.storages[name]: choice
+        for name, choice in residency.items()
+        if name not in (EVERYTHING, PERSISTENTS)
+    }
+    others = residency.get(EVERYTHING, Residency.KEEP)
+    persistents = residency.get(PERSISTENTS, Residency.KEEP)
+    everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
+    small = min(SMALL, everything / 1024)
+    found = {}
+    for use, gaps in ready.idle:
+        storage, nbytes, _, _, period = use
+        if not period:
+            choice = chosen.get(storage, others)
+        elif hosted is None:
+            default = Residency.KEEP if nbytes < small else persistents
+            choice = chosen.get(storage, default)
+        else:
+            choice = Residency.PAGE if storage in hosted else Residency.KEEP
+        if choice in _LEAVING and (over := _leaves_over(use, gaps, choice, forward)):
+            found[storage] = over
+    return found
+
+
+def _leaves_over(
+    use: Use,
+    gaps: Sequence[tuple[int, int]],
+    choice: Residency,
+    forward: Sequence[bool],
+) -> Sequence[tuple[int, int]]:
+    """Return the gaps over which one storage is offloaded, ascending."""
+    # With micro-batches, forward nodes may follow the backward nodes of another part.
+    count = len(forward)
+    if choice is Residency.PAGE:
+        within = use.persistent or gaps[-1][1] < count
+        return gaps if within else [(i, j) for i, j in gaps if j < count]
+    if use.persistent:
+        return sorted(gaps, key=lambda gap: gap[1] - gap[0])[-1:]
+    return [(i, j) for i, j in gaps if j < count and forward[i] and not forward[j]]
+
+
+# Schedule a whole training step for given residencies.
+#
+# Residency -> rematerialized graph -> in-place -> convolution plans -> schedule. The
+# bytes that are free while a convolution runs become its workspace, so that memory
+# saved on tensors buys faster algorithms.
+
+
+_COMPLETE_SCHEDULERS = ("timed", "on_demand")
+"""Schedulers that succeed whenever the shortest residency intervals fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A step with copies and convolutions decided, but no program emitted yet.
+
+    Attributes:
+        request: The planning request.
+        residency: Residencies of tensors.
+        ready: The graph rewritten for them.
+        plans: Plan of each convolution node.
+        intervals: Residency intervals of storages.
+        occupancy: Memory ledger, workspaces included.
+    """
+
+    request: StepRequest
+    residency: Mapping[str, Residency]
+    ready: Rewritten
+    plans: Mapping[str, ConvPlan]
+    intervals: Sequence[ResidencyInterval]
+    occupancy: Occupancy
+
+    def step_ms(self, below: float = math.inf) -> float:
+        """Return the predicted time, or infinity if it is not below a limit."""
+        known, graph = self.ready.profile, self.ready.graph
+        times = known.node_ms
+        node_ms = [
+            self.plans[node.name].time_ms
+            if node.name in self.plans
+            else times[node.name]
+            for node in graph.nodes
+        ]
+        moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
+        nbytes = {name: graph.tensors[name].nbytes for name in moved}
+        rates = known.out_bytes_per_ms, known.in_bytes_per_ms
+        lost_ms = known.lost_ms
+        return step_ms(self.intervals, node_ms, nbytes, rates, lost_ms, below)
+
+    def plan(self) -> StepPlan:
+        """Emit and simulate the program of the step."""
+        request, ready = self.request, self.ready
+        workspaces = workspaces_of(ready.profile, self.plans)
+        peak, _ = self.occupancy.peak()
+        schedule = emit(ready.graph, self.intervals, workspaces, peak, ready.away)
+        return StepPlan(
+            schedule=schedule,
+            intervals=tuple(self.intervals),
+            plans=self.plans,
+            residency=self.residency,
+            prediction=simulate(schedule, timed_by(ready.profile, self.plans)),
+            policy=name_of(request.policy),
+            scheduler=name_of(request.timing),
+            budget=request.budget,
+        )
+
+
+def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
+    """Decide copies and convolution plans of a step with given residencies.
+
+    Raises:
+        PlanningError: The step cannot fit; has the shortfall and the node.
+    """
+    ready = request.rewritten(residency)
+    chosen = first_plans(ready.profile, request.convolutions, request.plans)
+    intervals, occupancy = intervals_of(
+        request.timing, ready.problem(chosen, request.budget)
+    )
+    if request.convolutions == "dynamic":
+        chosen = grow_workspace_plans(ready, chosen, occupancy)
+    return Draft(request, residency, ready, chosen, intervals, occupancy)
+
+
+def plan_residency(
+    request: StepRequest, residency: Mapping[str, Residency]
+) -> StepPlan:
+    """Schedule a step with given residencies; errors are those of `draft`."""
+    return draft(request, residency).plan()
+
+
+def check_residency(request: StepRequest, residency: Mapping[str, Residency]) -> None:
+    """Raise a `PlanningError` if residencies do not fit; faster than scheduling."""
+    if request.timing not in _COMPLETE_SCHEDULERS:
+        plan_residency(request, residency)
+        return
+    check_fits(*request.need(residency), request.budget)
+
+
+def grow_workspace_plans(
+    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: Occupancy
+) -> dict[str, ConvPlan]:
+    """Choose the fastest plan that fits at each convolution; update the ledger."""
+    found = dict(plans)
+    for position, node in enumerate(ready.graph.nodes):
+        front = ready.profile.fronts.get(node.name)
+        if front is None:
+            continue
+        before = rounded(plans[node.name].workspace)
+        free = occupancy.budget - occupancy[position] + before
+        if free < math.inf:
+            free -= free % ALIGNMENT
+        plan = fastest_of([p for p in front if p.workspace <= free])
+        occupancy.add(position, position, rounded(plan.workspace) - before)
+        found[node.name] = plan
+    return found

@@ -7,18 +7,16 @@ to find out whether a configuration fits, this policy schedules it.
 from collections.abc import Iterator, Mapping
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import (
+from mucudnn.passes.planning.request import (
+    StepRequest,
     check_residency,
     grow_workspace_plans,
     plan_residency,
 )
-from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
-from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
-from mucudnn.passes.scheduling.costs import first_plans
+from mucudnn.passes.residency.policies import keep_all, vdnn_all, vdnn_conv
+from mucudnn.passes.scheduling.problem import first_plans
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-__all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 
 
 def vdnn_dyn(request: StepRequest) -> StepPlan:

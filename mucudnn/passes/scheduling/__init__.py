@@ -1,12 +1,9 @@
 """Schedulers: when offloads and prefetches run."""
 
 from mucudnn.passes.registry import ALL, Strategies, name_of
-from mucudnn.passes.scheduling.adaptive_window import adaptive_window
-from mucudnn.passes.scheduling.intervals import ResidencyInterval
-from mucudnn.passes.scheduling.occupancy import Occupancy
-from mucudnn.passes.scheduling.on_demand import on_demand
+from mucudnn.passes.scheduling.intervals import Occupancy, ResidencyInterval
 from mucudnn.passes.scheduling.problem import Problem, Scheduler
-from mucudnn.passes.scheduling.transfer_aware import timed
+from mucudnn.passes.scheduling.schedulers import adaptive_window, on_demand, timed
 
 __all__ = [
     "SCHEDULERS",

@@ -1,4 +1,4 @@
-"""The collective operations that the ranks of a training use.
+"""Collectives between the processes of one training, and their waiting times.
 
 An existing engine implements them: `torch.distributed` for PyTorch models, MPI for our
 own networks. All ranks call the same operations in the same order.
@@ -6,13 +6,19 @@ own networks. All ranks call the same operations in the same order.
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from mucudnn.errors import RankLostError
+import numpy as np
+
+from mucudnn.errors import BackendUnavailableError, RankLostError
 from mucudnn.passes.registry import name_of
 
 _SHOWN = 5
+
 
 T = TypeVar("T")
 
@@ -124,3 +130,141 @@ def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
             f"all ranks of a training need the same settings, but {text}; start all "
             "of them with the same"
         )
+
+
+_FAILED = 2
+
+
+class _Request:
+    def __init__(self, request: Any, array: Any) -> None:
+        self._request = request
+        self._array = array
+
+    def wait(self) -> None:
+        self._request.Wait()
+
+
+class MpiCollectives:
+    """Collective operations of all processes that `mpiexec` started.
+
+    Raises:
+        BackendUnavailableError: mpi4py or an MPI library is missing.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as e:
+            raise BackendUnavailableError(
+                f"several processes need mpi4py and an MPI library ({e}); install "
+                "them with: pip install 'mucudnn[mpi]'"
+            ) from e
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD
+        self.rank: int = self._world.Get_rank()
+        self.size: int = self._world.Get_size()
+
+    def all_reduce(self, array: Any) -> _Request:
+        """Start to sum contiguous NumPy arrays over all ranks, in place."""
+        values = np.ascontiguousarray(array)
+        if values is not array:
+            raise ValueError("an array to be summed in place must be contiguous")
+        request = self._world.Iallreduce(self._mpi.IN_PLACE, array, self._mpi.SUM)
+        return _Request(request, array)
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        """Overwrite the NumPy array on all ranks with that of `root`."""
+        self._world.Bcast(array, root)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the (pickled) value of each rank, ordered by rank."""
+        found: list[T] = self._world.allgather(value)
+        return found
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self._world.Barrier()
+
+    def abort(self, message: str) -> NoReturn:
+        """End all ranks at once, this one too; the caller has reported why."""
+        self._world.Abort(_FAILED)
+        os._exit(_FAILED)  # Abort may return before the launcher ends this process
+
+
+# Collective operations that measure how long this process waits in them.
+
+
+class Stopwatch:
+    """A clock that adds up the time spent in its `running` blocks."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._spent = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure the enclosed block."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._spent += self._now() - began
+
+    def read_ms(self) -> float:
+        """Return the milliseconds since the last call, and reset."""
+        spent, self._spent = self._spent, 0.0
+        return 1e3 * spent
+
+
+class TimedCollectives:
+    """Collectives that measure the waiting time of an upstream implementation.
+
+    A slow step and waiting for slower ranks look the same from outside. The waiting
+    time measured here is subtracted from the time of a step.
+    """
+
+    def __init__(
+        self, upstream: Collectives, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._upstream = upstream
+        self._waited = Stopwatch(now)
+        self.rank: int = upstream.rank
+        self.size: int = upstream.size
+
+    def waited_ms(self) -> float:
+        """Return the milliseconds waited since the last call."""
+        return self._waited.read_ms()
+
+    def all_reduce(self, array: Any) -> Pending:
+        """Start to sum arrays of one shape over all ranks, in place."""
+        with self._waited.running():
+            return _Timed(self._upstream.all_reduce(array), self._waited)
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        """Overwrite the array on all ranks with that of `root`."""
+        with self._waited.running():
+            self._upstream.broadcast(array, root)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the value of each rank."""
+        with self._waited.running():
+            return self._upstream.all_gather(value)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        with self._waited.running():
+            self._upstream.barrier()
+
+    def abort(self, message: str) -> NoReturn:
+        """End all ranks."""
+        self._upstream.abort(message)
+
+
+class _Timed:
+    def __init__(self, pending: Pending, waited: Stopwatch) -> None:
+        self._pending = pending
+        self._waited = waited
+
+    def wait(self) -> None:
+        with self._waited.running():
+            self._pending.wait()

@@ -1,4 +1,4 @@
-"""Execute a schedule on a backend.
+"""Run a schedule on a backend: `Executor`, its feeds, results and replays.
 
 A schedule is bound once: every tensor becomes a view at its offset in one arena, every
 node a call without arguments. A step is then a loop over these calls without any
@@ -10,28 +10,26 @@ live across iterations are fetched before the first one, and may then be newer o
 device than on the host; `park` copies them out.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any
 
-from mucudnn.backends.base import Array, Backend, Buffer
-from mucudnn.backends.transit import Transit
-from mucudnn.errors import BackendError
+from mucudnn.backends.base import Backend, Capture
+from mucudnn.backends.device import Array, Arriving, Buffer, Transit
+from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
-from mucudnn.ir.tensor import Role
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
-from mucudnn.runtime.executor.arenas import arenas
+from mucudnn.runtime.executor.arena import arenas
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.feeding import fed
-from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
-from mucudnn.runtime.executor.joining import batch_launches
 from mucudnn.runtime.executor.program import Binding, Memory, bind
-from mucudnn.runtime.executor.replay import replaying
-from mucudnn.runtime.executor.results import Present, Results
 from mucudnn.runtime.executor.tasks import (
     ByteRange,
     Call,
@@ -39,9 +37,28 @@ from mucudnn.runtime.executor.tasks import (
     NodeHooks,
     Task,
     Watcher,
+    batch_launches,
 )
+from mucudnn.runtime.executor.tiers import HostSlot, HostTier, Tiers
 
 __all__ = ["Executor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Tensor -> its value, possibly pending."""
+
+    found: Mapping[str, Arriving]
+
+    def read(self) -> dict[str, Any]:
+        """Wait for all tensors; return them as NumPy arrays."""
+        return {name: arriving() for name, arriving in self.found.items()}
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(arriving.ready for arriving in self.found.values())
+
 
 Upload = Callable[[Any, Array], None]
 """(NumPy array, device tensor): copy the array into the tensor."""
@@ -323,3 +340,114 @@ def _watched_call(task: Task, watcher: Watcher | None) -> Call:
         task.call()
 
     return watched
+
+
+def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
+    """Return the NumPy array of an input.
+
+    Raises:
+        ValueError: It is missing, or of another shape or type.
+    """
+    value = feeds.get(spec.name)
+    if value is None:
+        raise ValueError(f"input {spec.name!r} was not given")
+    if value.shape != spec.shape or value.dtype != spec.dtype:
+        raise ValueError(
+            f"input {spec.name!r} must be {spec.dtype} {spec.shape}, got "
+            f"{value.dtype} {value.shape}"
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A tensor on the host that needs no waiting."""
+
+    value: Any
+    ready: bool = True
+
+    def __call__(self) -> Any:
+        """Return the array."""
+        return self.value
+
+
+# Capture the launches of a step as one graph, and replay it in later steps.
+#
+# One call launches a graph of any size, so a step of small kernels is no longer limited
+# by the host. Learning rates, step numbers and loss scales are read on the device, so
+# the same graph is valid for every step.
+#
+# Copies to pinned host memory are captured with the kernels: events order both as they
+# do outside of a graph. A graph ends when everything in it is done, so a step whose
+# copies continue in the next one is captured in parts, between its copies; likewise a
+# step that copies to a file.
+
+
+logger = logging.getLogger(__name__)
+
+
+def replaying(
+    tasks: Sequence[Task], capture: Capture, copies: Copies | None = None
+) -> list[Call]:
+    """Return the calls of a program: one graph, or one between each two copies.
+
+    `copies` are those of the program, if they can be captured as well.
+    """
+    apart = partial(_between_copies, tasks, capture)
+    if copies is None or all(map(_launches, tasks)):
+        return apart()
+    return [_Replayed([*batch_launches(tasks), copies.settle], capture, apart)]
+
+
+def _between_copies(tasks: Sequence[Task], capture: Capture) -> list[Call]:
+    calls: list[Call] = []
+    for launches, part in groupby(tasks, _launches):
+        own = batch_launches(part)
+        calls += [_Replayed(own, capture)] if launches and len(own) > 1 else own
+    return calls
+
+
+def _launches(task: Task) -> bool:
+    """Return whether a task only launches kernels."""
+    return task.copy is None and task.waits_for is None
+
+
+class _Replayed:
+    """Launches that are captured as a graph the second time they are called.
+
+    The first time, kernels are loaded and libraries initialize, which cannot be
+    captured. Nothing runs while capturing, so a refused capture leaves nothing half
+    done. From then on `otherwise` is called instead, or the launches one by one.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        capture: Capture,
+        otherwise: Callable[[], Sequence[Call]] | None = None,
+    ) -> None:
+        self._calls, self._capture = tuple(calls), capture
+        self._otherwise = otherwise or (lambda: self._calls)
+        self._graph: Call | None = None
+        self._warm = False
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            if not self._warm:
+                self._launch_all()
+                self._warm = True
+                return
+            try:
+                self._graph = self._capture(self._launch_all)
+            except MucudnnError as e:
+                logger.warning("the step is not replayed: %s", e)
+                self._graph = partial(_in_order, self._otherwise())
+        self._graph()
+
+    def _launch_all(self) -> None:
+        _in_order(self._calls)
+
+
+def _in_order(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()

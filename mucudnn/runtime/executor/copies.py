@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mucudnn.backends.base import Array, Copier
-from mucudnn.backends.device import Start, Way
+from mucudnn.backends.device import Array, Copier, Start, Way
 from mucudnn.runtime.executor.tasks import Call
-
-__all__ = ["Copies"]
 
 
 class Copies:

@@ -9,16 +9,18 @@ Where copies may still run as the next step begins, a program is bound twice: th
 pass starts from the copies that the first one left running.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from mucudnn.backends.base import Array, Backend, Buffer, Kernel
-from mucudnn.backends.device import Way
+from mucudnn.backends.base import Backend, Kernel
+from mucudnn.backends.device import Array, Buffer, Way
 from mucudnn.errors import ScheduleError, UnsupportedError
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvPlan, Direction
 from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.operations import EPILOGUE, make_node
 from mucudnn.ir.schedule import (
     Alloc,
     Compute,
@@ -32,22 +34,19 @@ from mucudnn.ir.schedule import (
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.epilogue import bias_and_relu_of, with_epilogue
-from mucudnn.runtime.executor.host_memory import HostSlot
-from mucudnn.runtime.executor.joining import batchable
 from mucudnn.runtime.executor.tasks import (
     DEVICE,
     Batchable,
     ByteRange,
-    Call,
+    Call as tasks_Call,
     Pending,
     PendingCopy,
     Program,
     Task,
     Watcher,
+    batchable,
 )
-
-__all__ = ["Binding", "Memory", "bind", "kernel_of"]
+from mucudnn.runtime.executor.tiers import HostSlot
 
 
 class Memory:
@@ -238,7 +237,7 @@ class _Binder:
         touched = tuple(reads), tuple(writes)
         self.tasks.append(Task(label, call, node.name, *touched, batchable=joins))
 
-    def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
+    def _convolution(self, node: Node, workspace: Buffer | None) -> tasks_Call:
         backend, plan = self._binding.backend, self._binding.plans[node.name]
         a, b, *more = map(self._array, node.inputs)
         out = self._array(node.outputs[0])
@@ -252,7 +251,7 @@ class _Binder:
 
     def _kernel(
         self, node: Node, workspace: Buffer | None
-    ) -> tuple[Call, Batchable | None]:
+    ) -> tuple[tasks_Call, Batchable | None]:
         """Return the call of a node with a kernel, and how it may be batched."""
         kernel = kernel_of(self._binding.backend, node)
         reads, writes, attrs = operands_of(self._graph, node)
@@ -332,3 +331,68 @@ class _Binder:
     def _touched(self, names: Iterable[str]) -> list[ByteRange]:
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
         return [self._device_bytes(s) for s in storages if self._memory.in_arena(s)]
+
+
+Call = Callable[[], None]
+
+
+def bias_and_relu_of(graph: Graph, node: Node) -> Node:
+    """Return the in-place bias-and-ReLU node that a convolution node contains."""
+    y, op = node.outputs[0], EPILOGUE[1]
+    name = f"{node.name}:{op}"
+    return make_node(graph.tensors, name, op, (y, node.inputs[2]), (y,))
+
+
+def with_epilogue(
+    backend: Backend,
+    plan: ConvPlan,
+    operands: Sequence[Any],
+    finish: Callable[[], tuple[Call, object]],
+) -> Call:
+    """Bind a convolution with its bias and ReLU to one call.
+
+    `operands` are x, w, bias, y and the workspace of `plan`, the plan of the
+    convolution alone. `finish` binds bias and ReLU as a separate call, if no fused
+    kernel exists.
+    """
+    if backend.epilogues is not None:
+        fused = backend.epilogues.bind(plan, *operands)
+        if fused is not None:
+            return fused
+    return _unfused(backend, plan, operands, finish()[0])
+
+
+def ways_to_run(
+    backend: Backend,
+    plan: ConvPlan,
+    graph: Graph,
+    operands: Sequence[Array],
+    workspace: Buffer | None,
+) -> tuple[Call, ...]:
+    """Return the fused and the separate call of conv + bias + ReLU; () if unfusable.
+
+    `graph` has one node, bias and ReLU in place; `operands` are x, w, y and the bias.
+    """
+    x, w, y, bias = operands
+    assert backend.epilogues is not None
+    fused = backend.epilogues.bind(plan, x, w, bias, y, workspace)
+    if fused is None:
+        return ()
+    (node,) = graph.nodes
+    (image, _), _, attrs = operands_of(graph, node)
+    seen = y.reshape(image.shape)
+    behind = backend.kernels[node.op].call([seen, bias], [seen], attrs, None)
+    return fused, _unfused(backend, plan, (x, w, bias, y, workspace), behind)
+
+
+def _unfused(
+    backend: Backend, plan: ConvPlan, operands: Sequence[Any], behind: Call
+) -> Call:
+    x, w, _, y, workspace = operands
+    runner = backend.bind(plan)
+
+    def call() -> None:
+        runner.run(x, w, y, workspace, False)
+        behind()
+
+    return call

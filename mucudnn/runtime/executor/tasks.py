@@ -1,32 +1,18 @@
-"""Data types of a bound schedule: tasks, the bytes they touch, copies they wait for.
+"""Tasks of a bound schedule: calls, their effects, and batched launches.
 
 Copies on one stream (a direction of a tier) run in order, and each begins after the
 computations launched before it. A task thus only has to wait for copies of bytes that
 it touches, as far as the program does not know them to be finished.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mucudnn.backends.base import Buffer, Kernel, KernelArguments
-from mucudnn.ir.graph import Graph
-from mucudnn.passes.placement.page_table import Extent
-
-__all__ = [
-    "DEVICE",
-    "Batchable",
-    "ByteRange",
-    "Call",
-    "HookFactory",
-    "NodeHooks",
-    "Pending",
-    "PendingCopy",
-    "Program",
-    "Task",
-    "TensorLookup",
-    "Watcher",
-]
+from mucudnn.backends.base import Kernel, KernelArguments
+from mucudnn.backends.device import Buffer
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.passes.placement.layout import Extent
 
 Call = Callable[[], None]
 
@@ -64,8 +50,10 @@ TensorLookup = Callable[[str, str], Any]
 """(node, tensor that it touches) -> the tensor's array while the node runs.
 Between two nodes a tensor may be offloaded and fetched to another offset."""
 
+
 HookFactory = Callable[[Graph, TensorLookup], NodeHooks]
 """(graph, tensor lookup) -> calls around the graph's nodes."""
+
 
 DEVICE = "device"
 """Name of the arena's address space; other spaces are tiers of the host."""
@@ -236,3 +224,56 @@ class Watcher(Protocol):
 
     def overwrite(self, memory: Buffer) -> None:
         """Overwrite memory that is being allocated or freed."""
+
+
+# Batch adjacent tasks of one operation into one launch, where the kernel can.
+#
+# Updating a hundred parameters takes a hundred small launches. Adjacent ones, with no
+# copy and no wait between them, are passed to the kernel together. All their tensors
+# are resident then, as a program waits before it touches anything. Tasks that touch
+# what another of them writes are not batched.
+
+
+def batchable(
+    graph: Graph, node: Node, kernel: Kernel, arguments: KernelArguments
+) -> Batchable | None:
+    """Describe how a node is batched with others; None if its kernel cannot be."""
+    if kernel.together is None:
+        return None
+    flags = {node.inputs[i] for i in kernel.flags}
+    storages = graph.storages
+    reads = frozenset(storages[t] for t in node.inputs if t not in flags)
+    written = (*node.outputs, *node.mutates)
+    writes = frozenset(storages[t] for t in written if t not in flags)
+    return Batchable(kernel, arguments, reads, writes)
+
+
+def batch_launches(tasks: Iterable[Task]) -> list[Call]:
+    """Return the calls of a program with adjacent launches batched."""
+    calls: list[Call] = []
+    run: list[Task] = []
+    for task in tasks:
+        if run and not _can_batch(run, task):
+            calls += _launched(run)
+            run = []
+        run.append(task)
+    return calls + _launched(run)
+
+
+def _can_batch(run: Sequence[Task], task: Task) -> bool:
+    """Return whether a task can be launched together with those before it."""
+    new, known = task.batchable, [t.batchable for t in run]
+    if new is None or known[0] is None or new.kernel is not known[0].kernel:
+        return False
+    return not any(
+        new.writes & (old.reads | old.writes) or new.reads & old.writes
+        for old in known
+        if old is not None
+    )
+
+
+def _launched(run: Sequence[Task]) -> list[Call]:
+    found = [task.batchable for task in run if task.batchable is not None]
+    if len(found) < 2 or found[0].kernel.together is None:
+        return [task.call for task in run]
+    return [found[0].kernel.together([each.arguments for each in found])]

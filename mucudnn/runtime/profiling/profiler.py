@@ -16,16 +16,10 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.profiling.cold_timing import ColdBench, cold_bench
-from mucudnn.runtime.training.step.sizes import (
-    WorkingSet,
-    kernel_workspaces,
-    working_sets,
-)
+from mucudnn.runtime.profiling.links import ColdBench, cold_bench
+from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces, working_sets
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
-
-__all__ = ["OnNode", "profile", "refine", "signature"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62

@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mucudnn.arguments import a_path, of_type, one_of
-from mucudnn.backends.base import Device
+from mucudnn.backends import Device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.scheduling.costs import CONVOLUTIONS
+from mucudnn.passes.scheduling.problem import CONVOLUTIONS
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
-
-__all__ = ["DEVICE", "MemoryBudget"]
+from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 
 DEVICE = "device"
 """Name for all free memory of the device."""

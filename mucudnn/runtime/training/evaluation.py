@@ -10,22 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE, LABEL, class_count
+from mucudnn.passes.graph.training_step import answers_of
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.training.training_graphs import answers_of
-
-__all__ = [
-    "Epochs",
-    "Evaluation",
-    "Evaluator",
-    "as_images",
-    "as_labels",
-    "cast",
-    "check_batches",
-    "image_and_label",
-    "read",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,31 +8,39 @@ the current epoch.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
-from mucudnn.backends.base import Event
-from mucudnn.codecs.values import plan_to_dict
+from mucudnn.arguments import a_function, an_integer, of_type
+from mucudnn.backends.device import Event
+from mucudnn.codecs import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
-from mucudnn.runtime.interrupts import deferred_interrupt
-from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.checkpoints.history import (
-    EpochReport,
-    Position,
-    race_rows,
-    read_resumption,
+from mucudnn.processes import deferred_interrupt
+from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
+from mucudnn.runtime.training.evaluation import (
+    Epochs,
+    Evaluation,
+    check_batches,
+    image_and_label,
 )
-from mucudnn.runtime.training.evaluation import Evaluation, image_and_label
-from mucudnn.runtime.training.log import (
+from mucudnn.runtime.training.history import (
+    EpochReport,
     OnEntry,
+    Position,
     epoch_entry,
     evaluation_entry,
+    race_rows,
+    read_resumption,
     step_entry,
 )
-from mucudnn.runtime.training.loop_arguments import Batches, check_arguments
-from mucudnn.runtime.training.step.result import StepResult
+from mucudnn.runtime.training.stepping import StepResult
 from mucudnn.runtime.training.trainer import Trainer
 
-__all__ = ["Batches", "Between", "EpochReport", "Handover", "OnStep", "Position", "fit"]
+
+class Batches(Epochs, Protocol):
+    """Epochs of labelled images with a length, such as a `mucudnn.data.Loader`."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
 
 
 OnStep = Callable[[Position, EpochReport | None], None]
@@ -41,6 +49,7 @@ OnStep = Callable[[Position, EpochReport | None], None]
 
 Handover = tuple[Trainer, Batches, Batches | None]
 """A new trainer with the state of the current one, and its training and test data."""
+
 
 Between = Callable[[], Handover | None]
 """Called between epochs; returns a trainer that takes over, None to keep this one."""
@@ -293,3 +302,45 @@ class _Run:
         self.reports = [*found.epochs]
         self.trainer.steps = self.at.steps
         self._saved = self.at
+
+
+_FUNCTIONS = {
+    "progress": "a function of (position, report)",
+    "log": "a function of a LogEntry, such as a LogFile",
+    "between": "a function of nothing",
+}
+
+
+def check_arguments(
+    trainer: object,
+    batches: Batches,
+    test: Batches | None,
+    counts: Mapping[str, int | None],
+    *,
+    words: object,
+    checkpoints: object,
+    resume: object,
+    functions: Mapping[str, object],
+) -> None:
+    """Raise `TypeError` or `ValueError` for invalid arguments of `fit`."""
+    of_type("trainer", trainer, Trainer, "a Trainer")
+    check_batches("batches", batches)
+    if test is not None:
+        check_batches("test", test)
+    for name, count in counts.items():
+        if count is not None or name == "epochs":
+            an_integer(name, count, least=1)
+    if counts["eval_every"] is not None and test is None:
+        raise ValueError("eval_every needs test: images to evaluate on")
+    if len(batches) == 0:
+        raise ValueError("there is no batch to train on")
+    for name, value, kind, wanted in (
+        ("words", words, Mapping, "a mapping from names to settings"),
+        ("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)"),
+        ("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has"),
+    ):
+        if value is not None:
+            of_type(name, value, kind, wanted)
+    for name, function in functions.items():
+        if function is not None:
+            a_function(name, function, _FUNCTIONS[name])

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from mucudnn.arguments import a_path
-from mucudnn.backends.base import Array, Buffer, Device
+from mucudnn.backends import Device
+from mucudnn.backends.device import Array, Buffer
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import CheckpointError
 from mucudnn.ir.graph import PERSISTENT, Graph
@@ -30,16 +31,10 @@ from mucudnn.ir.initializers import (
     XavierUniform,
 )
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.precision import copies_of_parameters
 from mucudnn.passes.liveness import rounded
-from mucudnn.runtime.executor.host_memory import HostTier, Tiers
-from mucudnn.runtime.training.checkpoints.tensor_file import (
-    read_arrays,
-    read_header,
-    write_arrays,
-)
-
-__all__ = ["StateStore", "load_weights", "save_weights"]
+from mucudnn.runtime.executor.tiers import HostTier, Tiers
+from mucudnn.runtime.training.checkpoints import read_arrays, read_header, write_arrays
 
 
 class StateStore(Mapping[str, Array]):

@@ -5,30 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mucudnn.arguments import one_of
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import Rows
 from mucudnn.models import IMAGE
-from mucudnn.passes.graph.batch_part import drawing_rows, in_pieces
-from mucudnn.passes.graph.optimizer_updates import updates_last
+from mucudnn.passes.graph.training_step import Divided, drawing_rows, in_pieces
+from mucudnn.passes.graph.updates import updates_last
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.runtime.distributed.collectives import (
     Collectives,
     RanksDifferError,
+    TimedCollectives,
     check_alike,
     digest_of,
     text_of,
 )
-from mucudnn.runtime.distributed.gradients import summed_gradients
-from mucudnn.runtime.distributed.statistics import joint_statistics, meetings_of
-from mucudnn.runtime.distributed.waiting import TimedCollectives
+from mucudnn.runtime.distributed.sum_gradients import (
+    joint_statistics,
+    meetings_of,
+    summed_gradients,
+)
 from mucudnn.runtime.executor.tasks import HookFactory, NodeHooks, TensorLookup
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step.result import StepResult, known_result
-from mucudnn.runtime.training.step.times import StepTimes, Times
-from mucudnn.runtime.training.training_graphs import Divided
+from mucudnn.runtime.training.stepping import StepResult, StepTimes, Times, known_result
 from mucudnn.runtime.tuning.tuner import Tuner
-
-__all__ = ["PER_RANK", "SYNCHRONISED", "Ranks", "check_together"]
 
 _HOST, _BUILDER = "cpu", "builder"
 

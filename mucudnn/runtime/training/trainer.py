@@ -1,4 +1,4 @@
-"""A network in training: weights, optimizer, and steps within a budget.
+"""`Trainer`: a network in training, with its parameters and its optimizer.
 
 The graphs of the step and of the evaluation share parameters, the budget if there is
 one, and one arena for all tensors that do not outlive a step.
@@ -11,40 +11,46 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.learning_rate import RateChoice, rate_of
-from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
-from mucudnn.ir.optimizers import Optimizer, optimizer_of
-from mucudnn.ir.placement import STATIC
+from mucudnn.ir.optimizers import (
+    DynamicLossScale,
+    Optimizer,
+    RateChoice,
+    loss_scale_of,
+    optimizer_of,
+    rate_of,
+)
+from mucudnn.ir.schedule import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.graph.optimizer_updates import When
-from mucudnn.passes.graph.precision.mixed_precision import LOSS_SCALES
-from mucudnn.passes.graph.tape import LOSS_SCALE
-from mucudnn.passes.ordering import Order
-from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
+from mucudnn.passes.graph.autodiff import LOSS_SCALE
+from mucudnn.passes.graph.precision import LOSS_SCALES
+from mucudnn.passes.graph.training_step import TrainingGraphs, training_graphs
+from mucudnn.passes.graph.updates import When
+from mucudnn.passes.ordering import ORDERS, Order
+from mucudnn.passes.placement.layout import PlacedStep
+from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.profiling.profiler import OnNode
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
+from mucudnn.runtime.training.measured_choices import (
+    EpilogueRace,
+    Layouts,
+    LibraryRace,
+    SplitChooser,
+    copies_fit,
+)
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
+from mucudnn.runtime.training.planned_steps import Plans, fixed_plans, place_steps
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
-from mucudnn.runtime.training.step.beside_budget import copies_fit
-from mucudnn.runtime.training.step.convolution_plans import Plans, fixed_plans
-from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
-from mucudnn.runtime.training.step.layouts import Layouts
-from mucudnn.runtime.training.step.library_race import LibraryRace
-from mucudnn.runtime.training.step.memory import allocate_step_memory
-from mucudnn.runtime.training.step.placed_steps import place_steps
-from mucudnn.runtime.training.step.result import StepResult
-from mucudnn.runtime.training.step.splitting import SplitChooser
-from mucudnn.runtime.training.step.stepping import Stepper
-from mucudnn.runtime.training.step.times import StepTimes
-from mucudnn.runtime.training.trainer_arguments import check_arguments
-from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
+from mucudnn.runtime.training.stepping import (
+    Stepper,
+    StepResult,
+    StepTimes,
+    allocate_step_memory,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
-
-__all__ = ["StepResult", "Trainer"]
 
 _PER_RANK_ARGUMENTS = (
     *("self", "training", "evaluation", "together", "tuner", "plans", "budget"),
@@ -376,3 +382,25 @@ class Trainer:
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
+
+
+def check_arguments(
+    tuner: object,
+    order: str | Order,
+    seed: int,
+    plans: object,
+    progress: object,
+    precision: str | None,
+    placement: str,
+) -> None:
+    """Raise `TypeError` or `ValueError` for invalid arguments of `Trainer`."""
+    of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+    ORDERS.resolve(order)
+    an_integer("seed", seed, least=0)
+    if precision is not None:
+        one_of("precision", precision, LOSS_SCALES)
+    one_of("placement", placement, PLACEMENTS)
+    if plans is not None:
+        of_type("plans", plans, Mapping, "a mapping from problems to plans")
+    if progress is not None:
+        a_function("progress", progress, "a function of (name, done, total)")

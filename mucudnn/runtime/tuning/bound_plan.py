@@ -18,7 +18,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mucudnn.arguments import a_flag
-from mucudnn.backends.base import Array, Backend, Buffer, Device, PlanTexts, Runner
+from mucudnn.backends import Device
+from mucudnn.backends.base import Backend, PlanTexts, Runner
+from mucudnn.backends.device import Array, Buffer
 from mucudnn.errors import (
     BackendError,
     MucudnnError,
@@ -29,9 +31,7 @@ from mucudnn.errors import (
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, TF32
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.database.cache import BenchmarkCache
-
-__all__ = ["Arena", "BoundPlan", "check_out", "restore_plans", "run_plan"]
+from mucudnn.runtime.store.measurements import BenchmarkCache
 
 logger = logging.getLogger(__name__)
 

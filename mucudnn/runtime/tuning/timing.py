@@ -7,15 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mucudnn.backends.base import Device
-
-__all__ = [
-    "LAUNCH_OVERHEAD_MS",
-    "StoppingRule",
-    "Timing",
-    "measure",
-    "measure_together",
-]
+from mucudnn.backends import Device
 
 LAUNCH_OVERHEAD_MS = 0.005
 """Host time of one more micro-batch, beyond the kernel's own time."""

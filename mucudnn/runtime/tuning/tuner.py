@@ -13,27 +13,23 @@ from typing import Any, NoReturn, Self
 
 from mucudnn.arguments import an_integer
 from mucudnn.backends import Backend, get_backend
-from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
-from mucudnn.ir.limits import ANY_LIMIT, LimitRange
-from mucudnn.ir.measurement import Verdict
+from mucudnn.ir.measurement import ANY_LIMIT, LimitRange, Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import format_bytes, parse_bytes
 from mucudnn.passes.microbatch import PLANNERS, BatchPolicy, Planner, pareto_plans
 from mucudnn.passes.registry import name_of
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.processes import Own
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
-from mucudnn.runtime.tuning import planning
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning import validation
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.measurer import Measurer
-from mucudnn.runtime.tuning.sweep import Sweep
-from mucudnn.runtime.tuning.table_filler import Measured
+from mucudnn.runtime.tuning.measuring import Measurer, Sweep
+from mucudnn.runtime.tuning.tables import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 from mucudnn.runtime.tuning.validation import Choice, Validator
 from mucudnn.runtime.tuning.workers import Workers
-
-__all__ = ["Choice", "Measured", "Tuner"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """µ-cuDNN's default, in bytes."""
@@ -262,14 +258,14 @@ class Tuner:
         """
         limit, total = self.workspace_limit, self.total_workspace
         tables = self.measure_all(problems, limits=self._limits)
-        plans = planning.plans_within(self.planner, tables, limit, total)
+        plans = validation.plans_within(self.planner, tables, limit, total)
         if not self._validates:
             return plans
         return tuple(map(self._validator.kept, plans, tables))
 
     def undivided(self, table: PerfTable, workspace_limit: int) -> ConvPlan | None:
         """Return the fastest single call within the limit, or None."""
-        return planning.undivided(table, workspace_limit)
+        return validation.fastest_undivided(table, workspace_limit)
 
     def validate(
         self,
@@ -300,7 +296,7 @@ class Tuner:
         if limit is None:
             limit = max(self.workspace_limit, plan.workspace)
         verdict = self._validator.known
-        return planning.explained(self.planner, table, plan, limit, verdict)
+        return validation.explained(self.planner, table, plan, limit, verdict)
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan problems ahead, so that their first calls do not measure.

@@ -1,4 +1,4 @@
-"""Validate divided plans: run each as a whole, in turn with its undivided baseline.
+"""Compare composed plans with their undivided baselines; calls of the planners.
 
 Consecutive kernels are not always as fast as each one alone, so a division is run once
 before it is used. The result is a measurement like any other: it is cached, and
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.recorded import recording_of
-from mucudnn.errors import MucudnnError
+from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict, signature
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.kernel_bench import operands
-from mucudnn.runtime.tuning.planning import undivided as fastest_undivided
+from mucudnn.passes.convolution.explain import Trial, explain
+from mucudnn.passes.microbatch import PLANNERS, Planner, divided_by
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning.kernel_timer import operands
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 
-__all__ = ["REJECTED", "Choice", "Validator"]
-
 logger = logging.getLogger(__name__)
+
 
 REJECTED = 1.0
 """Ratio stored for a plan that was not faster by more than the noise."""
@@ -226,3 +226,58 @@ def _choice_of(
         predicted_ms=plan.time_ms,
         rejected=rejected,
     )
+
+
+def plans_within(
+    planner: Planner,
+    tables: Sequence[PerfTable],
+    workspace_limit: int,
+    total_workspace: int | None,
+) -> tuple[ConvPlan, ...]:
+    """Plan each table, under the limit per kernel or under a total for all.
+
+    A plan records its limit; under a total, that is the workspace it uses.
+    """
+    if total_workspace is None:
+        plans = divided_by(planner, tables, workspace_limit)
+        return tuple(plan.under(workspace_limit) for plan in plans)
+    plans = divided_by(planner, tables, total_workspace)
+    return tuple(plan.under(plan.workspace) for plan in plans)
+
+
+def fastest_undivided(table: PerfTable, workspace_limit: int) -> ConvPlan | None:
+    """Return the fastest single call within the limit, or None."""
+    try:
+        return PLANNERS.resolve("undivided")([table], workspace_limit)[0]
+    except PlanningError:
+        return None
+
+
+def explained(
+    planner: Planner,
+    table: PerfTable,
+    plan: ConvPlan,
+    workspace_limit: int,
+    verdict: Callable[[ConvPlan, ConvPlan], float | None],
+) -> str:
+    """Explain a plan in words; see `mucudnn.passes.convolution.explain`.
+
+    `verdict` returns the known ratio of a division to its baseline: `Validator.known`.
+    """
+    baseline = fastest_undivided(table, workspace_limit)
+    divided = plan if plan.divided else _division(planner, table, workspace_limit)
+    if baseline is None or divided is None:
+        return explain(table, plan, workspace_limit)
+    trial = Trial(divided, verdict(divided, baseline))
+    return explain(table, plan, workspace_limit, trial)
+
+
+def _division(
+    planner: Planner, table: PerfTable, workspace_limit: int
+) -> ConvPlan | None:
+    """Return the planner's division that an undivided plan was preferred to."""
+    try:
+        (plan,) = planner([table], workspace_limit)
+    except PlanningError:
+        return None
+    return plan if plan.divided else None

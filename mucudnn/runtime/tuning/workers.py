@@ -1,4 +1,4 @@
-"""Measure on the workers of an executor, and collect their rows.
+"""Time kernels on the workers of an executor; their rows arrive one by one.
 
 Any PEP 3148 executor serves whose workers have a device of the same model: a process
 pool, `mpi4py.futures`, dask's `Client.get_executor()`. Only this process writes to the
@@ -13,7 +13,10 @@ import dataclasses
 import logging
 import math
 import multiprocessing
+import os
+import platform
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
@@ -27,20 +30,30 @@ from concurrent.futures import (
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.codecs.values import perf_from_dict, problem_to_dict
+from mucudnn.backends import Backend, get_backend
+from mucudnn.codecs import (
+    perf_from_dict,
+    perf_to_dict,
+    problem_from_dict,
+    problem_to_dict,
+)
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.runtime.interrupts import SIGNALS
+from mucudnn.ir.conv import AlgoPerf
+from mucudnn.processes import SIGNALS, Own
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import KernelBench
-from mucudnn.runtime.tuning.table_filler import SizeRun, Sizes, TableFiller
-from mucudnn.runtime.tuning.worker import Message, measure_size
+from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench
+from mucudnn.runtime.tuning.tables import SizeRun, Sizes, TableFiller
+from mucudnn.runtime.tuning.timing import StoppingRule
 
-__all__ = ["Round", "Workers", "process_pool", "refuse_other_model"]
+Message = dict[str, Any]
+
 
 logger = logging.getLogger(__name__)
 
+
 _LATE_S = 60.0
 """Seconds beyond the time limit after which workers are no longer waited for."""
+
 
 Wait = Callable[..., Any]
 """Type of `concurrent.futures.wait`; tests replace it."""
@@ -281,3 +294,70 @@ def process_pool(workers: int) -> Iterator[Executor]:
 def _ignore_interrupts() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+# The task of an executor's worker: time one micro-batch size.
+#
+# Requests and answers are plain values as written by `mucudnn.codecs`, so that a worker
+# with another version of this library can at least be rejected. A request: `{"backend":
+# "cpu", "index": 0, "fingerprint": …, "problem": …, "rule": …, "memory_limit": …,
+# "until": …, "isolate": …, "size": {"batch": 8, "workspaces": …, "best_ms": …,
+# "expected_ms": …}}`, with `until` in seconds since 1970. An answer: `{"where": "host,
+# process 7", "fingerprint": …, "rows": […]}`, or `"unavailable": "…"` with the reason.
+
+
+def measure_size(request: Message) -> Message:
+    """Time the requested algorithms on this process's device."""
+    where = f"{platform.node()}, process {os.getpid()}"
+    try:
+        answer = _station.mine.measure(request)
+    except (BackendUnavailableError, ValueError) as e:
+        answer = {"unavailable": str(e)}
+    return {"where": where, **answer}
+
+
+class _Station:
+    """The devices of a worker process, which time one kernel at a time.
+
+    Some executors run several threads per worker, hence the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._backends: dict[tuple[str, int], Backend] = {}
+        self._isolations: dict[bool | None, Isolation] = {}
+
+    def measure(self, request: Message) -> Message:
+        """Return the rows of a request; none if it is for another device model."""
+        with self._lock:
+            device = request["backend"], request["index"]
+            if device not in self._backends:
+                self._backends[device] = get_backend(*device)
+            backend = self._backends[device]
+            fingerprint = backend.device.fingerprint
+            rows = []
+            if fingerprint == request["fingerprint"]:
+                rows = self._rows(backend, request)
+        return {"fingerprint": fingerprint, "rows": [perf_to_dict(r) for r in rows]}
+
+    def _rows(self, backend: Backend, request: Message) -> list[AlgoPerf]:
+        isolate = request["isolate"]
+        isolation = self._isolations.setdefault(isolate, Isolation(isolate))
+        task = BenchTask(
+            backend=backend,
+            problem=problem_from_dict(request["problem"]),
+            rule=StoppingRule(**request["rule"]),
+            memory_limit=request["memory_limit"],
+            deadline=time.monotonic() + request["until"] - time.time(),
+        )
+        bench = isolation.bench(task)
+        rows: list[AlgoPerf] = []
+        try:
+            bench.run(**request["size"], on_done=rows.append)
+        finally:
+            bench.release()
+        return rows
+
+
+_station = Own(_Station)
+"""State of this process between tasks; an executor's task is a bare function."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mucudnn.errors import BackendError
-from mucudnn.forks import attend
+from mucudnn.processes import attend
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a step is captured, measured and planned. Take it by

@@ -1,9 +1,10 @@
-"""AOTAutograd's joint graph, planned as one and cut into a forward and a backward half.
+"""AOTAutograd's joint graph, cut into halves; symbolic sizes.
 
 Each half is a graph of one node, which runs its part of the program.
 """
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,15 +16,12 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.traits import NodeTraits
-from mucudnn.torch.capture.halves import Count, Half, Halves
-from mucudnn.torch.capture.sizes import has_symbols
-from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.execution.bound_step import Count, Half, Halves
+from mucudnn.torch.execution.devices import DEVICES
 from mucudnn.torch.internals import mutated_inputs, written_back
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
-from mucudnn.torch.storages import storage_of
-
-__all__ = ["Joint"]
+from mucudnn.torch.source_lines import storage_of
 
 _CHANGED = "changed"
 """The node at which inputs have other values than in the forward pass."""
@@ -300,3 +298,96 @@ def _remembering(
 def _made(result: Any) -> bool:
     """Whether a result is a tensor of the graph."""
     return isinstance(result, str)
+
+
+# Graphs whose sizes are symbols: compiled once for every combination of sizes.
+#
+# `torch.compile` makes a size a symbol when it meets a second one, so that it need not
+# trace the model again. A plan is of certain sizes. So the traced graph is kept, and
+# what is planned is the same graph at the sizes of each call.
+
+
+_MOST = 64
+"""Kinds of one graph that are planned: whoever has more has a number in its inputs that
+counts."""
+
+
+def has_symbols(inputs: Sequence[Any]) -> bool:
+    """Whether a size, or a number, among a graph's inputs is a symbol."""
+    return any(_is_symbolic(value) for value in inputs)
+
+
+class BySize:
+    """A graph that is compiled when sizes are first seen.
+
+    Args:
+        inputs: Examples, of which some sizes are symbols.
+        compile_for: Compiles the graph for inputs as they are, given words about sizes.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        compile_for: Callable[[Sequence[Any], str], Callable[..., Any]],
+    ) -> None:
+        self._places = [i for i, value in enumerate(inputs) if _is_symbolic(value)]
+        self._compile_for = compile_for
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the graph.
+
+        Raises:
+            UnsupportedError: There are too many kinds of inputs to plan for each.
+        """
+        key = _layouts([given[i] for i in self._places])
+        run = self._compiled.get(key)
+        if run is None:
+            with self._lock:
+                run = self._compiled.get(key) or self._new(key, given)
+        return run(*given)
+
+    def _new(self, key: Any, given: Sequence[Any]) -> Callable[..., Any]:
+        if len(self._compiled) >= _MOST:
+            raise UnsupportedError(
+                f"this graph has been planned for {_MOST} kinds of inputs, and now "
+                f"there are {_said(given, self._places)}; pad batches to a few sizes, "
+                "and give numbers that change from call to call as tensors"
+            )
+        run = self._compile_for(given, _said(given, self._places))
+        self._compiled[key] = run
+        return run
+
+
+def _said(given: Sequence[Any], places: Sequence[int]) -> str:
+    """Sizes and numbers, once each."""
+    values: Mapping[str, None] = dict.fromkeys(
+        "x".join(map(str, v.shape)) if isinstance(v, torch.Tensor) else str(v)
+        for v in map(given.__getitem__, places)
+    )
+    return ", ".join(values)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        numbers = (*value.shape, *value.stride())
+        return any(isinstance(number, torch.SymInt) for number in numbers)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _layouts(values: Sequence[Any]) -> Any:
+    """Equal for inputs that lie alike, and share storages alike."""
+    first: dict[int, int] = {}
+    return tuple(
+        [
+            (
+                value.shape,
+                value.stride(),
+                first.setdefault(storage_of(value), i),
+            )
+            if isinstance(value, torch.Tensor)
+            else value
+            for i, value in enumerate(values)
+        ]
+    )

@@ -59,7 +59,7 @@ from mucudnn.torch.capture.python_state import (
     set_random_state,
     shown,
 )
-from mucudnn.torch.places import (
+from mucudnn.torch.source_lines import (
     is_library_file,
     line_now,
     line_of_function,

@@ -26,14 +26,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.counted_averages import CountedAverages
-from mucudnn.torch.capture.gaussian_nll import gaussian_nll
+from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
 from mucudnn.torch.capture.reads import ReadRecorder
-from mucudnn.torch.lowering.lower import CHECKS
-from mucudnn.torch.lowering.refusals import DENSE
-from mucudnn.torch.places import line_now, line_of_traceback
-
-__all__ = ["RefusedOperations", "StepFunctions", "saying_where"]
+from mucudnn.torch.lowering.lower import CHECKS, DENSE
+from mucudnn.torch.source_lines import line_now, line_of_traceback
 
 _NAMESPACES = {
     "c10d": "a collective of torch.distributed",

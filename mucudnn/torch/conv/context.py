@@ -15,11 +15,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from mucudnn.forks import Own
+from mucudnn.processes import Own
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.conv.backend import check_tuner, cpu_backend
-from mucudnn.torch.conv.calls import Ready, ReadyMaker
-from mucudnn.torch.conv.dispatch import overrides, untraced
+from mucudnn.torch.conv.backend import check_tuner, cpu_backend, overrides, untraced
+from mucudnn.torch.conv.kernels import Ready, ReadyMaker
 
 _traced = torch._C._get_tracing_state
 """What `torch.jit.trace` records into, if it does: it has to see PyTorch's kernels."""
@@ -32,8 +31,6 @@ _LATE = (
 """Of functions whose bodies run after their calls."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-__all__ = ["CallCounts", "Convolutions", "Statistics", "convolutions"]
 
 
 @dataclass(frozen=True, slots=True)

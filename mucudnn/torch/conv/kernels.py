@@ -1,17 +1,163 @@
-"""Planned kernels of ours on PyTorch's tensors, as its two operators are called."""
+"""Planned kernels on PyTorch's tensors, called as PyTorch's two operators are."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from mucudnn.backends.base import Buffer, Runner
-from mucudnn.ir.conv import ConvProblem
-from mucudnn.torch.conv.geometry import Role, operands
-
-__all__ = ["Backward", "Forward", "Kernel", "Run", "result_form"]
+from mucudnn.backends.base import Runner
+from mucudnn.backends.device import Buffer
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.runtime.tuning.bound_plan import Arena
+from mucudnn.runtime.tuning.timing import measure_together
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.conv.backend import TORCH
 
 Run = Callable[..., Any]
+
+
+class Role(Enum):
+    """What one kernel computes for PyTorch."""
+
+    OUTPUT = auto()
+    INPUT_GRADIENT = auto()
+    FILTER_GRADIENT = auto()
+
+
+# Calls of PyTorch's convolutions, made ready once and then only run.
+#
+# A call is known by the shapes, strides and types of its operands and by its options.
+# What is ready for it either runs our plan or says that PyTorch's own kernel is to run:
+# because the plan takes it, because it was faster when both were run whole, or because
+# the call is none of ours.
+
+
+class Ready:
+    """What is ready for one kind of call, and how often it came.
+
+    Args:
+        run: Our way to compute it, of the call's tensors; None leaves it to PyTorch.
+        why: Why it is left to PyTorch though no plan says so.
+    """
+
+    __slots__ = ("calls", "failed", "run", "why")
+
+    def __init__(self, run: Run | None, why: str | None = None) -> None:
+        self.run = run
+        self.why = why
+        self.calls = 0
+        self.failed = 0
+
+    def computed(self, native: Run, *args: Any) -> Any:
+        """One call more, of these arguments; if our kernels fail it is PyTorch's."""
+        self.calls += 1
+        run = self.run  # which another thread may give up meanwhile
+        if run is None:
+            return native()
+        try:
+            return run(*args)
+        except (MucudnnError, MemoryError) as e:
+            self._give_up(e)
+        return native()
+
+    def _give_up(self, error: Exception) -> None:
+        """From now on such calls are PyTorch's."""
+        if self.run is not None:
+            self.failed = self.calls - 1
+        self.run, self.why = None, f"{type(error).__name__}: {error}"
+
+
+class ReadyMaker:
+    """Plans calls, and runs a plan of ours against PyTorch before it is believed.
+
+    Args:
+        tuner: Its backend is one of `cpu_backend`.
+    """
+
+    def __init__(self, tuner: Tuner) -> None:
+        self._tuner = tuner
+        self.arena = Arena(tuner.backend.device)
+
+    def forward(self, native: Run, x: Any, w: Any, b: Any, options: Any) -> Ready:
+        """For a call of `aten::convolution`; `native` runs PyTorch's, given nothing."""
+        sizes = None if b is None else list(b.shape)
+        try:
+            geometry = Geometry.of(x, w, sizes, options)
+            shape = geometry.result_shape(x, w)
+            if b is not None:
+                _check("bias", b, shape[1:2], x.dtype)
+            kernel = self._kernel(geometry, Role.OUTPUT, x, w)
+        except (MucudnnError, ValueError, RuntimeError) as e:
+            return Ready(None, _reason(e))
+        if kernel is None:
+            return Ready(None)
+        ours = Forward(kernel, b is not None, x.dim())
+        return self._faster(ours, [kernel], native, (x, w, b))
+
+    def backward(
+        self, native: Run, gy: Any, x: Any, w: Any, sizes: Any, options: Any, mask: Any
+    ) -> Ready:
+        """For a call of `aten::convolution_backward`; `native` takes the mask."""
+        roles = (Role.INPUT_GRADIENT, Role.FILTER_GRADIENT)
+        try:
+            geometry = Geometry.of(x, w, sizes, options)
+            _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
+            kernels = [
+                self._kernel(geometry, role, x, w) if wanted else None
+                for role, wanted in zip(roles, mask, strict=False)
+            ]
+        except (MucudnnError, ValueError, RuntimeError) as e:
+            return Ready(None, _reason(e))
+        mine = [kernel for kernel in kernels if kernel is not None]
+        if not mine:
+            return Ready(None)
+        ours = Backward(kernels, geometry.transposed, mask)
+        return self._faster(ours, mine, lambda: native(mask), (native, gy, x, w))
+
+    def _kernel(
+        self, geometry: "Geometry", role: Role, x: Any, w: Any
+    ) -> "Kernel | None":
+        """A planned kernel of ours; None where the plan is PyTorch's own."""
+        (plan,) = self._tuner.plan([geometry.problem(role, x, w)])
+        if not plan.divided and plan.steps[0].algo == TORCH:
+            return None
+        runner = self._tuner.backend.bind(plan)
+        return Kernel(role, runner, plan.workspace, self.arena.get)
+
+    def _faster(
+        self,
+        ours: Run,
+        kernels: "Sequence[Kernel]",
+        native: Run,
+        args: tuple[Any, ...],
+    ) -> Ready:
+        """Ours, unless PyTorch's competes and was not clearly slower, all included."""
+        offered = self._tuner.backend.conv.algorithms(kernels[0].problem)
+        if TORCH not in dict(offered):
+            return Ready(ours)
+        try:
+            first, second = measure_together(
+                [lambda: ours(*args), native],
+                self._tuner.backend.device,
+                self._tuner.rule,
+            )
+        except MucudnnError as e:
+            return Ready(None, _reason(e))
+        noise_ms = max(first.noise_ms, second.noise_ms)
+        won = first.time_ms < second.time_ms - noise_ms
+        return Ready(ours if won else None)
+
+
+def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} of another shape or data type")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def result_form(problem: ConvProblem) -> tuple[tuple[int, ...], torch.memory_format]:
@@ -111,3 +257,129 @@ class Backward:
         if self._db:
             found[2] = gy.detach().sum([0, *range(2, gy.dim())])
         return tuple(found)
+
+
+# What PyTorch calls a convolution, as our problems.
+#
+# A transposed convolution is the gradient of another one with respect to its input;
+# then the output is that one's input, and the roles of the kernels change places.
+
+
+_DIRECTIONS = {
+    (Role.OUTPUT, False): Direction.FORWARD,
+    (Role.INPUT_GRADIENT, False): Direction.BACKWARD_DATA,
+    (Role.FILTER_GRADIENT, False): Direction.BACKWARD_FILTER,
+    (Role.OUTPUT, True): Direction.BACKWARD_DATA,
+    (Role.INPUT_GRADIENT, True): Direction.FORWARD,
+    (Role.FILTER_GRADIENT, True): Direction.BACKWARD_FILTER,
+}
+
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The options of `aten::convolution`, and what its operands look like.
+
+    Attributes:
+        stride: One a spatial axis, or one for all; so are the next two.
+        output_padding: What is added to one end of a transposed convolution's output;
+            means nothing for others, but double backward hands it on.
+        layout: How the operands of our kernels are stored; see `ConvProblem`.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+    layout: str
+
+    @classmethod
+    def of(
+        cls, x: Any, w: Any, bias_sizes: Any, options: tuple[Any, ...]
+    ) -> "Geometry":
+        """From the arguments of a call, stored as PyTorch stores its result.
+
+        Raises:
+            ValueError: It is not computed by us.
+            RuntimeError: PyTorch refuses it.
+        """
+        if x.dtype not in _DTYPES or w.dtype != x.dtype:
+            raise ValueError(f"data type {str(x.dtype).removeprefix('torch.')}")
+        if not 3 <= x.dim() <= 5 or w.dim() != x.dim():
+            raise ValueError(f"{x.dim()} axes")
+        if not x.numel() or not w.numel():
+            raise ValueError("no elements")
+        stride, padding, dilation, transposed, output_padding, groups = options
+        axes = x.dim() - 2
+        lists = (stride, padding, dilation, output_padding)
+        full = [(*v,) * axes if len(v) == 1 else (*v,) for v in lists]
+        if any(len(v) != axes for v in full):
+            raise ValueError("options of another number of axes")
+        chosen = torch._C._select_conv_backend(x, w, None, *options, bias_sizes)
+        form = torch._C._conv_determine_backend_memory_format(x, w, chosen)
+        plain = form == torch.contiguous_format or axes == 1
+        return cls(
+            stride=full[0],
+            padding=full[1],
+            dilation=full[2],
+            transposed=transposed,
+            output_padding=full[3],
+            groups=groups,
+            layout="NCHW" if plain else "NHWC",
+        )
+
+    def output_shape(self, x: Any, w: Any) -> tuple[int, ...]:
+        """Shape of what a transposed convolution gives."""
+        spatial = (
+            (size - 1) * step - 2 * pad + dil * (k - 1) + 1 + more
+            for size, k, step, pad, dil, more in zip(
+                x[2:],
+                w[2:],
+                self.stride,
+                self.padding,
+                self.dilation,
+                self.output_padding,
+                strict=True,
+            )
+        )
+        return (x[0], w[1] * self.groups, *spatial)
+
+    def problem(self, role: Role, x: Any, w: Any) -> ConvProblem:
+        """The problem that computes `role` for operands of these shapes.
+
+        Raises:
+            ValueError: They contradict each other, or no problem says the same.
+        """
+        image = self.output_shape(x.shape, w.shape) if self.transposed else x.shape
+        problem = ConvProblem(
+            direction=_DIRECTIONS[role, self.transposed],
+            x_shape=image,
+            w_shape=w.shape,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            dtype=_DTYPES[x.dtype],
+            layout=self.layout,
+        )
+        if self.transposed and problem.y_shape != x.shape:
+            raise ValueError("output_padding beyond the stride")
+        return problem
+
+    def result_shape(self, x: Any, w: Any) -> tuple[int, ...]:
+        """Shape of the output."""
+        problem = self.problem(Role.OUTPUT, x, w)
+        return problem.x_shape if self.transposed else problem.y_shape
+
+
+def operands(role: Role, transposed: bool, gy: Any, x: Any, w: Any) -> tuple[Any, Any]:
+    """The two inputs of a role's kernel, in the order of its problem's operands."""
+    if role is Role.OUTPUT:
+        return x, w
+    if role is Role.INPUT_GRADIENT:
+        return gy, w
+    return (gy, x) if transposed else (x, gy)

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mucudnn.torch.distributed.collectives import begin_sum
-from mucudnn.torch.distributed.weights import SampleWeights
-
-__all__ = ["SynchronisedBatchNorm", "has_batch_norm", "synchronise"]
+from mucudnn.torch.distributed.collectives import SampleWeights, begin_sum
 
 
 def has_batch_norm(model: torch.nn.Module) -> bool:

@@ -20,9 +20,7 @@ from typing import TypeAlias
 
 import torch
 
-from mucudnn.forks import Own
-
-__all__ = ["MANY", "Leaving", "ThreadCopies", "bytes_of", "host_bytes", "move"]
+from mucudnn.processes import Own
 
 MANY = 256 << 10
 """Bytes that are worth a thread: fewer are copied at once."""

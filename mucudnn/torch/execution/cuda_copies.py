@@ -35,8 +35,6 @@ import torch
 
 from mucudnn.torch.execution.copies import bytes_of
 
-__all__ = ["StreamCopies", "StreamLeaving"]
-
 
 class StreamLeaving:
     """A storage that has left the device, or is on its way.

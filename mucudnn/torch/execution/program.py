@@ -1,18 +1,19 @@
-"""A schedule as a function: what the plan says, written down as Python and compiled.
+"""A schedule as a Python function: generated source, compiled.
 
 Every tensor is a local variable. What the plan frees is set to None: PyTorch's
 allocator has it back at that very line. So a planned step costs no more per node than
 the same lines written by hand, and it can be read.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 import torch
 
-from mucudnn.ir.graph import Node
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.schedule import (
     Alloc,
     Compute,
@@ -23,20 +24,49 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.problem import origin
 from mucudnn.torch.execution.copies import bytes_of
-from mucudnn.torch.execution.lanes import Copies
-from mucudnn.torch.execution.names import Names
-from mucudnn.torch.execution.random_states import (
-    generator_of,
-    get_state,
-    keep_state,
-    set_state,
-)
-from mucudnn.torch.execution.segments import Kept, Segment, compiled
-from mucudnn.torch.lowering.lowered import NOTHING, Lowered
+from mucudnn.torch.execution.devices import Copies
+from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered, Number, Operand
 
-__all__ = ["Kept", "Program", "Segment", "bind"]
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a program as a function of what is there at its start.
+
+    Attributes:
+        source: Python.
+        run: Takes a list, which it empties, and returns a list.
+    """
+
+    source: str
+    run: Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one segment leaves to the next, as a tensor.
+
+    Attributes:
+        variable: That has it in both.
+        value: What the first returns of it.
+        tensor: Whose it is; of a storage on the host, the storage; else None.
+        host_bytes: Its size on the host; 0 if it is a tensor on the device.
+    """
+
+    variable: str
+    value: str
+    tensor: str | None = None
+    host_bytes: int = 0
+
+    def like(self, layouts: Mapping[str, Layout]) -> torch.Tensor:
+        """A tensor of its kind."""
+        if self.host_bytes or self.tensor is None:
+            return torch.empty(self.host_bytes, dtype=torch.uint8)
+        layout = layouts[origin(self.tensor)]
+        return torch.empty_strided(
+            layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
+        )
 
 
 def bind(
@@ -365,3 +395,156 @@ def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
         whole.untyped_storage(), layout.offset, layout.shape, layout.stride
     )
     return layout.read(tensor)
+
+
+# What a program calls its tensors and its constants.
+#
+# Every tensor is a local variable, which keeps its name for good: what was freed and is
+# there again is the same one. Values that Python cannot write down are globals.
+
+
+_WRITTEN = (int, bool, str, type(None))
+
+
+class Names:
+    """The names of one program.
+
+    Args:
+        graph: Whose tensors it has.
+        space: Global name -> value, to begin with.
+
+    Attributes:
+        space: All of them.
+        bound: Tensors whose variables have a value at this point of the program.
+    """
+
+    def __init__(self, graph: Graph, space: Mapping[str, Any]) -> None:
+        self.space: dict[str, Any] = dict(space)
+        self.bound: set[str] = set()
+        self._graph = graph
+        self._variables: dict[str, str] = {}
+        self._constants: dict[int, str] = {}
+
+    @cached_property
+    def _members(self) -> Mapping[str, list[str]]:
+        """Storage -> all names of its bytes."""
+        found: dict[str, list[str]] = {}
+        for name, storage in self._graph.storages.items():
+            found.setdefault(storage, []).append(name)
+        return found
+
+    def variable(self, tensor: str) -> str:
+        """The local variable of a tensor, which is there from now on."""
+        self.bound.add(tensor)
+        return self._variables.setdefault(tensor, f"t{len(self._variables)}")
+
+    def any_of(self, storage: str) -> str:
+        """The variable of some tensor that is there and has these bytes."""
+        name = next(n for n in self._members[storage] if n in self.bound)
+        return self._variables[name]
+
+    def has(self, storage: str) -> bool:
+        """Whether any tensor that is there has these bytes."""
+        return not self.bound.isdisjoint(self._members[storage])
+
+    def known(self, storage: str) -> list[str]:
+        """Tensors with these bytes that have been there."""
+        return [n for n in self._members[storage] if n in self._variables]
+
+    def released(self, storage: str) -> list[str]:
+        """Variables that have these bytes; their tensors are no longer there."""
+        names = [n for n in self._members[storage] if n in self.bound]
+        self.bound.difference_update(names)
+        return [self._variables[name] for name in names]
+
+    def argument(self, value: Any, operands: Sequence[str]) -> str:
+        """An argument of a call as text, given its operands'."""
+        match value:
+            case Operand(index):
+                return operands[index]
+            case Number(function, args):
+                given = ", ".join(self.argument(a, operands) for a in args)
+                return f"{self.literal(function)}({given})"
+            case list() | tuple():
+                inside = "".join(f"{self.argument(v, operands)}, " for v in value)
+                return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+            case _:
+                return self.literal(value)
+
+    def literal(self, value: Any) -> str:
+        """A value as text, or a name that stands for it."""
+        if isinstance(value, _WRITTEN):
+            return repr(value)
+        key = id(value)
+        if key not in self._constants:
+            name = f"k{len(self._constants)}"
+            self._constants[key] = name
+            self.space[name] = value
+        return self._constants[key]
+
+
+def compiled(
+    given: Sequence[str],
+    lines: Sequence[str],
+    results: Sequence[str],
+    space: Mapping[str, Any],
+    failed: str | None = None,
+) -> Segment:
+    """A function of these variables with these lines.
+
+    Args:
+        given: Variables, in the order of their values; `_` for a value of no use.
+        lines: Statements.
+        results: What it returns, as text.
+        space: Name -> what it stands for.
+        failed: What is done if it raises, while its variables are still there.
+    """
+    head = ["def run(given):"]
+    if given:
+        head.append(f"    {', '.join(given)}, = given")
+    head.append("    given.clear()")
+    if "_" in given:
+        head.append("    _ = None")
+    body = [f"    {line}" for line in (*lines, f"return [{', '.join(results)}]")]
+    if failed is not None:
+        body = ["    try:", *(f"    {line}" for line in body)]
+        body += ["    except BaseException:", f"        {failed}", "        raise"]
+    source = "\n".join([*head, *body, ""])
+    found = dict(space)
+    exec(compile(source, "<planned step>", "exec"), found)
+    return Segment(source, found["run"])
+
+
+# States of random generators: what is drawn again is what was drawn.
+#
+# They are kept in memory that is not of PyTorch's allocator: not on the device. A CUDA
+# generator is a seed and an offset, which PyTorch has on the host.
+
+
+def generator_of(lowered: Lowered, node: str) -> torch.device | None:
+    """The device whose generator a random node draws from; None is the CPU."""
+    names = lowered.graph.by_name[node].tensors
+    devices = {lowered.layouts[name].device for name in names}
+    return next((device for device in devices if device.type != "cpu"), None)
+
+
+def get_state(device: torch.device | None = None) -> torch.Tensor:
+    """The state of a device's generator; None is the CPU's."""
+    if device is None:
+        return torch.get_rng_state()
+    found: torch.Tensor = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_state(state: torch.Tensor, device: torch.device | None = None) -> None:
+    """Have random numbers drawn from a state on."""
+    if device is None:
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def keep_state(device: torch.device | None = None) -> torch.Tensor:
+    """The generator's state, in memory that is not of PyTorch's allocator."""
+    state = get_state(device)
+    return torch.frombuffer(bytearray(state.numpy()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Copies of a PyTorch step to memory that a user names: host, files, other processes.
+"""Offload targets of a PyTorch step: host, files, other processes.
 
 The memories and the copies are those of our own executor: a tier has bytes and two
 queues. What leaves in one run has a room, which is the bytes of each tier that a plan
@@ -11,25 +11,22 @@ can be read between two steps, and have memory of their own there.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from mucudnn.backends import get_backend
-from mucudnn.backends.base import Copier, Device
+from mucudnn.backends import Device, get_backend
+from mucudnn.backends.device import Copier, Tier
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.tiers import MemoryTier, TierPlacement
+from mucudnn.ir.profile import MemoryTier, TierPlacement
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
-from mucudnn.runtime.profiling.cold_timing import LINK_BYTES
-from mucudnn.runtime.profiling.tier_rates import measured_tiers
+from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.profiling.links import LINK_BYTES, measured_tiers
 from mucudnn.torch.execution.copies import bytes_of
-from mucudnn.torch.execution.rooms import HeldRoom, Rooms
-
-__all__ = ["StepTiers", "TierCopies", "TierLeaving", "tiers_within"]
 
 
 def tiers_within(
@@ -156,7 +153,7 @@ class TierCopies:
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: "Rooms",
         choices: Sequence[TierChoice],
         placement: TierPlacement,
         base: Sequence[int],
@@ -173,7 +170,7 @@ class TierCopies:
         """What begins copies out in one run, which has a room of its own."""
         return partial(self._out, self._rooms.take())
 
-    def _out(self, room: HeldRoom, tensor: torch.Tensor, storage: str) -> TierLeaving:
+    def _out(self, room: "HeldRoom", tensor: torch.Tensor, storage: str) -> TierLeaving:
         whole = bytes_of(tensor)
         link, offset = self._places[storage]
         host = room.bytes(link, offset - self._base[link], whole.numel())
@@ -229,3 +226,164 @@ class TierCopies:
 
 def _after(leaving: TierLeaving) -> tuple[Any, ...]:
     return () if leaving.ticket is None else (leaving.ticket,)
+
+
+# Rooms in tiers: the bytes of each that what leaves in one run may have.
+#
+# A room is held by every tensor that has bytes of it, and by the run itself: when the
+# last of these is gone, it is free for another run.
+
+
+class Room:
+    """Bytes of some tiers, and what copies to them and back.
+
+    Args:
+        device: Where steps run.
+        choices: The tiers.
+        sizes: Bytes of each.
+
+    Attributes:
+        stale: Whether it is to be closed once nobody has it.
+
+    Raises:
+        OutOfMemoryError: There is no room.
+    """
+
+    def __init__(
+        self, device: Device, choices: Sequence[TierChoice], sizes: Sequence[int]
+    ) -> None:
+        self.stale = False
+        self._device = device
+        self._copiers: dict[int, Copier] = {}
+        self._tiers: list[Tier] = []
+        try:
+            for choice, nbytes in zip(choices, sizes, strict=True):
+                self._tiers.append(choice.open(device, nbytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def views(self) -> list[memoryview]:
+        """All bytes of each tier."""
+        return [memoryview(tier.view(0, tier.nbytes)) for tier in self._tiers]
+
+    def has(self, address: int) -> bool:
+        """Whether a byte is one of its own."""
+        views = (tier.view(0, tier.nbytes) for tier in self._tiers)
+        return any(0 <= address - v.ctypes.data < v.nbytes for v in views)
+
+    def copier(self, link: int) -> Copier:
+        """That of a tier, which is opened by its first copy."""
+        if link not in self._copiers:
+            self._copiers[link] = self._tiers[link].copier(self._device)
+        return self._copiers[link]
+
+    def stop(self) -> None:
+        """Wait for the copies that run, and drop the rest."""
+        copiers, self._copiers = self._copiers, {}
+        for copier in copiers.values():
+            copier.close()
+
+    def close(self) -> None:
+        """Give its bytes back as soon as no tensor has them."""
+        self.stop()
+        for tier in self._tiers:
+            tier.close()
+
+
+class HeldRoom:
+    """A room that a run has.
+
+    Args:
+        room: The room.
+        free: Called once neither the run nor any tensor has it any more.
+    """
+
+    def __init__(self, room: Room, free: Callable[[Room], None]) -> None:
+        self.copier = room.copier
+        self._views = room.views()
+        held = {id(view) for view in self._views}
+
+        def let_go(view: int) -> None:
+            held.discard(view)
+            if not held:
+                free(room)
+
+        for view in self._views:
+            weakref.finalize(view, let_go, id(view)).atexit = False
+
+    def bytes(self, link: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Some bytes of a tier, which hold on to the room."""
+        view = self._views[link]
+        return torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+class Rooms:
+    """Rooms of one size; it grows with what is asked for.
+
+    Args:
+        device: Where steps run.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._choices: tuple[TierChoice, ...] = ()
+        self._sizes: dict[TierChoice, int] = {}
+        self._free: list[Room] = []
+        self._open: list[Room] = []
+
+    def reserve(self, choices: Sequence[TierChoice], sizes: Sequence[int]) -> None:
+        """Have a room with so many bytes of these tiers at least.
+
+        Raises:
+            OutOfMemoryError: There is none.
+        """
+        self._choices = tuple(choices)
+        known = self._sizes
+        wanted = dict(zip(choices, sizes, strict=True))
+        self._sizes = {c: max(n, known.get(c, 0)) for c, n in wanted.items()}
+        if self._sizes != known:
+            self.give_up()
+        try:
+            if not self._free:
+                self._free.append(self._made())
+        except BaseException:
+            self._sizes = known
+            raise
+
+    def take(self) -> HeldRoom:
+        """A room that nobody has."""
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = self._made()
+        return HeldRoom(room, self._back)
+
+    def having(self, host: torch.Tensor) -> Room | None:
+        """The room that some bytes are in."""
+        return next((room for room in self._open if room.has(host.data_ptr())), None)
+
+    def give_up(self) -> None:
+        """Stop all copies, and use no room any more that there is."""
+        free, self._free = self._free, []
+        for room in tuple(self._open):
+            room.stop()
+            room.stale = True
+        for room in free:
+            self._closed(room)
+
+    def _made(self) -> Room:
+        sizes = [self._sizes[choice] for choice in self._choices]
+        room = Room(self._device, self._choices, sizes)
+        self._open.append(room)
+        return room
+
+    def _back(self, room: Room) -> None:
+        if room.stale:
+            self._closed(room)
+        else:
+            self._free.append(room)
+
+    def _closed(self, room: Room) -> None:
+        self._open.remove(room)
+        room.close()

@@ -9,10 +9,8 @@ import torch
 
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
+from mucudnn.torch.costs.measure import costs_of
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.measure import costs_of
-
-__all__ = ["costs_of_kernels", "restricted"]
 
 
 def costs_of_kernels(known: Profile, trial: Lowered) -> Profile:

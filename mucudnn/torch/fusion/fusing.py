@@ -13,17 +13,15 @@ from functools import partial
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
-from mucudnn.torch.execution.lanes import device_of
+from mucudnn.torch.execution.devices import device_of
 from mucudnn.torch.fusion.costs import costs_of_kernels, restricted
 from mucudnn.torch.fusion.groups import Group
 from mucudnn.torch.fusion.kernels import Kernel, Kernels, check_compiler
 from mucudnn.torch.fusion.rewriting import fused
 from mucudnn.torch.fusion.runs import Footprint, groups_of
-from mucudnn.torch.plan_cache.store import PlanStore
+from mucudnn.torch.plan import TorchPlan
+from mucudnn.torch.plan_store import PlanStore
 from mucudnn.torch.planning import Planner
-from mucudnn.torch.step_plan import TorchPlan
-
-__all__ = ["Fusing"]
 
 _WORTH = 0.95
 """A kernel's time over its members' from which on it is not taken."""

@@ -14,8 +14,6 @@ from mucudnn.torch.fusion.members import COPY, passes_through, used_operands
 from mucudnn.torch.fusion.recipes import Recipe, Step
 from mucudnn.torch.lowering.lowered import Lowered
 
-__all__ = ["Group", "Grouping"]
-
 
 @dataclass(frozen=True)
 class Group:

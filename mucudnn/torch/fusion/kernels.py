@@ -29,9 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.fusion.recipes import Recipe
 from mucudnn.torch.lowering.lowered import Layout
-from mucudnn.torch.storages import storage_of
-
-__all__ = ["Kernel", "Kernels", "check_compiler", "inductor"]
+from mucudnn.torch.source_lines import storage_of
 
 logger = logging.getLogger(__name__)
 

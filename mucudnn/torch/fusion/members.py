@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from mucudnn.ir.graph import Node
+from mucudnn.torch.costs.measure import is_view
 from mucudnn.torch.lowering.lowered import NOTHING, Call, Lowered, Number, Operand
-from mucudnn.torch.measurement.node_costs import is_view
-from mucudnn.torch.plan_cache.structure import Unnameable, described
-
-__all__ = ["COPY", "fusible", "passes_through", "used_operands"]
+from mucudnn.torch.plan_store import Unnameable, described
 
 COPY = torch.ops.aten.copy_.default
 """Stores a value in a tensor that outlives the step."""

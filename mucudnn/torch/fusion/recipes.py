@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from mucudnn.torch.lowering.lowered import Call, Layout, Number, Operand
-from mucudnn.torch.plan_cache.structure import described, digest_of
-
-__all__ = ["Recipe", "Step"]
+from mucudnn.torch.plan_store import described, digest_of
 
 
 @dataclass(frozen=True, slots=True)

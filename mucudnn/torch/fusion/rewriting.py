@@ -10,8 +10,6 @@ from mucudnn.torch.fusion.kernels import Kernel
 from mucudnn.torch.fusion.members import passes_through
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 
-__all__ = ["fused"]
-
 
 def fused(
     lowered: Lowered, groups: Sequence[Group], kernels: Mapping[str, Kernel]

@@ -24,8 +24,6 @@ from mucudnn.torch.fusion.groups import Group, Grouping
 from mucudnn.torch.fusion.members import fusible, passes_through
 from mucudnn.torch.lowering.lowered import Layout, Lowered
 
-__all__ = ["Footprint", "groups_of"]
-
 _LONGEST = 24
 _LAUNCH = 1 << 16
 """Bytes of traffic that a launch is worth."""

@@ -3,12 +3,10 @@
 from typing import TYPE_CHECKING
 
 from mucudnn.arguments import a_flag
-from mucudnn.torch.plan_cache.store import PlanStore
+from mucudnn.torch.plan_store import PlanStore
 
 if TYPE_CHECKING:
     from mucudnn.torch.fusion.fusing import Fusing
-
-__all__ = ["fusing_of"]
 
 
 def fusing_of(inductor: bool, plans: PlanStore) -> "Fusing | None":

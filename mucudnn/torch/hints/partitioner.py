@@ -26,12 +26,10 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.devices import get_device
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.joint import Joint
+from mucudnn.torch.costs.measure import estimated
 from mucudnn.torch.hints.policies import ResultPolicies, policies_of, without_copies
-from mucudnn.torch.measure import estimated
+from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.step_plan import TorchPlan
-
-__all__ = ["HintedPartitioner", "partitioner", "tag"]
 
 _KEY = "recompute"
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})

@@ -13,12 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.step_plan import TorchPlan
-
-__all__ = ["ResultPolicies", "policies_of", "without_copies"]
+from mucudnn.torch.plan import TorchPlan
 
 _NO_LINK = 1e-3
 """Bytes a ms: whatever can be computed again is."""

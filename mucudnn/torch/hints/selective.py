@@ -29,9 +29,7 @@ from torch.utils.checkpoint import (
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.torch.hints.policies import policies_of, without_copies
 from mucudnn.torch.memory_study import MemoryStudy
-from mucudnn.torch.storages import storage_of
-
-__all__ = ["checkpoint_contexts"]
+from mucudnn.torch.source_lines import storage_of
 
 _BARE = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 """Operations whose result is filled in place: it is saved as what it is filled with."""

@@ -1,4 +1,4 @@
-"""PyTorch's graph of a step as a graph of ours, and how to call each of its nodes.
+"""Lower PyTorch's graph of a step to a `Graph`, with a call for each node.
 
 Memory is made of storages, counted in bytes: a tensor that shares one is a view of
 another tensor. Tuples are taken apart: a node has as many outputs as tensors. Numbers
@@ -11,6 +11,7 @@ a product, random, or may overwrite operands.
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,21 +19,20 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.errors import UnsupportedError
+from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
-from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
-from mucudnn.torch.lowering.operands import Pending, Value, bound, is_leaf, times
-from mucudnn.torch.lowering.overloads import as_laid_out, in_place_variant
-from mucudnn.torch.lowering.refusals import refuse
-from mucudnn.torch.lowering.statistics import (
+from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowering.overloads import (
+    as_laid_out,
     corrected,
+    in_place_variant,
     statistics_types,
     without_masked,
     without_unread,
 )
-from mucudnn.torch.storages import storage_of
-
-__all__ = ["CHECKS", "lower"]
+from mucudnn.torch.source_lines import line_of_stack, storage_of
 
 CHECKS = frozenset(
     {
@@ -43,11 +43,14 @@ CHECKS = frozenset(
 )
 """Operations without results that raise by values: they stay where they are."""
 
+
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations whose result is their operand."""
 
+
 _IGNORED = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
+
 
 _SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
@@ -332,3 +335,96 @@ def _needed(
             kept.append(node)
             needed.update(node.inputs)
     return tuple(reversed(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the graph, as a value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A number that is computed where it is used, from tensors and numbers."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is one of the two, which trees are not looked into."""
+    return isinstance(value, Value | Pending)
+
+
+def bound(inputs: list[str], value: Any) -> Any:
+    """An argument with tensors by their place among the inputs."""
+    match value:
+        case Value(name):
+            if name not in inputs:
+                inputs.append(name)
+            return Operand(inputs.index(name))
+        case Pending(function, args):
+            return Number(function, tuple(bound(inputs, a) for a in args))
+        case _:
+            return value
+
+
+def times(call: Call, index: int) -> int:
+    """How often a call names an operand."""
+    found = 0
+    pending: list[Any] = [call.args, dict(call.kwargs)]
+    while pending:
+        match pending.pop():
+            case Operand(i):
+                found += i == index
+            case Number(_, args):
+                pending.append(args)
+            case dict() as mapping:
+                pending += mapping.values()
+            case list() | tuple() as values:
+                pending += values
+    return found
+
+
+DENSE = (
+    "use dense ones (sparse=False, and Adam in place of SparseAdam), or let mt.backend "
+    "compile what is behind an embedding and leave the embedding as it is"
+)
+"""What works in place of sparse tensors."""
+
+
+def refuse(
+    node: torch.fx.Node,
+    function: Any,
+    outputs: Sequence[tuple[int | None, str, torch.Tensor]],
+) -> None:
+    """Look at a node and its results.
+
+    Raises:
+        UnsupportedError: It is no operation of PyTorch's, changes its operands, or has
+            results that are not dense or whose shapes depend on data.
+    """
+    where = line_of_stack(node.meta.get("stack_trace"))
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        raise UnsupportedError(
+            f"{node.name} calls {function}{where}, which is no operation of PyTorch's; "
+            "such calls cannot be planned"
+        )
+    if schema.is_mutable:
+        raise UnsupportedError(
+            f"{node.name} calls {function}{where}, which changes its operands; only "
+            "what is no view of something outside of the graph may be changed"
+        )
+    for _, name, value in outputs:
+        if value.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} of {function}{where} is {value.layout}; only dense tensors "
+                f"are planned: {DENSE}"
+            )
+        if any(not isinstance(size, int) for size in value.shape):
+            raise UnsupportedError(
+                f"the shape of {name} of {function}{where} depends on data: "
+                f"{tuple(value.shape)}; keep shapes, with torch.where or a mask"
+            )

@@ -9,8 +9,6 @@ import torch
 
 from mucudnn.ir.graph import Graph
 
-__all__ = ["NOTHING", "Call", "Layout", "Lowered", "Number", "Operand"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operand:

@@ -7,17 +7,6 @@ from typing import Any
 from mucudnn.ir.traits import Interval, Rows
 from mucudnn.torch.lowering.lowered import Call, Layout, Operand
 
-__all__ = [
-    "Axis",
-    "Cut",
-    "Rule",
-    "Site",
-    "StripCall",
-    "Stripped",
-    "of_rows",
-    "rows_in",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Axis:

@@ -13,15 +13,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.strips import HEIGHT
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Batch, Operands, Rows, Strip
 from mucudnn.torch.lowering.lowered import Call, Lowered
 from mucudnn.torch.splitting.axes import Axis, Cut, Site, Stripped, rows_in
-from mucudnn.torch.splitting.image_rules import strip_carried, strip_of
-from mucudnn.torch.splitting.rules import UNDRAWN, carried, cut_of
-
-__all__ = ["Batched", "with_batches", "with_strips"]
+from mucudnn.torch.splitting.batch_rules import UNDRAWN, carried, cut_of
+from mucudnn.torch.splitting.strip_rules import strip_carried, strip_of
 
 _SAMPLES = 0
 

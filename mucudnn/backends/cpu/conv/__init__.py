@@ -6,17 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv import (
-    fft,
-    fft_tiling,
-    gemm,
-    implicit_gemm,
-    implicit_precomp_gemm,
-    winograd_nonfused,
-)
+from mucudnn.backends.cpu.conv import fft, gemm, winograd
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
 from mucudnn.backends.cpu.threads import Workers, as_kernels
-from mucudnn.backends.runner import Call, Library, PlanRunner, per_slice
+from mucudnn.backends.plan_runner import Call, Library, PlanRunner, per_slice
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
@@ -25,12 +18,12 @@ from mucudnn.ir.tensor import TensorSpec
 __all__ = ["ALGORITHMS", "CpuConv"]
 
 ALGORITHMS: tuple[Algorithm, ...] = (
-    implicit_gemm.ALGORITHM,
-    implicit_precomp_gemm.ALGORITHM,
-    gemm.ALGORITHM,
-    fft.ALGORITHM,
-    fft_tiling.ALGORITHM,
-    winograd_nonfused.ALGORITHM,
+    gemm.IMPLICIT_GEMM,
+    gemm.IMPLICIT_PRECOMP_GEMM,
+    gemm.GEMM,
+    fft.FFT,
+    fft.FFT_TILING,
+    winograd.WINOGRAD_NONFUSED,
 )
 
 _DTYPES = ("float32", "float64")

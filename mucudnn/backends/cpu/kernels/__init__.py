@@ -15,22 +15,13 @@ import numpy as np
 
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cpu.kernels import (
-    average_pooling,
     batch_norm,
-    bias,
-    dropout,
     elementwise,
-    fused_norm,
-    gradients,
     group_norm,
     losses,
     lrn,
-    matmul,
-    max_pooling,
-    shaping,
-    split_batch_norm,
-    split_group_norm,
-    turning,
+    pooling,
+    reductions,
     updates,
     upsampling,
 )
@@ -40,23 +31,14 @@ from mucudnn.backends.cpu.threads import Workers
 __all__ = ["KERNELS", "bind"]
 
 _FILES = (
-    average_pooling,
+    pooling,
     batch_norm,
-    bias,
-    dropout,
+    reductions,
     elementwise,
-    fused_norm,
-    gradients,
+    updates,
     group_norm,
     losses,
     lrn,
-    matmul,
-    max_pooling,
-    shaping,
-    split_batch_norm,
-    split_group_norm,
-    turning,
-    updates,
     upsampling,
 )
 

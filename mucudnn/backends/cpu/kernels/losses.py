@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.sums import total_dot
+from mucudnn.backends.cpu.kernels.reductions import total_dot
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     KernelCall,
@@ -17,8 +17,6 @@ from mucudnn.backends.cpu.kernels.tiles import (
     as_ncs,
     tiles,
 )
-
-__all__ = ["OPERATIONS"]
 
 _PIECES = 8  # least tiles: even a small batch of logits is worth two workers
 

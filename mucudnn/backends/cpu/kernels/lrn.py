@@ -17,8 +17,6 @@ from mucudnn.backends.cpu.kernels.tiles import (
     tiles,
 )
 
-__all__ = ["OPERATIONS"]
-
 
 def lrn(call: KernelCall) -> None:
     """Divide each element by a power of its neighbourhood's mean square."""

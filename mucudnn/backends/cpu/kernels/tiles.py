@@ -12,21 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mucudnn.backends.cpu.scratch import Scratch
-from mucudnn.backends.cpu.threads import Workers
-
-__all__ = [
-    "BLOCK_BYTES",
-    "LARGE_BYTES",
-    "Attrs",
-    "KernelCall",
-    "Run",
-    "as_ncs",
-    "even",
-    "greedy",
-    "shared",
-    "tiles",
-]
+from mucudnn.backends.cpu.threads import Scratch, Workers
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Optimizer steps, in PyTorch's conventions; they overwrite weights and state.
+"""Optimizer steps in PyTorch's conventions, and kernels on gradients.
 
 If the loss scale is state, an update's last two inputs are the scale and its counts
 (`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.tiles import Attrs, KernelCall, Run
-from mucudnn.backends.cpu.scratch import Scratch
-
-__all__ = ["OPERATIONS"]
+from mucudnn.backends.cpu.threads import Scratch
 
 
 def sgd(attrs: Attrs, rate: float, w: Any, g: Any) -> None:
@@ -146,6 +144,40 @@ def _gradient(
     return g
 
 
+def accumulate(call: KernelCall) -> None:
+    """Compute total += factor part."""
+    factor = call.attrs["factor"]
+
+    def block(total: Any, part: Any) -> None:
+        total += part if factor == 1 else part * factor
+
+    call.flat_blocks(call.inputs, block)
+
+
+def find_overflow(call: KernelCall) -> None:
+    """Set counts[0] = 1 if a gradient is infinite or NaN."""
+    gradient, counts = call.inputs
+
+    def block(part: Any) -> None:
+        if not np.isfinite(part).all():
+            counts[0] = 1
+
+    call.flat_blocks([gradient], block)
+
+
+def adjust_loss_scale(call: KernelCall) -> None:
+    """Update the loss scale for the next step, within its limits, and the counts."""
+    (scale, counts), attrs = call.inputs, call.attrs
+    overflowed, good, skipped = counts.tolist()
+    if overflowed:
+        good, skipped = 0, skipped + 1
+        scale[...] = max(float(scale) * attrs["backoff"], attrs["least"])
+    elif (good := good + 1) >= attrs["interval"]:
+        good = 0
+        scale[...] = min(float(scale) * attrs["growth"], attrs["most"])
+    counts[:] = 0, good, skipped
+
+
 def _scaled_step(w: Any, g: Any, s: Any, rate: float, eps: float) -> None:
     """Compute w -= rate g / (sqrt(s) + eps); overwrite g."""
     root = np.sqrt(s)
@@ -161,4 +193,7 @@ OPERATIONS: dict[str, Run] = {
     "momentum": _update(momentum),
     "rmsprop": _update(rmsprop),
     "sgd": _update(sgd),
+    "accumulate": accumulate,
+    "adjust_loss_scale": adjust_loss_scale,
+    "find_overflow": find_overflow,
 }

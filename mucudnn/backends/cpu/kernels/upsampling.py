@@ -12,8 +12,6 @@ import numpy as np
 
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
 
-__all__ = ["OPERATIONS"]
-
 
 def upsample_nearest(call: KernelCall) -> None:
     """Repeat each pixel along every axis."""

@@ -13,11 +13,9 @@ from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.kernels.source import THREADS, Program, compiler_options
-from mucudnn.backends.cuda.remedies import with_remedy
+from mucudnn.backends.cuda.loading import with_remedy
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
-
-__all__ = ["PROGRAM", "SUFFIX", "add_launch", "applies", "engine_operands", "scratch"]
 
 SUFFIX = "+f32"
 """Suffix of the names of algorithms that sum in float32."""

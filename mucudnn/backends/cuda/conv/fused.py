@@ -10,15 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from mucudnn.backends.cuda.conv import CudaConv, execute, operands_of
-from mucudnn.backends.cuda.conv.graph import PlanKey
+from mucudnn.backends.cuda.conv import CudaConv, execute, operands_of, step_operands
+from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT, PlanKey
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
-from mucudnn.backends.cuda.conv.operation import ALIGNMENT
-from mucudnn.backends.cuda.conv.plan import step_operands
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
-
-__all__ = ["CudaEpilogues"]
 
 logger = logging.getLogger(__name__)
 

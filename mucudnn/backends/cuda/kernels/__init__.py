@@ -15,56 +15,38 @@ from typing import Any
 
 from mucudnn.backends.base import Kernel, KernelArguments
 from mucudnn.backends.cuda.kernels import (
-    average_pooling,
     batch_norm,
-    batch_norm_grad,
-    bias,
-    dropout,
     elementwise,
-    fused_norm,
-    gradients,
     group_norm,
     losses,
     lrn,
-    matmul,
-    max_pooling,
-    shaping,
-    split_batch_norm,
-    split_group_norm,
-    turning,
+    pooling,
+    reductions,
+    split_norm,
     updates,
     upsampling,
 )
-from mucudnn.backends.cuda.kernels.program import (
+from mucudnn.backends.cuda.kernels.launch import (
     Call,
     KernelCall,
     Operation,
     Preparer,
-    Program,
     Recorder,
 )
+from mucudnn.backends.cuda.kernels.source import Program
 
 __all__ = ["KERNELS", "PROGRAMS", "bind"]
 
 _FILES = (
-    average_pooling,
+    pooling,
     batch_norm,
-    batch_norm_grad,
-    bias,
-    dropout,
+    reductions,
     elementwise,
-    fused_norm,
-    gradients,
+    split_norm,
+    updates,
     group_norm,
     losses,
     lrn,
-    matmul,
-    max_pooling,
-    shaping,
-    split_batch_norm,
-    split_group_norm,
-    turning,
-    updates,
     upsampling,
 )
 

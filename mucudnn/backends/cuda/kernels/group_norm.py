@@ -15,18 +15,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.channels import Channels
-from mucudnn.backends.cuda.kernels.program import (
+from mucudnn.backends.cuda.kernels.launch import (
     Attrs,
     KernelCall,
     Operation,
-    Program,
     Specs,
     as_ncs,
 )
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH
-
-__all__ = ["OPERATIONS", "PROGRAM", "ROWS", "affine_grads", "affine_workspace", "rows"]
+from mucudnn.backends.cuda.kernels.reductions import CHANNELS, FINISH, Channels
+from mucudnn.backends.cuda.kernels.source import Program
 
 ROWS = r"""
 // A row, and a thread's elements of it with their values of gamma: one value for

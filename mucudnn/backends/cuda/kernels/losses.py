@@ -12,19 +12,16 @@ accuracy counts the answer as wrong; nothing is read or written out of bounds.
 
 from collections.abc import Sequence
 
-from mucudnn.backends.cuda.kernels.program import (
-    THREADS,
+from mucudnn.backends.cuda.kernels.launch import (
     KernelCall,
     Operation,
-    Program,
     as_ncs,
     flat,
     walking,
 )
-from mucudnn.backends.cuda.kernels.sums import PARTIALS, REDUCE, partials
-from mucudnn.backends.cuda.kernels.windows import WALK
-
-__all__ = ["GIVEN", "OPERATIONS", "PROGRAM"]
+from mucudnn.backends.cuda.kernels.pooling import WALK
+from mucudnn.backends.cuda.kernels.reductions import PARTIALS, REDUCE, partials
+from mucudnn.backends.cuda.kernels.source import THREADS, Program
 
 GIVEN = "logarithms_given"
 """Attribute of `softmax_cross_entropy`: the second result was already computed by a

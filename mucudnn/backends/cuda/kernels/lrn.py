@@ -10,20 +10,17 @@ small. For images of few pixels, neighbouring threads process a pixel's channels
 
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import (
-    THREADS,
+from mucudnn.backends.cuda.kernels.launch import (
     Attrs,
     KernelCall,
     Operation,
-    Program,
     Specs,
     as_ncs,
     flat,
     walking,
 )
-from mucudnn.backends.cuda.kernels.windows import WALK
-
-__all__ = ["OPERATIONS", "PROGRAM"]
+from mucudnn.backends.cuda.kernels.pooling import WALK
+from mucudnn.backends.cuda.kernels.source import THREADS, Program
 
 _BLOCKS = 1024
 _FEWEST = 8  # least channels per thread, to amortise locating its pixel

@@ -13,8 +13,6 @@ from types import MappingProxyType
 
 from mucudnn.errors import UnsupportedError
 
-__all__ = ["PRELUDE", "THREADS", "TYPES", "Program", "compiler_options"]
-
 THREADS = 256
 """Threads of every block."""
 

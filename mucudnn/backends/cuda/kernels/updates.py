@@ -1,4 +1,4 @@
-"""Optimizer steps, in PyTorch's conventions, updating weights and state in one pass.
+"""Optimizer steps in PyTorch's conventions, and kernels on gradients.
 
 Half-precision weights are computed in float32 and rounded once; their learning rate has
 the type of the weights. Gradients may be narrower than weights. If the loss scale is
@@ -16,16 +16,139 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import (
+from mucudnn.backends.cuda.kernels.launch import (
+    TABLE,
     KernelCall,
     Operation,
-    Program,
+    Row,
     as_ncs,
     flat,
+    table_of,
 )
-from mucudnn.backends.cuda.kernels.tables import TABLE, Row, table_of
+from mucudnn.backends.cuda.kernels.source import Program
 
-__all__ = ["OPERATIONS", "PROGRAM"]
+
+def accumulate(call: KernelCall) -> None:
+    """Compute total += factor part."""
+    total, part = call.inputs
+    size, factor = total.size, float(call.attrs["factor"])
+    arguments = total, part, size, factor
+    call.launch(GRADIENTS_PROGRAM, "accumulate", flat(size), *arguments, beside=part)
+
+
+def accumulate_all(calls: Sequence[KernelCall]) -> None:
+    """Accumulate several totals, with one launch per type and factor."""
+    groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
+    for call in calls:
+        total, part = call.inputs
+        groups[total.dtype, part.dtype, call.attrs["factor"]].append(call)
+    for group in groups.values():
+        call, (total, part) = group[0], group[0].inputs
+        table, count, blocks = table_of(call.gpu, [Row(c.inputs) for c in group])
+        arguments = table, count, float(call.attrs["factor"])
+        name = "accumulate_all"
+        call.launch(
+            GRADIENTS_PROGRAM, name, (blocks,), *arguments, like=total, beside=part
+        )
+
+
+def find_overflow(call: KernelCall) -> None:
+    """Set counts[0] = 1 if a gradient is infinite or NaN."""
+    gradient, counts = call.inputs
+    arguments = gradient, counts, gradient.size
+    call.launch(GRADIENTS_PROGRAM, "find_overflow", flat(gradient.size), *arguments)
+
+
+def find_overflow_all(calls: Sequence[KernelCall]) -> None:
+    """Check several gradients, with one launch per type."""
+    groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
+    for call in calls:
+        gradient, counts = call.inputs
+        groups[gradient.dtype, call.gpu.address(counts)].append(call)
+    for group in groups.values():
+        first, (gradient, counts) = group[0], group[0].inputs
+        rows = [Row(call.inputs[:1]) for call in group]
+        table, count, blocks = table_of(first.gpu, rows)
+        arguments, name = (table, counts, count), "find_overflow_all"
+        first.launch(GRADIENTS_PROGRAM, name, (blocks,), *arguments, like=gradient)
+
+
+def adjust_loss_scale(call: KernelCall) -> None:
+    """Update the loss scale for the next step, and the counts."""
+    numbers = call.numbers("growth", "backoff", "least", "most")
+    arguments = *call.inputs, *numbers, int(call.attrs["interval"])
+    call.launch(GRADIENTS_PROGRAM, "adjust_loss_scale", (1,), *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An update with its attributes and flags, in its kernels' order."""
+
+    kernel: str
+    names: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    counted: bool = False
+
+    def run(self, call: KernelCall) -> None:
+        """Update one tensor."""
+        (w, dw, *others), scalars = self._operands(call)
+        numbers = *call.numbers(*_COMMON), *self._numbers(call)
+        blocks = flat(-(-w.size // _PER_THREAD))
+        arguments = w, dw, *others, *_turned(call), *scalars, w.size, *numbers
+        call.launch(PROGRAM, self.kernel, blocks, *arguments, beside=dw)
+
+    def together(self, calls: Sequence[KernelCall]) -> None:
+        """Update many tensors, with one launch per type, scalars and weight decay."""
+        groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
+        for call in calls:
+            arrays, scalars = self._operands(call)
+            places = tuple(a if a is None else call.gpu.address(a) for a in scalars)
+            factor = call.attrs["gradient_scale"]
+            alike = (
+                arrays[0].dtype,
+                arrays[1].dtype,
+                places,
+                factor,
+                self._numbers(call),
+            )
+            groups[alike].append(call)
+        for group in groups.values():
+            known = {call.attrs["weight_decay"] for call in group}
+            decays = sorted(known - {0.0}) or [0.0]
+            for decay in decays:
+                mine = {decay, 0.0} if decay == decays[0] else {decay}
+                part = [c for c in group if c.attrs["weight_decay"] in mine]
+                self._launch(part, decay)
+
+    def _launch(self, calls: Sequence[KernelCall], decay: float) -> None:
+        """Launch calls whose weight decay is this one or none."""
+        first = calls[0]
+        rows = [
+            Row(self._operands(c)[0], c.attrs["weight_decay"] != 0, _turned(c))
+            for c in calls
+        ]
+        table, count, blocks = table_of(first.gpu, rows)
+        (w, dw, *_), scalars = self._operands(first)
+        numbers = decay, *first.numbers("gradient_scale"), *self._numbers(first)
+        arguments = table, *scalars, count, *numbers
+        name = f"{self.kernel}_all"
+        first.launch(PROGRAM, name, (blocks,), *arguments, like=w, beside=dw)
+
+    def _operands(self, call: KernelCall) -> tuple[list[Any], tuple[Any, ...]]:
+        """Return weight, gradient, states, copy; and rate, step, scale, counts."""
+        w, dw, lr, *others = call.inputs
+        step = others.pop(0) if self.counted else None
+        scale = counts = None
+        if call.attrs.get("scaled"):
+            *others, scale, counts = others
+        copy = others.pop() if call.attrs.get("copied") else None
+        others += [None] * (2 - len(others))
+        return [w, dw, *others, copy], (lr, step, scale, counts)
+
+    def _numbers(self, call: KernelCall) -> tuple[float | int, ...]:
+        flags = (int(call.attrs[name]) for name in self.flags)
+        return (*call.numbers(*self.names), *flags)
+
 
 _RULES = r"""
 // Scalars of every update; `scale` and `counts` may be missing.
@@ -90,6 +213,7 @@ struct RmsProp {
     }
 };
 """
+
 
 _LOOPS = r"""
 // Position of a weight's element in its gradient and copy: the same.
@@ -163,16 +287,6 @@ __device__ void update(const Tensors& t, I count, I thread, I threads, long long
 }
 """
 
-_ADAM = """
-    __shared__ double shared[2];
-    if (threadIdx.x == 0) {
-        double taken = (double)(*step + 1 - (counts ? counts[2] : 0));
-        shared[0] = (double)(A)lr[0] / (1 - pow(beta1, taken));
-        shared[1] = 1 / sqrt(1 - pow(beta2, taken));
-    }
-    __syncthreads();
-"""
-
 
 def _pair(name: str, parameters: str, rule: str, before: str = "") -> str:
     """Return the source of an update's kernels: for one tensor, and for a table."""
@@ -203,6 +317,17 @@ KERNEL {name}_all(const long long* table, {scalars}) {{
 """
 
 
+_ADAM = """
+    __shared__ double shared[2];
+    if (threadIdx.x == 0) {
+        double taken = (double)(*step + 1 - (counts ? counts[2] : 0));
+        shared[0] = (double)(A)lr[0] / (1 - pow(beta1, taken));
+        shared[1] = 1 / sqrt(1 - pow(beta2, taken));
+    }
+    __syncthreads();
+"""
+
+
 PROGRAM = Program(
     TABLE
     + _RULES
@@ -228,79 +353,6 @@ PROGRAM = Program(
     )
 )
 
-_COMMON = ("weight_decay", "gradient_scale")
-_PER_THREAD = 4  # elements per thread in a launch for one tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """An update with its attributes and flags, in its kernels' order."""
-
-    kernel: str
-    names: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    counted: bool = False
-
-    def run(self, call: KernelCall) -> None:
-        """Update one tensor."""
-        (w, dw, *others), scalars = self._operands(call)
-        numbers = *call.numbers(*_COMMON), *self._numbers(call)
-        blocks = flat(-(-w.size // _PER_THREAD))
-        arguments = w, dw, *others, *_turned(call), *scalars, w.size, *numbers
-        call.launch(PROGRAM, self.kernel, blocks, *arguments, beside=dw)
-
-    def together(self, calls: Sequence[KernelCall]) -> None:
-        """Update many tensors, with one launch per type, scalars and weight decay."""
-        groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
-        for call in calls:
-            arrays, scalars = self._operands(call)
-            places = tuple(a if a is None else call.gpu.address(a) for a in scalars)
-            factor = call.attrs["gradient_scale"]
-            alike = (
-                arrays[0].dtype,
-                arrays[1].dtype,
-                places,
-                factor,
-                self._numbers(call),
-            )
-            groups[alike].append(call)
-        for group in groups.values():
-            known = {call.attrs["weight_decay"] for call in group}
-            decays = sorted(known - {0.0}) or [0.0]
-            for decay in decays:
-                mine = {decay, 0.0} if decay == decays[0] else {decay}
-                part = [c for c in group if c.attrs["weight_decay"] in mine]
-                self._launch(part, decay)
-
-    def _launch(self, calls: Sequence[KernelCall], decay: float) -> None:
-        """Launch calls whose weight decay is this one or none."""
-        first = calls[0]
-        rows = [
-            Row(self._operands(c)[0], c.attrs["weight_decay"] != 0, _turned(c))
-            for c in calls
-        ]
-        table, count, blocks = table_of(first.gpu, rows)
-        (w, dw, *_), scalars = self._operands(first)
-        numbers = decay, *first.numbers("gradient_scale"), *self._numbers(first)
-        arguments = table, *scalars, count, *numbers
-        name = f"{self.kernel}_all"
-        first.launch(PROGRAM, name, (blocks,), *arguments, like=w, beside=dw)
-
-    def _operands(self, call: KernelCall) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return weight, gradient, states, copy; and rate, step, scale, counts."""
-        w, dw, lr, *others = call.inputs
-        step = others.pop(0) if self.counted else None
-        scale = counts = None
-        if call.attrs.get("scaled"):
-            *others, scale, counts = others
-        copy = others.pop() if call.attrs.get("copied") else None
-        others += [None] * (2 - len(others))
-        return [w, dw, *others, copy], (lr, step, scale, counts)
-
-    def _numbers(self, call: KernelCall) -> tuple[float | int, ...]:
-        flags = (int(call.attrs[name]) for name in self.flags)
-        return (*call.numbers(*self.names), *flags)
-
 
 def _turned(call: KernelCall) -> tuple[int, int]:
     """Return (channels, taps) of a filter with a transposed gradient, else (0, 0)."""
@@ -310,13 +362,76 @@ def _turned(call: KernelCall) -> tuple[int, int]:
     return channels, taps
 
 
+_PER_THREAD = 4  # elements per thread in a launch for one tensor
+
+
+_COMMON = ("weight_decay", "gradient_scale")
+
+
+# Kernels on gradients before the update: sums, overflow detection, loss scaling.
+#
+# Consecutive calls are combined into one launch over all of their tensors.
+
+
+GRADIENTS_PROGRAM = Program(
+    TABLE
+    + r"""
+KERNEL accumulate(T* total, const P* part, I count, double factor) {
+    EACH(i, count) total[i] = (T)((A)total[i] + (A)factor * (A)part[i]);
+}
+KERNEL accumulate_all(const long long* table, I rows, double factor) {
+    Part part(table, rows);
+    T* total = part.array<T>(0);
+    const P* more = part.array<P>(1);
+    for (I i = threadIdx.x; i < part.count; i += THREADS)
+        total[i] = (T)((A)total[i] + (A)factor * (A)more[i]);
+}
+
+// Infinity minus itself is NaN. All threads that find one write the same value.
+__device__ bool is_finite(T value) { return (A)value - (A)value == 0; }
+KERNEL find_overflow(const T* gradient, long long* counts, I count) {
+    EACH(i, count) if (!is_finite(gradient[i])) counts[0] = 1;
+}
+KERNEL find_overflow_all(const long long* table, long long* counts, I rows) {
+    Part part(table, rows);
+    const T* gradient = part.array<T>(0);
+    for (I i = threadIdx.x; i < part.count; i += THREADS)
+        if (!is_finite(gradient[i])) counts[0] = 1;
+}
+
+KERNEL adjust_loss_scale(T* scale, long long* counts, double growth, double backoff,
+                         double least, double most, I interval) {
+    if (threadIdx.x != 0 || blockIdx.x != 0) return;
+    double next = (double)(A)scale[0];
+    long long good = counts[1] + 1;
+    if (counts[0]) {
+        next = next * backoff < least ? least : next * backoff;
+        counts[2] += 1;
+        good = 0;
+    } else if (good >= interval) {
+        next = next * growth > most ? most : next * growth;
+        good = 0;
+    }
+    scale[0] = (T)(A)next;
+    counts[0] = 0;
+    counts[1] = good;
+}
+"""
+)
+
+
 OPERATIONS: dict[str, Operation] = {
-    update.kernel: Operation(update.run, together=update.together)
-    for update in (
-        _Update("adagrad", ("eps",)),
-        _Update("adam", ("beta1", "beta2", "eps"), ("decoupled",), counted=True),
-        _Update("momentum", ("momentum",), ("nesterov",)),
-        _Update("rmsprop", ("alpha", "eps")),
-        _Update("sgd"),
-    )
+    **{
+        update.kernel: Operation(update.run, together=update.together)
+        for update in (
+            _Update("adagrad", ("eps",)),
+            _Update("adam", ("beta1", "beta2", "eps"), ("decoupled",), counted=True),
+            _Update("momentum", ("momentum",), ("nesterov",)),
+            _Update("rmsprop", ("alpha", "eps")),
+            _Update("sgd"),
+        )
+    },
+    "accumulate": Operation(accumulate, together=accumulate_all),
+    "adjust_loss_scale": Operation(adjust_loss_scale),
+    "find_overflow": Operation(find_overflow, together=find_overflow_all, flags=(1,)),
 }

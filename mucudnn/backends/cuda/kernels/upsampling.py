@@ -7,15 +7,9 @@ that fill a 16-byte access, and all pixels of the large image that depend on the
 it locates without dividing.
 """
 
-from mucudnn.backends.cuda.kernels.program import (
-    KernelCall,
-    Operation,
-    Program,
-    walking,
-)
-from mucudnn.backends.cuda.kernels.windows import WALK
-
-__all__ = ["OPERATIONS", "PROGRAM"]
+from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, walking
+from mucudnn.backends.cuda.kernels.pooling import WALK
+from mucudnn.backends.cuda.kernels.source import Program
 
 PROGRAM = Program(
     WALK

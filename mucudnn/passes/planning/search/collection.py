@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["gc_relaxed"]
-
 _YOUNG = 100_000
 """Net allocations before a collection of the youngest generation."""
 

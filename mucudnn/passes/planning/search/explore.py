@@ -19,21 +19,17 @@ from mucudnn.passes.residency import (
     RECOMPUTED_BACKWARD,
     Residency,
 )
-from mucudnn.passes.residency.blocks import (
-    blockwise,
-    group_changes,
-    slices_of,
-    total_bytes,
-)
 from mucudnn.passes.residency.candidates import (
     Candidate,
     Change,
+    blockwise,
+    group_changes,
     same_changes,
     single_changes,
+    slices_of,
+    total_bytes,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-
-__all__ = ["explore", "improve", "improved", "schedulers"]
 
 _WORK = 120_000
 """Limit of nodes times trials, for each of both parts."""

@@ -13,8 +13,6 @@ from mucudnn.passes.planning.search.trials import Trials
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.residency.candidates import Candidate, Change
 
-__all__ = ["polish"]
-
 _IN_A_ROW = 3
 _STAYS = (Residency.KEEP, Residency.PAGE)
 """Residencies of consecutive tensors: kept, or offloaded between any two uses."""

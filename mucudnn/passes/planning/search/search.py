@@ -14,10 +14,9 @@ from copy import copy
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.bound.lower_bound import lower_bound
-from mucudnn.passes.planning.evaluate import check_residency, plan_residency
+from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.milp import MOST_SAVED, exact
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
 from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.explore import explore, improved
 from mucudnn.passes.planning.search.trials import Trials, closer
@@ -38,11 +37,9 @@ from mucudnn.passes.residency.candidates import (
     seeds,
     single_changes,
 )
-from mucudnn.passes.residency.published import keep_all
+from mucudnn.passes.residency.policies import keep_all
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-__all__ = ["search", "search_on", "smallest"]
 
 _WORK = 60_000
 """Limit of scheduled nodes and offloaded parameters and state over all trials, not

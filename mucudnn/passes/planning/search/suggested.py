@@ -11,13 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from mucudnn.passes.residency import RECOMPUTED, Residency
-from mucudnn.passes.residency.blocks import slices_of
-from mucudnn.passes.residency.candidates import Candidate, Change
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.residency.candidates import Candidate, Change, slices_of
+from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import Lane
-
-__all__ = ["again_ms", "stalls_ms", "suggested"]
 
 _FIRST = 5
 """Number of the most expensive tensors that are changed one by one."""

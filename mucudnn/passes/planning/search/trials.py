@@ -5,12 +5,9 @@ from collections.abc import Mapping
 from copy import copy
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import Draft, draft
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import Draft, StepRequest, draft
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-__all__ = ["Trials", "closer"]
 
 _ROUNDED = 1 - 1e-9
 

@@ -1,0 +1,576 @@
+"""Convolution as matrix products of blocks of patches, in bounded scratch memory.
+
+A block is planned once, as views with an axis of samples, and then filled for one
+sample after another, because planning in Python costs as much as copying.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.conv.im2col import (
+    Axis,
+    Gather,
+    Tiling,
+    as_matrix,
+    forward_gather,
+    grouped,
+    matrix_buffer,
+    overlap,
+    tap_windows,
+)
+from mucudnn.backends.cpu.threads import Workers, available, product
+from mucudnn.ir.conv import ConvProblem, Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous range of filter columns.
+
+    Attributes:
+        groups: Range of groups.
+        channels: Range of channels of each group.
+        taps: Range of taps along every kernel axis.
+        columns: Range of columns in a filter's rows.
+    """
+
+    groups: slice
+    channels: slice
+    taps: tuple[slice, ...]
+    columns: slice
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Number of taps along each axis."""
+        return (*map(_length, self.taps),)
+
+
+class Blocks:
+    """Filter columns, (channel, tap) or channels last (tap, channel), cut into blocks.
+
+    Args:
+        gather: Gather that reads the taps.
+        groups: Groups of the filter.
+        channels: Columns of a filter for each tap.
+        limit: Most columns of a block, over all its groups.
+        taps_limit: Most taps of a block.
+        last: Whether channels are last in memory.
+        spanning: Whether a block may span several groups.
+    """
+
+    def __init__(
+        self,
+        gather: Gather,
+        groups: int,
+        channels: int,
+        limit: int,
+        *,
+        taps_limit: int,
+        last: bool,
+        spanning: bool,
+    ) -> None:
+        kernel = tuple(axis.taps for axis in gather.axes)
+        per_tap = min(channels, limit) if last else 1
+        some = _tap_block(kernel, max(1, min(taps_limit, limit // per_tap)))
+        if last and per_tap < channels:
+            some = (1,) * len(kernel)
+        partial = some != kernel and not last
+        fits = per_tap if last else 1 if partial else limit // math.prod(some)
+        self._channels = list(cuts(channels, max(1, fits)))
+        boxes = map(cuts, kernel, some)
+        self._taps = list(itertools.product(*boxes))
+        whole = channels * math.prod(kernel)
+        alone = not spanning or len(self._channels) * len(self._taps) > 1
+        self.most_groups = 1 if alone else max(1, min(groups, limit // whole))
+        self.groups = list(cuts(groups, self.most_groups))
+        self._kernel, self._count, self._last = kernel, channels, last
+
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """Return the disjoint ranges of (groups, channels)."""
+        return itertools.product(self.groups, self._channels)
+
+    def of_groups(self, groups: slice) -> Iterator[Block]:
+        """Yield all blocks of a range of groups."""
+        for channels in self._channels:
+            yield from self.of_part(groups, channels)
+
+    def of_part(self, groups: slice, channels: slice) -> Iterator[Block]:
+        """Yield the blocks of one range of channels, one per box of taps."""
+        for taps in self._taps:
+            first = self._flat([t.start for t in taps])
+            last = self._flat([t.stop - 1 for t in taps])
+            if self._last:
+                start = first * self._count + channels.start
+                stop = last * self._count + channels.stop
+            else:
+                each = math.prod(self._kernel)
+                start = channels.start * each + first
+                stop = (channels.stop - 1) * each + last + 1
+            yield Block(groups, channels, taps, slice(start, stop))
+
+    @property
+    def terms(self) -> int:
+        """Columns of the largest block, over all its groups."""
+        taps = max(math.prod(map(_length, box)) for box in self._taps)
+        channels = max(map(_length, self._channels))
+        return self.most_groups * channels * taps
+
+    def _flat(self, tap: Sequence[int]) -> int:
+        index = 0
+        for size, j in zip(self._kernel, tap, strict=True):
+            index = index * size + j
+        return index
+
+
+def _tap_block(kernel: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Return the largest box of at most `limit` taps that are contiguous columns."""
+    box, room = [], limit
+    for size in reversed(kernel):
+        box.append(max(1, min(size, room)))
+        room = room // size
+    return tuple(reversed(box))
+
+
+class PatchBlock:
+    """A block of patches of one tile.
+
+    Args:
+        source: (N, G, C, *spatial).
+        gather: Positions to read.
+        block: Columns to fill.
+        tile: Outputs along each axis, with explicit bounds.
+        buffers: Flat buffers for the patches and for a zero-padded copy.
+        last: Whether channels are last in memory.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        gather: Gather,
+        block: Block,
+        tile: Sequence[slice],
+        buffers: Sequence[Any],
+        *,
+        last: bool,
+    ) -> None:
+        part = source[:, block.groups, block.channels]
+        self._steps: list[tuple[Any, Any, Any, Any]] = []
+        self._by_tap: tuple[Any, Any, list[Axis], Sequence[slice]] | None = None
+        rank = len(gather.axes)
+        if pointwise(gather, source.shape[3:]):
+            self.matrix = as_matrix(part[(..., *tile)], 1, rank)
+            return
+        target, matrix = tap_block(buffers[0], block, tile, last=last)
+        self.matrix = matrix[None]
+        axes = [
+            replace(
+                axis,
+                start=axis.start + taps.start * axis.tap_step,
+                taps=taps.stop - taps.start,
+            )
+            for axis, taps in zip(gather.axes, block.taps, strict=True)
+        ]
+        reads = [
+            axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)
+        ]
+        sizes = part.shape[3:]
+        if all(r.start >= 0 and r.stop <= n for r, n in zip(reads, sizes, strict=True)):
+            windows = tap_windows(part, axes, tile, (0,) * rank)
+            self._steps.append((None, None, target, windows))
+            return
+        lengths = [len(r) for r in reads]
+        room = buffers[1].size // (part.shape[1] * math.prod(lengths))
+        if not room:
+            target[...] = 0
+            self._by_tap = part, target, axes, tile
+            return
+        self._pad(part, target, axes, tile, reads, buffers[1], room)
+
+    def fill(self, n: int) -> None:
+        """Gather the patches of sample `n` into the block."""
+        for inner, source, target, windows in self._steps:
+            if inner is None:
+                np.copyto(target, windows[n])
+            else:
+                np.copyto(inner, source[n])
+                np.copyto(target, windows)
+        if self._by_tap is not None:
+            self._fill_by_tap(n, *self._by_tap)
+
+    def _pad(
+        self,
+        part: Any,
+        target: Any,
+        axes: Sequence[Axis],
+        tile: Sequence[slice],
+        reads: Sequence[range],
+        buffer: Any,
+        room: int,
+    ) -> None:
+        """Plan gathering through a zero-padded copy of as many channels as fit."""
+        groups, channels = part.shape[1:3]
+        lengths = [len(r) for r in reads]
+        have, want = overlap(reads, part.shape[3:])
+        each = groups * math.prod(lengths)
+        some = min(room, channels)
+        padded = buffer[: some * each].reshape(groups, some, *lengths)
+        padded[...] = 0  # kept from one sample to the next
+        for cut in cuts(channels, some):
+            copy = padded[:, : cut.stop - cut.start]
+            windows = tap_windows(copy, axes, tile, [-r.start for r in reads])
+            inner, source = copy[(..., *want)], part[(slice(None), slice(None), cut)]
+            self._steps.append((inner, source[(..., *have)], target[:, cut], windows))
+
+    @staticmethod
+    def _fill_by_tap(
+        n: int, part: Any, target: Any, axes: Sequence[Axis], tile: Sequence[slice]
+    ) -> None:
+        """Copy tap by tap, where a padded copy would not fit the buffer."""
+        for tap in itertools.product(*(range(axis.taps) for axis in axes)):
+            if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
+                written, read = hit
+                np.copyto(target[(..., *tap, *written)], part[(n, ..., *read)])
+
+
+def pointwise(gather: Gather, spatial: Sequence[int]) -> bool:
+    """Return whether each output reads exactly the pixel at its own position."""
+    return all(
+        (axis.start, axis.out_step, axis.taps, axis.outs) == (0, 1, 1, size)
+        for axis, size in zip(gather.axes, spatial, strict=True)
+    )
+
+
+def reach(
+    axes: Sequence[Axis],
+    tap: Sequence[int],
+    tile: Sequence[slice],
+    sizes: Sequence[int],
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the outputs (within a tile) that a tap reaches, and their inputs."""
+    outputs, read = [], []
+    for axis, j, t, size in zip(axes, tap, tile, sizes, strict=True):
+        low, high = axis.inside(j, size, t.start, t.stop)
+        if low == high:
+            return None
+        at, step = axis.start + j * axis.tap_step, axis.out_step
+        read.append(slice(at + low * step, at + (high - 1) * step + 1, step))
+        outputs.append(slice(low - t.start, high - t.start))
+    return tuple(outputs), tuple(read)
+
+
+def tap_block(
+    buffer: Any, block: Block, tile: Sequence[slice], *, last: bool
+) -> tuple[Any, Any]:
+    """View a buffer as (groups, channels, *taps, *outs) and (groups, terms, pixels)."""
+    groups, channels = map(_length, (block.groups, block.channels))
+    kernel, outs = block.kernel, map(_length, tile)
+    rank = len(kernel)
+    terms = (*kernel, channels) if last else (channels, *kernel)
+    shape = (groups, *terms, *outs)
+    patches, matrix = matrix_buffer(buffer, shape, 1 + rank, by_column=last)
+    if last:
+        order = (*range(1, 1 + rank), *range(2 + rank, patches.ndim))
+        patches = patches.transpose(0, 1 + rank, *order)
+    return patches, matrix
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+def cuts(total: int, block: int) -> Iterator[slice]:
+    """Yield about equal parts, as many as blocks of this size would make."""
+    count = -(-total // block)
+    size = -(-total // max(1, count))
+    for start in range(0, total, max(1, size)):
+        yield slice(start, min(start + size, total))
+
+
+# A convolution as matrix products of blocks, in a buffer of any given size.
+#
+# A block of patches is gathered, all rows of the filter are multiplied by it at once,
+# and the product is added directly to the result: BLAS takes leading dimensions and a
+# factor beta, which `mucudnn.backends.cpu.threads` exposes and `np.matmul` does not, so
+# no product is stored. Where groups are so narrow that a block spans several, or where
+# no such BLAS exists, part of the buffer holds the product, and the filter's rows are
+# taken a few at a time.
+#
+# Backward data is the transpose: a block of the patches of dx is computed in full, then
+# each tap's plane of it is added to the positions that the patch was read from.
+
+
+_PIXELS = 64  # least pixels of a block of patches
+
+_PER_PIXEL = 256  # elements of a larger buffer for each further pixel
+
+_TAPS = 12  # least taps of a scattered block: each tap is one addition
+
+_PER_TAP = 1024  # elements of a larger buffer for each further tap
+
+_SAMPLES = 8  # samples per planned block, while the result stays in cache
+
+
+_Step = Callable[[int], None]
+
+
+class Blockwise:
+    """The products of one problem, or of some of its samples.
+
+    Args:
+        problem: The convolution, in any direction.
+        room: Elements of a worker's buffer.
+    """
+
+    def __init__(self, problem: ConvProblem, room: int) -> None:
+        self._problem, self.room = problem, room
+        self._gather = forward_gather(problem)
+        self._rank = len(problem.stride)
+        self._last = problem.layout == "NHWC"
+        self._pixelwise = pointwise(self._gather, problem.x_shape[2:])
+        outs, groups = self._gather.out_shape, problem.groups
+        self._pixels = math.prod(outs)
+        pixels = min(max(_PIXELS, room // _PER_PIXEL), self._pixels)
+        self._tile = Tiling(1, outs, pixels).pixels
+        data = problem.direction is Direction.BACKWARD_DATA
+        channels = (problem.w_shape[0] if data else problem.x_shape[1]) // groups
+        self._terms = channels * self._gather.num_taps
+        narrow = groups > 1 and 4 * self._terms * self._tile <= room
+        self._direct = available(problem.dtype) and not narrow
+
+        # Sixths of the buffer for patches, a zero-padded copy and a product.
+        shares = (4, 2, 0) if self._direct else (2, 2, 2)
+        sixth = 0 if self.needs_no_room else room // 6
+        self._sizes = [share * sixth for share in shares]
+
+    @property
+    def needs_no_room(self) -> bool:
+        """Whether no buffer is needed: pixels are patches, and BLAS accumulates."""
+        return self._direct and self._pixelwise
+
+    def run(
+        self,
+        a: Any,
+        b: Any,
+        out: Any,
+        buffers: Sequence[Any],
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add) the result; see `Kernel.run`.
+
+        `buffers` are flat arrays of `room` elements, one per participating worker.
+        """
+        groups = self._problem.groups
+        one = grouped(a, groups, 1)
+        match self._problem.direction:
+            case Direction.FORWARD:
+                dest, filters = grouped(out, groups, 1), self._filters(b)
+                self._correlate(one, filters, dest, buffers, workers, accumulate)
+            case Direction.BACKWARD_FILTER:
+                if not accumulate:
+                    out[...] = 0
+                dy, dw = grouped(b, groups, 1), self._filters(out)
+                self._sum_filters(one, dy, dw, buffers, workers)
+            case Direction.BACKWARD_DATA if self._pixelwise:
+                dest = grouped(out, groups, 1)
+                filters = self._filters(b).transpose(0, 2, 1)
+                self._correlate(one, filters, dest, buffers, workers, accumulate)
+            case Direction.BACKWARD_DATA:
+                if not accumulate:
+                    out[...] = 0
+                dest = grouped(out, groups, 1)
+                self._scatter(one, self._filters(b), dest, buffers, workers)
+
+    def _filters(self, w: Any) -> Any:
+        """Return filters, or their gradients, as a view (groups, outputs, terms)."""
+        w = grouped(w, self._problem.groups, 0)
+        taps = tuple(range(3, 3 + self._rank))
+        ordered = w.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
+        return as_matrix(ordered, 1, 1 + self._rank)
+
+    def _correlate(
+        self,
+        source: Any,
+        w: Any,
+        dest: Any,
+        buffers: Sequence[Any],
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add) w (G, D, terms) @ patches of (N, G, C, …) to (N, G, D, …)."""
+        blocks, tiling = self._cut(source)
+        samples, rows = self._shares(
+            source.shape[0], len(tiling), w.shape[1], len(buffers)
+        )
+
+        def work(worker: int, item: tuple[slice, int, slice]) -> None:
+            n, index, d = item
+            _, tile = tiling[index]
+            own = self._parts(buffers[worker])
+            for groups in blocks.groups:
+                out = as_matrix(dest[(n, groups, d, *tile)], 1, self._rank)
+                add = accumulate
+                for block in blocks.of_groups(groups):
+                    patches = self._patches(source[n], block, tile, own)
+                    filters = w[None, groups, d, block.columns]
+                    step = _adding(filters, patches.matrix, out, own[2], add)
+                    for i in range(out.shape[0]):
+                        patches.fill(i)
+                        step(i)
+                    add = True
+
+        items = itertools.product(samples, range(len(tiling)), rows)
+        workers.each(items, work, at_most=len(buffers))
+
+    def _sum_filters(
+        self, x: Any, dy: Any, dw: Any, buffers: Sequence[Any], workers: Workers
+    ) -> None:
+        """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, terms)."""
+        blocks, tiling = self._cut(x)
+        every = [b for groups in blocks.groups for b in blocks.of_groups(groups)]
+        rows = list(cuts(dw.shape[1], -(-dw.shape[1] // len(buffers))))
+        if len(every) >= len(buffers):
+            rows = [slice(0, dw.shape[1])]
+
+        def work(worker: int, item: tuple[Block, slice]) -> None:
+            block, k = item
+            own = self._parts(buffers[worker])
+            target = dw[None, block.groups, k, block.columns]
+            for _, tile in tiling:
+                errors = as_matrix(
+                    dy[(slice(None), block.groups, k, *tile)], 1, self._rank
+                )
+                patches = self._patches(x, block, tile, own)
+                across = patches.matrix.transpose(0, 1, 3, 2)
+                step = _adding(errors, across, target, own[2], True)
+                for i in range(x.shape[0]):
+                    patches.fill(i)
+                    step(i)
+
+        items = itertools.product(every, rows)
+        workers.each(items, work, at_most=len(buffers))
+
+    def _scatter(
+        self, dy: Any, w: Any, dx: Any, buffers: Sequence[Any], workers: Workers
+    ) -> None:
+        """Add wᵀ @ dy, as patches (G, terms, …) of dx, to their positions."""
+        blocks = Blocks(
+            self._gather,
+            dx.shape[1],
+            dx.shape[2],
+            max(1, self.room // self._tile),
+            taps_limit=max(_TAPS, self.room // _PER_TAP),
+            last=self._last,
+            spanning=True,
+        )
+        pixels = min(self._pixels, self.room // blocks.terms)
+        tiling = Tiling(1, self._gather.out_shape, pixels)
+        samples = cuts(dx.shape[0], _SAMPLES)
+
+        def work(worker: int, item: tuple[slice, tuple[slice, slice]]) -> None:
+            n, part = item
+            for block in blocks.of_part(*part):
+                filters = w[block.groups, :, block.columns].transpose(0, 2, 1)
+                for _, tile in tiling:
+                    errors = as_matrix(
+                        dy[(n, block.groups, slice(None), *tile)], 1, self._rank
+                    )
+                    planes, matrix = tap_block(
+                        buffers[worker], block, tile, last=self._last
+                    )
+                    adds = self._additions(dx[n], block, tile, planes)
+                    for i in range(errors.shape[0]):
+                        np.matmul(filters, errors[i], out=matrix)
+                        for target, plane in adds:
+                            np.add(target[i], plane, out=target[i])
+
+        items = itertools.product(samples, blocks.parts())
+        workers.each(items, work, at_most=len(buffers))
+
+    def _cut(self, source: Any) -> tuple[Blocks, Tiling]:
+        """Return the blocks of filter columns and the tiles of the result."""
+        size, pixels = self._sizes[0], self._pixels
+        limit = max(1, size // self._tile) if size else self._terms
+        blocks = Blocks(
+            self._gather,
+            source.shape[1],
+            source.shape[2],
+            limit,
+            taps_limit=limit,
+            last=self._last,
+            spanning=not self._direct,
+        )
+        if size:
+            pixels = max(1, min(pixels, size // blocks.terms))
+        return blocks, Tiling(1, self._gather.out_shape, pixels)
+
+    def _parts(self, buffer: Any) -> list[Any]:
+        starts = itertools.accumulate(self._sizes, initial=0)
+        return [buffer[start:stop] for start, stop in itertools.pairwise(starts)]
+
+    def _shares(
+        self, batch: int, tiles: int, rows: int, crew: int
+    ) -> tuple[list[slice], list[slice]]:
+        """Return the ranges of samples and of rows that make one item of work."""
+        samples = list(cuts(batch, min(_SAMPLES, -(-batch // crew))))
+        enough = len(samples) * tiles >= crew
+        return samples, list(cuts(rows, rows if enough else -(-rows // crew)))
+
+    def _patches(
+        self, source: Any, block: Block, tile: Sequence[slice], buffers: Sequence[Any]
+    ) -> PatchBlock:
+        return PatchBlock(source, self._gather, block, tile, buffers, last=self._last)
+
+    def _additions(
+        self, dx: Any, block: Block, tile: Sequence[slice], planes: Any
+    ) -> list[tuple[Any, Any]]:
+        """List (target in dx, plane) for each tap that reaches dx (N, G, C, …)."""
+        axes, part = self._gather.axes, dx[:, block.groups, block.channels]
+        adds = []
+        for own in itertools.product(*map(range, block.kernel)):
+            tap = [t.start + j for t, j in zip(block.taps, own, strict=True)]
+            if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
+                written, read = hit
+                adds.append((part[(..., *read)], planes[(..., *own, *written)]))
+        return adds
+
+
+def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
+    """Return a function that writes (or adds) the product of one sample.
+
+    Args:
+        a: (N, G, m, k), or one for all samples; `b` and `out` likewise.
+        b: (N, G, k, n).
+        out: (N, G, m, n).
+        buffer: Memory for a product that BLAS cannot add.
+        add: Whether to add instead of writing.
+    """
+    multiply = product(a[0, 0], b[0, 0], out[0, 0]) if out.shape[1] == 1 else None
+    if multiply is not None:
+        (one, step), (two, hop), (three, leap) = map(_addresses, (a, b, out))
+        beta = float(add)
+        return lambda i: multiply(one + i * step, two + i * hop, three + i * leap, beta)
+
+    def work(i: int) -> None:
+        left, right, target = (x[i if len(x) > 1 else 0] for x in (a, b, out))
+        if not add:
+            np.matmul(left, right, out=target)
+            return
+        groups, rows, columns = target.shape
+        for some in cuts(rows, max(1, buffer.size // (groups * columns))):
+            shape = (groups, some.stop - some.start, columns)
+            result = buffer[: math.prod(shape)].reshape(shape)
+            np.matmul(left[:, some], right, out=result)
+            np.add(target[:, some], result, out=target[:, some])
+
+    return work
+
+
+def _addresses(array: Any) -> tuple[int, int]:
+    start: int = array.__array_interface__["data"][0]
+    return start, array.strides[0] if len(array) > 1 else 0

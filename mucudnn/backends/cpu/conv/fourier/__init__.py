@@ -1,1 +1,0 @@
-"""Convolution in the Fourier domain; the transforms are matrix products."""

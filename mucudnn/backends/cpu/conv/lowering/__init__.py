@@ -1,1 +1,0 @@
-"""Convolution as a matrix product: gather patches, multiply, scatter."""

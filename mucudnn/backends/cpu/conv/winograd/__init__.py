@@ -1,1 +1,0 @@
-"""Winograd convolution: transform tiles, multiply, transform back."""

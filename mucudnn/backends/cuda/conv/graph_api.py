@@ -1,0 +1,564 @@
+"""cuDNN's graph API as a library: one algorithm for each engine configuration."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mucudnn.backends.cuda.conv.launch import (
+    DATA_TYPES,
+    Geometry,
+    Launch,
+    Operands,
+    operand_order,
+)
+from mucudnn.backends.cuda.descriptors import Descriptor, Session
+from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.libcudnn import (
+    Attribute,
+    AttributeType,
+    BehaviorNote,
+    Calls,
+    ConvolutionMode,
+    DataType,
+    DescriptorType,
+    HeurMode,
+    NanPropagation,
+    NumericalNote,
+    PointwiseMode,
+)
+from mucudnn.errors import BackendError, MucudnnError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Traits
+
+ALIGNMENT = 16
+"""Bytes to which tensor-core engines need operands aligned."""
+
+
+_LISTINGS = 4096  # lists of engines in the cache; each takes a few kilobytes
+
+_PLANS = 2048  # execution plans in the cache; each takes some 40 kilobytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """Identity of an execution plan.
+
+    Attributes:
+        problem: Problem at its micro-batch size.
+        algo: Engine and knobs, as named by `engines`.
+        accumulate: Whether the plan adds to its output.
+        alignment: Alignment of the operands' addresses in bytes.
+        bias: Data type of a bias that is added before a ReLU; None for a plain
+            convolution.
+    """
+
+    problem: ConvProblem
+    algo: str
+    accumulate: bool = False
+    alignment: int = ALIGNMENT
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """An engine configuration, without its descriptor."""
+
+    workspace: int
+    traits: Traits
+
+
+class GraphLibrary:
+    """A library that lists engines and builds their plans."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._listings: Recent[tuple[ConvProblem, str | None], dict[str, GraphRow]]
+        self._listings = Recent(_LISTINGS)
+        self._plans: Recent[PlanKey, Descriptor] = Recent(_PLANS)
+
+    def rows(
+        self, problem: ConvProblem, bias: str | None = None
+    ) -> dict[str, GraphRow]:
+        """Return every engine configuration (every fused one for a `bias`) by name."""
+        if (rows := self._listings.get((problem, bias))) is not None:
+            return rows
+        graph = self._graph(PlanKey(problem, "", bias=bias))
+        found = engines(
+            self._session.calls, graph, self._session.description, problem.dtype
+        )
+        rows = {
+            engine.name: GraphRow(engine.workspace, engine.traits) for engine in found
+        }
+        self._listings.put((problem, bias), rows)
+        return rows
+
+    def plan(self, key: PlanKey) -> Descriptor:
+        """Return the execution plan, built once."""
+        if (plan := self._plans.get(key)) is None:
+            graph = self._graph(key)
+            calls, description = self._session.calls, self._session.description
+            config = configuration(calls, graph, description, key.algo)
+            plan = self._bare_plan()
+            plan.set(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
+            self._plans.put(key, plan.finalize())
+        return plan
+
+    def dumps(self, key: PlanKey) -> str:
+        """Return an execution plan as cuDNN's JSON."""
+        return self.plan(key).get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
+
+    def loads(self, key: PlanKey, text: str) -> None:
+        """Rebuild a plan from its JSON, without asking for engines."""
+        plan = self._bare_plan()
+        plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
+        self._plans.put(key, plan.finalize())
+
+    def launch(self, key: PlanKey, operands: Operands, bias: int = 0) -> Launch:
+        """Return a call of a plan on given addresses; `bias` if the plan has one."""
+        plan = self.plan(key)
+        (needed,) = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
+        if operands.nbytes < needed:
+            raise BackendError(
+                f"{key.algo} needs {needed} bytes of workspace for {key.problem}, "
+                f"got {operands.nbytes}"
+            )
+        calls = self._session.calls
+        uids = [UIDS[name] for name in operand_order(key.problem.direction)]
+        pointers, kind = [operands.a, operands.b, operands.out], AttributeType.VOID_PTR
+        if key.bias is not None:
+            uids, pointers = [*uids, BIAS_UID], [*pointers, bias]
+        pack = Descriptor(calls, DescriptorType.VARIANT_PACK)
+        pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
+        pack.set(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers, kind=kind)
+        pack.set(Attribute.VARIANT_PACK_WORKSPACE, operands.workspace, kind=kind)
+        name, arguments = "cudnnBackendExecute", (plan.pointer, pack.finalize().pointer)
+        return Launch(calls.function(name), arguments, name, (plan, pack))
+
+    def _graph(self, key: PlanKey) -> Descriptor:
+        if key.bias is not None:
+            return bias_relu_graph(
+                self._session.calls,
+                key.problem,
+                key.bias,
+                alignment=key.alignment,
+                handle=self._session.handle(),
+            )
+        return operation_graph(
+            self._session.calls,
+            key.problem,
+            accumulate=key.accumulate,
+            alignment=key.alignment,
+            handle=self._session.handle(),
+        )
+
+    def _bare_plan(self) -> Descriptor:
+        """Return a plan with its device; loading JSON crashes without one."""
+        plan = Descriptor(self._session.calls, DescriptorType.EXECUTION_PLAN)
+        handle = self._session.handle()
+        if handle is not None:
+            kind = AttributeType.HANDLE
+            plan.set(Attribute.EXECUTION_PLAN_HANDLE, handle, kind=kind)
+        elif (description := self._session.description) is not None:
+            plan.set(Attribute.EXECUTION_PLAN_DEVICEPROP, description)
+        else:
+            raise UnsupportedError("a plan needs a device or its description")
+        return plan
+
+
+# Enumeration of all engine configurations of cuDNN for a convolution.
+#
+# These are the heuristics' lists A, B and FALLBACK in their order, then the default
+# configuration of every engine index, each (engine, knobs) once. The exact workspace of
+# a configuration is an attribute, read before any plan is built.
+
+
+_HEURISTICS = (HeurMode.A, HeurMode.B, HeurMode.FALLBACK)
+
+_MOST_KNOBS = 40
+
+_MOST_NOTES = 32
+
+_NAME = re.compile(r"eng(\d+)((?:_k\d+=-?\d+)*)")
+
+_KNOB = re.compile(r"_k(\d+)=(-?\d+)")
+
+
+Knobs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine with knobs, named as `eng22_k5=2_k14=0`, and its exact workspace."""
+
+    name: str
+    workspace: int
+    traits: Traits
+    config: Descriptor
+
+
+def engine_name(index: int, knobs: Knobs) -> str:
+    """Return the name of an engine index and its (knob type, value) pairs."""
+    return f"eng{index}" + "".join(f"_k{kind}={value}" for kind, value in knobs)
+
+
+def parse_engine_name(name: str) -> tuple[int, Knobs]:
+    """Parse a name made by `engine_name`."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UnsupportedError(f"{name!r} is no engine of cuDNN's graph API")
+    knobs = tuple((int(k), int(v)) for k, v in _KNOB.findall(match[2]))
+    return int(match[1]), knobs
+
+
+def engines(
+    calls: Calls, graph: Descriptor, device: Descriptor | None, dtype: str
+) -> tuple[Engine, ...]:
+    """Return all engine configurations for a finalized graph, in heuristic order.
+
+    `device` is a description if there is no device; `dtype` is that of the operands.
+    """
+    found: dict[str, Engine] = {}
+    for config in _configurations(calls, graph, device):
+        try:
+            engine = _read(calls, config, dtype)
+        except MucudnnError:  # not available on this device after all
+            continue
+        found.setdefault(engine.name, engine)
+    return tuple(found.values())
+
+
+def configuration(
+    calls: Calls, graph: Descriptor, device: Descriptor | None, name: str
+) -> Descriptor:
+    """Rebuild the configuration of a name, without asking the heuristics."""
+    index, knobs = parse_engine_name(name)
+    config = Descriptor(calls, DescriptorType.ENGINECFG)
+    config.set(Attribute.ENGINECFG_ENGINE, _engine(calls, graph, device, index))
+    choices = []
+    for knob, value in knobs:
+        choice = Descriptor(calls, DescriptorType.KNOB_CHOICE)
+        kind = AttributeType.KNOB_TYPE
+        choice.set(Attribute.KNOB_CHOICE_KNOB_TYPE, knob, kind=kind)
+        choice.set(Attribute.KNOB_CHOICE_KNOB_VALUE, value)
+        choices.append(choice.finalize())
+    if choices:
+        config.set(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
+    return config.finalize()
+
+
+def _configurations(
+    calls: Calls, graph: Descriptor, device: Descriptor | None
+) -> Iterator[Descriptor]:
+    for mode in _HEURISTICS:
+        try:
+            yield from _recommended(calls, graph, device, mode)
+        except UnsupportedError:  # the heuristic's list is empty
+            continue
+    (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT)
+    for index in range(count):
+        try:
+            engine = _engine(calls, graph, device, index)
+            config = Descriptor(calls, DescriptorType.ENGINECFG)
+            yield config.set(Attribute.ENGINECFG_ENGINE, engine).finalize()
+        except MucudnnError:  # most engines need other devices, types or shapes
+            continue
+
+
+def _recommended(
+    calls: Calls, graph: Descriptor, device: Descriptor | None, mode: HeurMode
+) -> list[Descriptor]:
+    heuristic = Descriptor(calls, DescriptorType.ENGINEHEUR)
+    heuristic.set(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
+    heuristic.set(Attribute.ENGINEHEUR_MODE, mode)
+    if device is not None:
+        heuristic.set(Attribute.ENGINEHEUR_DEVICEPROP, device)
+    heuristic.finalize()
+    results = Attribute.ENGINEHEUR_RESULTS
+    count = heuristic.count(results, AttributeType.BACKEND_DESCRIPTOR)
+    configs = [Descriptor(calls, DescriptorType.ENGINECFG) for _ in range(count)]
+    filled = heuristic.get_into(results, configs)
+    return [config.keep(heuristic) for config in configs[:filled]]
+
+
+def _engine(
+    calls: Calls, graph: Descriptor, device: Descriptor | None, index: int
+) -> Descriptor:
+    engine = Descriptor(calls, DescriptorType.ENGINE)
+    engine.set(Attribute.ENGINE_OPERATION_GRAPH, graph)
+    engine.set(Attribute.ENGINE_GLOBAL_INDEX, index)
+    if device is not None:
+        engine.set(Attribute.ENGINE_DEVICEPROP, device)
+    return engine.finalize()
+
+
+def _read(calls: Calls, config: Descriptor, dtype: str) -> Engine:
+    engine = Descriptor(calls, DescriptorType.ENGINE)
+    config.get_into(Attribute.ENGINECFG_ENGINE, [engine])
+    (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX)
+    (workspace,) = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE)
+    return Engine(
+        name=engine_name(index, _knobs(calls, config)),
+        workspace=workspace,
+        traits=_traits(engine, dtype),
+        config=config,
+    )
+
+
+def _knobs(calls: Calls, config: Descriptor) -> Knobs:
+    # The library reports 0 choices if asked for their number alone.
+    kind_of = DescriptorType.KNOB_CHOICE
+    choices = [Descriptor(calls, kind_of) for _ in range(_MOST_KNOBS)]
+    count = config.get_into(Attribute.ENGINECFG_KNOB_CHOICES, choices)
+    knobs = []
+    for choice in choices[:count]:
+        (kind,) = choice.get(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE)
+        (value,) = choice.get(Attribute.KNOB_CHOICE_KNOB_VALUE)
+        knobs.append((kind, value))
+    return tuple(knobs)
+
+
+def _traits(engine: Descriptor, dtype: str) -> Traits:
+    numerical = engine.get(
+        Attribute.ENGINE_NUMERICAL_NOTE, AttributeType.NUMERICAL_NOTE, _MOST_NOTES
+    )
+    behavior = engine.get(
+        Attribute.ENGINE_BEHAVIOR_NOTE, AttributeType.BEHAVIOR_NOTE, _MOST_NOTES
+    )
+    if NumericalNote.DOWN_CONVERT_INPUTS in numerical:
+        mode = DOWN_CONVERT
+    elif NumericalNote.TENSOR_CORE in numerical and dtype == "float32":
+        mode = TF32
+    else:
+        mode = NATIVE
+    return Traits(
+        deterministic=NumericalNote.NONDETERMINISTIC not in numerical,
+        math_mode=mode,
+        notes=(
+            *(_note(NumericalNote, "numerical_note", value) for value in numerical),
+            *(_note(BehaviorNote, "behavior_note", value) for value in behavior),
+        ),
+    )
+
+
+def _note(
+    kinds: type[NumericalNote] | type[BehaviorNote], unknown: str, value: int
+) -> str:
+    try:
+        return kinds(value).name.lower()
+    except ValueError:  # a note of a newer library
+        return f"{unknown}_{value}"
+
+
+# The operation graph of one convolution: three tensors and one node.
+
+
+UIDS: Mapping[str, int] = MappingProxyType({"x": 1, "w": 2, "y": 3})
+"""Ids of the tensors in a variant pack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Descriptor type and attributes of the node of one direction."""
+
+    kind: DescriptorType
+    alpha: Attribute
+    beta: Attribute
+    convolution: Attribute
+    tensors: Mapping[str, Attribute]
+
+
+def _node(
+    kind: DescriptorType, prefix: str, x: str = "X", w: str = "W", y: str = "Y"
+) -> _Node:
+    def attribute(name: str) -> Attribute:
+        return Attribute[f"OPERATION_CONVOLUTION_{prefix}_{name}"]
+
+    return _Node(
+        kind,
+        attribute("ALPHA"),
+        attribute("BETA"),
+        attribute("CONV_DESC"),
+        {"x": attribute(x), "w": attribute(w), "y": attribute(y)},
+    )
+
+
+_NODES: Mapping[Direction, _Node] = MappingProxyType(
+    {
+        Direction.FORWARD: _node(
+            DescriptorType.OPERATION_CONVOLUTION_FORWARD, "FORWARD"
+        ),
+        Direction.BACKWARD_DATA: _node(
+            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA, "BWD_DATA", "DX", y="DY"
+        ),
+        Direction.BACKWARD_FILTER: _node(
+            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
+            "BWD_FILTER",
+            w="DW",
+            y="DY",
+        ),
+    }
+)
+
+
+def operation_graph(
+    calls: Calls,
+    problem: ConvProblem,
+    *,
+    accumulate: bool,
+    alignment: int = ALIGNMENT,
+    handle: int | None = None,
+) -> Descriptor:
+    """Return a finalized graph: out = convolution + (out if `accumulate`).
+
+    Groups need no attribute: the filter has C // groups channels. All operands'
+    addresses are multiples of `alignment`; `handle` is None without a device.
+    """
+    geometry, node = Geometry.of(problem), _NODES[problem.direction]
+    operation = Descriptor(calls, node.kind)
+    operation.set(node.alpha, 1.0)
+    operation.set(node.beta, 1.0 if accumulate else 0.0)
+    operation.set(node.convolution, convolution(calls, geometry))
+    shapes = {"x": geometry.x, "w": geometry.w, "y": geometry.y}
+    for name, shape in shapes.items():
+        tensor = tensor_of(calls, geometry, UIDS[name], shape, alignment)
+        operation.set(node.tensors[name], tensor)
+    return graph_of(calls, [operation.finalize()], handle)
+
+
+def graph_of(
+    calls: Calls, operations: Sequence[Descriptor], handle: int | None
+) -> Descriptor:
+    """Return a finalized graph of finalized operations, in order."""
+    graph = Descriptor(calls, DescriptorType.OPERATIONGRAPH)
+    graph.set(Attribute.OPERATIONGRAPH_OPS, *operations)
+    if handle is not None:
+        kind = AttributeType.HANDLE
+        graph.set(Attribute.OPERATIONGRAPH_HANDLE, handle, kind=kind)
+    return graph.finalize()
+
+
+def convolution(calls: Calls, geometry: Geometry) -> Descriptor:
+    """Return the finalized descriptor of strides, padding and dilation."""
+    found = Descriptor(calls, DescriptorType.CONVOLUTION)
+    found.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
+    mode = ConvolutionMode.CROSS_CORRELATION
+    found.set(Attribute.CONVOLUTION_CONV_MODE, mode)
+    found.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(geometry.stride))
+    found.set(Attribute.CONVOLUTION_DILATIONS, *geometry.dilation)
+    found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *geometry.stride)
+    found.set(Attribute.CONVOLUTION_PRE_PADDINGS, *geometry.padding)
+    found.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
+    return found.finalize()
+
+
+def tensor_of(
+    calls: Calls,
+    geometry: Geometry,
+    uid: int,
+    shape: tuple[int, ...],
+    alignment: int,
+    data_type: DataType | None = None,
+    *,
+    virtual: bool = False,
+) -> Descriptor:
+    """Return the finalized descriptor of a dense tensor.
+
+    Args:
+        calls: The library.
+        geometry: Source of the layout, and of the type unless given.
+        uid: Id in a variant pack.
+        shape: Shape as (N, C, *spatial).
+        alignment: Alignment of the address in bytes.
+        data_type: Type of the elements.
+        virtual: Whether the tensor is an intermediate that is never in memory.
+    """
+    tensor = Descriptor(calls, DescriptorType.TENSOR)
+    kind = geometry.data_type if data_type is None else data_type
+    tensor.set(Attribute.TENSOR_DATA_TYPE, kind)
+    if virtual:
+        tensor.set(Attribute.TENSOR_IS_VIRTUAL, virtual)
+    tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
+    tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
+    tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)
+    tensor.set(Attribute.TENSOR_STRIDES, *geometry.strides(shape))
+    return tensor.finalize()
+
+
+# The operation graph of a convolution, a bias and a ReLU: y = max(x * w + b, 0).
+#
+# The results of the convolution and of the sum are virtual tensors: only y is written.
+# Sums are in the compute type, whatever the types of x and w.
+
+
+BIAS_UID = 4
+"""Id of the bias in a variant pack, beside those of the other tensors."""
+
+
+_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
+
+
+def bias_relu_graph(
+    calls: Calls,
+    problem: ConvProblem,
+    bias: str,
+    *,
+    alignment: int,
+    handle: int | None = None,
+) -> Descriptor:
+    """Return a finalized graph of a forward convolution with bias and ReLU.
+
+    Args:
+        calls: The library.
+        problem: Convolution of x and w to y.
+        bias: Data type of b, one number per channel of y.
+        alignment: Alignment of all operands' addresses in bytes.
+        handle: Library handle; None without a device.
+    """
+    geometry = Geometry.of(problem)
+    wide, y = geometry.compute_type, geometry.y
+
+    def between(uid: int) -> Descriptor:
+        return tensor_of(calls, geometry, uid, y, alignment, wide, virtual=True)
+
+    def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
+        return tensor_of(calls, geometry, UIDS[name], shape, alignment)
+
+    product, total = between(_PRODUCT), between(_SUM)
+    of_channels = 1, y[1], *(1 for _ in y[2:])
+    kind = DATA_TYPES[bias]
+    b = tensor_of(calls, geometry, BIAS_UID, of_channels, alignment, kind)
+    prefix = "OPERATION_CONVOLUTION_FORWARD"
+    conv = Descriptor(calls, DescriptorType.OPERATION_CONVOLUTION_FORWARD)
+    conv.set(Attribute[f"{prefix}_ALPHA"], 1.0)
+    conv.set(Attribute[f"{prefix}_BETA"], 0.0)
+    conv.set(Attribute[f"{prefix}_CONV_DESC"], convolution(calls, geometry))
+    conv.set(Attribute[f"{prefix}_X"], stored("x", geometry.x))
+    conv.set(Attribute[f"{prefix}_W"], stored("w", geometry.w))
+    conv.set(Attribute[f"{prefix}_Y"], product)
+    mode = PointwiseMode
+    plus = _pointwise(calls, geometry, mode.ADD, (product, b), total)
+    relu = _pointwise(calls, geometry, mode.RELU_FWD, (total,), stored("y", y))
+    return graph_of(calls, [conv.finalize(), plus, relu], handle)
+
+
+def _pointwise(
+    calls: Calls,
+    geometry: Geometry,
+    mode: PointwiseMode,
+    read: tuple[Descriptor, ...],
+    made: Descriptor,
+) -> Descriptor:
+    what = Descriptor(calls, DescriptorType.POINTWISE)
+    what.set(Attribute.POINTWISE_MODE, mode)
+    what.set(Attribute.POINTWISE_MATH_PREC, geometry.compute_type)
+    if mode is PointwiseMode.RELU_FWD:
+        propagate = NanPropagation.PROPAGATE_NAN
+        what.set(Attribute.POINTWISE_NAN_PROPAGATION, propagate)
+    node = Descriptor(calls, DescriptorType.OPERATION_POINTWISE)
+    node.set(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, what.finalize())
+    names = (Attribute.OPERATION_POINTWISE_XDESC, Attribute.OPERATION_POINTWISE_BDESC)
+    for name, tensor in zip(names, read, strict=False):
+        node.set(name, tensor)
+    node.set(Attribute.OPERATION_POINTWISE_YDESC, made)
+    return node.finalize()

@@ -1,0 +1,223 @@
+"""cuDNN's first (legacy) API as a second library of convolution algorithms.
+
+It has 8 + 6 + 7 algorithms (by direction) in four math types. It is deprecated since
+9.0 but present in all of 9.x; old GPUs keep FFT and Winograd through it.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.backends.cuda.conv.launch import Geometry, Launch, Operands, operand_order
+from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
+from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.libcudnn import (
+    AlgoPerf,
+    BackwardDataAlgo,
+    BackwardFilterAlgo,
+    Calls,
+    ConvolutionMode,
+    Determinism,
+    ForwardAlgo,
+    MathType,
+    TensorFormat,
+)
+from mucudnn.errors import BackendError, MucudnnError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Traits
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A direction's name in C, and its algorithms."""
+
+    name: str
+    algorithms: type[IntEnum]
+    documented_nondeterministic: tuple[int, ...]
+
+
+_KINDS: Mapping[Direction, _Kind] = MappingProxyType(
+    {
+        Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
+        Direction.BACKWARD_DATA: _Kind(
+            "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
+        ),
+        Direction.BACKWARD_FILTER: _Kind(
+            "BackwardFilter",
+            BackwardFilterAlgo,
+            (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
+        ),
+    }
+)
+_SUFFIXES: Mapping[MathType, str] = MappingProxyType(
+    {
+        MathType.DEFAULT_MATH: "",
+        MathType.TENSOR_OP_MATH: "[tensor_op]",
+        MathType.TENSOR_OP_MATH_ALLOW_CONVERSION: "[conversion]",
+        MathType.FMA_MATH: "[fma]",
+    }
+)
+_LISTINGS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyRow:
+    """An algorithm in a math type."""
+
+    algo: IntEnum
+    math: MathType
+    workspace: int
+    traits: Traits
+
+
+def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]:
+    """Return every algorithm of a direction in every math type, by name."""
+    return {
+        f"{algo.name}{suffix}": (algo, math)
+        for math, suffix in _SUFFIXES.items()
+        for algo in _KINDS[direction].algorithms
+    }
+
+
+class LegacyLibrary:
+    """The algorithms of the first API, to be listed and called; needs a device."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._calls = session.calls
+        self._rows: Recent[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]] = (
+            Recent(_LISTINGS)
+        )
+
+    def rows(
+        self, problem: ConvProblem
+    ) -> tuple[Mapping[str, LegacyRow], Mapping[str, str]]:
+        """Return usable algorithms and the others' reasons, both by name."""
+        if (known := self._rows.get(problem)) is not None:
+            return known
+        rows: dict[str, LegacyRow] = {}
+        reasons: dict[str, str] = {}
+        nondeterministic = self._nondeterministic(problem)
+        for name, (algo, math) in legacy_names(problem.direction).items():
+            try:
+                nbytes = self._workspace(problem, algo, math)
+            except MucudnnError as e:
+                reasons[name] = str(e)
+            else:
+                traits = _traits(problem, algo, math, algo not in nondeterministic)
+                rows[name] = LegacyRow(algo, math, nbytes, traits)
+        self._rows.put(problem, (rows, reasons))
+        return rows, reasons
+
+    def launch(
+        self, problem: ConvProblem, algo: str, accumulate: bool, operands: Operands
+    ) -> Launch:
+        """Return a call of an algorithm on given addresses."""
+        rows, reasons = self.rows(problem)
+        if algo in reasons:
+            raise UnsupportedError(f"{algo} cannot run {problem}: {reasons[algo]}")
+        if (row := rows.get(algo)) is None:
+            raise UnsupportedError(f"cuDNN has no algorithm {algo!r} for {problem}")
+        if operands.nbytes < row.workspace:
+            raise BackendError(
+                f"{algo} needs {row.workspace} bytes of workspace for {problem}, "
+                f"got {operands.nbytes}"
+            )
+        bound = _Bound(self._calls, problem, row.math)
+        scalar = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
+        one, beta = scalar(1.0), scalar(1.0 if accumulate else 0.0)
+        a, b, out = bound.tensors
+        data = operands.a, operands.b
+        if problem.direction is Direction.BACKWARD_DATA:
+            data = operands.b, operands.a
+        name = f"cudnnConvolution{_KINDS[problem.direction].name}"
+        scratch = operands.workspace, operands.nbytes
+        inputs = ctypes.addressof(one), a, data[0], b, data[1], bound.convolution
+        output = ctypes.addressof(beta), out, operands.out
+        arguments = *inputs, int(row.algo), *scratch, *output
+        return Launch(self._calls.function(name), arguments, name, (bound, one, beta))
+
+    def _nondeterministic(self, problem: ConvProblem) -> frozenset[int]:
+        """Return the nondeterministic algorithms, as reported or else documented."""
+        most = len(_KINDS[problem.direction].algorithms) * len(MathType)
+        perfs, count = (AlgoPerf * most)(), ctypes.c_int()
+        try:
+            self._ask(
+                "Algorithm_v7",
+                _Bound(self._calls, problem, MathType.DEFAULT_MATH),
+                *(most, ctypes.byref(count), perfs),
+            )
+        except MucudnnError:
+            return frozenset(_KINDS[problem.direction].documented_nondeterministic)
+        return frozenset(
+            perf.algo
+            for perf in perfs[: count.value]
+            if perf.determinism == Determinism.NON_DETERMINISTIC
+        )
+
+    def _workspace(self, problem: ConvProblem, algo: IntEnum, math: MathType) -> int:
+        nbytes, bound = ctypes.c_size_t(), _Bound(self._calls, problem, math)
+        self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
+        return nbytes.value
+
+    def _ask(self, what: str, bound: "_Bound", *arguments: Any) -> None:
+        """Call `cudnnGetConvolution…` of the problem's direction."""
+        name = f"cudnnGetConvolution{_KINDS[bound.direction].name}{what}"
+        a, b, out = bound.tensors
+        handle = self._session.handle()
+        self._calls.call(name, handle, a, b, bound.convolution, out, *arguments)
+
+
+class _Bound:
+    """The descriptors of one problem in one math type, destroyed with this object.
+
+    Attributes:
+        direction: Direction of the problem.
+        tensors: Descriptors of two inputs and the output, in the order of the C
+            functions: for the gradient of the input (w, dy), not (dy, w).
+        convolution: Descriptor of the convolution.
+    """
+
+    def __init__(self, calls: Calls, problem: ConvProblem, math: MathType) -> None:
+        self._made = descriptors = Descriptors(calls)
+        self.direction = problem.direction
+        of = Geometry.of(problem)
+        layout = TensorFormat.NHWC if of.channels_last else TensorFormat.NCHW
+        made = {
+            "x": descriptors.tensor(of.data_type, of.x, of.strides(of.x)),
+            "w": descriptors.create(
+                "Filter", "FilterNd", of.data_type, layout, len(of.w), ints(of.w)
+            ),
+            "y": descriptors.tensor(of.data_type, of.y, of.strides(of.y)),
+        }
+        self.convolution = descriptors.create(
+            "Convolution",
+            "ConvolutionNd",
+            len(of.stride),
+            *(ints(of.padding), ints(of.stride), ints(of.dilation)),
+            ConvolutionMode.CROSS_CORRELATION,
+            of.compute_type,
+        )
+        calls.call("cudnnSetConvolutionGroupCount", self.convolution, of.groups)
+        calls.call("cudnnSetConvolutionMathType", self.convolution, math)
+        a, b, out = (made[name] for name in operand_order(problem.direction))
+        backward_data = problem.direction is Direction.BACKWARD_DATA
+        self.tensors = (b, a, out) if backward_data else (a, b, out)
+
+
+def _traits(
+    problem: ConvProblem, algo: IntEnum, math: MathType, deterministic: bool
+) -> Traits:
+    mode = NATIVE
+    if math is MathType.TENSOR_OP_MATH_ALLOW_CONVERSION:
+        mode = DOWN_CONVERT
+    elif problem.dtype == "float32" and math is not MathType.FMA_MATH:
+        mode = TF32
+    notes = ["legacy"]
+    for word in ("FFT", "WINOGRAD"):
+        if word in algo.name:
+            notes.append(word.lower())
+    return Traits(deterministic, mode, tuple(notes))

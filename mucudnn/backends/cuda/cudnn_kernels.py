@@ -1,0 +1,534 @@
+"""cuDNN's own kernels as alternatives to ours, for operations with equal semantics.
+
+All are of the first API and take no workspace, so the plan's workspace for our kernel
+is enough for both. They are optional: if the library rejects a call with any status,
+our kernel runs instead, and the library is not called for this case again.
+
+cuDNN functions that are not here compute something else: see `batch_norm` for those
+that fuse an activation with a batch normalisation.
+"""
+
+import ctypes
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.backends.base import Kernel
+from mucudnn.backends.cuda.conv.launch import DATA_TYPES, Launch, strides_of
+from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
+from mucudnn.backends.cuda.kernels.launch import as_ncs
+from mucudnn.backends.cuda.kernels.losses import GIVEN
+from mucudnn.backends.cuda.libcudnn import (
+    BatchNormMode,
+    Calls,
+    LRNMode,
+    NanPropagation,
+    PoolingMode,
+    SoftmaxAlgorithm,
+    SoftmaxMode,
+)
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.channels_last import operands_of
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.operations import LIBRARY
+
+_MOST = 2**31 - 1  # most elements of a tensor: the first API counts in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """Shape and type of a dense tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Shaped":
+        """Describe an array or a tensor specification."""
+        dtype = tensor.dtype
+        return cls(tuple(tensor.shape), dtype if isinstance(dtype, str) else dtype.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An operation with its shapes and attributes, the input of `takes`.
+
+    Attributes:
+        op: Name of the operation.
+        inputs: Input tensors.
+        outputs: Output tensors.
+        settings: Attributes of the operation, by name.
+    """
+
+    op: str
+    inputs: tuple[Shaped, ...]
+    outputs: tuple[Shaped, ...]
+    settings: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        attrs: Mapping[str, Any],
+    ) -> "Case":
+        """Describe an operation on arrays or tensor specifications."""
+        settings = sorted((k, v) for k, v in attrs.items() if k != LIBRARY)
+        reads, writes = (tuple(map(Shaped.of, each)) for each in (inputs, outputs))
+        return cls(op, reads, writes, tuple(settings))
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.settings)[name]
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{t.dtype} {t.shape}" for t in self.inputs)
+        return f"{self.op} of {shapes}"
+
+
+class Arguments:
+    """Descriptors and factors of one call, for images of type `dtype`."""
+
+    def __init__(self, calls: Calls, dtype: str) -> None:
+        self.calls, self.descriptors = calls, Descriptors(calls)
+        self._dtype = dtype
+        scalar = ctypes.c_double if dtype == "float64" else ctypes.c_float
+        self._factors = scalar(1.0), scalar(0.0)
+
+    @property
+    def one(self) -> int:
+        """Address of the factor 1."""
+        return ctypes.addressof(self._factors[0])
+
+    @property
+    def zero(self) -> int:
+        """Address of the factor 0: results are overwritten."""
+        return ctypes.addressof(self._factors[1])
+
+    def tensor(self, shape: Sequence[int], *, channels_last: bool) -> int:
+        """Return the descriptor of a dense image; axes are written (N, C, *spatial)."""
+        strides = strides_of(shape, channels_last=channels_last)
+        return self.descriptors.tensor(DATA_TYPES[self._dtype], shape, strides)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryOperation:
+    """An operation as the library computes it.
+
+    Attributes:
+        function: Name of the C function.
+        takes: Returns whether it computes the same function, within documented limits.
+        arguments: (case, owner of the descriptors, addresses of inputs and of outputs)
+            -> arguments after the handle.
+        unwritten: Positions of results that the library does not write.
+        left: Attributes with which our own kernel completes the library's results.
+            None: the results are complete.
+    """
+
+    function: str
+    takes: Callable[[Case], bool]
+    arguments: Callable[
+        [Case, Arguments, Sequence[int], Sequence[int]], tuple[Any, ...]
+    ]
+    unwritten: tuple[int, ...] = ()
+    left: Mapping[str, Any] | None = None
+
+
+def describable(*tensors: Shaped) -> bool:
+    """Return whether the tensors have one type, elements, and 32-bit sizes."""
+    return (
+        tensors[0].dtype in DATA_TYPES
+        and len({tensor.dtype for tensor in tensors}) == 1
+        and all(0 < math.prod(tensor.shape) <= _MOST for tensor in tensors)
+    )
+
+
+# Batch normalisation by cuDNN: training, inference, gradients.
+#
+# Its conventions are ours: the mean and 1 / sqrt(variance + epsilon) of the batch are
+# saved, and running statistics take a share `momentum` of the new ones, with the
+# unbiased variance. The mode that may be faster but may overflow is not used.
+#
+# Its functions for a normalisation fused with a ReLU, or with a sum and a ReLU
+# (`…ForwardTrainingEx`, `…BackwardEx`), are therefore missing here: they are documented
+# for that mode, in half precision with channels last, and the header says that it
+# limits the range of values. A training run that is stable with ours could end in NaN.
+# They also save a mask, one more tensor from the forward pass to the backward: an
+# eighth of a byte an element, 308 MB in ResNet-50 at 256 images. Our gradient of a
+# fused ReLU reads x and dy only.
+
+
+def _batch_norm_takes(case: Case) -> bool:
+    """Return whether images have one type, and per-channel numbers the required one."""
+    tensors, x = (*case.inputs, *case.outputs), case.inputs[0]
+    images = [t for t in tensors if t.shape == x.shape]
+    wide = "float64" if x.dtype == "float64" else "float32"
+    numbers = {t for t in tensors if t.shape != x.shape}
+    return (
+        describable(*images)
+        and math.prod(x.shape) > x.shape[1]  # one sample has no unbiased variance
+        and numbers == {Shaped(x.shape[1:2], wide)}
+    )
+
+
+def _training(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    t, numbers = _batch_norm_described(case, owner)
+    (x, gamma, beta, *running), (y, mean, inv_std) = inputs, outputs
+    moved = running if case["update"] else [None, None]
+    factor, epsilon = float(case["momentum"]), float(case["eps"])
+    images = _MODE, owner.one, owner.zero, t, x, t, y
+    return *images, numbers, gamma, beta, factor, *moved, epsilon, mean, inv_std
+
+
+def _inference(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    t, numbers = _batch_norm_described(case, owner)
+    x, *of_channels = inputs
+    images = _MODE, owner.one, owner.zero, t, x, t, outputs[0]
+    return *images, numbers, *of_channels, float(case["eps"])
+
+
+def _gradient(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    t, numbers = _batch_norm_described(case, owner)
+    (x, dy, gamma, *saved), (dx, *of_parameters) = inputs, outputs
+    factors = owner.one, owner.zero, owner.one, owner.zero
+    images = _MODE, *factors, t, x, t, dy, t, dx
+    return *images, numbers, gamma, *of_parameters, _EPSILON, *saved
+
+
+# Local response normalisation by cuDNN, for odd windows only.
+#
+# An even window extends one channel further ahead in cuDNN, and one further back here.
+
+
+def _lrn_takes(case: Case) -> bool:
+    size = case["size"]
+    return (
+        describable(*case.inputs, *case.outputs)
+        and size % 2 == 1
+        and size <= _MOST_SIZE
+        and case["k"] >= _LEAST_K
+        and case["beta"] >= _LEAST_BETA
+    )
+
+
+def _lrn_forward(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    rules, t = _lrn_described(case, owner)
+    mode = LRNMode.CROSS_CHANNEL_DIM1
+    return rules, mode, owner.one, t, inputs[0], owner.zero, t, outputs[0]
+
+
+def _lrn_gradient(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    rules, t = _lrn_described(case, owner)
+    (x, y, dy), (dx,) = inputs, outputs
+    mode = LRNMode.CROSS_CHANNEL_DIM1
+    return rules, mode, owner.one, t, y, t, dy, t, x, owner.zero, t, dx
+
+
+def _pooling_takes(case: Case) -> bool:
+    image, made = case.inputs[0], case.outputs[0]
+    if case.op.endswith("_grad"):
+        image, made = made, image
+    return describable(image, made) and _Windows.of(case, image.shape, made.shape).even
+
+
+def _pooling_forward(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    shapes = case.inputs[0].shape, case.outputs[0].shape
+    pooling, x, y = _pooling_described(case, owner, *shapes)
+    return pooling, owner.one, x, inputs[0], owner.zero, y, outputs[0]
+
+
+def _average_gradient(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    """Return the arguments; x and y do not matter, so dx and dy stand for them."""
+    shapes = case.outputs[0].shape, case.inputs[0].shape
+    pooling, x, y = _pooling_described(case, owner, *shapes)
+    (dy,), (dx,) = inputs, outputs
+    return pooling, owner.one, y, dy, y, dy, x, dx, owner.zero, x, dx
+
+
+# Softmax with cross entropy by cuDNN, which computes the logarithms of probabilities.
+#
+# cuDNN computes them for all classes, and our own kernel the mean of those at the
+# labels. cuDNN needs one type for both: logits narrower than the loss stay with our
+# kernel.
+
+
+def _takes(case: Case) -> bool:
+    return describable(case.inputs[0], case.outputs[1])
+
+
+def _logarithms(
+    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
+) -> tuple[Any, ...]:
+    shape = *as_ncs(case.inputs[0].shape), 1
+    t = owner.tensor(shape, channels_last=False)
+    how = SoftmaxAlgorithm.LOG, SoftmaxMode.CHANNEL
+    return *how, owner.one, t, inputs[0], owner.zero, t, outputs[1]
+
+
+# Limits of the library's header, CUDNN_LRN_….
+_MOST_SIZE = 16
+
+_LEAST_K = 1e-5
+
+_LEAST_BETA = 0.01
+
+
+def _lrn_described(case: Case, owner: Arguments) -> tuple[int, int]:
+    numbers = (float(case[name]) for name in ("alpha", "beta", "k"))
+    rules = owner.descriptors.create("LRN", "LRN", case["size"], *numbers)
+    shape, last = by_channel(case.inputs[0].shape)
+    return rules, owner.tensor(shape, channels_last=last)
+
+
+_MODE = BatchNormMode.SPATIAL
+
+_EPSILON = 1e-5  # required by the gradient's signature; it uses the saved statistics
+
+
+def _batch_norm_described(case: Case, owner: Arguments) -> tuple[int, int]:
+    shape, last = by_channel(case.inputs[0].shape)
+    x = owner.tensor(shape, channels_last=last)
+    numbers = owner.descriptors.empty("Tensor")
+    owner.calls.call("cudnnDeriveBNTensorDescriptor", numbers, x, _MODE)
+    return x, numbers
+
+
+logger = logging.getLogger(__name__)
+
+
+Call = Callable[[], None]
+
+
+class CudnnKernels:
+    """cuDNN's kernels; see `LibraryKernels`."""
+
+    name = "cudnn"
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.times_ms: dict[str, tuple[float, float]] = {}
+        self._refused: set[Case] = set()
+
+    def offers(self, graph: Graph, node: Node) -> bool:
+        """See `LibraryKernels.offers`."""
+        found = OPERATIONS.get(node.op)
+        if found is None:
+            return False
+        unwritten = {node.outputs[place] for place in found.unwritten}
+        if any(graph.readers[name] or name in graph.outputs for name in unwritten):
+            return False
+        case = Case.of(node.op, *operands_of(graph, node))
+        return case not in self._refused and found.takes(case)
+
+    def beside(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
+        """Return a kernel table in which nodes can ask for the library's kernels."""
+        both = {op: self._either(op, kernels[op]) for op in OPERATIONS}
+        return MappingProxyType({**kernels, **both})
+
+    def _either(self, op: str, own: Kernel) -> Kernel:
+        def ready(*arguments: Any) -> Call:
+            attrs = arguments[2]
+            if attrs.get(LIBRARY) != self.name:
+                return own.call(*arguments)
+            return self._guarded(op, own, arguments)
+
+        def run(*arguments: Any) -> None:
+            if arguments[2].get(LIBRARY) != self.name:
+                own.run(*arguments)
+            else:
+                self._guarded(op, own, arguments)()
+
+        return Kernel(run, own.workspace, ready, own.together, own.flags)
+
+    def _guarded(self, op: str, own: Kernel, arguments: tuple[Any, ...]) -> Call:
+        """Return a call of the library that falls back to our kernel on rejection."""
+        inputs, outputs, attrs, workspace = arguments
+        case = Case.of(op, inputs, outputs, attrs)
+        launch = self._launch(case, inputs, outputs)
+        if launch is None:
+            return own.call(*arguments)
+        kept: list[Call] = []
+        left, rest = OPERATIONS[op].left, None
+        if left is not None:
+            rest = own.call(inputs, outputs, {**attrs, **left}, workspace)
+
+        def call() -> None:
+            if not kept:
+                handle = self._session.handle()
+                status = launch.function(handle, *launch.arguments)
+                if not status:
+                    if rest is not None:
+                        rest()
+                    return
+                self._refuse(case, launch.name, status)
+                kept.append(own.call(*arguments))
+            kept[0]()
+
+        return call
+
+    def _launch(
+        self, case: Case, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> Launch | None:
+        """Return the library's call; None if it does not take the case."""
+        found = OPERATIONS[case.op]
+        reads, writes = ([a.data.ptr for a in each] for each in (inputs, outputs))
+        in_place = set(reads) & set(writes)
+        if in_place or case in self._refused or not found.takes(case):
+            return None
+        calls = self._session.calls
+        try:
+            made = Arguments(calls, case.inputs[0].dtype)
+            arguments = found.arguments(case, made, reads, writes)
+        except MucudnnError as e:
+            self._remember(case, e)
+            return None
+        return Launch(
+            calls.function(found.function), arguments, found.function, (made,)
+        )
+
+    def _refuse(self, case: Case, name: str, status: int) -> None:
+        try:
+            self._session.calls.raise_for(name, status)
+        except MucudnnError as e:
+            self._remember(case, e)
+
+    def _remember(self, case: Case, error: MucudnnError) -> None:
+        if case not in self._refused:
+            logger.warning("our kernel computes %s: %s", case, error)
+        self._refused.add(case)
+
+
+def by_channel(shape: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """Return four axes (N, C, H, W), and whether channels are last in memory.
+
+    Kernels get images with channels last as (M, C), all pixels being samples, and so
+    are tensors without pixels. Here they become the pixels of one image.
+    """
+    if len(shape) == 2:
+        return (1, shape[1], shape[0], 1), True
+    return (*shape[:2], math.prod(shape[2:]), 1), False
+
+
+# Pooling by cuDNN: averages in both directions, maxima where no gradient is needed.
+#
+# Our gradient of a maximum reads its position in the window, which cuDNN does not
+# report; nor does it specify which of several equal maxima its own gradient goes to. So
+# maxima are computed by cuDNN only if nothing reads their positions.
+
+
+_RANKS = (2, 3)  # numbers of spatial axes that cuDNN's windows may have
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Windows over an image in cuDNN's terms; shapes are (N, C, *spatial)."""
+
+    image: tuple[int, ...]
+    made: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    channels_last: bool
+
+    @classmethod
+    def of(cls, case: Case, image: Sequence[int], made: Sequence[int]) -> "_Windows":
+        """Translate a case with the shapes of the image and of the pooled result.
+
+        Images with channels last are passed as (N, 1, *spatial, C), with windows of
+        size 1 along the channels; any other image of that form is equivalent.
+        """
+        axes = [tuple(case[name]) for name in ("kernel", "stride", "padding")]
+        shapes = [tuple(image), tuple(made)]
+        last = len(image) > 3 and image[1] == 1 and [a[-1] for a in axes] == [1, 1, 0]
+        if last:
+            shapes = [(s[0], s[-1], *s[2:-1]) for s in shapes]
+            axes = [a[:-1] for a in axes]
+        if len(axes[0]) == 1:  # a line: an image of height 1
+            shapes = [(*s[:2], 1, *s[2:]) for s in shapes]
+            axes = [(n, *a) for n, a in zip((1, 1, 0), axes, strict=True)]
+        (x, y), (kernel, stride, padding) = shapes, axes
+        return cls(x, y, kernel, stride, padding, last)
+
+    @property
+    def even(self) -> bool:
+        """Whether as many windows exist as fit between equal paddings at both ends."""
+        axes = zip(self.image[2:], self.kernel, self.stride, self.padding, strict=True)
+        fitting = tuple((n + 2 * p - k) // step + 1 for n, k, step, p in axes)
+        return fitting == self.made[2:] and len(self.kernel) in _RANKS
+
+
+def _mode(case: Case) -> PoolingMode:
+    if case.op == "max_pool":
+        return PoolingMode.MAX
+    if case["count_include_pad"]:
+        return PoolingMode.AVERAGE_COUNT_INCLUDE_PADDING
+    return PoolingMode.AVERAGE_COUNT_EXCLUDE_PADDING
+
+
+def _pooling_described(
+    case: Case, owner: Arguments, image: Sequence[int], made: Sequence[int]
+) -> tuple[int, int, int]:
+    windows = _Windows.of(case, image, made)
+    axes = windows.kernel, windows.padding, windows.stride
+    pooling = owner.descriptors.create(
+        "Pooling",
+        "PoolingNd",
+        _mode(case),
+        NanPropagation.PROPAGATE_NAN,
+        len(windows.kernel),
+        *map(ints, axes),
+    )
+    last = windows.channels_last
+    x = owner.tensor(windows.image, channels_last=last)
+    return pooling, x, owner.tensor(windows.made, channels_last=last)
+
+
+OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
+    {
+        "batch_norm": LibraryOperation(
+            "cudnnBatchNormalizationForwardTraining", _batch_norm_takes, _training
+        ),
+        "batch_norm_eval": LibraryOperation(
+            "cudnnBatchNormalizationForwardInference", _batch_norm_takes, _inference
+        ),
+        "batch_norm_grad": LibraryOperation(
+            "cudnnBatchNormalizationBackward", _batch_norm_takes, _gradient
+        ),
+        "lrn": LibraryOperation(
+            "cudnnLRNCrossChannelForward", _lrn_takes, _lrn_forward
+        ),
+        "lrn_grad": LibraryOperation(
+            "cudnnLRNCrossChannelBackward", _lrn_takes, _lrn_gradient
+        ),
+        "avg_pool": LibraryOperation(
+            "cudnnPoolingForward", _pooling_takes, _pooling_forward
+        ),
+        "avg_pool_grad": LibraryOperation(
+            "cudnnPoolingBackward", _pooling_takes, _average_gradient
+        ),
+        "max_pool": LibraryOperation(
+            "cudnnPoolingForward", _pooling_takes, _pooling_forward, (1,)
+        ),
+        "softmax_cross_entropy": LibraryOperation(
+            "cudnnSoftmaxForward", _takes, _logarithms, left={GIVEN: True}
+        ),
+    }
+)
+"""Operation -> how the library computes it."""

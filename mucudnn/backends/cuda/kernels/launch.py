@@ -1,0 +1,436 @@
+"""Launch kernels by CuPy, at once or prepared; programs and tables of tensors.
+
+A prepared launch holds its kernel, grid and arguments in CUDA's form: repeating it is
+one call of CuPy. It goes to the current stream of the current device, which the caller
+must set; immediate launches set it themselves.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mucudnn.backends.base import no_workspace
+from mucudnn.backends.cuda.kernels.source import (
+    THREADS,
+    TYPES,
+    Program,
+    compiler_options,
+)
+from mucudnn.backends.cuda.loading import refuse_bits, with_remedy
+from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.tensor import TensorSpec
+
+Call = Callable[[], None]
+"""Launches prepared work."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunch:
+    """A kernel, its grid and its arguments.
+
+    Attributes:
+        program: Program that contains the kernel.
+        kernel: Name of the kernel.
+        blocks: Blocks of `THREADS` along one or two axes; with none, nothing runs.
+        arguments: Arrays, ints, floats, NumPy scalars; None is a missing array.
+        types: Names of the types of elements, and of parameters and statistics.
+    """
+
+    program: Program
+    kernel: str
+    blocks: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    types: tuple[str, str]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing runs."""
+        return 0 in self.blocks
+
+
+_NARROW = 1 << 30  # elements; below, a 32-bit index can overrun by a stride of the grid
+
+
+_BLOCK = (THREADS,)
+
+
+class CupyLauncher:
+    """A launcher on CuPy's current stream; `stream` sets the thread's device before."""
+
+    def __init__(self, stream: Callable[[], object]) -> None:
+        self._stream = stream
+        self._compiled: dict[tuple[Program, str, tuple[str, str], bool], Any] = {}
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Launch a kernel, compiled at its first launch."""
+        if launch.empty:
+            return
+        self._run(self.prepared(launch))
+
+    def prepared(self, launch: KernelLaunch) -> Call:
+        """Return the launch as a function; its arrays must stay in place."""
+        wide = any(getattr(a, "size", 1) >= _NARROW for a in launch.arguments)
+        arguments, blocks = _cuda_arguments(launch.arguments, wide), launch.blocks
+
+        try:
+            function: Any = self._function(launch, wide)
+        except UnsupportedError:
+            raise
+        except Exception as e:  # of CuPy
+            raise _refused(launch, e) from e
+
+        def call() -> None:
+            try:
+                function(blocks, _BLOCK, arguments)
+            except Exception as e:  # of CuPy: to compile, to load or to launch
+                raise _refused(launch, e) from e
+
+        return call
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """Multiply matrices by cuBLAS, into `out`."""
+        self._run(self.prepared_matmul(a, b, out))
+
+    def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
+        """Return the product as a function; see `matmul`."""
+        import cupy
+
+        refuse_bits(out.dtype.name, "a product of matrices")
+        if out.dtype.name not in TYPES:  # bfloat16's `kind` is that of bytes
+            raise UnsupportedError(f"no product of matrices of {out.dtype.name}")
+
+        def call() -> None:
+            try:
+                cupy.matmul(a, b, out=out)
+            except Exception as e:  # of CuPy or cuBLAS
+                raise BackendError(
+                    with_remedy(f"the product of {a.shape} and {b.shape} failed: {e}")
+                ) from e
+
+        return call
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy by CuPy, converting if the types differ."""
+        self._run(self.prepared_copy(source, target))
+
+    def prepared_copy(self, source: Any, target: Any) -> Call:
+        """Return the copy as a function; see `copy`."""
+        kinds = {name_of(source), target.dtype.name}
+        if len(kinds) > 1 and target.size:
+            for name in kinds:
+                refuse_bits(name, "a conversion")
+
+        def call() -> None:
+            try:
+                target[...] = source
+            except Exception as e:  # of CuPy
+                raise BackendError(
+                    with_remedy(
+                        f"a copy into {target.dtype.name} {target.shape} failed: {e}"
+                    )
+                ) from e
+
+        return call if target.size else _nothing
+
+    def table(self, rows: Sequence[Sequence[int]]) -> Any:
+        """Return an int64 array on the device, row after row."""
+        import cupy
+        import numpy as np
+
+        values = np.array(rows, np.int64)
+        self._stream()
+        try:
+            made = cupy.empty(values.nbytes, "uint8").view("int64")
+            made.set(values.reshape(-1))
+        except Exception as e:  # of CuPy
+            raise BackendError(
+                with_remedy(f"a table of {values.nbytes} bytes failed: {e}")
+            ) from e
+        return made
+
+    def address(self, array: Any) -> int:
+        """Return the address of an array."""
+        return int(array.data.ptr)
+
+    def _run(self, call: Call) -> None:
+        self._stream()
+        call()
+
+    def _function(self, launch: KernelLaunch, wide: bool) -> Any:
+        key = launch.program, launch.kernel, launch.types, wide
+        if key not in self._compiled:
+            import cupy
+
+            dtype, parameters = launch.types
+            options = compiler_options(dtype, wide=wide, parameters=parameters)
+            self._compiled[key] = cupy.RawKernel(
+                launch.program.source, launch.kernel, options
+            )
+        return self._compiled[key]
+
+
+def name_of(source: Any) -> str:
+    """Return the element type of an array, or "a number"."""
+    return str(source.dtype.name) if hasattr(source, "dtype") else "a number"
+
+
+def _cuda_arguments(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
+    """Convert arguments to CUDA's types; a missing array is a null pointer."""
+    import numpy as np
+
+    index = np.int64 if wide else np.int32
+
+    def one(argument: Any) -> Any:
+        match argument:
+            case None:
+                return np.uint64(0)
+            case int():
+                return index(argument)
+            case float():
+                return np.float64(argument)
+        return argument
+
+    return tuple(map(one, arguments))
+
+
+def _refused(launch: KernelLaunch, error: Exception) -> BackendError:
+    name = f"{launch.kernel} ({launch.types[0]})"
+    return BackendError(with_remedy(f"{name} cannot be launched: {error}"))
+
+
+def _nothing() -> None:
+    """Do nothing: there are no elements."""
+
+
+# The interface between kernels and launchers: calls, launches, recorded launches.
+#
+# Scalars reach a kernel as `I` (a Python int), `double` (a float) or unsigned 64 bits
+# (a NumPy scalar); None is a missing array. Rates, step numbers and loss scales are
+# read on the device: a launch never waits for one, so a whole step can be captured as a
+# graph.
+
+
+Attrs = Mapping[str, Any]
+
+Specs = Sequence[TensorSpec]
+
+
+_MOST_BLOCKS = 1 << 16
+
+_MOST_WALKING = 1 << 11  # enough to fill any GPU
+
+
+class Launcher(Protocol):
+    """The operations that kernels need of a GPU."""
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Start a kernel."""
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """Multiply two matrices, which may be transposed views."""
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Write an array or a number into an array; either may have gaps."""
+
+    def table(self, rows: Sequence[Sequence[int]]) -> Any:
+        """Return an int64 array on the device, row after row."""
+
+    def address(self, array: Any) -> int:
+        """Return the address of an array, for a table."""
+
+
+class Preparer(Launcher, Protocol):
+    """A launcher that also prepares launches, for arrays that stay in place."""
+
+    def prepared(self, launch: KernelLaunch) -> Call:
+        """Return the launch as a function."""
+
+    def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
+        """Return the product as a function."""
+
+    def prepared_copy(self, source: Any, target: Any) -> Call:
+        """Return the copy as a function."""
+
+
+class Recorder:
+    """A launcher that records launches; they depend on shapes and can be repeated."""
+
+    def __init__(self, gpu: Preparer) -> None:
+        self._gpu = gpu
+        self._calls: list[Call] = []
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Record a launch."""
+        if not launch.empty:
+            self._calls.append(self._gpu.prepared(launch))
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """Record a product."""
+        self._calls.append(self._gpu.prepared_matmul(a, b, out))
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Record a copy."""
+        self._calls.append(self._gpu.prepared_copy(source, target))
+
+    def table(self, rows: Sequence[Sequence[int]]) -> Any:
+        """Write a table immediately."""
+        return self._gpu.table(rows)
+
+    def address(self, array: Any) -> int:
+        """See `Launcher.address`."""
+        return self._gpu.address(array)
+
+    def recorded(self) -> Call:
+        """Return all recorded launches as one function."""
+        calls = tuple(self._calls)
+        if len(calls) == 1:
+            return calls[0]
+
+        def call() -> None:
+            for each in calls:
+                each()
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One call of an operation: dense arrays, and the GPU to launch kernels on."""
+
+    gpu: Launcher
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    attrs: Attrs
+    workspace: Any
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        blocks: tuple[int, ...],
+        *arguments: Any,
+        like: Any = None,
+        beside: Any = None,
+    ) -> None:
+        """Start a kernel for elements of the type of `like`, or the first argument's.
+
+        `beside` is a parameter or a statistic, whose type may differ.
+        """
+        element = (arguments[0] if like is None else like).dtype
+        other = element if beside is None else beside.dtype
+        types = element.name, other.name
+        self.gpu.launch(KernelLaunch(program, kernel, blocks, arguments, types))
+
+    def numbers(self, *names: str) -> tuple[float, ...]:
+        """Return the named attributes as floats, which kernels take as `double`."""
+        return tuple(float(self.attrs[name]) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A kernel without its launcher.
+
+    Attributes:
+        run: Launches one call.
+        workspace: See `Kernel.workspace`.
+        together: Launches several consecutive calls, in fewer launches.
+        flags: See `Kernel.flags`.
+    """
+
+    run: Callable[[KernelCall], None]
+    workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
+    together: Callable[[Sequence[KernelCall]], None] | None = None
+    flags: tuple[int, ...] = ()
+
+
+def flat(count: int) -> tuple[int]:
+    """Return the blocks of a kernel that loops over elements with EACH."""
+    return (min(_MOST_BLOCKS, -(-count // THREADS)),)
+
+
+def walking(count: int) -> tuple[int]:
+    """Return the blocks of a kernel whose threads take many elements with a `Walk`."""
+    return (min(_MOST_WALKING, -(-count // THREADS)),)
+
+
+def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return (N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
+    N, C, *spatial = shape
+    return N, C, math.prod(spatial)
+
+
+# Tables on the device that let one launch process many tensors.
+#
+# A block has a part of one tensor, at most `CHUNK` elements, and finds it by its index.
+# A row of the table holds the first block of its tensor, the number of elements, a
+# flag, the channels and taps of a transposed filter, and the addresses of the arrays
+# that belong together, such as a weight, its gradient and its state; a missing array is
+# 0. Addresses are the same in every step, so a table is written once.
+
+
+CHUNK = 4096
+"""Elements of a block: 16 per thread, so that locating them costs little."""
+
+
+_ARRAYS = 5  # most arrays of a row
+
+_BEFORE = 5  # numbers of a row before its arrays
+
+
+TABLE = f"""
+// The part of a tensor that a block has.
+struct Part {{
+    const long long* row;
+    long long start;
+    I count;
+    __device__ Part(const long long* table, I rows) {{
+        I low = 0, high = rows;
+        while (high - low > 1) {{
+            I middle = (low + high) / 2;
+            long long before = table[middle * {_BEFORE + _ARRAYS}];
+            (before <= (long long)blockIdx.x ? low : high) = middle;
+        }}
+        row = table + low * {_BEFORE + _ARRAYS};
+        start = ((long long)blockIdx.x - row[0]) * {CHUNK};
+        count = (I)(row[1] - start < {CHUNK} ? row[1] - start : {CHUNK});
+    }}
+    __device__ bool flag() const {{ return row[2] != 0; }}
+    __device__ I channels() const {{ return (I)row[3]; }}
+    __device__ I taps() const {{ return (I)row[4]; }}
+    // The block's part of an array, or all of one.
+    template <class E> __device__ E* array(int i, bool whole = false) const {{
+        return row[{_BEFORE} + i] ? (E*)row[{_BEFORE} + i] + (whole ? 0 : start) : 0;
+    }}
+}};
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor's row of a table.
+
+    Attributes:
+        arrays: Arrays of one size; None for a missing one.
+        flag: Kernel-specific flag.
+        turned: (channels, taps) of a filter that is (K, C, taps) in some of its arrays
+            and (K, taps, C) in others; (0, 0) if all have the same layout.
+    """
+
+    arrays: Sequence[Any]
+    flag: bool = False
+    turned: tuple[int, int] = (0, 0)
+
+
+def table_of(gpu: Launcher, rows: Sequence[Row]) -> tuple[Any, int, int]:
+    """Write a table of these rows; return it, its number of rows, and of blocks."""
+    table, blocks = [], 0
+    for row in rows:
+        if (count := row.arrays[0].size) == 0:
+            continue
+        addresses = [0 if a is None else gpu.address(a) for a in row.arrays]
+        padding = [0] * (_ARRAYS - len(addresses))
+        numbers = blocks, count, int(row.flag), *row.turned
+        table.append((*numbers, *addresses, *padding))
+        blocks += -(-count // CHUNK)
+    return (gpu.table(table) if table else None), len(table), blocks

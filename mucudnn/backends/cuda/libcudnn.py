@@ -1,0 +1,541 @@
+"""The raw calls of libcudnn 9 by ctypes: prototypes, enumerators, status -> error.
+
+This module knows nothing of convolutions. `PROTOTYPES` is the whole surface in use;
+tests compare it with the headers and replace `Cudnn` by a recording fake.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
+
+
+class Status(IntEnum):
+    """Status codes; categories are thousands, to which unlisted codes belong."""
+
+    SUCCESS = 0
+    NOT_INITIALIZED = 1001
+    SUBLIBRARY_LOADING_FAILED = 1008
+    BAD_PARAM = 2000
+    BAD_PARAM_MISALIGNED_POINTER = 2003
+    NOT_SUPPORTED = 3000
+    INTERNAL_ERROR = 4000
+    INTERNAL_ERROR_HOST_ALLOCATION_FAILED = 4003
+    INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED = 4004
+    EXECUTION_FAILED = 5000
+
+
+_INT = ctypes.c_int
+
+_SIZE = ctypes.c_size_t
+
+_DOUBLE = ctypes.c_double
+
+_PTR = ctypes.c_void_p
+
+_OUT_PTR = ctypes.POINTER(ctypes.c_void_p)
+
+_INTS = ctypes.POINTER(ctypes.c_int)
+
+_MESSAGE_BYTES = 4096
+
+
+class AlgoPerf(ctypes.Structure):
+    """`cudnnConvolution{Fwd,BwdData,BwdFilter}AlgoPerf_t`; the three are alike."""
+
+    _fields_ = (
+        ("algo", ctypes.c_int),
+        ("status", ctypes.c_int),
+        ("time", ctypes.c_float),
+        ("memory", ctypes.c_size_t),
+        ("determinism", ctypes.c_int),
+        ("mathType", ctypes.c_int),
+        ("reserved", ctypes.c_int * 3),
+    )
+
+
+_PERFS = ctypes.POINTER(AlgoPerf)
+
+_WORKSPACE = (_PTR, _PTR, _PTR, _PTR, _PTR, _INT, ctypes.POINTER(_SIZE))
+
+_BEST = (_PTR, _PTR, _PTR, _PTR, _PTR, _INT, _INTS, _PERFS)
+
+# handle, alpha, a + data, b + data, convolution, algorithm, workspace + size, beta, out
+_RUN = (_PTR, _PTR, *[_PTR] * 4, _PTR, _INT, _PTR, _SIZE, _PTR, _PTR, _PTR)
+
+# alpha, x + data, beta, y + data
+_MAP = (_PTR,) * 6
+
+# alpha, y + data, dy + data, x + data, beta, dx + data
+_MAP_BACK = (_PTR,) * 10
+
+# handle, mode, alpha, beta
+_NORM = (_PTR, _INT, _PTR, _PTR)
+
+
+PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "cudnnGetVersion": (_SIZE, ()),
+        "cudnnGetCudartVersion": (_SIZE, ()),
+        "cudnnGetErrorString": (ctypes.c_char_p, (_INT,)),
+        "cudnnGetLastErrorString": (None, (ctypes.c_char_p, _SIZE)),
+        "cudnnCreate": (_INT, (_OUT_PTR,)),
+        "cudnnDestroy": (_INT, (_PTR,)),
+        "cudnnSetStream": (_INT, (_PTR, _PTR)),
+        "cudnnBackendCreateDescriptor": (_INT, (_INT, _OUT_PTR)),
+        "cudnnBackendDestroyDescriptor": (_INT, (_PTR,)),
+        "cudnnBackendFinalize": (_INT, (_PTR,)),
+        "cudnnBackendSetAttribute": (_INT, (_PTR, _INT, _INT, ctypes.c_int64, _PTR)),
+        "cudnnBackendGetAttribute": (
+            _INT,
+            (_PTR, _INT, _INT, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), _PTR),
+        ),
+        "cudnnBackendExecute": (_INT, (_PTR, _PTR, _PTR)),
+        "cudnnCreateTensorDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetTensorNdDescriptor": (_INT, (_PTR, _INT, _INT, _INTS, _INTS)),
+        "cudnnDestroyTensorDescriptor": (_INT, (_PTR,)),
+        "cudnnCreateFilterDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetFilterNdDescriptor": (_INT, (_PTR, _INT, _INT, _INT, _INTS)),
+        "cudnnDestroyFilterDescriptor": (_INT, (_PTR,)),
+        "cudnnCreateConvolutionDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetConvolutionNdDescriptor": (
+            _INT,
+            (_PTR, _INT, _INTS, _INTS, _INTS, _INT, _INT),
+        ),
+        "cudnnSetConvolutionGroupCount": (_INT, (_PTR, _INT)),
+        "cudnnSetConvolutionMathType": (_INT, (_PTR, _INT)),
+        "cudnnDestroyConvolutionDescriptor": (_INT, (_PTR,)),
+        "cudnnGetConvolutionNdForwardOutputDim": (
+            _INT,
+            (_PTR, _PTR, _PTR, _INT, _INTS),
+        ),
+        "cudnnGetConvolutionForwardWorkspaceSize": (_INT, _WORKSPACE),
+        "cudnnGetConvolutionBackwardDataWorkspaceSize": (_INT, _WORKSPACE),
+        "cudnnGetConvolutionBackwardFilterWorkspaceSize": (_INT, _WORKSPACE),
+        "cudnnGetConvolutionForwardAlgorithm_v7": (_INT, _BEST),
+        "cudnnGetConvolutionBackwardDataAlgorithm_v7": (_INT, _BEST),
+        "cudnnGetConvolutionBackwardFilterAlgorithm_v7": (_INT, _BEST),
+        "cudnnConvolutionForward": (_INT, _RUN),
+        "cudnnConvolutionBackwardData": (_INT, _RUN),
+        "cudnnConvolutionBackwardFilter": (_INT, _RUN),
+        "cudnnCreatePoolingDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetPoolingNdDescriptor": (
+            _INT,
+            (_PTR, _INT, _INT, _INT, _INTS, _INTS, _INTS),
+        ),
+        "cudnnDestroyPoolingDescriptor": (_INT, (_PTR,)),
+        "cudnnPoolingForward": (_INT, (_PTR, _PTR, *_MAP)),
+        "cudnnPoolingBackward": (_INT, (_PTR, _PTR, *_MAP_BACK)),
+        "cudnnCreateLRNDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetLRNDescriptor": (_INT, (_PTR, ctypes.c_uint, *[_DOUBLE] * 3)),
+        "cudnnDestroyLRNDescriptor": (_INT, (_PTR,)),
+        "cudnnLRNCrossChannelForward": (_INT, (_PTR, _PTR, _INT, *_MAP)),
+        "cudnnLRNCrossChannelBackward": (_INT, (_PTR, _PTR, _INT, *_MAP_BACK)),
+        "cudnnSoftmaxForward": (_INT, (_PTR, _INT, _INT, *_MAP)),
+        "cudnnDeriveBNTensorDescriptor": (_INT, (_PTR, _PTR, _INT)),
+        "cudnnBatchNormalizationForwardTraining": (
+            _INT,
+            (*_NORM, *[_PTR] * 7, _DOUBLE, _PTR, _PTR, _DOUBLE, _PTR, _PTR),
+        ),
+        "cudnnBatchNormalizationForwardInference": (
+            _INT,
+            (*_NORM, *[_PTR] * 9, _DOUBLE),
+        ),
+        "cudnnBatchNormalizationBackward": (
+            _INT,
+            (*_NORM, *[_PTR] * 12, _DOUBLE, _PTR, _PTR),
+        ),
+    }
+)
+"""Function name to (result, arguments)."""
+
+
+_NO_STATUS = frozenset(name for name in PROTOTYPES if PROTOTYPES[name][0] is not _INT)
+
+
+class Calls(Protocol):
+    """The interface of the raw calls, for fakes."""
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function by its C name.
+
+        Raises:
+            BackendError: Its status is not success; see `error_for`.
+        """
+
+    def function(self, name: str) -> Any:
+        """Return the bare function, which returns its status: for the hot path."""
+
+    def raise_for(self, name: str, status: int) -> None:
+        """Raise the error of a bare function's status."""
+
+
+class Cudnn:
+    """The functions of a loaded `libcudnn.so.9`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions: dict[str, Any] = {}
+        for name, (result, arguments) in PROTOTYPES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+            self._functions[name] = function
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """See `Calls.call`; functions without a status return their result."""
+        result = self._functions[name](*arguments)
+        if name in _NO_STATUS:
+            return result
+        if result:
+            self.raise_for(name, result)
+        return None
+
+    def function(self, name: str) -> Any:
+        """See `Calls.function`."""
+        return self._functions[name]
+
+    def raise_for(self, name: str, status: int) -> None:
+        """See `Calls.raise_for`; includes the library's message of this thread."""
+        meaning = self._functions["cudnnGetErrorString"](status).decode()
+        buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        self._functions["cudnnGetLastErrorString"](buffer, _MESSAGE_BYTES)
+        detail = buffer.value.decode(errors="replace").strip()
+        raise error_for(name, status, meaning, detail)
+
+
+_OUT_OF_MEMORY = (
+    Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED,
+    Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED,
+)
+
+
+def error_for(
+    name: str, status: int, meaning: str, detail: str
+) -> BackendError | OutOfMemoryError | UnsupportedError:
+    """Return the exception of a status: out of memory, not supported, or other."""
+    message = f"{name} returned {meaning} ({status})" + (
+        f": {detail}" if detail else ""
+    )
+    if status in _OUT_OF_MEMORY:
+        return OutOfMemoryError(message)
+    if status // 1000 * 1000 == Status.NOT_SUPPORTED:
+        return UnsupportedError(message)
+    return BackendError(message)
+
+
+# Enumerators of cuDNN 9 that the binding uses, under their own names.
+#
+# `C_NAMES` gives each member's spelling in the headers, so that a test compares every
+# one with the compiler's reading.
+
+
+class DataType(IntEnum):
+    """Element types."""
+
+    FLOAT = 0
+    DOUBLE = 1
+    HALF = 2
+    BFLOAT16 = 9
+
+
+class TensorFormat(IntEnum):
+    """Storage orders of the legacy API."""
+
+    NCHW = 0
+    NHWC = 1
+
+
+class ConvolutionMode(IntEnum):
+    """Flipped filters (convolution) or not (cross-correlation)."""
+
+    CONVOLUTION = 0
+    CROSS_CORRELATION = 1
+
+
+class MathType(IntEnum):
+    """Permitted use of tensor cores in the legacy API."""
+
+    DEFAULT_MATH = 0
+    TENSOR_OP_MATH = 1
+    TENSOR_OP_MATH_ALLOW_CONVERSION = 2
+    FMA_MATH = 3
+
+
+class Determinism(IntEnum):
+    """Bitwise reproducibility of a legacy algorithm."""
+
+    NON_DETERMINISTIC = 0
+    DETERMINISTIC = 1
+
+
+class ForwardAlgo(IntEnum):
+    """Legacy algorithms, forward."""
+
+    IMPLICIT_GEMM = 0
+    IMPLICIT_PRECOMP_GEMM = 1
+    GEMM = 2
+    DIRECT = 3
+    FFT = 4
+    FFT_TILING = 5
+    WINOGRAD = 6
+    WINOGRAD_NONFUSED = 7
+
+
+class BackwardDataAlgo(IntEnum):
+    """Legacy algorithms, gradient of the input."""
+
+    ALGO_0 = 0
+    ALGO_1 = 1
+    FFT = 2
+    FFT_TILING = 3
+    WINOGRAD = 4
+    WINOGRAD_NONFUSED = 5
+
+
+class BackwardFilterAlgo(IntEnum):
+    """Legacy algorithms, gradient of the filter."""
+
+    ALGO_0 = 0
+    ALGO_1 = 1
+    FFT = 2
+    ALGO_3 = 3
+    WINOGRAD = 4
+    WINOGRAD_NONFUSED = 5
+    FFT_TILING = 6
+
+
+class DescriptorType(IntEnum):
+    """Objects of the graph API."""
+
+    POINTWISE = 0
+    CONVOLUTION = 1
+    ENGINE = 2
+    ENGINECFG = 3
+    ENGINEHEUR = 4
+    EXECUTION_PLAN = 5
+    KNOB_CHOICE = 7
+    OPERATION_CONVOLUTION_FORWARD = 10
+    OPERATION_CONVOLUTION_BACKWARD_FILTER = 11
+    OPERATION_CONVOLUTION_BACKWARD_DATA = 12
+    OPERATION_POINTWISE = 13
+    OPERATIONGRAPH = 15
+    VARIANT_PACK = 16
+    TENSOR = 17
+    DEVICEPROP = 38
+
+
+class AttributeType(IntEnum):
+    """Types of the values of attributes."""
+
+    HANDLE = 0
+    DATA_TYPE = 1
+    BOOLEAN = 2
+    INT64 = 3
+    FLOAT = 4
+    DOUBLE = 5
+    VOID_PTR = 6
+    CONVOLUTION_MODE = 7
+    HEUR_MODE = 8
+    KNOB_TYPE = 9
+    NAN_PROPOGATION = 10  # as the header spells it
+    NUMERICAL_NOTE = 11
+    POINTWISE_MODE = 14
+    BACKEND_DESCRIPTOR = 15
+    BEHAVIOR_NOTE = 19
+    INT32 = 23
+    CHAR = 24
+
+
+class Attribute(IntEnum):
+    """Attributes of the graph API's objects."""
+
+    POINTWISE_MODE = 0
+    POINTWISE_MATH_PREC = 1
+    POINTWISE_NAN_PROPAGATION = 2
+    CONVOLUTION_COMP_TYPE = 100
+    CONVOLUTION_CONV_MODE = 101
+    CONVOLUTION_DILATIONS = 102
+    CONVOLUTION_FILTER_STRIDES = 103
+    CONVOLUTION_POST_PADDINGS = 104
+    CONVOLUTION_PRE_PADDINGS = 105
+    CONVOLUTION_SPATIAL_DIMS = 106
+    ENGINEHEUR_MODE = 200
+    ENGINEHEUR_OPERATION_GRAPH = 201
+    ENGINEHEUR_RESULTS = 202
+    ENGINEHEUR_DEVICEPROP = 204
+    ENGINECFG_ENGINE = 300
+    ENGINECFG_KNOB_CHOICES = 302
+    ENGINECFG_WORKSPACE_SIZE = 303
+    EXECUTION_PLAN_HANDLE = 400
+    EXECUTION_PLAN_ENGINE_CONFIG = 401
+    EXECUTION_PLAN_WORKSPACE_SIZE = 402
+    EXECUTION_PLAN_JSON_REPRESENTATION = 405
+    EXECUTION_PLAN_DEVICEPROP = 407
+    KNOB_CHOICE_KNOB_TYPE = 600
+    KNOB_CHOICE_KNOB_VALUE = 601
+    OPERATION_CONVOLUTION_FORWARD_ALPHA = 700
+    OPERATION_CONVOLUTION_FORWARD_BETA = 701
+    OPERATION_CONVOLUTION_FORWARD_CONV_DESC = 702
+    OPERATION_CONVOLUTION_FORWARD_W = 703
+    OPERATION_CONVOLUTION_FORWARD_X = 704
+    OPERATION_CONVOLUTION_FORWARD_Y = 705
+    OPERATION_CONVOLUTION_BWD_DATA_ALPHA = 706
+    OPERATION_CONVOLUTION_BWD_DATA_BETA = 707
+    OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC = 708
+    OPERATION_CONVOLUTION_BWD_DATA_W = 709
+    OPERATION_CONVOLUTION_BWD_DATA_DX = 710
+    OPERATION_CONVOLUTION_BWD_DATA_DY = 711
+    OPERATION_CONVOLUTION_BWD_FILTER_ALPHA = 712
+    OPERATION_CONVOLUTION_BWD_FILTER_BETA = 713
+    OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC = 714
+    OPERATION_CONVOLUTION_BWD_FILTER_DW = 715
+    OPERATION_CONVOLUTION_BWD_FILTER_X = 716
+    OPERATION_CONVOLUTION_BWD_FILTER_DY = 717
+    OPERATION_POINTWISE_PW_DESCRIPTOR = 750
+    OPERATION_POINTWISE_XDESC = 751
+    OPERATION_POINTWISE_BDESC = 752
+    OPERATION_POINTWISE_YDESC = 753
+    OPERATIONGRAPH_HANDLE = 800
+    OPERATIONGRAPH_OPS = 801
+    OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802
+    TENSOR_BYTE_ALIGNMENT = 900
+    TENSOR_DATA_TYPE = 901
+    TENSOR_DIMENSIONS = 902
+    TENSOR_STRIDES = 903
+    TENSOR_UNIQUE_ID = 906
+    TENSOR_IS_VIRTUAL = 907
+    VARIANT_PACK_UNIQUE_IDS = 1000
+    VARIANT_PACK_DATA_POINTERS = 1001
+    VARIANT_PACK_WORKSPACE = 1003
+    ENGINE_OPERATION_GRAPH = 1300
+    ENGINE_GLOBAL_INDEX = 1301
+    ENGINE_NUMERICAL_NOTE = 1303
+    ENGINE_BEHAVIOR_NOTE = 1305
+    ENGINE_DEVICEPROP = 1307
+    DEVICEPROP_DEVICE_ID = 2700
+    DEVICEPROP_JSON_REPRESENTATION = 2702
+
+
+class HeurMode(IntEnum):
+    """Lists of engine configurations that a heuristic gives."""
+
+    B = 1
+    FALLBACK = 2
+    A = 3
+
+
+class PointwiseMode(IntEnum):
+    """Functions of each element."""
+
+    ADD = 0
+    RELU_FWD = 100
+
+
+class NanPropagation(IntEnum):
+    """Result of a comparison with NaN: the number or NaN."""
+
+    NOT_PROPAGATE_NAN = 0
+    PROPAGATE_NAN = 1
+
+
+class PoolingMode(IntEnum):
+    """Reductions of a window."""
+
+    MAX = 0
+    AVERAGE_COUNT_INCLUDE_PADDING = 1
+    AVERAGE_COUNT_EXCLUDE_PADDING = 2
+
+
+class LRNMode(IntEnum):
+    """Neighbourhoods of local response normalisation."""
+
+    CROSS_CHANNEL_DIM1 = 0
+
+
+class BatchNormMode(IntEnum):
+    """Axes of the statistics; the persistent mode, unused, may overflow."""
+
+    SPATIAL = 1
+
+
+class SoftmaxAlgorithm(IntEnum):
+    """Result and numerics of a softmax."""
+
+    FAST = 0
+    ACCURATE = 1
+    LOG = 2
+
+
+class SoftmaxMode(IntEnum):
+    """Range of the sum: a whole sample, or the channels of each pixel."""
+
+    INSTANCE = 0
+    CHANNEL = 1
+
+
+class NumericalNote(IntEnum):
+    """Numerical properties of an engine."""
+
+    TENSOR_CORE = 0
+    DOWN_CONVERT_INPUTS = 1
+    REDUCED_PRECISION_REDUCTION = 2
+    FFT = 3
+    NONDETERMINISTIC = 4
+    WINOGRAD = 5
+    WINOGRAD_TILE_4x4 = 6
+    WINOGRAD_TILE_6x6 = 7
+    WINOGRAD_TILE_13x13 = 8
+    STRICT_NAN_PROP = 9
+
+
+class BehaviorNote(IntEnum):
+    """Other properties of an engine."""
+
+    RUNTIME_COMPILATION = 0
+    REQUIRES_FILTER_INT8x32_REORDER = 1
+    REQUIRES_BIAS_INT8x32_REORDER = 2
+    SUPPORTS_CUDA_GRAPH_NATIVE_API = 3
+    CUBLASLT_DEPENDENCY = 4
+
+
+C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
+    {
+        Status: "CUDNN_STATUS_{}",
+        DataType: "CUDNN_DATA_{}",
+        TensorFormat: "CUDNN_TENSOR_{}",
+        ConvolutionMode: "CUDNN_{}",
+        MathType: "CUDNN_{}",
+        Determinism: "CUDNN_{}",
+        ForwardAlgo: "CUDNN_CONVOLUTION_FWD_ALGO_{}",
+        BackwardDataAlgo: "CUDNN_CONVOLUTION_BWD_DATA_{}",
+        BackwardFilterAlgo: "CUDNN_CONVOLUTION_BWD_FILTER_{}",
+        DescriptorType: "CUDNN_BACKEND_{}_DESCRIPTOR",
+        AttributeType: "CUDNN_TYPE_{}",
+        Attribute: "CUDNN_ATTR_{}",
+        HeurMode: "CUDNN_HEUR_MODE_{}",
+        NanPropagation: "CUDNN_{}",
+        PointwiseMode: "CUDNN_POINTWISE_{}",
+        PoolingMode: "CUDNN_POOLING_{}",
+        LRNMode: "CUDNN_LRN_{}",
+        BatchNormMode: "CUDNN_BATCHNORM_{}",
+        SoftmaxAlgorithm: "CUDNN_SOFTMAX_{}",
+        SoftmaxMode: "CUDNN_SOFTMAX_MODE_{}",
+        NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
+        BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
+    }
+)
+"""Enumeration to the format of its enumerators' names in the header.
+
+The backward algorithms `ALGO_0` … are `…_ALGO_0` there, the others `…_ALGO_FFT`; see
+`c_name`.
+"""
+
+
+def c_name(member: IntEnum) -> str:
+    """Return the header's spelling of a member."""
+    name = member.name
+    if isinstance(member, BackwardDataAlgo | BackwardFilterAlgo):
+        name = name if name.startswith("ALGO_") else f"ALGO_{name}"
+    return C_NAMES[type(member)].format(name)

@@ -1,0 +1,448 @@
+"""`mucudnn train`: train a network, and print its results."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+import cloup
+from click.core import ParameterSource
+
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
+from mucudnn.cli.own_code import import_option
+from mucudnn.cli.train_options import (
+    budget_of,
+    budget_options,
+    data_options,
+    learning_options,
+    list_models,
+    listing_option,
+    model_argument,
+    optimizer_of,
+    output_options,
+    run_options,
+    total_steps,
+    train_log,
+    words_of,
+)
+from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
+from mucudnn.cli.tuner_options import make_tuner
+from mucudnn.ir.optimizers import parse_learning_rate
+
+if TYPE_CHECKING:
+    from mucudnn.cli.progress import Show, TrainingWords
+    from mucudnn.cli.train_data import Work
+    from mucudnn.ir.fleet import StepPoint
+    from mucudnn.passes.placement.layout import PlacedStep
+    from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
+    from mucudnn.runtime.training.history import (
+        EpochReport,
+        LogEntry,
+        OnEntry,
+        Position,
+    )
+    from mucudnn.runtime.training.loop import Between, Handover
+    from mucudnn.runtime.training.trainer import Trainer
+
+
+class _MultiProcessCommand(cloup.Command):
+    """A command of several processes: invalid options of one end all."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Parse the options."""
+        try:
+            return super().make_context(*args, **extra)
+        except click.ClickException:
+            if (group := group_of()) is not None:
+                with group.ends_together():
+                    raise
+            raise
+
+
+@cloup.command(cls=_MultiProcessCommand)
+@import_option
+@model_argument
+@data_options
+@learning_options
+@budget_options
+@run_options
+@output_options
+@listing_option
+@click.pass_context
+def train(
+    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
+) -> None:
+    """Train a network and test it after every epoch."""
+    group = group_of()
+    with nullcontext() if group is None else group.ends_together():
+        if group is not None:
+            group.check_alike(model, settings)
+        if settings["listing"]:
+            if group is None or group.leads:
+                list_models(json_file)
+            return
+        if model is None:
+            raise BadInputError("name a network to train; --list lists them")
+        _refuse_incomplete(ctx, json_file, settings)
+        settings = dict(own_settings(settings, group))
+        training = _Training(model, settings, group)
+        interrupted = training.run(quiet=json_file == "-")
+        training.gather()
+        if training.leads:
+            emit(json_file, training.to_json(interrupted=interrupted), training.show)
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)
+
+
+def _refuse_incomplete(
+    ctx: click.Context, json_file: str | None, settings: Mapping[str, Any]
+) -> None:
+    """Refuse options that require others."""
+    refuse_same({"--json": json_file, "--log": settings["log"]})
+    if settings["checkpoint"] is None:
+        for name in ("resume", "checkpoint_every"):
+            if settings[name]:
+                option = name.replace("_", "-")
+                raise BadInputError(f"--{option} needs --checkpoint DIR")
+    if settings["budget"] is None:
+        _refuse_budget_options(ctx)
+        if settings["split"] in ("auto", "height"):
+            raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
+
+
+def _refuse_budget_options(ctx: click.Context) -> None:
+    for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            written = "tier" if name == "tiers" else name
+            raise BadInputError(f"--{written} needs --budget SIZE")
+
+
+class _Training:
+    """One invocation of the command with all its options."""
+
+    def __init__(
+        self, model: str, settings: Mapping[str, Any], group: Group | None
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._group = group
+        self.leads = group is None or group.leads
+        with self._display(1) as show:
+            show("reading the data", 0, 1)
+            self._work = _work(model, settings, group, show)
+        self._optimizer = optimizer_of(settings)
+        self._words = words_of(self._work, self._optimizer, settings)
+        self._checkpoints, self._resume = self._open_checkpoints()
+        self._reports: dict[int, EpochReport] = {}
+        self._ranks: Sequence[RankResult] = ()
+
+    def run(self, *, quiet: bool) -> bool:
+        """Train; return whether Ctrl-C ended it."""
+        from mucudnn.cli.progress import TrainingWords
+        from mucudnn.runtime.training.loop import fit
+
+        settings, work = self._settings, self._work
+        epochs, batches = settings["epochs"], len(work.batches)
+        quiet = quiet or not self.leads
+        with self._display(batches, titled=True) as show:
+            total = total_steps(work, settings)
+            shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
+
+            def progress(at: "Position", report: "EpochReport | None") -> None:
+                if report is not None:
+                    self._reports[report.epoch] = report
+                shown(at, report)
+
+            with self._log(shown) as log:
+                show("planning the step", 0, batches, title="preparing")
+                self._trainer = self._make_trainer(shown)
+                try:
+                    reports = fit(
+                        self._trainer,
+                        work.batches,
+                        work.test,
+                        epochs=epochs,
+                        max_steps=settings["steps"],
+                        checkpoints=self._checkpoints if self.leads else None,
+                        checkpoint_every=settings["checkpoint_every"],
+                        eval_every=settings["eval_every"],
+                        words=self._words,
+                        resume=self._resume,
+                        progress=progress,
+                        log=log,
+                        between=self._between(shown),
+                    )
+                except KeyboardInterrupt:
+                    return True
+        self._reports |= {report.epoch: report for report in reports}
+        return False
+
+    @contextmanager
+    def _log(self, shown: "TrainingWords") -> "Iterator[OnEntry | None]":
+        """Log from one process for all."""
+        if not self.leads:
+            yield None
+            return
+        with train_log(self._settings, self._resume) as tell:
+
+            def told(entry: "LogEntry") -> None:
+                tell(entry)
+                shown.told(entry)
+
+            yield told
+
+    def _between(self, shown: "TrainingWords") -> "Between | None":
+        """Replace the trainer between epochs if other shares are faster."""
+        group = self._group
+        if group is None:
+            return None
+
+        def hand_over() -> "Handover | None":
+            shares = group.shares_now(self._trainer.own_ms)
+            if shares is None:
+                return None
+            state, steps = self._trainer.state.save(), self._trainer.steps
+            self._trainer.close()
+            self._work = _part_of_work(self._model, self._settings, group, shares)
+            self._trainer = self._make_trainer(shown)
+            self._trainer.state.load(state)
+            self._trainer.steps = steps
+            return self._trainer, self._work.batches, self._work.test
+
+        return hand_over
+
+    def gather(self) -> None:
+        """Gather the results of all processes."""
+        if self._group is not None:
+            self._ranks = ranks_of(self._group, self._trainer)
+
+    def _display(
+        self, total: int, *, titled: bool = False
+    ) -> "AbstractContextManager[Show]":
+        """Show progress from one process for all."""
+        from mucudnn.cli.progress import Show, progress_display
+
+        if self.leads:
+            return progress_display(total, titled=titled)
+        return nullcontext(Show(lambda stage: None))
+
+    def to_json(self, *, interrupted: bool) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        return {
+            "schema": 1,
+            "model": self._model,
+            **results_to_json(self._trainer, self._reports),
+            "parameters": self._work.training.parameter_count,
+            "shares": None if self._group is None else self._group.history,
+            "ranks": ranks_to_json(self._ranks),
+            "interrupted": interrupted,
+            "settings": dict(self._words),
+        }
+
+    def show(self) -> None:
+        """Print the last lines: results, and the latest checkpoint."""
+        show_results(self._trainer)
+        show_ranks(self._ranks)
+        if self._checkpoints is not None and (steps := self._checkpoints.steps()):
+            click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
+
+    def _open_checkpoints(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
+        from mucudnn.runtime.training.checkpoints import Checkpoints
+
+        folder = self._settings["checkpoint"]
+        if folder is None:
+            return None, None
+        with bad_input():
+            checkpoints = Checkpoints(folder)
+        refuse_unwritable(folder)
+        if self._settings["resume"]:
+            return checkpoints, checkpoints.load(self._words)
+        if checkpoints.steps():
+            raise BadInputError(
+                f"{folder} holds checkpoints already; go on from them with --resume, "
+                "or name another folder"
+            )
+        return checkpoints, None
+
+    def _make_trainer(self, shown: "TrainingWords") -> "Trainer":
+        from mucudnn.runtime.training.history import plans_of, recall_races
+        from mucudnn.runtime.training.trainer import Trainer
+
+        settings, work = self._settings, self._work
+        tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
+        known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
+        if self._resume is not None:
+            recall_races(self._resume, tuner)
+        total = total_steps(work, settings)
+        with bad_input(), tuner.cache:
+            rate = parse_learning_rate(
+                settings["lr_schedule"],
+                self._optimizer.learning_rate,
+                warmup_steps=settings["warmup"],
+                milestone_unit=len(work.batches),
+            )
+            return Trainer(
+                work.training,
+                work.evaluation,
+                tuner=tuner,
+                optimizer=self._optimizer,
+                learning_rate=lambda step: rate.at(step, total),
+                order=settings["order"],
+                update_when=settings["update_when"],
+                gradient_accumulation=settings["accumulate"],
+                seed=settings["seed"],
+                plans=known,
+                precision=settings["precision"],
+                loss_scale=settings["loss_scale"],
+                budget=budget_of(settings, tuner.backend.device),
+                progress=shown.prepared,
+                fuse=not settings["no_fuse"],
+                split=settings["split"],
+                replay=settings["replay"],
+                together=None if self._group is None else self._group.together,
+                batch_norm=settings["batch_norm"],
+                placement=settings["placement"],
+                layout=settings["layout"],
+            )
+
+
+def _work(
+    model: str, settings: Mapping[str, Any], group: Group | None, show: "Show"
+) -> "Work":
+    """Return the work of this process: everything, or its part."""
+    from mucudnn.cli.train_data import work_of
+
+    if group is None:
+        return work_of(model, settings)
+    tuner = make_tuner({**settings, "exhaustive": False})
+
+    def measure(images: int) -> "StepPoint":
+        show(f"measuring a step of {images} images", 0, 1)
+        return step_point(work_of(model, settings, images).training, tuner, settings)
+
+    with tuner.cache:
+        batch = settings["batch"] // settings["accumulate"]
+        shares = group.shares(settings["shares"], batch, measure)
+    return _part_of_work(model, settings, group, shares)
+
+
+def _part_of_work(
+    model: str, settings: Mapping[str, Any], group: Group, shares: tuple[int, ...]
+) -> "Work":
+    from mucudnn.cli.train_data import work_of
+
+    whole = work_of(model, settings)
+    return group.part(whole, lambda n: work_of(model, settings, n), shares)
+
+
+# Results of a training: JSON and the last lines of `mucudnn train`.
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """Share, step time without waiting, and memory of one of several processes."""
+
+    samples: int
+    own_ms: float
+    peak_bytes: int
+    budget_bytes: int | None
+
+    def __str__(self) -> str:
+        from mucudnn.report.text import bytes_text, ms_text
+
+        of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
+        return (
+            f"{self.samples} images, {ms_text(self.own_ms)} ms without waiting; "
+            f"{bytes_text(self.peak_bytes)}{of}"
+        )
+
+
+def ranks_of(group: "Group", trainer: "Trainer") -> Sequence[RankResult]:
+    """Gather the results of all processes; a collective operation."""
+    own = RankResult(
+        group.history[-1][group.together.rank],
+        trainer.own_ms,
+        trainer.peak_bytes,
+        None if trainer.budget is None else trainer.budget.nbytes,
+    )
+    return group.together.all_gather(own)
+
+
+def ranks_to_json(ranks: Sequence[RankResult]) -> list[dict[str, Any]] | None:
+    """Return plain values; None for a single process."""
+    return [asdict(rank) for rank in ranks] or None
+
+
+def show_ranks(ranks: Sequence[RankResult]) -> None:
+    """Print one line per process."""
+    for number, rank in enumerate(ranks):
+        click.echo(f"rank {number}: {rank}")
+
+
+def results_to_json(
+    trainer: "Trainer", reports: "Mapping[int, EpochReport]"
+) -> dict[str, Any]:
+    """Return all figures of a training as plain values."""
+    return {
+        "epochs": [
+            _finite({**asdict(report), "epoch": report.epoch + 1})
+            for _, report in sorted(reports.items())
+        ],
+        "step_ms": trainer.step_ms,
+        "peak_bytes": trainer.peak_bytes,
+        "budget_bytes": None if trainer.budget is None else trainer.budget.nbytes,
+        "memory": _memory_to_json(trainer.placed),
+        "segments": [segment.to_json() for segment in trainer.segments],
+        "splitting": (
+            None if trainer.splitting is None else trainer.splitting.to_json()
+        ),
+        "steps": trainer.steps,
+        "backend": trainer.backend.name,
+        "fingerprint": trainer.backend.device.fingerprint,
+    }
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace values that JSON cannot hold, such as a NaN loss, by None."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def show_results(trainer: "Trainer") -> None:
+    """Print the last lines: time and memory of a step."""
+    from mucudnn.report.text import bytes_text, ms_text
+
+    click.echo(
+        f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
+        f"{bytes_text(trainer.peak_bytes)} of memory"
+    )
+    placed = trainer.placed
+    if placed is not None and placed.plan.prediction.placement is not None:
+        click.echo(str(placed.plan.prediction.placement))
+    if trainer.splitting is not None:
+        click.echo(trainer.splitting.reason)
+    for segment in trainer.segments:
+        click.echo(str(segment))
+
+
+def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
+    """Return the plan's figures; None without a budget."""
+    if placed is None:
+        return None
+    plan = placed.plan
+    tiers = plan.prediction.placement
+    return {
+        "policy": plan.policy,
+        "scheduler": plan.scheduler,
+        "nbytes": placed.nbytes,
+        "predicted_ms": plan.prediction.step_ms,
+        "offloaded_bytes": plan.prediction.out_bytes,
+        "recomputed_nodes": plan.recomputed,
+        "mapped_chunks": placed.layout.mapped_chunks,
+        "tiers": tiers and tiers.to_json(),
+    }

@@ -1,0 +1,477 @@
+"""Options and settings of `mucudnn train`, and its log files."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mucudnn.cli.app import BadInputError, bad_input, completing, completing_files
+from mucudnn.cli.cache import cache_option
+from mucudnn.cli.options import (
+    MOST_IMAGES,
+    budget_size,
+    count,
+    flag,
+    image_size,
+    json_option,
+    layout_option,
+    option,
+    parsed,
+    placement_option,
+    precision_option,
+    real,
+    section,
+    split_of,
+    strategy,
+    table,
+    tier_option,
+)
+from mucudnn.cli.output import STDOUT, emit, output_file, refuse_unwritable
+from mucudnn.cli.tuner_options import backends, batch_policy_option, workspace_option
+from mucudnn.ir.optimizers import (
+    DYNAMIC,
+    Momentum,
+    Optimizer,
+    parse_learning_rate,
+    parse_optimizer,
+)
+from mucudnn.ir.sizes import LARGEST
+
+if TYPE_CHECKING:
+    from mucudnn.backends import Device
+    from mucudnn.cli.train_data import Work
+    from mucudnn.runtime.training.budget import MemoryBudget
+    from mucudnn.runtime.training.checkpoints import Checkpoint
+    from mucudnn.runtime.training.history import LogEntry, OnEntry, Position
+
+
+def log_file(value: str) -> str:
+    """Return a path that a log can be written to."""
+    if value == STDOUT or output_file(value) == STDOUT:
+        raise click.BadParameter("a log needs a file, such as FILE.csv or FILE.jsonl")
+    from mucudnn.runtime.training.history import LogFile
+
+    parsed(value, LogFile)
+    return value
+
+
+_MOST_REAL = 1e30  # within float32, with room to multiply
+
+
+orders = table("ordering", "ORDERS")
+
+schedulers = table("scheduling", "SCHEDULERS")
+
+
+def policies() -> tuple[Iterable[str], Callable[[str], object]]:
+    """Return the table of residency policies."""
+    from mucudnn.passes.residency import check_policy, policy_names
+
+    return policy_names(), check_policy
+
+
+def _optimizers() -> tuple[Iterable[str], Callable[[str], object]]:
+    from mucudnn.ir.optimizers import OPTIMIZERS, parse_optimizer
+
+    return OPTIMIZERS, parse_optimizer
+
+
+def _models(ctx: click.Context) -> Iterable[str]:
+    from mucudnn.models import model_names
+
+    del ctx
+    return model_names()
+
+
+def _data_sets(ctx: click.Context) -> Iterable[str]:
+    from mucudnn.data import FORMATS
+
+    del ctx
+    return FORMATS
+
+
+def _check_schedule(text: str) -> str:
+    """Return the text of a valid learning-rate schedule."""
+    parsed(text, lambda text: parse_learning_rate(text, 0.0))
+    return text
+
+
+model_argument = click.argument(
+    "model",
+    metavar="[MODEL | FILE.py:FUNCTION]",
+    required=False,
+    shell_complete=completing(_models, files=True),
+)
+
+AUTO, EQUAL = "auto", "equal"
+"""Words for the division of images among processes, besides numbers."""
+
+
+def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
+    """Parse `auto`, `equal`, or numbers such as `9,3`."""
+    if isinstance(text, tuple) or text in (AUTO, EQUAL):
+        return text
+    words = text.split(",")
+    if all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        return tuple(map(int, words))
+    raise click.BadParameter(
+        f"{text!r} is neither auto nor equal nor numbers of samples such as 9,3"
+    )
+
+
+listing_option = flag("--list listing", "List the networks.")
+
+image_option = option(
+    "--image SIZE",
+    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+    image_size,
+)
+
+optimizer_option = strategy(
+    "--optimizer", "Optimizer of the weights.", _optimizers, default="momentum"
+)
+
+
+data_options = section(
+    "What",
+    option(
+        "--data NAME",
+        "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
+        "synthetic[:length=N,classes=N,noise=X].",
+        default="synthetic",
+        complete=completing(_data_sets),
+    ),
+    option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
+    image_option,
+    option("--classes N", "Number of classes; by default the data set's.", count(2)),
+    flag("--augment", "Shift and mirror training images at random."),
+    option(
+        "--dtype",
+        "Data type of weights and activations.",
+        click.Choice(["float32", "float64"]),
+        default="float32",
+    ),
+)
+"""Options for data and its shape."""
+
+
+learning_options = section(
+    "Learning",
+    option("--epochs N", "Passes over the data.", count(), default=10),
+    option("--steps N", "Stop after so many steps.", count()),
+    optimizer_option,
+    option(
+        "--lr RATE",
+        "Highest learning rate; by default the optimizer's usual one.",
+        real(0, _MOST_REAL, beyond=True),
+    ),
+    option(
+        "--lr-schedule NAME",
+        "Decay of the rate: constant, cosine, or step:30,60,90 at those epochs.",
+        _check_schedule,
+        default="cosine",
+    ),
+    option(
+        "--warmup STEPS",
+        "Steps of linear warm-up of the rate.",
+        count(0),
+        default=0,
+        shown=False,
+    ),
+    option(
+        "--momentum SHARE",
+        "Momentum of `momentum` and `nesterov`; by default 0.9.",
+        real(0, 1),
+    ),
+    option(
+        "--weight-decay SHARE",
+        "Share of the weights that is added to their gradients.",
+        real(0, _MOST_REAL),
+    ),
+    option(
+        "--seed N",
+        "Seed of weights, order, dropout and augmentation.",
+        count(0, LARGEST),
+        default=0,
+    ),
+)
+"""Options for the optimizer and its schedule."""
+
+
+budget_options = section(
+    "Limits",
+    workspace_option,
+    option(
+        "--budget SIZE",
+        "Device memory for everything, or `device` for all that is free; tensors that "
+        "do not fit are offloaded or recomputed. Under mpiexec per process: one size "
+        "for all, or one each, such as 96MiB,64MiB.",
+        budget_size,
+    ),
+    strategy(
+        "--policy",
+        "With --budget: what is offloaded or recomputed; see `mucudnn memory`.",
+        policies,
+        default="planned",
+    ),
+    strategy("--scheduler", "With --budget: when copies run.", schedulers),
+    option(
+        "--convolutions",
+        "With --budget: plan each convolution for the free workspace (dynamic), as "
+        "without a budget, with the same bits (fixed), with the fastest algorithm, or "
+        "with the least workspace.",
+        click.Choice(["dynamic", "fixed", "fastest", "least"]),
+        default="dynamic",
+    ),
+    option(
+        "--disk DIR",
+        "With --budget: offload to a file in DIR instead of host memory.",
+        click.Path(exists=True, file_okay=False, writable=True),
+    ),
+    tier_option(
+        "With --budget: offload target: host, disk:DIR or peer:DEVICE, optionally with "
+        "=SIZE to limit it and @RATE in bytes per second instead of measuring it; "
+        "several are filled fastest first."
+    ),
+)
+
+
+run_options = section(
+    "How",
+    option(
+        "--backend NAME",
+        "cpu, cuda, or null, which computes nothing; see `mucudnn info`.",
+        default="cpu",
+        complete=completing(backends),
+    ),
+    batch_policy_option,
+    precision_option(),
+    option(
+        "--loss-scale FACTOR",
+        "Factor of the loss for computing gradients, or `dynamic`: as large as "
+        "possible; by default 1024 for float16.",
+        real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
+    ),
+    strategy("--order", "Order of a step's operations.", orders, default="builder"),
+    option(
+        "--update-when",
+        "Update each weight as early as possible, or all at the end of a step.",
+        click.Choice(["early", "late"]),
+        default="early",
+    ),
+    placement_option("Placement of tensors"),
+    layout_option(),
+    flag("--no-fuse", "Run each operation as a separate kernel."),
+    flag("--replay", "Replay the launches of a step as CUDA graphs."),
+    option(
+        "--accumulate PARTS",
+        "Accumulate a step's gradient over so many parts.",
+        count(),
+        default=1,
+    ),
+    option(
+        "--split PARTS",
+        "Run a step in slices of its batch to need less memory: none, the number of "
+        "parts of its largest layers, or, with --budget, auto; or in spatial strips: "
+        "height:4 for so many, or, with --budget, height.",
+        split_of,
+        default="none",
+    ),
+    option(
+        "--shares N,…",
+        "Under mpiexec, images per process in each batch, or in each of its parts: "
+        "auto, by measured step times; equal; or numbers.",
+        parse_shares,
+        default="auto",
+    ),
+    option(
+        "--batch-norm",
+        "Under mpiexec, use statistics of each process's own images, or of all.",
+        click.Choice(["per_rank", "synchronised"]),
+        default="per_rank",
+    ),
+    cache_option,
+)
+"""Options for the execution of a step."""
+
+
+output_options = section(
+    "Output",
+    option(
+        "--eval-every STEPS",
+        "Also test after every so many steps, not only after an epoch.",
+        count(),
+    ),
+    option(
+        "--log FILE",
+        "Write a line for every step, test and epoch immediately: FILE.csv, or "
+        "FILE.jsonl for a line of JSON each.",
+        log_file,
+        complete=completing_files,
+    ),
+    option(
+        "--tensorboard DIR",
+        "Write event files for TensorBoard to DIR.",
+        click.Path(file_okay=False),
+    ),
+    option(
+        "--checkpoint DIR",
+        "Write a checkpoint per epoch to DIR; the last two are kept.",
+        click.Path(file_okay=False),
+    ),
+    option("--checkpoint-every STEPS", "Also write one every so many steps.", count()),
+    flag("--resume", "Resume from the last checkpoint."),
+    json_option,
+)
+"""Options for output."""
+
+
+def list_models(json_file: str | None) -> None:
+    """Print every network with its size."""
+    from mucudnn.cli.own_code import networks
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "image": list(model.image),
+            "classes": model.classes,
+            "parameters": model(1).parameter_count,
+        }
+        for name, model in networks()
+    ]
+
+    def show() -> None:
+        for row in rows:
+            image = "x".join(map(str, row["image"]))
+            click.echo(
+                f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
+                f"{row['parameters']:>12,} parameters"
+            )
+        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
+
+    emit(json_file, {"schema": 1, "models": rows}, show)
+
+
+def budget_of(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":
+    """Return the memory budget on a device; None without one."""
+    from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
+
+    nbytes = settings["budget"]
+    if nbytes is None:
+        return None
+    return MemoryBudget(
+        nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
+        policy=settings["policy"],
+        scheduler=settings["scheduler"],
+        convolutions=settings["convolutions"],
+        disk=None if settings["disk"] is None else Path(settings["disk"]),
+        tiers=settings["tiers"],
+    )
+
+
+def optimizer_of(settings: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer with its settings."""
+    with bad_input():
+        optimizer = parse_optimizer(
+            settings["optimizer"],
+            learning_rate=settings["lr"],
+            weight_decay=settings["weight_decay"],
+        )
+    momentum = settings["momentum"]
+    if momentum is None:
+        return optimizer
+    if not isinstance(optimizer, Momentum):
+        raise BadInputError(f"{settings['optimizer']} takes no --momentum")
+    return replace(optimizer, momentum=momentum)
+
+
+def total_steps(work: "Work", settings: Mapping[str, Any]) -> int:
+    """Return the number of steps of the whole training."""
+    total: int = settings["epochs"] * len(work.batches)
+    return min(total, settings["steps"] or total)
+
+
+def words_of(
+    work: "Work", optimizer: Optimizer, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that a checkpoint must agree with to be resumed.
+
+    A cosine schedule depends on the last step; other schedules may be extended.
+    """
+    schedule = settings["lr_schedule"]
+    return {
+        **work.words,
+        "optimizer": repr(optimizer),
+        "lr_schedule": schedule,
+        "warmup": settings["warmup"],
+        **({"loss_scale": DYNAMIC} if settings["loss_scale"] == DYNAMIC else {}),
+        **({"steps": total_steps(work, settings)} if schedule == "cosine" else {}),
+    }
+
+
+_TITLES = {"step": "train", "evaluation": "test", "epoch": "epoch"}
+
+_PLACES = ("kind", "step", "epoch")
+
+_INSTALL = "pip install 'mucudnn[tensorboard]'"
+
+
+@contextmanager
+def train_log(
+    settings: Mapping[str, Any], resume: "Checkpoint | None"
+) -> Iterator["OnEntry"]:
+    """Return a function that logs an entry; files are closed at the end."""
+    from mucudnn.runtime.training.history import LogFile, read_resumption
+
+    since = None if resume is None else read_resumption(resume).position
+    listeners: list[Callable[[LogEntry], None]] = []
+    with ExitStack() as stack:
+        if settings["log"] is not None:
+            file = LogFile(settings["log"], since=since)
+            stack.callback(file.close)
+            listeners.append(file)
+        if settings["tensorboard"] is not None:
+            listeners.append(stack.enter_context(_event_writer(settings, since)))
+
+        def tell(entry: "LogEntry") -> None:
+            for listener in listeners:
+                listener(entry)
+
+        yield tell
+
+
+@contextmanager
+def _event_writer(
+    settings: Mapping[str, Any], since: "Position | None"
+) -> Iterator[Callable[["LogEntry"], None]]:
+    """Write event files for TensorBoard, flushed with every entry."""
+    folder = settings["tensorboard"]
+    made = _writer_class()
+    refuse_unwritable(folder)
+    writer = made(folder, purge_step=None if since is None else since.steps + 1)
+
+    def tell(entry: "LogEntry") -> None:
+        title = _TITLES[entry.kind]
+        for name, value in asdict(entry).items():
+            if name not in _PLACES and value is not None:
+                writer.add_scalar(f"{title}/{name}", value, entry.step)
+        writer.flush()
+
+    try:
+        yield tell
+    finally:
+        writer.close()
+
+
+def _writer_class() -> Any:
+    """Return an installed writer of event files."""
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        try:
+            return importlib.import_module(module).SummaryWriter
+        except ImportError:
+            continue
+    raise BadInputError(f"--tensorboard needs tensorboardX: {_INSTALL}")

@@ -1,1 +1,0 @@
-"""`mucudnn train`: options, processes, results."""

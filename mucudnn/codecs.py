@@ -1,0 +1,379 @@
+"""Frozen values as JSON and back, with checks for rows written by other programs."""
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
+from mucudnn.ir.measurement import Measurement, Race, Verdict
+
+T = TypeVar("T")
+
+
+_ANY_BATCH = "N"
+
+_LARGEST = 2**63 - 1
+
+_OPTIONAL: Mapping[object, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
+"""Members that older files lack, with defaults; None is not written."""
+
+_LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
+
+
+def problem_to_dict(problem: ConvProblem) -> dict[str, Any]:
+    """Encode every field as JSON values."""
+    return _encode_fields(problem)
+
+
+def problem_from_dict(data: object) -> ConvProblem:
+    """Decode `problem_to_dict`; a ValueError names the invalid field."""
+    return _decode_fields("problem", ConvProblem, data)
+
+
+def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
+    """Encode every field as JSON values."""
+    data = {f.name: getattr(perf, f.name) for f in dataclasses.fields(perf)}
+    data["notes"] = list(perf.notes)
+    if perf.error is not None:
+        data["time_ms"] = None
+    perf_from_dict(data)
+    return data
+
+
+def perf_from_dict(data: object) -> AlgoPerf:
+    """Decode `perf_to_dict`; a ValueError names the invalid field."""
+    return decode_perf("perf", data)
+
+
+def plan_to_dict(plan: ConvPlan) -> dict[str, Any]:
+    """Encode every field as JSON values."""
+    return _encode_fields(plan)
+
+
+def plan_from_dict(data: object) -> ConvPlan:
+    """Decode `plan_to_dict`; a ValueError names the invalid field."""
+    return _decode_fields("plan", ConvPlan, data)
+
+
+def problem_key(problem: ConvProblem) -> str:
+    """Return every field but the mini-batch size as canonical JSON.
+
+    The key leaves N out, so that one measurement serves every mini-batch.
+    """
+    data = problem_to_dict(problem)
+    data["x_shape"][0] = _ANY_BATCH
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def problem_from_key(key: str, batch: int) -> ConvProblem:
+    """Decode `problem_key` for a batch size."""
+    return decode_layer("key", load_json(key), batch)
+
+
+def load_json(text: str) -> Any:
+    """Parse JSON; invalid or too deeply nested text raises a `ValueError`."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as e:
+        raise ValueError("nested too deeply") from e
+
+
+def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
+    """Decode a convolution whose batch size is written "N"."""
+    members = object_of(where, data)
+    if "x_shape" in members:
+        shape = list_of(f"{where}.x_shape", members["x_shape"])
+        if shape[:1] != [_ANY_BATCH]:
+            raise ValueError(
+                f'{where}.x_shape: {reprlib.repr(shape)} does not start with "N"'
+            )
+        members = members | {"x_shape": [batch, *shape[1:]]}
+    return _decode_fields(where, ConvProblem, members)
+
+
+def decode_perf(where: str, data: object) -> AlgoPerf:
+    """Decode a measurement; the time of a failed one is null."""
+    members = object_of(where, data)
+    hint = _hints(AlgoPerf)["error"]
+    failed = decode(f"{where}.error", hint, members.get("error")) is not None
+    if failed and "time_ms" in members:
+        if members["time_ms"] is not None:
+            raise ValueError(f"{where}.time_ms: must be null, the row has an error")
+        members = members | {"time_ms": 0.0}
+    perf = _decode_fields(where, AlgoPerf, members)
+    for name, least in _LEAST.items():
+        if (value := getattr(perf, name)) < least:
+            raise ValueError(f"{where}.{name}: {value} is below {least}")
+    return dataclasses.replace(perf, time_ms=math.inf) if failed else perf
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, AlgoPerf):
+        return perf_to_dict(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return _encode_fields(value)
+    if value is not None and not isinstance(value, int | str):
+        raise TypeError(f"{value!r} cannot be written as JSON")
+    return value
+
+
+def _encode_fields(value: Any) -> dict[str, Any]:
+    names = (f.name for f in dataclasses.fields(value) if f.init)
+    members = {name: _encode(getattr(value, name)) for name in names}
+    optional = _OPTIONAL.get(type(value), ())
+    return {k: v for k, v in members.items() if k not in optional or v is not None}
+
+
+def _decode_fields(where: str, kind: Callable[..., T], data: object) -> T:
+    hints = _hints(kind)
+    optional = _OPTIONAL.get(kind, {})
+    names = tuple(name for name in hints if name not in optional)
+    values = members_of(where, data, names, optional)
+    decoded = {
+        name: value
+        if _is_plain(hints[name], value)
+        else decode(f"{where}.{name}", hints[name], value)
+        for name, value in zip((*names, *optional), values, strict=True)
+    }
+    try:
+        return kind(**decoded)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{where}: {e}") from e
+
+
+@functools.cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    types_of = typing.get_type_hints(kind)
+    return {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.init}
+
+
+def decode(where: str, hint: Any, value: Any) -> Any:
+    """Decode a value of an annotated type; a `ValueError` names `where`."""
+    if hint is AlgoPerf:
+        return decode_perf(where, value)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _decode_fields(where, hint, value)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return tuple(
+            decode(f"{where}[{i}]", item, v)
+            for i, v in enumerate(list_of(where, value))
+        )
+    if isinstance(hint, types.UnionType):
+        (kind,) = (k for k in typing.get_args(hint) if k is not types.NoneType)
+        return None if value is None else decode(where, kind, value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            valid = ", ".join(str(member.value) for member in hint)
+            raise ValueError(
+                f"{where}: {reprlib.repr(value)} is none of these: {valid}"
+            ) from None
+    return _decode_plain(where, hint, value)
+
+
+def _is_plain(hint: Any, value: Any) -> bool:
+    """Return whether a value needs no further check: a fast path for large files."""
+    kind = type(value)
+    return kind is hint and (
+        kind is bool
+        or (kind is int and -_LARGEST <= value <= _LARGEST)
+        or (kind is float and math.isfinite(value))
+        or (kind is str and value.isascii())
+    )
+
+
+def _decode_plain(where: str, hint: Any, value: Any) -> Any:
+    if hint is float and type(value) in (int, float):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError(f"{where}: {reprlib.repr(value)} is not finite")
+        return number
+    if type(value) is not hint:
+        raise ValueError(
+            f"{where}: {reprlib.repr(value)} is not of type {hint.__name__}"
+        )
+    if hint is int and abs(value) > _LARGEST:
+        raise ValueError(f"{where}: {reprlib.repr(value)} does not fit in 64 bits")
+    if hint is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{where}: {value!r} is not Unicode: {e.reason}") from e
+    return value
+
+
+def members_of(
+    where: str,
+    data: object,
+    names: tuple[str, ...],
+    optional: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """Return the members of an object that has no others.
+
+    Args:
+        where: Position named by errors.
+        data: The object.
+        names: Required members.
+        optional: Optional members and their defaults, returned after the others.
+    """
+    members = object_of(where, data)
+    others = optional or {}
+    if tuple(members) == names:
+        return (*members.values(), *others.values())
+    for name in names:
+        if name not in members:
+            raise ValueError(f"{where}.{name}: missing")
+    for name in members:
+        if name not in names and name not in others:
+            raise ValueError(f"{where}.{name}: unknown")
+    found = {**others, **members}
+    return tuple(found[name] for name in (*names, *others))
+
+
+def object_of(where: str, data: Any) -> dict[str, Any]:
+    """Return a JSON object, or raise a `ValueError` that names `where`."""
+    if type(data) is not dict:
+        raise ValueError(f"{where}: {reprlib.repr(data)} is not an object")
+    return data
+
+
+def list_of(where: str, data: Any) -> list[Any]:
+    """Return a JSON array, or raise a `ValueError` that names `where`."""
+    if type(data) is not list:
+        raise ValueError(f"{where}: {reprlib.repr(data)} is not an array")
+    return data
+
+
+# Decode and validate rows of recordings and caches.
+#
+# Both are files that others may have written or damaged. A row is accepted completely
+# or rejected here, so that later code can rely on valid times and names.
+
+
+LATEST = 253_402_300_799.0
+"""Last second of the year 9999 in seconds since 1970, the limit of calendars."""
+
+
+LONGEST_MS = 1e12
+"""Longest time in milliseconds (30 years), so that sums of times stay finite."""
+
+
+LayerAt = Callable[[int], ConvProblem]
+"""Function from a batch size to the convolution."""
+
+
+_EXTRA = {"measured_at": float, "version": str}
+
+_LARGEST_RATIO = 1e9
+
+
+def decode_row(
+    where: str, fingerprint: object, layer_at: LayerAt, data: object
+) -> Measurement:
+    """Decode a row, or raise a `ValueError` that names the invalid member.
+
+    `data` has the fields of an `AlgoPerf`, `measured_at` and `version`.
+    """
+    members = object_of(where, data)
+    extra = {name: members[name] for name in _EXTRA if name in members}
+    values = members_of(where, extra, tuple(_EXTRA))
+    measured_at, version = (
+        decode(f"{where}.{name}", hint, value)
+        for (name, hint), value in zip(_EXTRA.items(), values, strict=True)
+    )
+    _check_stamp(where, measured_at)
+    rest = {name: value for name, value in members.items() if name not in _EXTRA}
+    perf = decode_perf(where, rest)
+    check_times(where, perf)
+    return Measurement(
+        fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
+        problem=layer_at(perf.batch),
+        perf=perf,
+        measured_at=measured_at,
+        version=version,
+    )
+
+
+def check_times(where: str, perf: AlgoPerf) -> None:
+    """Raise a `ValueError` if a time is out of range; failed rows have none."""
+    times = {"noise_ms": perf.noise_ms}
+    if perf.error is None:
+        times["time_ms"] = perf.time_ms
+    for name, ms in times.items():
+        if ms > LONGEST_MS:
+            raise ValueError(f"{where}.{name}: {ms} is above {LONGEST_MS:g}")
+
+
+def decode_verdict(
+    where: str, fingerprint: object, layer_at: LayerAt, data: object
+) -> Verdict:
+    """Decode the verdict on a plan; see `decode_row`."""
+    batch, plans, ratio = members_of(where, data, ("batch", "signature", "ratio"))
+    found = Verdict(
+        fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
+        problem=layer_at(count_of(f"{where}.batch", batch)),
+        signature=decode(f"{where}.signature", str, plans),
+        ratio=decode(f"{where}.ratio", float, ratio),
+    )
+    if found.ratio < 0:
+        raise ValueError(f"{where}.ratio: {found.ratio} is below 0")
+    if found.ratio > _LARGEST_RATIO:
+        raise ValueError(f"{where}.ratio: {found.ratio} is above {_LARGEST_RATIO:g}")
+    return found
+
+
+def decode_race(where: str, fingerprint: object, data: object) -> Race:
+    """Decode a race; see `decode_row`."""
+    names = ("raced", "first_ms", "second_ms", "measured_at")
+    raced, *times, measured_at = members_of(where, data, names)
+    first, second = (
+        decode(f"{where}.{name}", float, ms)
+        for name, ms in zip(names[1:3], times, strict=True)
+    )
+    for name, ms in zip(names[1:3], (first, second), strict=True):
+        if not 0 <= ms <= LONGEST_MS:
+            raise ValueError(f"{where}.{name}: {ms} is not from 0 to {LONGEST_MS:g}")
+    stamp: float = decode(f"{where}.measured_at", float, measured_at)
+    _check_stamp(where, stamp)
+    return Race(
+        fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
+        raced=decode(f"{where}.raced", str, raced),
+        times_ms=(first, second),
+        measured_at=stamp,
+    )
+
+
+def _check_stamp(where: str, measured_at: float) -> None:
+    if not 0 <= measured_at <= LATEST:
+        raise ValueError(
+            f"{where}.measured_at: {measured_at} is not from 0 to {LATEST:.0f}, "
+            "seconds from the year 1970 to 9999"
+        )
+
+
+def count_of(where: str, data: Any) -> int:
+    """Decode an integer of at least 1."""
+    number: int = decode(where, int, data)
+    if number < 1:
+        raise ValueError(f"{where}: {number} is below 1")
+    return number

@@ -1,1 +1,0 @@
-"""JSON codecs of immutable values; untrusted input is validated here."""

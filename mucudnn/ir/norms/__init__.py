@@ -1,1 +1,0 @@
-"""Normalizations split into pieces, for slices and fused kernels."""

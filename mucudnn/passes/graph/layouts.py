@@ -1,0 +1,514 @@
+"""Choose channels-first or channels-last for every node, by measured costs."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import MappingProxyType
+
+from mucudnn.arguments import one_of
+from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, channels_last, is_image, last
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.operations import make_node
+from mucudnn.ir.tensor import INTEGERS, Role, TensorSpec
+from mucudnn.passes.graph.autodiff import RULES, Tape, fed_by_parameters
+
+
+def able(graph: Graph) -> frozenset[str]:
+    """Return the nodes with images that support channels last."""
+    return frozenset(
+        node.name for node in graph.nodes if _supports_channels_last(graph, node)
+    )
+
+
+def _supports_channels_last(graph: Graph, node: Node) -> bool:
+    images = _images(graph, node)
+    read = [graph.tensors[name] for name in node.inputs]
+    made = [graph.tensors[name] for name in node.outputs]
+    return (
+        bool(images)
+        and channels_last(node.op, images, node.attrs) is not None
+        and all(spec.layout == "NCHW" for spec in images)
+        and all(spec.alias is None for spec in made)
+        and all(spec.dtype not in INTEGERS for spec in read)
+    )
+
+
+def _images(graph: Graph, node: Node) -> list[TensorSpec]:
+    return [s for name in node.tensors if is_image(s := graph.tensors[name])]
+
+
+def alone(graph: Graph, node: Node) -> Graph:
+    """Return a graph of a single node, with the tensors that it touches."""
+    tensors = {t: replace(graph.tensors[t], alias=None, offset=0) for t in node.tensors}
+    return Graph(MappingProxyType(tensors), (node,), ())
+
+
+def alone_channels_last(
+    graph: Graph, node: Node, names: Mapping[str, str] = MappingProxyType({})
+) -> Graph:
+    """Return a graph of a single node, with channels last."""
+    specs = {}
+    for name, spec in alone(graph, node).tensors.items():
+        own = names.get(name, name)
+        specs[own] = last(spec, own) if is_image(spec) else spec
+    images = _images(graph, node)
+    how = channels_last(node.op, images, node.attrs)
+    attrs = node.attrs if how is None else how.attrs(node.attrs, len(images[0].shape))
+    made = make_node(
+        specs,
+        node.name,
+        node.op,
+        tuple(names.get(name, name) for name in node.inputs),
+        tuple(names.get(name, name) for name in node.outputs),
+        MappingProxyType(dict(attrs)),
+        node.phase,
+        node.mutates,
+    )
+    return Graph(MappingProxyType(specs), (made,), ())
+
+
+def turn(tensors: Mapping[str, TensorSpec], source: str, made: TensorSpec) -> Node:
+    """Return the node that transposes an image to the other layout."""
+    op = "to_channels_last" if made.layout == "NHWC" else "to_channels_first"
+    op = op if made.alias is None else "reshape"
+    return make_node(tensors, f"{made.name}:turn", op, (source,), (made.name,))
+
+
+def free(spec: TensorSpec) -> bool:
+    """Return whether an image has the same bytes in both layouts."""
+    _, c, *spatial = spec.shape
+    return c == 1 or set(spatial) == {1}
+
+
+def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
+    """Return the network with channels last in some of its nodes."""
+    if not nodes:
+        return graph
+    rewriter = _LayoutRewriter(graph)
+    for node in graph.nodes:
+        rewriter.add(node, node.name in nodes)
+    return rewriter.graph()
+
+
+class _LayoutRewriter:
+    """A graph being rewritten, and the layouts in which each tensor is available."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self._nodes: list[Node] = []
+        self._last: dict[str, str] = {}  # tensor -> its form with channels last
+        self._first: dict[str, str] = {}  # the same, first; "" if not yet made
+
+    def add(self, node: Node, channels_last: bool) -> None:
+        """Append a node, on tensors in the right layout."""
+        if not channels_last:
+            now = {name: self._with_channels_first(name) for name in node.inputs}
+            inputs = tuple(now[name] for name in node.inputs)
+            self._nodes.append(replace(node, inputs=inputs))
+            for name in node.outputs:
+                spec = self._tensors[name]
+                if spec.alias in now:  # a view of the form that is read
+                    self._tensors[name] = replace(spec, alias=now[spec.alias])
+            return
+        graph = self._graph
+        read = [name for name in node.inputs if is_image(graph.tensors[name])]
+        made = [name for name in node.outputs if is_image(graph.tensors[name])]
+        names = {name: self._with_channels_last(name) for name in read}
+        names |= {name: f"{name}:NHWC" for name in made if name in graph.outputs}
+        one = alone_channels_last(graph, node, names)
+        self._nodes += one.nodes
+        self._tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
+        for name in made:
+            own = self._last[name] = names.get(name, name)
+            if own == name:
+                self._first[name] = ""
+            else:  # outputs of the graph keep their name and channels first
+                self._turn(name, own, graph.tensors[name])
+
+    def graph(self) -> Graph:
+        """Return the rewritten graph."""
+        tensors, nodes = MappingProxyType(self._tensors), tuple(self._nodes)
+        return replace(self._graph, tensors=tensors, nodes=nodes)
+
+    def _with_channels_last(self, name: str) -> str:
+        if name not in self._last:
+            spec = replace(self._graph.tensors[name], role=Role.ACTIVATION)
+            self._last[name] = self._turn(name, name, last(spec, f"{name}:NHWC"))
+        return self._last[name]
+
+    def _with_channels_first(self, name: str) -> str:
+        if self._first.get(name) == "":
+            spec = replace(self._graph.tensors[name], name=f"{name}:NCHW")
+            self._first[name] = self._turn(name, name, spec)
+        return self._first.get(name, name)
+
+    def _turn(self, of: str, source: str, made: TensorSpec) -> str:
+        if free(self._graph.tensors[of]):
+            made = replace(made, alias=source)
+        self._tensors[made.name] = made
+        self._nodes.append(turn(self._tensors, source, made))
+        return made.name
+
+
+# Choose the nodes with channels last at the least total cost, exactly.
+#
+# Each node has a cost in either layout; a tensor used in both is transposed, once for
+# all its readers, at a cost of its own. A choice divides the nodes in two sets, and its
+# cost is that of a cut: every node has an edge for each of its costs, and every tensor
+# an edge between two auxiliary vertices tied to all nodes that touch it, which is cut
+# unless they are all on one side (Lawler, 1973). The cheapest choice is therefore a
+# minimum cut. Of equal cuts the one with the fewest channels-last nodes is chosen.
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCosts:
+    """Costs of layouts, in any unit.
+
+    Attributes:
+        first: Cost with channels first of each node that supports channels last.
+        last: Cost of the same nodes with channels last; infinite if unavailable.
+        turned: Cost of transposing each image once.
+    """
+
+    first: Mapping[str, float]
+    last: Mapping[str, float]
+    turned: Mapping[str, float]
+
+    def of(self, graph: Graph, chosen: frozenset[str]) -> float:
+        """Return the cost of a choice of nodes with channels last."""
+        nodes = sum(
+            self.last[name] if name in chosen else cost
+            for name, cost in self.first.items()
+        )
+        return nodes + sum(
+            self.turned[name]
+            for name, tied in image_edges(graph, self.first).items()
+            if len({member in chosen for member in tied}) > 1
+        )
+
+
+def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
+    """Return the nodes with channels last in the cheapest choice."""
+    network = FlowNetwork()
+    for name, cost in costs.first.items():
+        other = costs.last[name]
+        least = min(cost, other)
+        network.add(name, SINK, cost - least)
+        network.add(SOURCE, name, other - least)
+    for image, tied in image_edges(graph, costs.first).items():
+        one, two = ("one", image), ("two", image)
+        network.add(one, two, costs.turned[image])
+        for name in tied:
+            network.add(name or SOURCE, one, math.inf)
+            network.add(two, name or SOURCE, math.inf)
+    return frozenset(network.sink_side().intersection(costs.first))  # type: ignore[arg-type]
+
+
+def convolutions_last(graph: Graph) -> frozenset[str]:
+    """Return all convolutions, and further nodes that minimise transposed bytes."""
+    nodes = able(graph)
+    turned = transposed_bytes(graph)
+    most = 1 + sum(turned.values())
+    kinds = {name: graph.by_name[name].traits.convolution for name in nodes}
+    first = {name: most if kinds[name] else 0.0 for name in nodes}
+    costs = LayoutCosts(first, dict.fromkeys(nodes, 0.0), turned)
+    return cheapest_layouts(graph, costs)
+
+
+def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> Graph:
+    """Convert a forward graph with channels first to another layout.
+
+    Args:
+        graph: The graph.
+        layout: One of `LAYOUT_CHOICES`.
+        chosen: Nodes with channels last, for `auto`.
+
+    Raises:
+        ValueError: The layout is unknown, or `auto` without chosen nodes.
+    """
+    one_of("layout", layout, LAYOUT_CHOICES)
+    if layout == AUTO and chosen is None:
+        raise ValueError(
+            "which layout is fastest has to be measured here: choose NCHW or NHWC, or "
+            "let a Trainer do it"
+        )
+    nodes = convolutions_last(graph) if layout == "NHWC" else chosen or frozenset()
+    return graph if layout == "NCHW" else with_channels_last(graph, nodes)
+
+
+def transposed_bytes(graph: Graph) -> dict[str, float]:
+    """Return the bytes that transposing each image reads and writes."""
+    images = (spec for spec in graph.tensors.values() if is_image(spec))
+    return {s.name: 0.0 if free(s) else 2.0 * s.nbytes for s in images}
+
+
+def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
+    """Return the nodes that touch each image; "" stands for nodes with a fixed layout.
+
+    Images with a single node are omitted: they are never transposed.
+    """
+    found = {}
+    for name, spec in graph.tensors.items():
+        if not is_image(spec):
+            continue
+        makes = graph.producers.get(name)
+        touching = {node.name for node in graph.readers[name]}
+        touching.add("" if makes is None else makes.name)
+        if name in graph.outputs:
+            touching.add("")
+        tied = {member if member in nodes else "" for member in touching}
+        if len(tied) > 1:
+            found[name] = tied
+    return found
+
+
+# Trials that have to be timed before layouts are chosen: each node in both layouts.
+#
+# A trial is a node with its gradients, or the transposition of an image and its
+# gradient; filter gradients are not transposed back, as updates read them as they are
+# (`computed_gradients`). All trials form one graph of independent nodes, so that any
+# profiler of graphs can time them. Equal trials are timed once.
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTrials:
+    """Graph of trials, and the number of the trial of each node and image.
+
+    Attributes:
+        graph: All trials side by side.
+        first: Trial with channels first of each node that supports channels last.
+        last: Trial of the same nodes with channels last.
+        turned: Trial of transposing each image with several nodes; None if both
+            layouts have the same bytes.
+    """
+
+    graph: Graph
+    first: Mapping[str, int]
+    last: Mapping[str, int]
+    turned: Mapping[str, int | None]
+
+    def costs(self, node_ms: Mapping[str, float]) -> LayoutCosts:
+        """Return the costs of layouts from the times of the nodes of `graph`."""
+        total: dict[int | None, float] = {None: 0.0}
+        for node in self.graph.nodes:
+            number = int(node.name.partition(":")[0])
+            total[number] = total.get(number, 0.0) + node_ms[node.name]
+        first, other, turned = (
+            MappingProxyType({name: total[trial] for name, trial in of.items()})
+            for of in (self.first, self.last, self.turned)
+        )
+        return LayoutCosts(first, other, turned)
+
+
+def layout_trials(
+    graph: Graph, nodes: Collection[str], *, trains: bool
+) -> LayoutTrials:
+    """Return the trials of a forward graph, with gradients if it is to be trained.
+
+    `nodes` are those that may have channels last.
+    """
+    fed = fed_by_parameters(graph) if trains else set()
+    trials = _Trials()
+    first: dict[str, int] = {}
+    other: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.name in nodes:
+            one = _with_wanted_gradients(alone(graph, node), fed)
+            first[node.name] = trials.add(one)
+            one = _with_wanted_gradients(alone_channels_last(graph, node), fed)
+            other[node.name] = trials.add(one)
+    images = (graph.tensors[name] for name in image_edges(graph, nodes))
+    fed = fed - _weights(graph)
+    turned = {
+        spec.name: None if free(spec) else trials.add(_transposition(spec, fed))
+        for spec in images
+        if spec.layout == "NCHW"
+    }
+    return LayoutTrials(trials.graph(), first, other, turned)
+
+
+def _weights(graph: Graph) -> set[str]:
+    """Return parameters and their casts."""
+    found = {spec.name for spec in graph.with_role(Role.PARAMETER)}
+    for node in graph.nodes:
+        if node.op == "cast" and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+class _Trials:
+    """A graph of trials in which equal trials appear once."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, TensorSpec] = {}
+        self._nodes: list[Node] = []
+        self._known: dict[Hashable, int] = {}
+
+    def add(self, one: Graph) -> int:
+        """Add the trial of a node and its gradients; return its number."""
+        key = _signature(one)
+        if key not in self._known:
+            self._known[key] = len(self._known)
+            self._put(_with_gradients(one), f"{self._known[key]}:")
+        return self._known[key]
+
+    def graph(self) -> Graph:
+        """Return all trials as one graph."""
+        return Graph(MappingProxyType(self._tensors), tuple(self._nodes), ())
+
+    def _put(self, trial: Graph, prefix: str) -> None:
+        for name, spec in trial.tensors.items():
+            alias = None if spec.alias is None else prefix + spec.alias
+            own = replace(spec, name=prefix + name, alias=alias)
+            self._tensors[own.name] = own
+        for node in trial.nodes:
+            reads, writes, mutates = (
+                tuple(prefix + name for name in names)
+                for names in (node.inputs, node.outputs, node.mutates)
+            )
+            self._nodes.append(
+                replace(
+                    node,
+                    name=prefix + node.name,
+                    inputs=reads,
+                    outputs=writes,
+                    mutates=mutates,
+                )
+            )
+
+
+def _with_wanted_gradients(one: Graph, fed: Collection[str]) -> Graph:
+    """Mark the inputs whose gradients are wanted as parameters."""
+
+    def role(spec: TensorSpec) -> Role:
+        if spec.name in one.producers or spec.role is Role.STATE:
+            return spec.role
+        return Role.PARAMETER if spec.name in fed else Role.INPUT
+
+    tensors = {t: replace(spec, role=role(spec)) for t, spec in one.tensors.items()}
+    return replace(one, tensors=MappingProxyType(tensors))
+
+
+def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
+    source = replace(spec, alias=None, offset=0)
+    made = last(spec, f"{spec.name}:NHWC")
+    tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
+    node = turn(tensors, source.name, made)
+    return _with_wanted_gradients(Graph(MappingProxyType(tensors), (node,), ()), fed)
+
+
+def _with_gradients(one: Graph) -> Graph:
+    (node,) = one.nodes
+    tape = Tape(one)
+    if tape.wants(node.outputs[0]) and node.op in RULES:
+        tape.seed(node.outputs[0], None)
+        RULES[node.op](tape, node)
+    return Graph(MappingProxyType(tape.tensors), tuple(tape.nodes), ())
+
+
+def _signature(one: Graph) -> Hashable:
+    """Return everything a trial's time depends on."""
+    (node,) = one.nodes
+    specs = (one.tensors[name] for name in node.tensors)
+    return (
+        node.op,
+        tuple(sorted((k, v) for k, v in node.attrs.items() if k != "seed")),
+        tuple((s.shape, s.dtype, s.role, s.layout) for s in specs),
+        tuple(node.tensors.index(name) for name in node.tensors),
+    )
+
+
+# Minimum cut of a flow network, by Dinic's algorithm (1970).
+#
+# Flow is augmented along shortest paths from the source to the sink until none is left;
+# the saturated edges are then a minimum cut (Ford and Fulkerson, 1956).
+
+
+SOURCE, SINK = "source", "sink"
+
+
+_ROUNDING = 1e-12
+"""Residual capacities below this part of the largest capacity are rounding errors."""
+
+
+class FlowNetwork:
+    """A flow network; its vertices include `SOURCE` and `SINK`."""
+
+    def __init__(self) -> None:
+        self._residual: dict[Hashable, dict[Hashable, float]] = defaultdict(dict)
+        self._largest = 0.0
+
+    def add(self, start: Hashable, end: Hashable, capacity: float) -> None:
+        """Add capacity to a directed edge; an infinite edge is never cut."""
+        ways = self._residual[start]
+        ways[end] = ways.get(end, 0.0) + capacity
+        self._residual[end].setdefault(start, 0.0)
+        if capacity != float("inf"):
+            self._largest = max(self._largest, capacity)
+
+    def sink_side(self) -> set[Hashable]:
+        """Return the sink's side of a minimum cut, the smallest if there are several.
+
+        The network is consumed: no other method may be called afterwards.
+        """
+        while (depth := self._depths()).get(SINK):
+            ways = {vertex: list(ends) for vertex, ends in self._residual.items()}
+            while self._augment(depth, ways):
+                pass
+        return self._vertices_reaching_sink()
+
+    def _has_residual(self, start: Hashable, end: Hashable) -> bool:
+        return self._residual[start][end] > _ROUNDING * self._largest
+
+    def _depths(self) -> dict[Hashable, int]:
+        """Return the vertices reachable from the source, with their distances."""
+        depth: dict[Hashable, int] = {SOURCE: 0}
+        queue: deque[Hashable] = deque([SOURCE])
+        while queue:
+            vertex = queue.popleft()
+            for end in self._residual[vertex]:
+                if end not in depth and self._has_residual(vertex, end):
+                    depth[end] = depth[vertex] + 1
+                    queue.append(end)
+        return depth
+
+    def _augment(
+        self, depth: dict[Hashable, int], ways: dict[Hashable, list[Hashable]]
+    ) -> bool:
+        """Augment one shortest path; dead ends are removed from `ways`."""
+        path: list[Hashable] = [SOURCE]
+        while path[-1] != SINK:
+            vertex = path[-1]
+            while ways[vertex]:
+                end = ways[vertex][-1]
+                if depth.get(end) == depth[vertex] + 1 and self._has_residual(
+                    vertex, end
+                ):
+                    path.append(end)
+                    break
+                ways[vertex].pop()
+            else:
+                if len(path) == 1:
+                    return False
+                path.pop()
+                ways[path[-1]].pop()
+        pairs = list(pairwise(path))
+        amount = min(self._residual[start][end] for start, end in pairs)
+        for start, end in pairs:
+            self._residual[start][end] -= amount
+            self._residual[end][start] += amount
+        return True
+
+    def _vertices_reaching_sink(self) -> set[Hashable]:
+        found: set[Hashable] = {SINK}
+        queue: deque[Hashable] = deque([SINK])
+        while queue:
+            vertex = queue.popleft()
+            for start in self._residual[vertex]:
+                if start not in found and self._has_residual(start, vertex):
+                    found.add(start)
+                    queue.append(start)
+        return found

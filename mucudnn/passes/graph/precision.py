@@ -1,0 +1,272 @@
+"""Mixed precision: casts, narrow parameter copies and loss scaling."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
+from mucudnn.ir.initializers import Constant, CopyOf
+from mucudnn.ir.operations import make_node
+from mucudnn.ir.optimizers import DynamicLossScale
+from mucudnn.ir.tensor import INTEGERS, Role, TensorSpec
+from mucudnn.passes.graph.autodiff import LOSS_SCALE
+
+COUNTS = "loss_scale:counts"
+"""Name of a tensor of three int64: whether a gradient overflowed, steps since the last
+overflow or growth of the scale, and the number of skipped steps."""
+
+
+def with_scale_as_state(graph: Graph, scaling: DynamicLossScale) -> Graph:
+    """Return a training graph whose loss scale is state instead of an input."""
+    scale = replace(graph.tensors[LOSS_SCALE], role=Role.STATE)
+    scaling.range_in(scale.dtype)
+    counts = TensorSpec(COUNTS, (3,), "int64", Role.STATE)
+    return replace(
+        graph,
+        tensors=MappingProxyType({**graph.tensors, LOSS_SCALE: scale, COUNTS: counts}),
+        initializers=MappingProxyType(
+            {
+                **graph.initializers,
+                LOSS_SCALE: Constant(scaling.initial),
+                COUNTS: Constant(0.0),
+            }
+        ),
+    )
+
+
+def looking_for_overflow(graph: Graph, gradients: Iterable[str]) -> tuple[Node, ...]:
+    """Return the nodes that check gradients for overflow."""
+    return tuple(
+        make_node(
+            graph.tensors,
+            name=f"{gradient}:overflow",
+            op="find_overflow",
+            inputs=(gradient, COUNTS),
+            outputs=(),
+            attrs=MappingProxyType({}),
+            phase=Phase.UPDATE,
+            mutates=(COUNTS,),
+        )
+        for gradient in dict.fromkeys(gradients)
+    )
+
+
+def adjusting(graph: Graph, scaling: DynamicLossScale) -> Node:
+    """Return the node that adjusts the scale for the next step."""
+    least, most = scaling.range_in(graph.tensors[LOSS_SCALE].dtype)
+    attrs = {
+        "growth": scaling.growth,
+        "backoff": scaling.backoff,
+        "interval": scaling.interval,
+        "least": least,
+        "most": most,
+    }
+    return make_node(
+        graph.tensors,
+        name="loss_scale:adjust",
+        op="adjust_loss_scale",
+        inputs=(LOSS_SCALE, COUNTS),
+        outputs=(),
+        attrs=MappingProxyType(attrs),
+        phase=Phase.UPDATE,
+        mutates=(LOSS_SCALE, COUNTS),
+    )
+
+
+# Convert a forward graph to mixed precision: activations in a low-precision dtype.
+#
+# Convolutions and matrix products compute in the low-precision dtype. Operations behind
+# them read and write it if their traits allow; they still compute in single precision,
+# but move half the bytes. Parameters, running and saved statistics, losses and updates
+# keep the network's dtype, also where a loss reads low-precision logits; a parameter is
+# cast before a product reads it (Micikevicius et al. 2018). The backward pass is
+# derived from the forward pass, so gradients have the dtypes of their tensors.
+
+
+LOSS_SCALES: Mapping[str, float] = MappingProxyType(
+    {"float16": 1024.0, "bfloat16": 1.0}
+)
+"""Static loss scale of each low-precision dtype, which avoids gradient underflow."""
+
+
+def lowered(graph: Graph, dtype: str) -> Graph:
+    """Return a forward graph with activations in `float16` or `bfloat16`."""
+    if dtype not in LOSS_SCALES:
+        valid = ", ".join(LOSS_SCALES)
+        raise ValueError(f"unknown narrow type {dtype!r}; choose one of: {valid}")
+    narrowing = _Narrowing(graph, dtype)
+    for node in graph.nodes:
+        narrowing.add(node)
+    return narrowing.graph()
+
+
+class _Narrowing:
+    """A graph being rewritten, and the dtypes in which each tensor is available."""
+
+    def __init__(self, graph: Graph, dtype: str) -> None:
+        self._graph = graph
+        self._dtype = dtype
+        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self._nodes: list[Node] = []
+        self._narrow: dict[str, str] = {}  # tensor -> its low-precision form
+        self._wide: dict[str, str] = {}  # tensor computed in low precision -> wide form
+        self._native: set[str] = set()
+
+    def add(self, node: Node) -> None:
+        """Append a node, on tensors of the right dtypes."""
+        data = [name for name in node.inputs if self._is_data(node, name)]
+        if node.traits.expensive or (
+            node.traits.narrow and not self._native.isdisjoint(data)
+        ):
+            self._add_narrow(node, data)
+        else:
+            unconverted = node.inputs[:1] if node.traits.reads_narrow else ()
+            inputs = tuple(
+                self._narrow[name]
+                if name in unconverted and name in self._native
+                else self._widened(name)
+                for name in node.inputs
+            )
+            self._nodes.append(replace(node, inputs=inputs))
+
+    def graph(self) -> Graph:
+        """Return the rewritten graph."""
+        return replace(
+            self._graph,
+            tensors=MappingProxyType(self._tensors),
+            nodes=tuple(self._nodes),
+        )
+
+    def _is_data(self, node: Node, name: str) -> bool:
+        """Return whether an input has low precision if its node has."""
+        spec = self._graph.tensors[name]
+        if spec.dtype in INTEGERS:
+            return False
+        return node.traits.expensive or spec.role not in PERSISTENT
+
+    def _add_narrow(self, node: Node, data: list[str]) -> None:
+        inputs = tuple(
+            self._narrowed(name) if name in data else name for name in node.inputs
+        )
+        first, *others = node.outputs
+        result = self._result(first, dict(zip(node.inputs, inputs, strict=True)))
+        attrs = dict(node.attrs)
+        if node.op == "conv":
+            attrs["problem"] = replace(attrs["problem"], dtype=self._dtype)
+        self._nodes.append(
+            replace(
+                node,
+                inputs=inputs,
+                outputs=(result, *others),
+                attrs=MappingProxyType(attrs),
+            )
+        )
+        if first in self._graph.outputs:
+            self._cast(result, self._graph.tensors[first])
+
+    def _result(self, name: str, read: Mapping[str, str]) -> str:
+        """Declare the first result in low precision; graph outputs keep their names."""
+        spec = self._graph.tensors[name]
+        returned = name in self._graph.outputs
+        own = f"{name}:{self._dtype}" if returned else name
+        alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
+        self._tensors[own] = replace(spec, name=own, dtype=self._dtype, alias=alias)
+        self._narrow[name] = own
+        self._native.add(name)
+        if returned:
+            self._wide[name] = name
+        return own
+
+    def _narrowed(self, name: str) -> str:
+        if name not in self._narrow:
+            spec = self._graph.tensors[name]
+            narrow = TensorSpec(f"{name}:{self._dtype}", spec.shape, self._dtype)
+            self._narrow[name] = self._cast(name, narrow)
+        return self._narrow[name]
+
+    def _widened(self, name: str) -> str:
+        if name not in self._native:
+            return name
+        if name not in self._wide:
+            spec = self._graph.tensors[name]
+            wide = TensorSpec(f"{name}:{spec.dtype}", spec.shape, spec.dtype)
+            self._wide[name] = self._cast(self._narrow[name], wide)
+        return self._wide[name]
+
+    def _cast(self, source: str, spec: TensorSpec) -> str:
+        self._tensors[spec.name] = spec
+        name = f"{spec.name}:cast"
+        cast = make_node(self._tensors, name, "cast", (source,), (spec.name,))
+        self._nodes.append(cast)
+        return spec.name
+
+
+# Cache cast or transposed copies of parameters between steps.
+#
+# In mixed precision products read parameters in low precision, and channels-last
+# convolutions read transposed filters. Making these copies in every step costs extra
+# launches, reads and writes; an update can write the copy along with the parameter. The
+# copy is then state, which occupies memory at all times.
+
+
+def with_copies_of_parameters(graph: Graph) -> Graph:
+    """Return a training graph whose copies of parameters are state.
+
+    Only copies with the dtype and layout of the parameter's gradient, which are those
+    that products read, become state; others are made in every step.
+    """
+    tensors: dict[str, TensorSpec] = dict(graph.tensors)
+    copies: dict[str, CopyOf] = {}
+    made_of: dict[str, str] = {}  # cast or transposed tensor -> its parameter
+    for node in graph.nodes:
+        if node.op not in ("cast", "to_channels_last"):
+            continue
+        (source,), (copy,) = node.inputs, node.outputs
+        w = made_of.get(source, source)
+        if w not in graph.gradients:
+            continue
+        made_of[copy] = w
+        own, computed = (_form(tensors[name]) for name in (w, graph.gradients[w]))
+        if own != _form(tensors[copy]) == computed and copy not in graph.outputs:
+            tensors[copy] = replace(tensors[copy], role=Role.STATE)
+            copies[copy] = CopyOf(w)
+    remaining = _without(graph, set(copies), set(made_of))
+    written = {name for node in remaining for name in node.outputs}
+    removed = made_of.keys() - written - copies.keys()
+    return replace(
+        graph,
+        tensors=MappingProxyType(
+            {n: s for n, s in tensors.items() if n not in removed}
+        ),
+        nodes=remaining,
+        initializers=MappingProxyType({**graph.initializers, **copies}),
+    )
+
+
+def _form(spec: TensorSpec) -> tuple[str, str]:
+    return spec.dtype, spec.layout
+
+
+def _without(graph: Graph, copies: set[str], made: set[str]) -> tuple[Node, ...]:
+    """Return the nodes, without those that only lead to copies."""
+    readers = Counter(name for node in graph.nodes for name in node.inputs)
+    remaining = []
+    for node in reversed(graph.nodes):
+        unread = made.issuperset(node.outputs) and not any(
+            readers[name] or name in graph.outputs for name in node.outputs
+        )
+        if unread or not copies.isdisjoint(node.outputs):
+            readers.subtract(node.inputs)
+        else:
+            remaining.append(node)
+    return tuple(reversed(remaining))
+
+
+def copies_of_parameters(graph: Graph) -> dict[str, str]:
+    """Return the copy of each parameter that has one in the state."""
+    return {
+        how.parameter: name
+        for name, how in graph.initializers.items()
+        if isinstance(how, CopyOf)
+    }

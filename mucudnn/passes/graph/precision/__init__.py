@@ -1,1 +1,0 @@
-"""Mixed precision: low-precision activations, parameter copies, and loss scaling."""

@@ -1,1 +1,0 @@
-"""Run a step in slices (micro-batches or spatial tiles): axes, parts, rows, order."""

@@ -1,0 +1,360 @@
+"""Find where a graph can be cut along the batch or height, and into how many parts."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from mucudnn.arguments import an_integer
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.strips import HEIGHT
+from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
+from mucudnn.ir.traits import Batch, Operands
+
+
+def pieces_of(
+    tensors: Mapping[str, TensorSpec], node: Node
+) -> tuple[tuple[TensorSpec, ...], tuple[Node, ...]]:
+    """Return a node's intermediate tensors and pieces; both empty if it has none."""
+    make = node.traits.pieces
+    if make is None:
+        return (), ()
+    inputs = tuple(tensors[name] for name in node.inputs)
+    outputs = tuple(tensors[name] for name in node.outputs)
+    between, pieces = make(Operands(node.name, inputs, outputs, node.attrs))
+    return between, tuple(
+        Node(
+            f"{node.name}:{piece.name}",
+            piece.op,
+            piece.inputs,
+            piece.outputs,
+            MappingProxyType(dict(piece.attrs)),
+            node.phase,
+            piece.mutates,
+            piece.traits,
+        )
+        for piece in pieces
+    )
+
+
+# Nodes that can be split along an axis of the data: the batch or the images' height.
+#
+# Along the batch, rows of a tensor are contiguous, and a slice of a node reads the same
+# samples of all its inputs. Along the height, rows are strided, and a spatial tile
+# reads a halo of further rows where its windows overlap.
+
+
+SAMPLES = 0
+"""Batch axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """Axis that a step is split along.
+
+    Attributes:
+        axis: `SAMPLES`, or `HEIGHT`, the first axis of images.
+        size: Number of samples, or rows of the largest image that can be split.
+        unit: Number of samples, or the number of equal parts that all images can be
+            split into, so that rows of one correspond to whole rows of another.
+    """
+
+    axis: int
+    size: int
+    unit: int
+
+    def of(self, node: Node) -> Batch | None:
+        """Return a node's own rule for this axis."""
+        return node.traits.batch if self.axis == SAMPLES else node.traits.strips
+
+    def carries(self, spec: TensorSpec) -> bool:
+        """Return whether a tensor that is fed to a step has rows along the axis."""
+        if self.axis == SAMPLES:
+            return spec.shape[:1] == (self.size,)
+        return len(spec.shape) > HEIGHT
+
+    def cuts(self, spec: TensorSpec) -> bool:
+        """Return whether a tensor inside a step can have rows along the axis."""
+        if self.axis == SAMPLES:
+            return bool(spec.shape) and spec.shape[0] % self.size == 0
+        return len(spec.shape) > HEIGHT
+
+
+def along_batch(graph: Graph, batch: int | None = None) -> Along:
+    """Return the batch axis of a graph, with `batch` samples if given."""
+    size = batch_of(graph) if batch is None else an_integer("batch", batch, least=1)
+    return Along(SAMPLES, size, size)
+
+
+def along_height(graph: Graph) -> Along:
+    """Return the height axis of a graph's images, or the depth of its volumes.
+
+    Raises:
+        ValueError: No image can be split, or images have channels last.
+    """
+    if any(spec.layout != "NCHW" for spec in graph.tensors.values()):
+        raise ValueError(
+            "images are cut along their height where channels come first; this step "
+            "has channels last: give it the layout NCHW"
+        )
+    any_size = Along(HEIGHT, 1, 1)
+    splittable = cuttable(graph, any_size)
+    heights = set()
+    for node in graph.nodes:
+        how = cut_as(graph.tensors, node, any_size) if node.name in splittable else None
+        axes = (
+            zip(node.tensors, (*how.inputs, *how.outputs), strict=True) if how else ()
+        )
+        heights |= {
+            graph.tensors[t].shape[axis] for t, axis in axes if axis is not None
+        }
+    if not heights:
+        raise ValueError(
+            "the graph has no images, (N, C, *spatial), that can be cut into strips; "
+            "ask for a number of parts of its batch"
+        )
+    return Along(HEIGHT, max(heights), math.gcd(*heights))
+
+
+def batch_of(graph: Graph) -> int:
+    """Return a graph's batch size: the first axis of its first non-scalar input."""
+    for spec in graph.with_role(Role.INPUT):
+        if spec.shape:
+            return spec.shape[0]
+    raise ValueError("no input of the graph has a batch; say how many samples it has")
+
+
+def cuttable(graph: Graph, along: Along) -> frozenset[str]:
+    """Return the nodes that can be split, whole or decomposed, and depend on the data.
+
+    Tensors derived from weights alone may have as many rows, but not one per sample.
+    """
+    fed_to_steps = graph.with_role(Role.INPUT, Role.BORROWED)
+    carrying = {spec.name for spec in fed_to_steps if along.carries(spec)}
+    found = set()
+    for node in graph.nodes:
+        fed = [name for name in node.inputs if name in carrying]
+        if not fed:
+            continue
+        how = cut_as(graph.tensors, node, along)
+        if how is not None:
+            axes = zip(node.inputs, how.inputs, strict=True)
+            if any(axis is not None and name in carrying for name, axis in axes):
+                found.add(node.name)
+        elif node.traits.pieces is not None:
+            found.add(node.name)
+        carrying.update(_carried(graph, node, fed, how, along))
+    return frozenset(found)
+
+
+def _carried(
+    graph: Graph, node: Node, fed: list[str], how: Batch | None, along: Along
+) -> set[str]:
+    """Return the results that have rows of the data."""
+    tensors = graph.tensors
+    if along.axis == SAMPLES:
+        lengths = {tensors[name].shape[:1] for name in fed}
+        return {name for name in node.outputs if tensors[name].shape[:1] in lengths}
+    if how is not None:
+        axes = zip(node.outputs, how.outputs, strict=True)
+        return {name for name, axis in axes if axis is not None}
+    samples = {tensors[name].shape[:1] for name in fed}
+    return {
+        name
+        for name in node.outputs
+        if along.cuts(tensors[name]) and tensors[name].shape[:1] in samples
+    }
+
+
+def cut_as(tensors: Mapping[str, TensorSpec], node: Node, along: Along) -> Batch | None:
+    """Return the rule by which a node is split; None if it stays whole.
+
+    Rows of the batch must be contiguous, so the batch is the first axis of dense
+    tensors. Images of a node without halo must all have the same height.
+    """
+    how = along.of(node)
+    if how is None or (how.averaged and how.sliced is None):
+        return None
+    axes = (*how.inputs, *how.outputs)
+    cut = [
+        (tensors[name], axis)
+        for name, axis in zip(node.tensors, axes, strict=True)
+        if axis is not None
+    ]
+    if not cut or not all(_dense(spec) for spec, _ in cut):
+        return None
+    if along.axis == SAMPLES:
+        rows = all(axis == SAMPLES and along.cuts(spec) for spec, axis in cut)
+        return how if rows else None
+    heights = {spec.shape[axis] for spec, axis in cut}
+    return how if how.reach is not None or len(heights) == 1 else None
+
+
+def _dense(spec: TensorSpec) -> bool:
+    known = spec.dtype in ITEMSIZE or spec.dtype in INTEGERS
+    return known and replace(spec, storage_bytes=None).nbytes == spec.nbytes
+
+
+# Order the slices of a chain of nodes such that few rows are alive at once.
+#
+# Slices run as in a line buffer: for each further slice of the last node, the nodes
+# before it compute exactly the rows still missing, and no row twice. A node without
+# halo needs the same slice of its producer; a node with overlapping windows also needs
+# rows of the next slice, which is computed first, and so on backwards.
+
+
+def interleave_slices(
+    reads: Sequence[Sequence[Mapping[str, int]]],
+    makes: Sequence[Mapping[str, Sequence[int]]],
+) -> Iterator[tuple[int, int]]:
+    """Yield every slice of every node as (position of the node, index of the slice).
+
+    Args:
+        reads: For each slice of each node, the last row (exclusive) it reads of each
+            tensor. Nodes are in topological order and have equally many slices.
+        makes: For each node, the last row (exclusive) of each slice of each result.
+    """
+    ends = {
+        name: (position, stops)
+        for position, made in enumerate(makes)
+        for name, stops in made.items()
+    }
+    done = [0] * len(reads)
+    for index in range(len(reads[0]) if reads else 0):
+        goals = [max(index + 1, already) for already in done]
+        for position in reversed(range(len(reads))):
+            if goals[position] == done[position]:
+                continue
+            for name, stop in reads[position][goals[position] - 1].items():
+                if name in ends:
+                    maker, stops = ends[name]
+                    goals[maker] = max(goals[maker], _slices_until(stops, stop))
+        for position, goal in enumerate(goals):
+            yield from ((position, number) for number in range(done[position], goal))
+        done = goals
+
+
+def _slices_until(stops: Sequence[int], stop: int) -> int:
+    """Return how many slices cover all rows before `stop`."""
+    enough = (number for number, end in enumerate(stops, 1) if end >= stop)
+    return next(enough, len(stops))
+
+
+# Number of parts of each node such that slices stay below a limit in bytes.
+#
+# Early layers of a network are large and late ones small, so each node gets the
+# smallest power of two that keeps its tensors below the limit. Short stretches of
+# smaller nodes are split like their neighbours, as joining and splitting rows again
+# costs copies.
+
+
+Parts = Mapping[str, int] | Callable[[Node], int] | int
+"""Number of parts: by node name, by a function of the node, or the same for all."""
+
+
+_WINDOW = 10
+"""Shorter stretches of nodes with fewer parts are split like their neighbours."""
+
+
+_WINDOW_OF_STRIPS = 3
+"""The same for spatial tiles: fewer parts also mean fewer halo rows read twice."""
+
+
+_OF_STEP = (Role.ACTIVATION, Role.GRADIENT, Role.INPUT)
+
+
+def parts_by_bytes(
+    graph: Graph,
+    limit: float,
+    *,
+    most: int | None = None,
+    window: int | None = None,
+    along: Along | None = None,
+) -> Mapping[str, int]:
+    """Return the number of parts of each node that keeps slices below a limit in bytes.
+
+    There are at most `most` parts (by default the number of samples), and stretches of
+    up to `window` nodes with fewer parts are split like their neighbours.
+
+    Raises:
+        ValueError: The limit is not positive.
+    """
+    if limit <= 0:
+        raise ValueError(f"slices have some bytes: the limit must be positive, {limit}")
+    along = along_batch(graph) if along is None else along
+    if window is None:
+        window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
+    size = along.size
+    most = size if most is None else min(size, an_integer("most", most, least=1))
+    splittable = cuttable(graph, along)
+    sizes = _rows_bytes(graph, splittable, along)
+    needed = [
+        _parts(nbytes, limit, most) if node.name in splittable else 1
+        for node, nbytes in zip(graph.nodes, sizes, strict=True)
+    ]
+    grown = _window_filter(max, needed, window)
+    closed = _window_filter(min, grown, window)
+    return {
+        node.name: max(needed[i], closed[i])
+        for i, node in enumerate(graph.nodes)
+        if node.name in splittable
+    }
+
+
+def asked_of(parts: Parts) -> Callable[[Node], int]:
+    """Return a function from a node to its requested number of parts.
+
+    Raises:
+        ValueError: A number is below 1; for a function, raised when it is called.
+        TypeError: A number is not an integer.
+    """
+    if isinstance(parts, Mapping):
+        for number in parts.values():
+            an_integer("parts", number, least=1)
+        return lambda node: parts.get(node.name, 1)
+    if callable(parts):
+        return lambda node: an_integer("parts", parts(node), least=1)
+    number = an_integer("parts", parts, least=1)
+    return lambda node: number
+
+
+def largest_rows(graph: Graph, along: Along | None = None) -> int:
+    """Return the bytes of the largest tensor that a node that can be split touches."""
+    along = along_batch(graph) if along is None else along
+    return max(_rows_bytes(graph, cuttable(graph, along), along), default=0)
+
+
+def _parts(size: int, limit: float, most: int) -> int:
+    parts = 1
+    while parts < most and size / parts > limit:
+        parts = min(2 * parts, most)
+    return parts
+
+
+def _rows_bytes(graph: Graph, splittable: frozenset[str], along: Along) -> list[int]:
+    """Return the bytes of each node's largest tensor with rows; 0 for other nodes."""
+    tensors = graph.tensors
+
+    def rows(node: Node) -> Iterator[TensorSpec]:
+        how = cut_as(tensors, node, along)
+        if how is None:  # the node is decomposed
+            yield from filter(along.cuts, (tensors[name] for name in node.tensors))
+            return
+        for name, axis in zip(node.tensors, (*how.inputs, *how.outputs), strict=True):
+            if axis is not None:
+                yield tensors[name]
+
+    return [
+        max((s.nbytes for s in rows(node) if s.role in _OF_STEP), default=0)
+        if node.name in splittable
+        else 0
+        for node in graph.nodes
+    ]
+
+
+def _window_filter(
+    choose: Callable[[Sequence[int]], int], values: Sequence[int], window: int
+) -> list[int]:
+    return [
+        choose(values[max(0, i - window) : i + window + 1]) for i in range(len(values))
+    ]

@@ -1,0 +1,356 @@
+"""Append optimizer updates and gradient accumulation to a training graph.
+
+An update reads its gradient and overwrites its parameter, so it follows their last
+other use. Run as early as possible, it frees the gradient at once; run at the end, all
+gradients are alive together, which a global norm and dynamic loss scaling require.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.initializers import Constant
+from mucudnn.ir.operations import make_node
+from mucudnn.ir.optimizers import (
+    AdaGrad,
+    Adam,
+    DynamicLossScale,
+    Momentum,
+    Optimizer,
+    RmsProp,
+    Sgd,
+)
+from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.autodiff import LOSS_SCALE
+from mucudnn.passes.graph.precision import (
+    COUNTS,
+    LOSS_SCALES,
+    adjusting,
+    copies_of_parameters,
+    looking_for_overflow,
+)
+from mucudnn.passes.liveness import finished, with_nodes_after
+
+LEARNING_RATE = "lr"
+"""Name of the scalar input with the learning rate."""
+
+
+STEP = "step"
+"""Name of the scalar int64 input that counts steps from 0."""
+
+
+When = Literal["early", "late"]
+
+
+def with_updates(
+    graph: Graph,
+    optimizer: Optimizer,
+    *,
+    when: When = "early",
+    gradient_scale: float = 1.0,
+    scaling: DynamicLossScale | None = None,
+) -> Graph:
+    """Return a training graph with an update of every parameter that has a gradient.
+
+    Adds the scalar input `lr`, for Adam also `step`, and the optimizer's state, which
+    starts at zero.
+
+    Args:
+        graph: A training graph.
+        optimizer: The update rule.
+        when: "early": as soon as a parameter and its gradient have no further use;
+            "late": after all other nodes.
+        gradient_scale: Factor of gradients, such as 1 / loss scale.
+        scaling: Policy of the loss scale in the graph's state; updates then run at
+            the end, as any gradient may overflow.
+
+    Raises:
+        ValueError: The graph has no gradients, `when` is unknown, or the graph has
+            another tensor under a name that updates need.
+    """
+    if not graph.gradients:
+        raise ValueError("the graph has no gradients; pass it to training_graph first")
+    if when not in ("early", "late"):
+        raise ValueError(f'updates run "early" or "late", not {when!r}')
+    draft = _Draft(graph, scaling)
+    for w, gradient in graph.gradients.items():
+        draft.update(optimizer, w, gradient, gradient_scale)
+    return draft.build("late" if scaling is not None else when)
+
+
+def updates_last(graph: Graph) -> Graph:
+    """Return the step with its updates at the end, where they may be one launch."""
+    others = [node for node in graph.nodes if node.phase is not Phase.UPDATE]
+    updates = [node for node in graph.nodes if node.phase is Phase.UPDATE]
+    return replace(graph, nodes=(*others, *updates))
+
+
+def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """Return the update's operation, state per parameter, and hyperparameters."""
+    match optimizer:
+        case Sgd():
+            return "sgd", (), {}
+        case Momentum(_, momentum, nesterov):
+            attrs = {"momentum": momentum, "nesterov": nesterov}
+            return "momentum", ("momentum",), attrs
+        case Adam(_, beta1, beta2, eps, _, decoupled):
+            attrs = {"beta1": beta1, "beta2": beta2, "eps": eps, "decoupled": decoupled}
+            return "adam", ("mean", "square"), attrs
+        case AdaGrad(_, eps):
+            return "adagrad", ("square",), {"eps": eps}
+        case RmsProp(_, alpha, eps):
+            return "rmsprop", ("square",), {"alpha": alpha, "eps": eps}
+
+
+class _Draft:
+    """A graph being extended by updates."""
+
+    def __init__(self, graph: Graph, scaling: DynamicLossScale | None) -> None:
+        self._graph = graph
+        self._scaling = scaling
+        self._tensors = dict(graph.tensors)
+        self._initializers = dict(graph.initializers)
+        self._copies = copies_of_parameters(graph)
+        self._updates: list[tuple[str, str, Node]] = []
+
+    def update(
+        self, optimizer: Optimizer, w: str, gradient: str, gradient_scale: float
+    ) -> None:
+        """Add the update of a parameter."""
+        op, slots, attrs = _kernel(optimizer)
+        spec = self._graph.tensors[w]
+        inputs = [w, gradient, self._input(LEARNING_RATE, spec.dtype)]
+        if isinstance(optimizer, Adam):
+            inputs.append(self._input(STEP, "int64"))
+        state = tuple(self._state(w, slot) for slot in slots)
+        decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
+        attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
+        copies: tuple[str, ...] = ()
+        if self._graph.tensors[gradient].layout != spec.layout:
+            attrs["turned"] = True
+        if w in self._copies:
+            attrs["copied"], copies = True, (self._copies[w],)
+        scales: tuple[str, ...] = ()
+        if self._scaling is not None:
+            attrs["scaled"], scales = True, (LOSS_SCALE, COUNTS)
+        node = make_node(
+            self._tensors,
+            name=f"{w}:{op}",
+            op=op,
+            inputs=(*inputs, *state, *copies, *scales),
+            outputs=(),
+            attrs=MappingProxyType(attrs),
+            phase=Phase.UPDATE,
+            mutates=(w, *state, *copies),
+        )
+        self._updates.append((w, gradient, node))
+
+    def build(self, when: When) -> Graph:
+        """Return the graph with its updates."""
+        return replace(
+            self._graph,
+            tensors=MappingProxyType(self._tensors),
+            nodes=self._early() if when == "early" else self._late(),
+            initializers=MappingProxyType(self._initializers),
+        )
+
+    def _late(self) -> tuple[Node, ...]:
+        updates = tuple(node for _, _, node in self._updates)
+        if self._scaling is None:
+            return (*self._graph.nodes, *updates)
+        overflow_checks = looking_for_overflow(
+            self._graph, (g for _, g, _ in self._updates)
+        )
+        last = adjusting(self._graph, self._scaling)
+        return (*self._graph.nodes, *overflow_checks, *updates, last)
+
+    def _early(self) -> tuple[Node, ...]:
+        storages, nodes = self._graph.storages, self._graph.nodes
+        read = {storages[t]: i for i, node in enumerate(nodes) for t in node.inputs}
+        known = finished(self._graph, [gradient for _, gradient, _ in self._updates])
+        at: dict[int, list[Node]] = {}
+        for w, gradient, node in self._updates:
+            done = [read.get(storages[t], -1) for t in (w, self._copies.get(w, w))]
+            done.append(known[gradient])
+            at.setdefault(max(done), []).append(node)
+        return with_nodes_after(self._graph, at)
+
+    def _state(self, w: str, slot: str) -> str:
+        spec = replace(self._graph.tensors[w], name=f"{w}:{slot}", role=Role.STATE)
+        self._declare(spec)
+        self._initializers[spec.name] = Constant(0.0)
+        return spec.name
+
+    def _input(self, name: str, dtype: str) -> str:
+        self._declare(TensorSpec(name, (), dtype, Role.INPUT))
+        return name
+
+    def _declare(self, spec: TensorSpec) -> None:
+        known = self._tensors.setdefault(spec.name, spec)
+        if known != spec:
+            raise ValueError(f"updates need {spec}, but the graph has {known}")
+
+
+# Gradient accumulation: one update from the summed gradients of several mini-batches.
+#
+# There are two graphs: one adds gradients to totals that persist between steps, the
+# other adds the last gradients, updates by the mean, and clears the totals.
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulating:
+    """The two graphs of gradient accumulation.
+
+    Attributes:
+        micro_step: Adds to the totals; runs for all mini-batches but the last.
+        last_step: Adds the last gradients, updates the parameters, clears the totals.
+            It declares all persistent tensors of both graphs and of the optimizer.
+    """
+
+    micro_step: Graph
+    last_step: Graph
+
+
+def accumulating(
+    graph: Graph,
+    optimizer: Optimizer,
+    mini_batches: int,
+    *,
+    when: When = "early",
+    gradient_scale: float = 1.0,
+    scaling: DynamicLossScale | None = None,
+) -> Accumulating:
+    """Build the graphs that update by the mean gradient of several mini-batches.
+
+    The other arguments are those of `with_updates`.
+
+    Raises:
+        ValueError: As `with_updates`, or fewer than 2 mini-batches.
+    """
+    if mini_batches < 2:
+        raise ValueError(
+            f"accumulation takes at least 2 mini-batches, got {mini_batches}"
+        )
+    micro = _with_totals(graph)
+    scale = gradient_scale / mini_batches
+    totals = MappingProxyType({w: _total(w) for w in graph.gradients})
+    updated = with_updates(
+        replace(micro, gradients=totals),
+        optimizer,
+        when=when,
+        gradient_scale=scale,
+        scaling=scaling,
+    )
+    last = replace(_with_clearing(updated), gradients=graph.gradients)
+    return Accumulating(micro, last)
+
+
+def updated_by(graph: Graph) -> tuple[str, ...]:
+    """Return the tensors that updates read: totals if there are any, else gradients."""
+    totals = ((_total(w), gradient) for w, gradient in graph.gradients.items())
+    return tuple(total if total in graph.tensors else g for total, g in totals)
+
+
+def _total(parameter: str) -> str:
+    return f"{parameter}:total"
+
+
+def _with_totals(graph: Graph) -> Graph:
+    """Add each gradient to its total as soon as it is final."""
+    tensors, initializers = dict(graph.tensors), dict(graph.initializers)
+    known = finished(graph, graph.gradients.values())
+    ready: dict[int, list[Node]] = {}
+    for w, gradient in graph.gradients.items():
+        spec = graph.tensors[w]
+        total = TensorSpec(_total(w), spec.shape, spec.dtype, Role.STATE)
+        tensors[total.name] = total
+        initializers[total.name] = Constant(0.0)
+        node = make_node(
+            tensors,
+            f"{w}:accumulate",
+            "accumulate",
+            (total.name, gradient),
+            (),
+            MappingProxyType({"factor": 1.0}),
+            Phase.UPDATE,
+            (total.name,),
+        )
+        ready.setdefault(known[gradient], []).append(node)
+    return replace(
+        graph,
+        tensors=MappingProxyType(tensors),
+        nodes=with_nodes_after(graph, ready),
+        initializers=MappingProxyType(initializers),
+    )
+
+
+def _with_clearing(graph: Graph) -> Graph:
+    """Clear totals behind the updates, their last readers.
+
+    Totals are filled with zeros, as infinity times zero is not a number. Consecutive
+    updates stay together, so that they may be one launch.
+    """
+    tensors = dict(graph.tensors)
+    totals = set(graph.gradients.values())
+    last = {name: node for node in graph.nodes for name in node.inputs}
+    nodes: list[Node] = []
+    done: list[str] = []
+    for node in graph.nodes:
+        if node.phase is not Phase.UPDATE:
+            nodes += (_clear(tensors, total) for total in done)
+            done = []
+        nodes.append(node)
+        done += (t for t in node.inputs if t in totals and last[t] is node)
+    nodes += (_clear(tensors, total) for total in done)
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+
+
+def _clear(tensors: dict[str, TensorSpec], total: str) -> Node:
+    name = f"{total}.cleared"
+    tensors[name] = replace(tensors[total], name=name, role=Role.GRADIENT, alias=total)
+    attrs = MappingProxyType({"value": 0.0})
+    return make_node(tensors, name, "fill", (), (name,), attrs, Phase.UPDATE)
+
+
+# Let updates read gradients in the dtype and layout in which they were computed.
+#
+# A parameter is cast or transposed before a product reads it, so its gradient is cast
+# or transposed back. Where only an update would read the result, the update reads the
+# computed gradient instead; it still computes in the parameter's dtype.
+
+
+def with_computed_gradients(graph: Graph, *, turned: bool = True) -> Graph:
+    """Return a training graph whose gradients are not cast or transposed back.
+
+    With `turned` a gradient may have another layout than its parameter; it must not if
+    it is added to a total in the parameter's layout.
+    """
+    readers = Counter(name for node in graph.nodes for name in node.inputs)
+
+    def converts_back(node: Node) -> bool:
+        if node.op == "to_channels_first":
+            return turned
+        return node.op == "cast" and graph.tensors[node.inputs[0]].dtype in LOSS_SCALES
+
+    found: dict[str, str] = {}
+    removed: set[str] = set()
+    for w, gradient in graph.gradients.items():
+        computed = gradient
+        while (node := graph.producers.get(computed)) is not None and converts_back(
+            node
+        ):
+            alone = readers[computed] == int(computed != gradient)
+            if not alone or computed in graph.outputs:
+                break
+            removed.add(computed)
+            (computed,) = node.inputs
+        found[w] = computed
+    tensors = {n: spec for n, spec in graph.tensors.items() if n not in removed}
+    return replace(
+        graph,
+        tensors=MappingProxyType(tensors),
+        nodes=tuple(n for n in graph.nodes if removed.isdisjoint(n.outputs)),
+        gradients=MappingProxyType({**graph.gradients, **found}),
+    )

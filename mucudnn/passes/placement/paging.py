@@ -1,0 +1,318 @@
+"""Virtual placement: map free memory in chunks behind contiguous addresses.
+
+A tensor in several pieces is contiguous by virtual address (`page_table`) if all its
+inner boundaries are chunk boundaries: the tail of one chunk, then whole chunks from
+anywhere, then the head of another. Only free bytes in the middle of a chunk, and unused
+heads and tails, are lost to fragmentation.
+"""
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.schedule import Compute
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.placement.layout import (
+    Extent,
+    Layout,
+    PlacedStep,
+    interval_name,
+    joined,
+    lives_of,
+    with_addresses,
+    workspace_name,
+)
+from mucudnn.passes.placement.packing import Block, SqueakyWheel, placing_orders
+from mucudnn.passes.scheduling.problem import fastest_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+
+class _Ends(NamedTuple):
+    """Free extents by their position in chunks.
+
+    Attributes:
+        tails: Free ends of chunks that are not entirely free.
+        runs: Runs of consecutive free chunks.
+        heads: Free beginnings of chunks that are not entirely free.
+    """
+
+    tails: list[Extent]
+    runs: list[Extent]
+    heads: list[Extent]
+
+
+class FreeMemory:
+    """Free extents at one time."""
+
+    def __init__(self, extents: Sequence[Extent], chunk_bytes: int) -> None:
+        self._free = extents
+        self._chunk = chunk_bytes
+
+    @classmethod
+    def between(
+        cls, taken: Iterable[Extent], end: int, chunk_bytes: int
+    ) -> "FreeMemory":
+        """Return the free memory below `end` beside taken extents, in any order."""
+        free, start = [], 0
+        for low, high in (*sorted(taken), (end, end)):
+            if low > start:
+                free.append(Extent(start, low))
+            start = max(start, high)
+        return cls(free, chunk_bytes)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest tensor that fits."""
+        ends = self._ends()
+        chunks = sum(map(_size, ends.runs))
+        scattered = _longest(ends.tails) + chunks + _longest(ends.heads)
+        return max(_longest(self._free), scattered)
+
+    def find(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """Return the tightest free extent for a tensor, or several, or None."""
+        if nbytes == 0:
+            return (Extent(0, 0),)
+        fitting = [e for e in self._free if _size(e) >= nbytes]
+        if fitting:
+            low = min(fitting, key=_size).start
+            return (Extent(low, low + nbytes),)
+        return self._scattered(nbytes)
+
+    def _scattered(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """Return a tail, as few whole chunks as possible, and a head."""
+        tails, runs, heads = self._ends()
+        left = nbytes - _longest(tails) - _longest(heads)
+        whole = max(0, -(-left // self._chunk)) * self._chunk
+        if whole > sum(map(_size, runs)):
+            return None
+        rest = max(0, nbytes - whole)
+        tail, head = _tightest(tails, heads, rest)
+        first = min(rest, _size(tail))
+        found = [Extent(tail.stop - first, tail.stop)]
+        found += _take_from_runs(runs, nbytes - rest)
+        found.append(Extent(head.start, head.start + rest - first))
+        return joined(piece for piece in found if _size(piece))
+
+    def _ends(self) -> _Ends:
+        found = _Ends([], [], [])
+        for start, stop in self._free:
+            low = -(-start // self._chunk) * self._chunk
+            high = stop // self._chunk * self._chunk
+            if low > high:  # in the middle of a chunk
+                continue
+            if start < low:
+                found.tails.append(Extent(start, low))
+            if low < high:
+                found.runs.append(Extent(low, high))
+            if high < stop:
+                found.heads.append(Extent(high, stop))
+        return found
+
+
+def _size(extent: Extent) -> int:
+    return extent.stop - extent.start
+
+
+def _longest(extents: Iterable[Extent]) -> int:
+    return max(map(_size, extents), default=0)
+
+
+def _take_from_runs(runs: Iterable[Extent], nbytes: int) -> Iterator[Extent]:
+    """Yield `nbytes` of whole chunks, longest runs first; the last may be partial."""
+    for run in sorted(runs, key=_size, reverse=True):
+        if not nbytes:
+            return
+        taken = min(nbytes, _size(run))
+        nbytes -= taken
+        yield Extent(run.start, run.start + taken)
+
+
+def _tightest(
+    tails: Iterable[Extent], heads: Iterable[Extent], nbytes: int
+) -> tuple[Extent, Extent]:
+    """Return the tightest tail and head (possibly empty) that hold `nbytes`."""
+    nothing = Extent(0, 0)
+    sized = sorted((_size(e), e) for e in (nothing, *heads))
+    found = []
+    for tail in (nothing, *tails):
+        at = bisect.bisect_left(sized, (nbytes - _size(tail), nothing))
+        if at < len(sized):
+            found.append((_size(tail) + sized[at][0], tail, sized[at][1]))
+    _, tail, head = min(found)
+    return tail, head
+
+
+# Place a step with virtual memory: tensors without a contiguous gap are scattered.
+#
+# Blocks are placed one after another in memory that is free during their whole life: in
+# one extent if possible, else in several extents made contiguous by the page table.
+# Only free bytes inside of chunks are lost. Residency intervals are not shrunk: copies
+# run as planned. A convolution gets the fastest of its plans whose workspace fits when
+# it runs.
+
+
+Pieces = tuple[Extent, ...]
+
+
+_WORK = 20_000_000
+"""Limit of compared pairs of blocks."""
+
+
+_ROUNDS = 12
+
+
+def place_virtually(
+    plan: StepPlan, arena_bytes: int, *, grows: bool = False
+) -> PlacedStep | None:
+    """Place a step in an arena of mappable memory; return None if it does not fit.
+
+    Args:
+        plan: The step to place; its profile has the chunk size.
+        arena_bytes: Limit of the arena, rounded down to whole chunks.
+        grows: Whether convolutions may use other plans than the step's.
+    """
+    chunks = plan.profile.chunks
+    if chunks is None:
+        return None
+    end = arena_bytes // chunks.nbytes * chunks.nbytes
+    step = _Step(plan, end, chunks.nbytes, plan.profile.fronts if grows else {})
+    for places in step.attempts():
+        chosen = step.workspaces(places)
+        if chosen is not None:
+            return _placed(plan, places, chosen, chunks.nbytes)
+    return None
+
+
+def _placed(
+    plan: StepPlan,
+    places: Mapping[str, Pieces],
+    chosen: Mapping[str, ConvPlan],
+    chunk_bytes: int,
+) -> PlacedStep:
+    """Return the step with addresses and the chosen convolution plans."""
+    offsets, pages = with_addresses(places, chunk_bytes)
+    if chosen:
+        plan = plan.with_plans({**plan.plans, **chosen})
+    of_storage = {
+        name: tuple(offsets[interval_name(name, i)] for i in range(len(lives)))
+        for name, lives in lives_of(plan.schedule).items()
+    }
+    scratch = {n: offsets[workspace_name(n)] for n in plan.schedule.workspaces}
+    top = max((pieces[-1].stop for pieces in places.values()), default=0)
+    if pages is not None:
+        top = (1 + max(pages.chunks)) * chunk_bytes
+    return PlacedStep(
+        plan,
+        Layout(
+            MappingProxyType(of_storage),
+            MappingProxyType(scratch),
+            top,
+            plan.peak_bytes - plan.state_bytes,
+            pages,
+        ),
+    )
+
+
+class _Step:
+    """Blocks of a step to be placed in an arena; nodes with `fronts` choose plans."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        end: int,
+        chunk_bytes: int,
+        fronts: Mapping[str, Sequence[ConvPlan]],
+    ) -> None:
+        self._schedule = plan.schedule
+        self._end, self._chunk, self._fronts = end, chunk_bytes, fronts
+        self._fixed: dict[str, Pieces] = {}
+        self._blocks = [*self._intervals(), *self._fixed_workspaces()]
+
+    def attempts(self) -> Iterator[dict[str, Pieces]]:
+        """Yield placements of everything except workspaces of nodes with fronts."""
+        if any(pieces[-1].stop > self._end for pieces in self._fixed.values()):
+            return
+        names = [block.name for block in self._blocks]
+        movable = [i for i, name in enumerate(names) if name not in self._fixed]
+        longest, area, size, *in_time = placing_orders(self._blocks, movable)
+        orders = [in_time[0], area, size, longest]
+        rounds = min(_ROUNDS, _WORK // (1 + len(movable) ** 2))
+        wheel = SqueakyWheel(orders[0])
+        for attempt in range(max(1, rounds)):
+            if attempt < len(orders):
+                wheel.order = orders[attempt]
+            places, failed = self._attempt(wheel.order)
+            if not failed:
+                yield places
+            wheel.judge(sum(self._blocks[i].nbytes for i in failed))
+            wheel.reorder(failed)
+
+    def workspaces(self, places: dict[str, Pieces]) -> dict[str, ConvPlan] | None:
+        """Choose plans for nodes with fronts and place their workspaces, or None."""
+        chosen = {}
+        for at, instruction in enumerate(self._schedule.instructions):
+            if not isinstance(instruction, Compute):
+                continue
+            name = instruction.node
+            if name not in self._fronts:
+                continue
+            free = self._free_during(at, at, places)
+            most = free.most
+            fits = [p for p in self._fronts[name] if rounded(p.workspace) <= most]
+            if not fits:
+                return None
+            chosen[name] = fastest_of(fits)
+            if nbytes := rounded(chosen[name].workspace):
+                found = free.find(nbytes)
+                places[workspace_name(name)] = found or ()
+        return chosen
+
+    def _attempt(self, order: Sequence[int]) -> tuple[dict[str, Pieces], list[int]]:
+        """Place blocks in an order; return the places, and blocks that do not fit."""
+        places, failed = dict(self._fixed), []
+        for i in order:
+            block = self._blocks[i]
+            free = self._free_during(block.first, block.last, places)
+            pieces = free.find(block.nbytes)
+            if pieces is None:
+                failed.append(i)
+            else:
+                places[block.name] = pieces
+        return places, failed
+
+    def _free_during(
+        self, first: int, last: int, places: Mapping[str, Pieces]
+    ) -> FreeMemory:
+        """Return the memory that is free during a whole time range."""
+        taken = [
+            piece
+            for block in self._blocks
+            if block.first <= last and first <= block.last
+            for piece in places.get(block.name, ())
+        ]
+        return FreeMemory.between(taken, self._end, self._chunk)
+
+    def _intervals(self) -> Iterator[Block]:
+        """Yield residency intervals; fix those live across steps at the bottom."""
+        tensors, across = self._schedule.graph.tensors, self._schedule.live_across
+        bottom = 0
+        for name, lives in lives_of(self._schedule).items():
+            nbytes = rounded(tensors[name].nbytes)
+            for i, (first, last) in enumerate(lives):
+                block = Block(interval_name(name, i), nbytes, first, last)
+                if name in across and i in (0, len(lives) - 1):
+                    self._fixed[block.name] = (Extent(bottom, bottom + nbytes),)
+                yield block
+            bottom += nbytes if name in across else 0
+
+    def _fixed_workspaces(self) -> Iterator[Block]:
+        for at, instruction in enumerate(self._schedule.instructions):
+            if (
+                isinstance(instruction, Compute)
+                and instruction.node not in self._fronts
+            ):
+                nbytes = rounded(self._schedule.workspaces.get(instruction.node, 0))
+                if nbytes:
+                    yield Block(workspace_name(instruction.node), nbytes, at, at)

@@ -1,1 +1,0 @@
-"""Lower bound of the step time within a budget, by a linear program."""

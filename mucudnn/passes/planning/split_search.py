@@ -1,0 +1,505 @@
+"""Search for the fastest way to cut a step, from one candidate to the next.
+
+A planning trial of a step in k slices takes k times as long as one of the whole step,
+so the whole step is planned first, and its residencies are carried over.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.sizes import exact_bytes, format_bytes
+from mucudnn.passes.graph.split import of_whole
+from mucudnn.passes.planning.cutting import (
+    AUTO,
+    BATCH,
+    Candidate,
+    Cutting,
+    Split,
+    SplitStep,
+    check_split,
+    couples_batch,
+    cuttings,
+    trains,
+)
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.search.collection import gc_relaxed
+from mucudnn.passes.planning.search.explore import improve, improved, schedulers
+from mucudnn.passes.planning.search.search import search, search_on
+from mucudnn.passes.planning.search.trials import Trials
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    PLANNED,
+    RECOMPUTED_BACKWARD,
+    Residency,
+)
+from mucudnn.passes.residency.candidates import (
+    Candidate as candidates_Candidate,
+    alike_changes,
+    candidates_of,
+)
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+_CLOSE = 1.03
+"""Factor on the fastest candidate within which the whole step is explored."""
+
+
+_HARDLY_SLOWER = 1.01
+"""Factor on the fastest candidate within which slices are improved. Their start has all
+that is known of the others, so that first improvements are small."""
+
+
+_ENOUGH = 1.15
+"""Factor on the minimum feasible budget of the whole step, for a plan to start slices
+from where the whole step does not fit."""
+
+
+_HARDLY = 1.01
+"""Slowdown over the step without a budget up to which nothing else is tried."""
+
+
+_MOST_NODES = 20_000
+"""Limit of nodes of all candidates, beyond which none is added to one that fits."""
+
+
+def too_deep(tried: Sequence[Candidate]) -> bool:
+    """Return whether still more parts would have too many nodes to plan.
+
+    `tried` are the candidates so far, those with fewer parts first.
+    """
+    nodes = [len(c.request.graph.nodes) for c in tried if c.request is not None]
+    return bool(nodes) and sum(nodes) + nodes[-1] > _MOST_NODES
+
+
+class Candidates:
+    """Candidates of a step; if there is one `alone`, it is planned with full effort."""
+
+    def __init__(self, step: SplitStep, *, alone: bool) -> None:
+        self._step, self._alone = step, alone
+        self._tried: dict[Cutting, Candidate] = {}
+        self._searches: dict[Cutting, SliceSearch] = {}
+        self._explored = alone
+
+    @property
+    def tried(self) -> list[Candidate]:
+        """All candidates, in the order of planning."""
+        return list(self._tried.values())
+
+    def can_skip(self, cutting: Cutting) -> bool:
+        """Return whether a cutting is unlikely to be faster than all before.
+
+        None can be much faster than the whole step without a budget. If more parts
+        were slower than fewer, still more are slower still. For very deep networks the
+        first candidate that fits is used.
+        """
+        tried = self.tried
+        if not tried:
+            return False
+        if math.isfinite(self._fastest) and too_deep(tried):
+            return True
+        alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
+        planned = [w for w in self._searches if cutting.like(w)]
+        slower = len(planned) > 1 and alike[-1].step_ms > self._fastest
+        bound = tried[0].unbounded_ms  # infinite if it could not be measured
+        return slower or (math.isfinite(bound) and self._fastest <= _HARDLY * bound)
+
+    @property
+    def _fastest(self) -> float:
+        return min((c.step_ms for c in self._tried.values()), default=math.inf)
+
+    def draft(self, cutting: Cutting) -> None:
+        """Add a candidate, with a plan unless it is known to be slower."""
+        step = self._step
+        graph = step.in_parts(cutting)
+        profile = step.costs(graph)
+        if profile is None:
+            self._tried[cutting] = Candidate(cutting, None, None)
+            return
+        request = step.asked(graph, profile)
+        free = unbounded(graph, profile)
+        wanted = free.prediction.step_ms
+        segments = cutting.segments(step.graph)
+        least = minimum_budget(request)
+        kept = cutting.kept_whole(step.graph)
+        found = Candidate(cutting, request, None, wanted, least, segments, kept)
+        if least <= request.budget and wanted < self._fastest:
+            roomy = free.peak_bytes <= request.budget
+            found = replace(found, plan=self._planned(cutting, request, roomy=roomy))
+        self._tried[cutting] = found
+
+    def _planned(
+        self, cutting: Cutting, request: StepRequest, *, roomy: bool
+    ) -> StepPlan:
+        """Make a first plan; that of slices starts from known residencies."""
+        if roomy or request.policy != PLANNED:
+            return plan_step(request)
+        if cutting.parts == 1:
+            return search(request, thorough=self._alone)
+        slices = self._searches[cutting] = SliceSearch(request)
+        known = self._known_residencies()
+        if known is not None:
+            slices.begin(known)
+        if slices.plan is None:
+            slices.offer(search(request, thorough=False))
+        if slices.step_ms > self._fastest:
+            self._explore_whole()
+        if (
+            slices.plan is None
+            or slices.plan.prediction.step_ms < _HARDLY_SLOWER * self._fastest
+        ):
+            slices.improve()
+        return slices.plan or plan_step(request)
+
+    def _known_residencies(self) -> Mapping[str, Residency] | None:
+        """Return residencies of the best plan, or of the whole step in more memory."""
+        others = [c for c in self._tried.values() if c.plan is not None]
+        best = min(others, key=lambda c: c.step_ms, default=None)
+        if best is not None and best.plan is not None:
+            return best.plan.residency
+        whole = self._tried.get(Cutting(1))
+        if whole is None or whole.request is None or whole.least_bytes is None:
+            return None
+        enough = whole.request.within(int(_ENOUGH * whole.least_bytes))
+        return search(enough, thorough=False).residency
+
+    def finish(self) -> None:
+        """Improve the fastest candidate, and the whole step if it is close."""
+        self._explore_whole()
+        best = min(self.tried, key=lambda c: c.step_ms)
+        if best.cutting in self._searches:
+            self._improve(best.cutting)
+
+    def _explore_whole(self) -> None:
+        """Explore the whole step once, if it is close to the fastest.
+
+        Done early where slices start slower: they may then need no search.
+        """
+        whole = self._tried.get(Cutting(1))
+        if self._explored or whole is None or whole.plan is None:
+            return
+        if whole.request is not None and whole.step_ms < _CLOSE * self._fastest:
+            self._explored = True
+            plan = search_on(whole.request, whole.plan)
+            self._tried[whole.cutting] = replace(whole, plan=plan)
+
+    def _improve(self, cutting: Cutting) -> None:
+        slices = self._searches[cutting]
+        if slices.finish():
+            self._tried[cutting] = replace(self._tried[cutting], plan=slices.plan)
+
+
+# Choose whether a step runs whole or split, by the predicted time.
+#
+# A split step is another graph with costs of its own: small kernels are slower, but
+# need less memory at once, which saves copies and recomputation. The whole step is
+# always a candidate. Other candidates split only large layers, by a limit on bytes;
+# where no operation couples the batch, all layers are split alike, and each slice runs
+# forward and backward in turn: gradient accumulation within one step.
+#
+# Every candidate is planned under the budget, starting from the residencies of those
+# before it, and the fastest is improved further. A candidate that takes longer without
+# a budget than another takes within it needs no plan.
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """Decision about a split.
+
+    Attributes:
+        chosen: The fastest candidate.
+        tried: All candidates, the whole step first.
+        unbounded_ms: Time without a budget of the whole step, or of the only
+            candidate.
+        fused: Whether each slice runs forward and backward in turn.
+    """
+
+    chosen: Candidate
+    tried: tuple[Candidate, ...]
+    unbounded_ms: float
+    fused: bool
+
+    @property
+    def reason(self) -> str:
+        """The reason for the decision, in a sentence."""
+        whole, chosen = self.tried[0], self.chosen
+        if chosen.parts == 1:
+            others = [c for c in self.tried[1:] if c.plan is not None]
+            if not others:
+                if too_deep(self.tried):
+                    return "whole: it is too deep to be planned in parts as well"
+                return "whole: nothing in parts is faster"
+            next_best = min(others, key=lambda c: c.step_ms)
+            return f"whole: {next_best.cutting} take {self._times(next_best)}"
+        fused = self._accumulates(chosen)
+        every = fused or chosen.cutting.throughout
+        kind = "the whole step" if every else "its largest layers"
+        how = ", gradients accumulated" if fused else ""
+        words = f"{kind} in {chosen.cutting}{how}: {self._times(chosen)}"
+        if whole.parts > 1:  # the whole step was not a candidate
+            return words
+        if whole.plan is None:
+            return f"{words}; whole it does not fit"
+        return f"{words} instead of {self._times(whole)} whole"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The reason, all candidates, and the segments that run in parts."""
+        tried = (self._line(candidate) for candidate in self.tried)
+        parts = (*map(str, self.chosen.segments), self.chosen.kept_whole)
+        return (self.reason, *tried, *filter(None, parts))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as JSON-compatible values."""
+        return {
+            "parts": self.chosen.parts,
+            "along": self.chosen.cutting.along,
+            "throughout": self.chosen.cutting.throughout,
+            "fused": self.fused,
+            "reason": self.reason,
+            "tried": [
+                {
+                    "parts": c.parts,
+                    "along": c.cutting.along,
+                    "throughout": c.cutting.throughout,
+                    "least_bytes": c.least_bytes,
+                    "predicted_ms": None if c.plan is None else c.step_ms,
+                    "unbounded_ms": None if c.request is None else c.unbounded_ms,
+                }
+                for c in self.tried
+            ],
+            "kept_whole": self.chosen.kept_whole,
+            "segments": [segment.to_json() for segment in self.chosen.segments],
+        }
+
+    def _line(self, candidate: Candidate) -> str:
+        how = ", gradients accumulated" if self._accumulates(candidate) else ""
+        name = f"{candidate.cutting}{how}"
+        if candidate.least_bytes is None:
+            return f"{name}: cannot be measured within the budget"
+        budget = candidate.request.budget if candidate.request else math.inf
+        beside = () if math.isinf(budget) else (int(budget),)
+        words = f"{name}: at least {format_bytes(candidate.least_bytes, *beside)}"
+        if candidate.plan is not None:
+            return f"{words}, {self._times(candidate)}"
+        if candidate.least_bytes > budget:
+            return f"{words}, does not fit"
+        times = candidate.unbounded_ms / self.unbounded_ms
+        return f"{words}, {times:.2f}x however planned"
+
+    def _accumulates(self, candidate: Candidate) -> bool:
+        return self.fused and candidate.cutting.along == BATCH
+
+    def _times(self, candidate: Candidate) -> str:
+        first = self.tried[0].cutting
+        step = "the unbounded step" if first.parts == 1 else f"{first} unbounded"
+        return f"{candidate.step_ms / self.unbounded_ms:.2f}x of {step}"
+
+
+@gc_relaxed()
+def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
+    """Plan a step whole and split, and choose the candidate predicted to be fastest.
+
+    Args:
+        step: The step.
+        split: `auto`, `none`, the number of parts of the largest layers, or `height:`
+            and the number of spatial tiles.
+
+    Raises:
+        PlanningError: Nothing fits; has the minimum feasible budget of all candidates.
+        ValueError: The split is invalid.
+    """
+    check_split(split)
+    ways = list(cuttings(step.graph, split))
+    found = Candidates(step, alone=len(ways) == 1)
+    for cutting in ways:
+        if not found.can_skip(cutting):
+            found.draft(cutting)
+    found.finish()
+    tried = found.tried
+    chosen = min(tried, key=lambda c: c.step_ms)
+    if chosen.plan is None:
+        raise _refusal(tried)
+    unbounded_ms = min(tried[0].unbounded_ms, chosen.unbounded_ms)
+    fused = trains(step.graph) and not couples_batch(step.graph)
+    return Splitting(chosen, tuple(tried), unbounded_ms, fused)
+
+
+def _refusal(tried: Sequence[Candidate]) -> PlanningError:
+    sizes = [c.least_bytes for c in tried if c.least_bytes is not None]
+    asked = next((int(c.request.budget) for c in tried if c.request), 0)
+    if not sizes:
+        return PlanningError("the step cannot be measured within its budget")
+    least = min(sizes)
+    words = (
+        f"neither whole nor in parts does the step fit {exact_bytes(asked)}; the least "
+        f"budget that works is {exact_bytes(least)}"
+    )
+    return PlanningError(words, short_by=least - asked, least_bytes=least)
+
+
+# Search residencies of a split step, starting from those of another split.
+#
+# A tensor in k slices means k residencies, and a trial takes k times as long, so few
+# trials are affordable and known residencies are reused. What is good for a tensor of
+# the whole step, or of a step in fewer slices, is mostly good for its slices. If memory
+# is tighter, kept tensors are offloaded, offloaded ones are paged, and recomputation
+# once becomes recomputation for every use. The best of these starts is then improved,
+# all slices of a tensor first.
+
+
+Residencies = Mapping[str, Residency]
+
+
+_WORK = 120_000
+"""Limit of nodes scheduled by the trials of one round."""
+
+
+_LEAST_TRIALS = 40
+"""Trials of a round that are allowed beyond that limit."""
+
+
+_MOST_WORK = 210_000
+"""Hard limit of nodes scheduled by the trials of one round."""
+
+
+_MUCH = 0.15
+"""Fraction of the step in stalls from which less is copied in the final changes."""
+
+
+_ALIKE = 24
+"""Number of groups of equivalent tensors changed together in the final changes."""
+
+
+_TIGHTER = (
+    (Residency.KEEP, Residency.OFFLOAD),
+    (Residency.OFFLOAD, Residency.PAGE),
+    (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH),
+    (Residency.OFFLOAD, Residency.KEEP),
+)
+"""Replacements of one residency by another everywhere, tried one after another."""
+
+
+_TIGHTEST = tuple(
+    {
+        Residency.KEEP: kept,
+        Residency.OFFLOAD: Residency.PAGE,
+        Residency.RECOMPUTE: again,
+    }
+    for kept in (Residency.OFFLOAD, Residency.PAGE)
+    for again in RECOMPUTED_BACKWARD
+)
+"""Replacements of residencies that do not fit, tried one after another."""
+
+
+class SliceSearch:
+    """Search for a plan of one split step, round by round."""
+
+    def __init__(self, request: StepRequest) -> None:
+        self._request = request
+        self._candidates = candidates_of(request)
+        self._found = [Trials(request.scheduled(s), 0) for s in schedulers(request)]
+        self._best = Trials(request, 0)
+        nodes = len(request.graph.nodes)
+        self._trials = max(min(_LEAST_TRIALS, _MOST_WORK // nodes), _WORK // nodes)
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The best plan so far, or None."""
+        return self._best.plan if self._best.found else None
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the best plan; infinity without one."""
+        return self._best.step_ms
+
+    def begin(self, known: Residencies) -> None:
+        """Try known residencies of another split, unchanged and for less memory."""
+        others = {EVERYTHING: Residency.PAGE}
+        if PERSISTENTS in known:
+            others[PERSISTENTS] = known[PERSISTENTS]
+        start = others | carried_over(known, self._candidates)
+        self._try([start])
+        if not self._best.found:
+            for choices in _TIGHTEST:
+                self._try(
+                    [
+                        {**start, PERSISTENTS: Residency.PAGE}
+                        | _with_replaced(start, choices)
+                    ]
+                )
+        for old, new in _TIGHTER:
+            best = {**self._best.residency}
+            self._try([best | _with_replaced(best, {old: new})])
+
+    def offer(self, plan: StepPlan) -> None:
+        """Offer a plan of the same step as a start."""
+        self._best.offer(plan)
+        self._try([plan.residency])
+
+    def improve(self) -> bool:
+        """Run a round of changes; return whether any of them helped."""
+        before = self._best.step_ms
+        improve(self._request, self._candidates, self._found, self._trials, self._best)
+        return self._best.step_ms < before
+
+    def finish(self) -> bool:
+        """Run the final changes; return whether any of them helped.
+
+        If stalls are long, groups of equivalent tensors are copied less first.
+        """
+        before = self._best.step_ms
+        last = min(self._found, key=lambda tried: tried.step_ms)
+        stalls = last.plan.prediction.stalls_ms.values() if last.found else ()
+        if sum(stalls) / last.step_ms > _MUCH:
+            last.allow(_ALIKE * len(Residency))
+            improved(alike_changes(self._candidates, _ALIKE), last)
+            self._best.offer(last.plan)
+            return self._best.step_ms < before
+        return self.improve()
+
+    def _try(self, starts: Sequence[Residencies]) -> None:
+        for start, tried in itertools.product(starts, self._found):
+            if tried.consider(start, free=True):
+                self._best.take_over(tried)
+
+
+def carried_over(
+    known: Residencies, candidates: Sequence[candidates_Candidate]
+) -> dict[str, Residency]:
+    """Carry residencies of one split over to the saved tensors of another, in order."""
+    others = known.get(EVERYTHING, Residency.KEEP)
+    of_known: dict[str, list[str]] = {}
+    for name in sorted(known, key=_slice_index):
+        of_known.setdefault(of_whole(name), []).append(name)
+    of_tensor: dict[str, list[str]] = {}
+    for candidate in candidates:
+        name = candidate.saved.name
+        of_tensor.setdefault(of_whole(name), []).append(name)
+    found = {}
+    for whole, names in of_tensor.items():
+        source = of_known.get(whole, [])
+        for i, name in enumerate(names):
+            at = i * len(source) // len(names)
+            found[name] = known[source[at]] if source else others
+    return found
+
+
+def _slice_index(name: str) -> int:
+    index = name.partition("@")[2]
+    return int(index) if index.isdigit() else 0
+
+
+def _with_replaced(
+    residency: Residencies, choices: Mapping[Residency, Residency]
+) -> dict[str, Residency]:
+    """Return tensors' residencies with some choices replaced."""
+    return {
+        name: choices.get(choice, choice)
+        for name, choice in residency.items()
+        if name not in (EVERYTHING, PERSISTENTS)
+    }

@@ -1,1 +1,0 @@
-"""Choose whether and how to split a step into slices to fit a budget."""

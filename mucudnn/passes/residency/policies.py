@@ -1,0 +1,325 @@
+"""The residency policy protocol, and every policy that ships.
+
+A policy is a function of a training graph and its profile that chooses tensors to
+offload or recompute; all other tensors are kept. Whether that fits a budget is decided
+by the scheduler.
+
+Activations are offloaded between their last forward and first backward use. Parameters
+and optimizer state outlive the step, so their gaps are cyclic, from the last use in one
+step to the first use in the next.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import Residency
+from mucudnn.passes.graph.rematerialize import (
+    Saved,
+    is_checkpoint,
+    recompute_ms,
+    saved_tensors,
+)
+from mucudnn.passes.registry import ALL, Strategies, name_of
+
+EVERYTHING = "*"
+"""Key for all storages made by a step that a policy does not name."""
+
+
+PERSISTENTS = "*persistent"
+"""Key for all parameters and state that a policy does not name, except `SMALL` ones,
+whose copies would be many and free next to nothing."""
+
+
+SMALL = 64 << 10
+"""Size in bytes; in a small model, 1/1024 of all parameters and state."""
+
+
+class PolicyInput(Protocol):
+    """Input of a policy: a `StepRequest`, or any object with these properties."""
+
+    @property
+    def graph(self) -> Graph:
+        """A training graph before in-place rewriting."""
+        ...
+
+    @property
+    def profile(self) -> Profile:
+        """Costs of the graph."""
+        ...
+
+    @property
+    def budget(self) -> float:
+        """Budget for everything in bytes; infinity without a limit."""
+        ...
+
+    @property
+    def hosted(self) -> frozenset[str] | None:
+        """Parameters and state that are host-resident, if decided."""
+        ...
+
+
+class ResidencyPolicy(Protocol):
+    """A function that chooses residencies."""
+
+    def __call__(self, step: PolicyInput) -> Mapping[str, Residency]:
+        """Return residencies of tensors; missing tensors are kept."""
+        ...
+
+
+# Residency policies of earlier systems.
+#
+# vDNN offloads the inputs of layers; SuperNeurons offloads the outputs of convolutions
+# and recomputes the rest; Capuchin ranks tensors by the exposed cost of moving them.
+
+
+def keep_all(step: PolicyInput) -> Mapping[str, Residency]:
+    """Keep every tensor; memory is reused by liveness alone."""
+    del step
+    return {}
+
+
+def vdnn_all(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload the input of every layer before the classifier (vDNN, section 3.1)."""
+    return _offload_inputs(step.graph, convolutions_only=False)
+
+
+def vdnn_conv(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload the inputs of convolutions: their time hides the copies best."""
+    return _offload_inputs(step.graph, convolutions_only=True)
+
+
+def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Residency]:
+    found = {}
+    readers = _readers(graph)
+    nodes = enumerate(graph.nodes)
+    classifier = next((i for i, n in nodes if _classifies(n)), len(graph.nodes))
+    for saved in saved_tensors(graph):
+        mine = readers.get(saved.name, [])
+        if convolutions_only:
+            chosen = any(node.traits.convolution for node in mine)
+        else:
+            chosen = saved.first < classifier and not any(map(_classifies, mine))
+        if chosen:
+            found[saved.name] = Residency.OFFLOAD
+    return found
+
+
+def _classifies(node: Node) -> bool:
+    # A classifier consists of matrix products.
+    return node.traits.expensive and not node.traits.convolution
+
+
+def _readers(graph: Graph) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD:
+            for name in node.inputs:
+                found.setdefault(graph.storages[name], []).append(node)
+    return found
+
+
+def superneurons(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload checkpoints and recompute the rest by segments (cost-aware).
+
+    A segment is recomputed once if keeping it does not raise the peak above the largest
+    working set of one layer, else for every use (SuperNeurons, section 3.4).
+    """
+    return _superneurons(step, lambda segment, most: segment <= most)
+
+
+def superneurons_speed(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload checkpoints and recompute every segment once."""
+    return _superneurons(step, lambda segment, most: True)
+
+
+def superneurons_memory(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload checkpoints and recompute everything else for every use."""
+    return _superneurons(step, lambda segment, most: False)
+
+
+def _superneurons(
+    step: PolicyInput, once: Callable[[int, int], bool]
+) -> dict[str, Residency]:
+    graph = step.graph
+    tensors = saved_tensors(graph)
+    names = {graph.storages[saved.name] for saved in tensors}
+
+    def is_saved(name: str) -> bool:
+        return graph.storages[name] in names
+
+    most = max(
+        sum(graph.tensors[s].nbytes for s in {graph.storages[t] for t in node.tensors})
+        for node in graph.nodes
+    )
+    found: dict[str, Residency] = {}
+    segments: dict[str, list[Saved]] = {}
+    for saved in tensors:
+        if is_checkpoint(graph, saved.name, is_saved):
+            found[saved.name] = Residency.OFFLOAD
+        else:
+            segments.setdefault(_head(graph, saved.name), []).append(saved)
+    for members in segments.values():
+        size = sum(saved.nbytes for saved in members)
+        mode = Residency.RECOMPUTE if once(size, most) else Residency.RECOMPUTE_EACH
+        found.update((saved.name, mode) for saved in members)
+    return found
+
+
+def _head(graph: Graph, tensor: str) -> str:
+    """Return the checkpoint before a tensor's segment."""
+    node = graph.producers[tensor]
+    while not node.traits.expensive and node.inputs:
+        if node.inputs[0] not in graph.producers:
+            break
+        node = graph.producers[node.inputs[0]]
+    return node.name
+
+
+def lru(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload any saved tensor that has no room (SuperNeurons' tensor cache)."""
+    return {saved.name: Residency.OFFLOAD for saved in saved_tensors(step.graph)}
+
+
+def paging(step: PolicyInput) -> Mapping[str, Residency]:
+    """Page everything that the running node does not use, parameters included.
+
+    No other policy fits into less memory, and few are slower.
+    """
+    del step
+    return {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
+
+
+def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload or recompute the tensors with the most free time first.
+
+    The free time of a tensor is the time between its forward and its backward use minus
+    two transfers (Capuchin, section 4.4). Tensors are taken in this order until the
+    kept ones fit the budget; those with exposed copies are recomputed if that is
+    faster.
+    """
+    graph, profile = step.graph, step.profile
+    tensors = saved_tensors(graph)
+    clock = [0.0, *itertools.accumulate(profile.node_ms[n.name] for n in graph.nodes)]
+    names = {saved.name for saved in tensors}
+    total = sum(saved.nbytes for saved in tensors)
+    found: dict[str, Residency] = {}
+
+    def moving_ms(saved: Saved) -> float:
+        out = saved.nbytes / profile.out_bytes_per_ms
+        return out + saved.nbytes / profile.in_bytes_per_ms
+
+    def free_ms(saved: Saved) -> float:
+        return clock[saved.again] - clock[saved.last + 1] - moving_ms(saved)
+
+    def again_ms(saved: Saved) -> float:
+        return recompute_ms(graph, profile, saved.name, names.__contains__)
+
+    kept = _kept_bytes(step)
+    for saved in sorted(tensors, key=free_ms, reverse=True):
+        if total <= kept:
+            break
+        exposed = max(0.0, -free_ms(saved))
+        cheap = again_ms(saved) < exposed
+        found[saved.name] = Residency.RECOMPUTE if cheap else Residency.OFFLOAD
+        total -= saved.nbytes
+    return found
+
+
+def _kept_bytes(step: PolicyInput) -> float:
+    """Return the bytes left for saved tensors beside the largest working set."""
+    graph = step.graph
+    persistent = {spec.name: spec.nbytes for spec in graph.with_role(*PERSISTENT)}
+    hosted = step.hosted or frozenset()
+    resident = sum(n for name, n in persistent.items() if name not in hosted)
+    most = max(
+        sum(
+            graph.tensors[s].nbytes
+            for s in {graph.storages[t] for t in node.tensors}
+            if s not in persistent or s in hosted
+        )
+        for node in graph.nodes
+    )
+    return max(0.0, step.budget - resident - most)
+
+
+PLANNED = "planned"
+"""Policy that searches, starting from all other policies."""
+
+
+VDNN_DYN = "vdnn_dyn"
+"""Policy that uses the first of vDNN's configurations that fits."""
+
+
+POLICIES: Strategies[ResidencyPolicy] = Strategies(
+    "residency policy",
+    (
+        keep_all,
+        vdnn_all,
+        vdnn_conv,
+        superneurons,
+        superneurons_speed,
+        superneurons_memory,
+        lru,
+        paging,
+        cost_based,
+    ),
+    group="mucudnn.policies",
+    reserved=(ALL, PLANNED, VDNN_DYN),
+)
+"""Residency policies by name; `register` or an entry point of the group adds more.
+
+`planned` and `vdnn_dyn` decide more than residencies: see `passes.planning`.
+"""
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return the names of all policies."""
+    return (PLANNED, VDNN_DYN, *POLICIES.names)
+
+
+def check_policy(policy: str | ResidencyPolicy) -> None:
+    """Raise a `ValueError` for an unknown name, a `TypeError` for another value."""
+    if isinstance(policy, str):
+        if policy in (PLANNED, VDNN_DYN) or policy in POLICIES.table:
+            return
+        names = policy_names()
+        if policy not in names:
+            valid = ", ".join(sorted(names))
+            raise ValueError(f"unknown policy {policy!r}; choose one of: {valid}")
+    POLICIES.resolve(policy)
+
+
+def decide(policy: str | ResidencyPolicy, step: PolicyInput) -> Mapping[str, Residency]:
+    """Run a policy, possibly a user's, and check its residencies.
+
+    Raises:
+        TypeError: The policy did not return a mapping of residencies.
+        ValueError: The policy is unknown, or names an unknown tensor.
+    """
+    name = f"residency policy {name_of(policy)!r}"
+    found: object = POLICIES.resolve(policy)(step)
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{name} returned {found!r}; a mapping from names of tensors to Residency "
+            "is wanted, such as {} to keep everything"
+        )
+    check_residencies(name, found, step.graph)
+    return found
+
+
+def check_residencies(whose: str, found: Mapping[Any, object], graph: Graph) -> None:
+    """Raise a `ValueError` for unknown tensors, a `TypeError` for invalid values."""
+    for tensor, choice in found.items():
+        if tensor not in graph.tensors and tensor not in (EVERYTHING, PERSISTENTS):
+            raise ValueError(
+                f"{whose} names {tensor!r}, which is no tensor of the step; "
+                "saved_tensors(step.graph) has those that may leave"
+            )
+        if not isinstance(choice, Residency):
+            valid = ", ".join(f"Residency.{r.name}" for r in Residency)
+            raise TypeError(
+                f"{whose} has {choice!r} for {tensor!r}; choose one of: {valid}"
+            )

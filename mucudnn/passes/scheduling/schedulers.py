@@ -1,0 +1,577 @@
+"""Schedulers of offloads and prefetches: on demand, timed, adaptive window.
+
+After Hayakawa & Narihira, "Out-of-core Training for Extremely Large-Scale Neural
+Networks with Adaptive Window-Based Scheduling", 2020.
+
+The uses of all storages form one list, in the order of nodes. Before the current node
+is the swap-out window: storages whose offload has not been awaited yet. After it is the
+swap-in window: storages that are resident for nodes to come. Both share one budget, and
+each slides until bytes run out. A storage is offloaded after its last use within the
+swap-in window, first in, first out; if the swap-in window reaches it again before its
+copy was awaited, it stays.
+
+There are two differences from the published algorithm. Workspaces count towards the
+budget, so the available bytes vary from node to node. And if a node's results find no
+room, the farthest prefetches are cancelled, instead of planning again from the start.
+As published, the windows do not cross the end of a step: parameters and state that may
+be offloaded are on the host at the start and at the end.
+"""
+
+import bisect
+import enum
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from mucudnn.passes.liveness import Use
+from mucudnn.passes.scheduling.intervals import (
+    Occupancy,
+    ResidencyInterval,
+    Swaps,
+    join,
+    shifted,
+    split,
+)
+from mucudnn.passes.scheduling.problem import Problem
+
+PREFETCH_FACTOR = 1.5
+"""Limit of the swap-in window relative to the budget, unwritten results included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Residency intervals, and the fill levels of both windows over time.
+
+    Attributes:
+        intervals: Intervals of all storages that are not always resident. in_bytes:
+        Bytes of the swap-in window when each node was planned, and at the end;
+            prefetches that were cancelled later are included.
+        out_bytes: Bytes of the swap-out window at the same times.
+        prefetch_bytes: Bytes of the swap-in window, unwritten results included.
+    """
+
+    intervals: tuple[ResidencyInterval, ...]
+    in_bytes: tuple[int, ...]
+    out_bytes: tuple[int, ...]
+    prefetch_bytes: tuple[int, ...]
+
+
+def adaptive_window(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+    """Schedule copies by two windows over one budget, without regard to time.
+
+    If the problem names no gaps for offload, all gaps may be used.
+    """
+    intervals = windows(problem).intervals
+    return list(intervals), problem.ledger(intervals)
+
+
+def windows(problem: Problem) -> Windows:
+    """Schedule copies by two windows.
+
+    Raises:
+        PlanningError: A node's operands do not fit beside the resident storages.
+    """
+    problem = replace(problem, swaps=problem.swaps or _every_gap(problem))
+    problem.check()
+    return _Planner(problem).plan()
+
+
+def _every_gap(problem: Problem) -> Swaps:
+    n, immovable = len(problem.graph.nodes), problem.graph.immovable
+    return {
+        use.storage: gaps
+        for use in problem.uses.values()
+        if not use.persistent and use.storage not in immovable
+        if (gaps := [(i, j) for i, j in use.gaps() if j < n])
+    }
+
+
+class _State(enum.Enum):
+    UNMET = enum.auto()
+    AWAITED = enum.auto()
+    """In the swap-in window, but not written yet."""
+    IN = enum.auto()
+    OUT = enum.auto()
+    """In the swap-out window; the offload may still be cancelled."""
+    HOST = enum.auto()
+
+
+class _Item:
+    """A storage and its state."""
+
+    __slots__ = (
+        "_host_since",
+        "count",
+        "final",
+        "held",
+        "host_resident",
+        "last",
+        "leaves_after",
+        "nbytes",
+        "needed",
+        "prefetched",
+        "released_by",
+        "start",
+        "state",
+        "use",
+    )
+
+    def __init__(self, use: Use, gaps: Sequence[tuple[int, int]]) -> None:
+        self.use = use
+        self.nbytes = use.nbytes
+        self.final = use.positions[-1] if use.positions else -1
+        self.leaves_after = {i for i, _ in gaps}
+        self.host_resident = use.persistent
+        self.state = _State.HOST if self.host_resident else _State.UNMET
+        self.count = 0
+        self.held = False
+        self.start = self.needed = 0
+        self.last = -1
+        self.prefetched = False
+        self.released_by = -1
+        self._host_since: int | None = -1 if self.host_resident else None
+
+    def enter(self, position: int, needed: int, *, prefetched: bool) -> None:
+        """Begin a residency interval."""
+        self.state = _State.IN
+        self.start, self.needed, self.prefetched = position, needed, prefetched
+
+    def leave(self, stop: int, *, kept: bool) -> ResidencyInterval:
+        """End the interval; `kept` says whether the host needs a valid copy."""
+        since = self._host_since
+        dirty = kept and (
+            since is None or any(since < w <= self.last for w in self.use.writes)
+        )
+        if dirty:
+            self._host_since = self.last
+        self.state = _State.HOST
+        return ResidencyInterval(
+            self.use.storage,
+            self.nbytes,
+            self.start,
+            stop,
+            self.needed,
+            self.last,
+            self.prefetched,
+            dirty,
+            kept,
+            self.host_resident,
+        )
+
+
+class _Planner:
+    """State of the two windows: accesses [tail, begin) and [begin, head)."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._count = len(problem.graph.nodes)
+        room = problem.budget - problem.resident()
+        self._room = [room - nbytes for nbytes in problem.scratch()]
+        self._most = PREFETCH_FACTOR * room
+        self._items = [
+            _Item(use, problem.swaps.get(use.storage, ())) for use in problem.moving()
+        ]
+        self._accesses, self._bounds = _accesses(self._items, self._count)
+        self._transfers: set[int] = set()
+        self._intervals: list[ResidencyInterval] = []
+        self._head = self._tail = 0
+        self._in = self._out = self._prefetch = 0
+
+    def plan(self) -> Windows:
+        """Plan all nodes in order."""
+        levels = []
+        for node in range(self._count):
+            self._extend(node)
+            self._reserve(node)
+            levels.append((self._in, self._out, self._prefetch))
+            self._release(node)
+        for item in self._items:
+            if item.state is _State.IN:
+                item.last = self._count
+                self._remove_from_window(item)
+                self._intervals.append(item.leave(self._count, kept=False))
+            elif item.state is _State.OUT:  # host-resident
+                self._out -= item.nbytes
+                self._intervals.append(item.leave(self._count - 1, kept=True))
+        levels.append((self._in, self._out, self._prefetch))
+        inside, outside, ahead = zip(*levels, strict=True)
+        return Windows(tuple(self._intervals), inside, outside, ahead)
+
+    def _extend(self, node: int) -> None:
+        """Extend the swap-in window by as many accesses as fit."""
+        room = self._room[node]
+        while self._head < len(self._accesses):
+            position, item = self._accesses[self._head]
+            if item.held:
+                item.held = False
+                self._transfers.add(self._head)
+            elif item.count == 0 and not self._add_to_window(
+                item, position, node, room
+            ):
+                return
+            else:
+                item.count += 1
+            self._head += 1
+
+    def _add_to_window(
+        self, item: _Item, position: int, node: int, room: float
+    ) -> bool:
+        """Add a storage to the swap-in window; return whether it fits."""
+        nbytes = item.nbytes
+        if self._prefetch + nbytes > self._most or self._in + nbytes > room:
+            return False
+        match item.state:
+            case _State.UNMET:
+                item.state = _State.AWAITED
+                self._prefetch += nbytes
+                return True
+            case _State.OUT:  # cancel the offload
+                self._out -= nbytes
+                item.state = _State.IN
+            case _:
+                while self._in + self._out + nbytes > room:
+                    self._retire(node)
+                item.enter(node, position, prefetched=True)
+        self._in += nbytes
+        self._prefetch += nbytes
+        return True
+
+    def _reserve(self, node: int) -> None:
+        """Make room for storages that a node writes for the first time."""
+        begin, end = self._bounds[node], self._bounds[node + 1]
+        fresh = [
+            item
+            for _, item in self._accesses[begin:end]
+            if item.state is _State.AWAITED
+        ]
+        need = sum(item.nbytes for item in fresh)
+        while self._in + self._out + need > self._room[node]:
+            if self._tail < begin:
+                self._retire(node)
+            else:
+                self._cancel_farthest(node)
+        for item in fresh:
+            item.enter(node, node, prefetched=False)
+            self._in += item.nbytes
+
+    def _retire(self, node: int) -> None:
+        """Await the oldest offload."""
+        _, item = self._accesses[self._tail]
+        if item.state is _State.OUT and item.released_by == self._tail:
+            self._out -= item.nbytes
+            self._intervals.append(item.leave(node - 1, kept=True))
+        self._tail += 1
+
+    def _cancel_farthest(self, node: int) -> None:
+        """Shorten the swap-in window by one access."""
+        self._head -= 1
+        _, item = self._accesses[self._head]
+        if self._head in self._transfers:
+            self._transfers.remove(self._head)
+            item.held = True
+            return
+        item.count -= 1
+        if item.count:
+            return
+        self._prefetch -= item.nbytes
+        if item.state is _State.AWAITED:
+            item.state = _State.UNMET
+            return
+        self._in -= item.nbytes
+        if item.last >= item.start:  # its offload was cancelled: offload it after all
+            self._intervals.append(item.leave(node - 1, kept=True))
+        else:
+            item.state = _State.HOST
+
+    def _release(self, node: int) -> None:
+        """Free or offload storages that no other node in the window uses."""
+        begin, end = self._bounds[node], self._bounds[node + 1]
+        for index in range(begin, end):
+            _, item = self._accesses[index]
+            item.last = node
+            if item.count > 1:
+                item.count -= 1
+            elif node == item.final and not item.host_resident:
+                self._remove_from_window(item)
+                self._intervals.append(item.leave(node, kept=False))
+            elif node == item.final or node in item.leaves_after:
+                self._remove_from_window(item)
+                self._out += item.nbytes
+                item.state = _State.OUT
+                item.released_by = index
+            else:
+                item.held = True
+
+    def _remove_from_window(self, item: _Item) -> None:
+        item.count = 0
+        self._in -= item.nbytes
+        self._prefetch -= item.nbytes
+
+
+def _accesses(
+    items: Sequence[_Item], count: int
+) -> tuple[list[tuple[int, _Item]], list[int]]:
+    """Return uses in the order of nodes, and the start of each node's uses."""
+    of_node: list[list[tuple[int, _Item]]] = [[] for _ in range(count + 1)]
+    for item in items:
+        for position in item.use.positions:  # the last may be the end
+            of_node[position].append((position, item))
+    bounds = [0, *itertools.accumulate(map(len, of_node[:count]))]
+    return [*itertools.chain(*of_node[:count])], bounds
+
+
+def on_demand(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+    """Offload with the layer of the last use, and prefetch one layer ahead.
+
+    Compute waits at the end of a node for the node's offloads. A prefetch starts with
+    the node before the one that needs it, if there is room (vDNN, section 3.2).
+    """
+    intervals, occupancy = problem.least()
+    for i, interval in enumerate(intervals):
+        before = interval.start - 1
+        if (
+            interval.copied_in
+            and before >= 0
+            and occupancy.fits(before, interval.nbytes)
+        ):
+            occupancy.add(before, before, interval.nbytes)
+            intervals[i] = interval._replace(start=before)
+    return intervals, occupancy
+
+
+# Transfer-aware scheduler: copies run when the links have time for them.
+#
+# The schedule is cyclic: persistent storages are offloaded in one step and prefetched
+# in the next, and copies in flight at the end of a step are awaited only where their
+# bytes are needed.
+
+
+def timed(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+    """Schedule copies by the links' time, as far as the budget allows.
+
+    A storage that fits over a whole gap stays resident. An offload may last until its
+    link has finished; a prefetch starts just early enough for the link to finish it and
+    those behind it in time. Where the budget does not allow this, intervals are shorter
+    and compute waits.
+    """
+    least, occupancy = problem.least()
+    links = problem.profile
+    clock = Clock([links.node_ms[node.name] for node in problem.graph.nodes])
+    # 1. Keep storages over gaps with enough room, the shortest gaps first.
+    swaps = _remaining_gaps(problem, occupancy, clock)
+    kept = {name for name, gaps in problem.swaps.items() if swaps.get(name) != gaps}
+    intervals = [interval for interval in least if interval.storage not in kept]
+    for use in (problem.uses[name] for name in problem.swaps if name in kept):
+        if not use.persistent or use.storage in swaps:
+            intervals += split(use, swaps.get(use.storage, ()), len(occupancy))
+    # 2. Extend intervals for the time of their copies, where there is room.
+    intervals = _extend_offloads(intervals, occupancy, clock, links.out_bytes_per_ms)
+    intervals = _advance_prefetches(intervals, occupancy, clock, links.in_bytes_per_ms)
+    # 3. Cancel copies between intervals that have become adjacent.
+    return list(_joined(intervals, problem.away, len(occupancy))), occupancy
+
+
+def _remaining_gaps(problem: Problem, occupancy: Occupancy, clock: "Clock") -> Swaps:
+    """Keep storages over gaps with room, shortest first; return the other gaps."""
+    starts = clock.two_steps()
+    gaps = [
+        (starts[j] - starts[i + 1], name, i, j)
+        for name, pairs in problem.swaps.items()
+        for i, j in pairs
+    ]
+    gaps.sort(key=itemgetter(0))
+    left: dict[str, list[tuple[int, int]]] = {}
+    for _, name, i, j in gaps:
+        nbytes = problem.uses[name].nbytes
+        must = j >= len(occupancy) and name in problem.away
+        if not must and occupancy.fits_over(i + 1, j - 1, nbytes):
+            occupancy.add(i + 1, j - 1, nbytes)
+        else:
+            left.setdefault(name, []).append((i, j))
+    return {name: sorted(pairs) for name, pairs in left.items()}
+
+
+def _gap_pairs(
+    intervals: Sequence[ResidencyInterval], count: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (interval before a gap, interval behind it, node offset of the latter)."""
+    of_storage: dict[str, list[int]] = {}
+    for i, interval in enumerate(intervals):
+        if interval.copied_in or interval.kept_on_host:
+            of_storage.setdefault(interval.storage, []).append(i)
+    for indices in of_storage.values():
+        for i, j in itertools.pairwise(indices):
+            yield i, j, 0
+        if intervals[indices[0]].host_resident:
+            yield indices[-1], indices[0], count
+
+
+def _extend_offloads(
+    intervals: list[ResidencyInterval],
+    occupancy: Occupancy,
+    clock: "Clock",
+    bytes_per_ms: float,
+) -> list[ResidencyInterval]:
+    """Extend intervals by the time of their offloads, where there is room."""
+    found, n = list(intervals), len(occupancy)
+    returns = {i: found[j].start + later for i, j, later in _gap_pairs(found, n)}
+    link_free = delay = 0.0
+    for i in leaving(found, n):
+        interval = found[i]
+        shift = interval.last - interval.last % n
+        begin = max(link_free, clock.start(interval.last - shift + 1) + delay)
+        link_free = begin + interval.nbytes / bytes_per_ms
+        done = clock.after(link_free - delay) + shift
+        stop = interval.stop
+        limit = min(done, returns[i])
+        if not interval.host_resident:
+            limit = min(limit, n)
+        stop = occupancy.room_after(stop, limit - 1, interval.nbytes)
+        occupancy.add(interval.stop + 1, stop, interval.nbytes)
+        delay += max(0.0, link_free - clock.start(stop + 1 - shift) - delay)
+        if stop > interval.stop:
+            found[i] = interval._replace(stop=stop)
+    return found
+
+
+def _advance_prefetches(
+    intervals: list[ResidencyInterval],
+    occupancy: Occupancy,
+    clock: "Clock",
+    bytes_per_ms: float,
+) -> list[ResidencyInterval]:
+    """Start prefetches early enough for their link, where there is room."""
+    found, n = list(intervals), len(occupancy)
+    earliest = {j: found[i].stop + 1 - later for i, j, later in _gap_pairs(found, n)}
+    for j, want in latest_starts(found, clock, bytes_per_ms).items():
+        interval, start = found[j], found[j].start
+        if not interval.host_resident:
+            want = max(0, want)
+        start = occupancy.room_before(start, max(want, earliest[j]), interval.nbytes)
+        occupancy.add(start, interval.start - 1, interval.nbytes)
+        found[j] = interval._replace(start=start)
+    return found
+
+
+def _joined(
+    intervals: Sequence[ResidencyInterval], away: frozenset[str], count: int
+) -> Iterator[ResidencyInterval]:
+    """Join adjacent intervals and cancel the copies between them.
+
+    A persistent storage that is then always resident has no intervals at all, unless it
+    must be host-resident.
+    """
+    of_storage: dict[str, list[ResidencyInterval]] = {}
+    for interval in intervals:
+        known = of_storage.setdefault(interval.storage, [])
+        if known and interval.copied_in and known[-1].stop + 1 >= interval.start:
+            known[-1] = join(known[-1], interval)
+        else:
+            known.append(interval)
+    for storage, known in of_storage.items():
+        first, last = known[0], known[-1]
+        if len(known) == 1 and not first.host_resident:
+            yield first
+            continue
+        if first.host_resident and last.stop + 1 >= first.start + count:
+            if len(known) > 1:
+                known = [*known[1:-1], join(last, shifted(first, count))]
+            elif storage not in away:
+                continue
+        here = (shifted(s, count) if s.start < 0 else s for s in known)
+        yield from sorted(here, key=lambda interval: interval.start)
+
+
+# Start times of nodes and ideal times of copies, without regard to memory.
+#
+# Positions are those of nodes, and cyclic. A link makes one copy after another, and
+# compute never waits.
+
+
+class Clock:
+    """Start times of nodes without any waiting, at cyclic positions.
+
+    Args:
+        node_ms: Time of each node.
+
+    Attributes:
+        count: Number of nodes.
+    """
+
+    def __init__(self, node_ms: Sequence[float]) -> None:
+        self._starts = list(itertools.accumulate(node_ms, initial=0.0))
+        self.count = len(node_ms)
+
+    def start(self, position: int) -> float:
+        """Return the start time of a position."""
+        if 0 <= position < self.count:
+            return self._starts[position]
+        step, at = divmod(position, max(1, self.count))
+        return step * self._starts[-1] + self._starts[at]
+
+    def two_steps(self) -> list[float]:
+        """Return the start times of the nodes of two consecutive steps."""
+        *within, end = self._starts
+        return [*within, *(end + start for start in within)]
+
+    def after(self, ms: float) -> int:
+        """Return the first position that starts at a time or later."""
+        step, rest = self._step(ms)
+        return step * self.count + bisect.bisect_left(self._starts, rest)
+
+    def before(self, ms: float) -> int:
+        """Return the last position that starts at a time or earlier."""
+        step, rest = self._step(ms)
+        return step * self.count + bisect.bisect_right(self._starts, rest) - 1
+
+    def _step(self, ms: float) -> tuple[int, float]:
+        whole = self._starts[-1]
+        if 0 <= ms <= whole or not whole:
+            return 0, ms
+        step = math.floor(ms / whole)
+        return step, ms - step * whole
+
+
+def latest_starts(
+    intervals: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
+) -> dict[int, int]:
+    """Return the latest start (node) of each prefetch that makes compute wait for none.
+
+    Returns:
+        Node by index of the interval, in the order of first uses.
+    """
+    coming = [i for i, interval in enumerate(intervals) if interval.copied_in]
+    coming.sort(key=lambda i: intervals[i].needed)
+    wanted = []
+    link_busy = math.inf
+    for i in reversed(coming):
+        finish = min(clock.start(intervals[i].needed), link_busy)
+        link_busy = finish - intervals[i].nbytes / bytes_per_ms
+        wanted.append(clock.before(link_busy))
+    return dict(zip(coming, reversed(wanted), strict=True))
+
+
+def earliest_ends(
+    intervals: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
+) -> dict[int, int]:
+    """Return the earliest node at which each offload is complete.
+
+    Returns:
+        Node by index of the interval.
+    """
+    found = {}
+    link_free = -math.inf
+    for i in leaving(intervals, clock.count):
+        interval = intervals[i]
+        later = interval.last - interval.last % clock.count
+        begin = max(link_free, clock.start(interval.last - later + 1))
+        link_free = begin + interval.nbytes / bytes_per_ms
+        found[i] = clock.after(link_free) + later
+    return found
+
+
+def leaving(intervals: Sequence[ResidencyInterval], count: int) -> list[int]:
+    """Return indices of intervals with an offload, in the order of last uses."""
+    found = [i for i, interval in enumerate(intervals) if interval.copied_out]
+    return sorted(found, key=lambda i: intervals[i].last % count)

@@ -1,0 +1,270 @@
+"""Plans and studies as HTML for notebooks, and the page of the demonstration.
+
+A notebook shows many of them on one page: their style rules apply within their own
+piece only, and no element has an id that another piece could have. They bring their own
+background, light or dark as the reader's system.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.schedule import SwapOut
+from mucudnn.passes.placement.layout import PlacedStep
+from mucudnn.passes.planning.plan_step import DescribedStep
+from mucudnn.passes.scheduling.problem import origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.simulate import Prediction
+from mucudnn.report.comparison import comparison_body
+from mucudnn.report.conv_charts import curve, plan_bar, timeline
+from mucudnn.report.fleet import (
+    SHEETS as FLEET_SHEETS,
+    fleet_body,
+    fleet_facts,
+    fleet_heading,
+)
+from mucudnn.report.memory import (
+    SHEETS,
+    budget_text,
+    heading,
+    memory_body,
+    memory_report,
+)
+from mucudnn.report.memory_charts import KINDS, memory_chart, stack_chart
+from mucudnn.report.page import big_card, header, legend, page, styles, swatches, table
+from mucudnn.report.survey import survey_tables
+from mucudnn.report.svg import Child, Markup, marker, tag
+from mucudnn.report.text import (
+    DIRECTIONS,
+    Table,
+    bytes_text,
+    ms_text,
+    plan_text,
+    problem_text,
+    runs,
+    speedup_text,
+)
+from mucudnn.studies.algorithms import AlgorithmSurvey
+from mucudnn.studies.convolutions import Comparison
+from mucudnn.studies.demo import LayerAct, StepAct
+from mucudnn.studies.fleet import FleetStudy
+from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory_results import MemoryStudy
+
+_CLASS = "mucudnn"
+
+_SHOWN_POLICIES = ("keep_all", "planned")
+
+_NAMED = 6
+"""Maximum number of tensors and nodes that are listed; more are counted."""
+
+_SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
+
+
+def conv_plan(plan: ConvPlan) -> str:
+    """Return micro-batches as a bar, and times of each run of equal ones."""
+    algorithms = dict.fromkeys(step.algo for step in plan.steps)
+    colours = {algo: i for i, algo in enumerate(algorithms)}
+    times = {(step.algo, step.batch): step for step in plan.steps}
+    rows = tuple(
+        (algo, str(batch), str(count), ms_text(one.time_ms), bytes_text(one.workspace))
+        for algo, batch, count in runs(plan)
+        for one in (times[algo, batch],)
+    )
+    columns = ("algorithm", ">micro-batch", ">times", ">ms each", ">workspace")
+    limit = plan.workspace_limit
+    facts = f"{DIRECTIONS[plan.problem.direction]}, {problem_text(plan.problem)}"
+    if limit is not None:
+        facts += f"; planned within {bytes_text(limit)} of workspace"
+    return _piece(
+        ("style.css",),
+        plan_text(plan),
+        facts,
+        plan_bar(plan, colours),
+        legend(((marker(i, 6, 6), algo) for algo, i in colours.items()), "Algorithms"),
+        table(Table("", columns, rows)),
+    )
+
+
+def step_plan(plan: StepPlan) -> str:
+    """Return memory over the step, its peak, and the predicted slowdown."""
+    return _step(plan, ())
+
+
+def placed_step(placed: PlacedStep) -> str:
+    """Return the step's plan with its arena."""
+    layout = placed.layout
+    arena = big_card(
+        "With fixed offsets",
+        bytes_text(placed.nbytes),
+        "of device memory",
+        f"an arena of {bytes_text(layout.nbytes)}, {layout.fragmentation:.1%} above "
+        f"what is in use at once, and {bytes_text(placed.state_bytes)} beside it",
+    )
+    return _step(placed.plan, (arena,))
+
+
+def memory_study(study: MemoryStudy) -> str:
+    """Return the report's cards, charts and table of techniques."""
+    facts = f"{heading(study)}; budget {budget_text(study)}"
+    return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
+
+
+def fleet_study(study: FleetStudy) -> str:
+    """Return the report's cards, waiting chart and tables."""
+    return _piece(
+        FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
+    )
+
+
+def described_study(asked: tuple[DescribedStep, int]) -> str:
+    """Return another framework's step within a budget, beside keeping all."""
+    return memory_study(_study_described(*asked))
+
+
+def described_report(asked: tuple[DescribedStep, int]) -> str:
+    """Return `described_study` as a file of its own."""
+    return memory_report(_study_described(*asked))
+
+
+def _study_described(step: DescribedStep, budget: int) -> MemoryStudy:
+    return study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
+
+
+def comparison(found: Comparison) -> str:
+    """Return the report's cards, table of speed-ups and layers."""
+    facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
+    body = comparison_body(found, linked=False)
+    return _piece(("style.css",), "Planned against undivided", facts, body)
+
+
+def algorithm_survey(survey: AlgorithmSurvey) -> str:
+    """Return how far each layer's first choice reaches, limit by limit."""
+    _, reach = survey_tables(survey)
+    return _piece(
+        SHEETS,
+        "Algorithms within a limit",
+        reach.title,
+        table(reach),
+        tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
+    )
+
+
+def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
+    prediction = plan.prediction
+    stalls_ms = sum(prediction.stalls_ms.values())
+    offloaded = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
+    again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
+    unbounded_ms = _unbounded_ms(prediction)
+    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
+    if plan.budget < float("inf"):
+        facts += f", budget {bytes_text(int(plan.budget))}"
+    bound = f"; no plan takes less than {ms_text(plan.least_ms)} ms"
+    return _piece(
+        SHEETS,
+        "A training step",
+        facts,
+        tag(
+            "div",
+            big_card(
+                "At most in use",
+                bytes_text(plan.peak_bytes),
+                "of device memory",
+                "parameters, workspaces and rounding included",
+            ),
+            *cards,
+            big_card(
+                "Predicted slowdown",
+                speedup_text(
+                    prediction.step_ms / unbounded_ms if unbounded_ms else None
+                ),
+                "the time of a step without a budget",
+                f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
+                f"{ms_text(stalls_ms)} ms{bound if plan.least_ms else ''}",
+            ),
+            big_card(
+                "Offloaded",
+                bytes_text(prediction.out_bytes),
+                "in a step",
+                _names(offloaded, "nothing leaves"),
+            ),
+            big_card(
+                "Computed again",
+                str(len(again)),
+                "nodes",
+                _names([origin(name) for name in again], "nothing runs twice"),
+            ),
+            class_="cards",
+        ),
+        tag("div", stack_chart(plan), class_="wide"),
+        swatches(KINDS),
+    )
+
+
+def _unbounded_ms(prediction: Prediction) -> float:
+    """Return the time of every original node with its fastest plan, without stalls."""
+    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
+    return sum(
+        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
+        for name, ms in node_ms.items()
+        if origin(name) == name
+    )
+
+
+def _names(names: Iterable[str], none: str) -> str:
+    """Return distinct names, as many as fit in a card."""
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - _NAMED
+    shown = ", ".join(distinct[:_NAMED]) or none
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _piece(sheets: Sequence[str], title: str, facts: str, *content: Child) -> str:
+    style = scoped(styles(*sheets)) + styles("notebook.css")
+    return tag(
+        "div",
+        tag("style", Markup(style)),
+        tag("h2", title),
+        tag("p", facts, class_="facts"),
+        content,
+        class_=_CLASS,
+    )
+
+
+def scoped(sheet: str) -> str:
+    """Restrict the rules of a style sheet to a piece."""
+    return _SELECTORS.sub(_within, sheet)
+
+
+def _within(rule: re.Match[str]) -> str:
+    before, selectors = rule.groups()
+    inner = (
+        f".{_CLASS}" if one in (":root", "body") else f".{_CLASS} {one}"
+        for one in map(str.strip, selectors.split(","))
+    )
+    return f"{before}\n{', '.join(inner)} {{"
+
+
+def demo_page(acts: Sequence[LayerAct | StepAct], machine: str) -> str:
+    """Return the file as text."""
+    return page(
+        "What memory buys",
+        SHEETS,
+        header("What memory buys, and what can be had without it", machine, []),
+        tag("main", map(_section, acts)),
+        tag("footer", "Measured here, just now; a busy machine changes the times."),
+    )
+
+
+def _section(act: LayerAct | StepAct) -> Markup:
+    if isinstance(act, LayerAct):
+        layer, name = act.comparison.layers[0], "A convolution in a limit"
+        colours = {algo: i for i, algo in enumerate(act.comparison.algorithms)}
+        figures = (tag("figure", one(layer, colours)) for one in (curve, timeline))
+        picture = tag("div", figures, class_="figures")
+    else:
+        name = f"A training step in a budget: {act.name}"
+        chart = memory_chart(act.plan, act.whole, act.budget)
+        picture = tag("div", chart, class_="wide")
+    sentence = tag("p", act.sentence)
+    return tag("section", tag("h2", name), sentence, picture, class_="panel")

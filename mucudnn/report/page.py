@@ -1,0 +1,105 @@
+"""Building blocks of all pages: the file itself, cards, tables, legends.
+
+Their HTML is in `templates/` and the style sheets; charts are `drawing`s.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from mucudnn.report.svg import Child, Markup, box, drawing, flat
+from mucudnn.report.text import Table
+
+_LONG = dict.fromkeys(("plan", "reason"), "text plan")
+"""Columns whose cells may have several lines."""
+
+
+def page(title: str, sheets: Sequence[str], *content: Child) -> str:
+    """Return a whole file as text, in the style of `sheets`."""
+    return _template("page.html.j2").render(
+        title=title,
+        styles=Markup(styles(*sheets)),
+        content=Markup("".join(flat(content))),
+        script=Markup(_file("tips.js")),
+    )
+
+
+def styles(*sheets: str) -> str:
+    """Return concatenated style sheets of this package."""
+    return "".join(map(_file, sheets))
+
+
+def header(title: str, facts: str, warnings: Iterable[str]) -> Markup:
+    """Return the title, facts and warnings of a page."""
+    return _part("header", title, facts, list(warnings))
+
+
+def card(head: str, *content: Child) -> Markup:
+    """Return a box with a heading."""
+    return _part("card", head, _joined(content))
+
+
+def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Markup:
+    """Return a box with one figure in large type and its description."""
+    return _part("big_card", head, big, small, foot, _joined(between))
+
+
+def table(
+    shown: Table, *, captioned: bool = False, faint: Collection[int] = ()
+) -> Markup:
+    """Return a table of text in a box that scrolls, without its notes.
+
+    It has its title if `captioned`; rows with indices in `faint` have a faint style.
+    """
+    columns = [
+        {
+            "name": column.removeprefix(">"),
+            "class_": None if column.startswith(">") else _LONG.get(column, "text"),
+        }
+        for column in shown.columns
+    ]
+    rows = [
+        {
+            "cells": row,
+            "class_": "best" if i in shown.strong else "unfit" if i in faint else None,
+        }
+        for i, row in enumerate(shown.rows)
+    ]
+    return _part("table", columns, rows, shown.title if captioned else "")
+
+
+def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Markup:
+    """Return the meanings of marks (12 × 12); `name` is the list's accessible name."""
+    items = [(drawing(12, 12, "", mark), text) for mark, text in entries]
+    return _part("legend", items, name)
+
+
+def swatches(kinds: Mapping[str, str]) -> Markup:
+    """Return a legend of colours from classes in the style sheet to meanings."""
+    return legend(
+        (box(f"key {kind}", 1, 1, (10, 10), rx=2), text) for kind, text in kinds.items()
+    )
+
+
+def _part(name: str, *values: object) -> Markup:
+    """Render a macro of the parts' template."""
+    return Markup(getattr(_template("parts.html.j2").module, name)(*values))
+
+
+def _joined(children: Iterable[Child]) -> Markup:
+    return Markup("".join(flat(children)))
+
+
+def _file(name: str) -> str:
+    return files("mucudnn.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template(name: str) -> Template:
+    return Environment(
+        loader=PackageLoader("mucudnn.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+    ).get_template(name)

@@ -1,1 +1,0 @@
-"""Reports as HTML files, one per kind of study."""

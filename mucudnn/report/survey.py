@@ -1,0 +1,185 @@
+"""A survey of algorithms, as tables and as an HTML page."""
+
+from collections.abc import Iterable, Iterator
+
+from mucudnn.ir.numerics import RowStatus
+from mucudnn.passes.convolution.explain import counted
+from mucudnn.report.page import big_card, header, page, table
+from mucudnn.report.svg import Markup, tag
+from mucudnn.report.text import DIRECTIONS, NOTHING, Table, bytes_text
+from mucudnn.studies.algorithms import (
+    Algorithm,
+    AlgorithmSurvey,
+    SurveyedBatch,
+    SurveyedLayer,
+)
+
+_MOST_PLACES = 6
+
+_SAME = "first choice"
+
+
+def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
+    """Return two tables: by micro-batch size and limit, and by layer and limit."""
+    return (_sizes_table(survey), _reach_table(survey))
+
+
+def _sizes_table(survey: AlgorithmSurvey) -> Table:
+    rows = tuple(
+        _size_row(layer, batch, limit)
+        for layer in survey.layers
+        for batch in layer.batches
+        for limit in survey.limits
+    )
+    columns = (
+        *("layer", "direction", ">batch", ">least", ">greatest", "first choice"),
+        *(">needs", ">limit", ">fit", "best that fits", ">workspace"),
+    )
+    spare = ("greatest", "least", "fit")
+    return Table("", columns, rows, notes=tuple(_notes(survey)), spare=spare)
+
+
+def _size_row(
+    layer: SurveyedLayer, batch: SurveyedBatch, limit: int
+) -> tuple[str, ...]:
+    fit = batch.within(limit)
+    first = batch.first_choice
+    return (
+        layer.name,
+        DIRECTIONS[layer.direction],
+        str(batch.batch),
+        bytes_text(batch.least_workspace),
+        bytes_text(batch.greatest_workspace),
+        NOTHING if first is None else first.algo,
+        _workspace(first),
+        bytes_text(limit),
+        f"{fit.algorithms}/{len(batch.algorithms)}",
+        _best(batch, fit.best),
+        _workspace(fit.best),
+    )
+
+
+def _reach_table(survey: AlgorithmSurvey) -> Table:
+    """Return the largest micro-batch of each layer at which the first choice fits."""
+    rows: list[tuple[str, ...]] = []
+    strong = set()
+    for layer in survey.layers:
+        whole = layer.batches[-1]
+        for limit in survey.limits:
+            largest, fit = layer.largest_batch(limit), whole.within(limit)
+            if largest is not None and largest < layer.problem.batch:
+                strong.add(len(rows))
+            rows.append(
+                (
+                    layer.name,
+                    DIRECTIONS[layer.direction],
+                    bytes_text(limit),
+                    str(layer.problem.batch),
+                    NOTHING if largest is None else str(largest),
+                    _best(whole, fit.best),
+                    _workspace(fit.best),
+                )
+            )
+    columns = (
+        *("layer", "direction", ">limit", ">mini-batch", ">first choice up to"),
+        *("best at the mini-batch", ">workspace"),
+    )
+    title = f"{survey.backend}: {survey.fingerprint}; numerics: {survey.numerics}"
+    notes = tuple(_summary(survey))
+    return Table(title, columns, tuple(rows), frozenset(strong), notes)
+
+
+def _summary(survey: AlgorithmSurvey) -> Iterator[str]:
+    for limit in survey.limits:
+        fits = sum(x.batches[-1].within(limit).first_choice_fits for x in survey.layers)
+        largest = ((x.largest_batch(limit), x.problem.batch) for x in survey.layers)
+        divided = sum(n is not None and n < batch for n, batch in largest)
+        yield (
+            f"{bytes_text(limit)}: the first choice fits the whole mini-batch in "
+            f"{fits} of {len(survey.layers)} convolutions, only a micro-batch in "
+            f"{divided}"
+        )
+
+
+def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
+    """Yield notes on refused algorithms, empty rows and missing layers."""
+    refused = {
+        (f"{algo} {layer.name} {layer.direction.value}", reason)
+        for layer in survey.layers
+        for batch in layer.batches
+        for algo, reason in batch.failures
+        if RowStatus.of(reason) is RowStatus.REFUSED
+    }
+    if refused:
+        yield f"not accepted, counted once a layer and direction: {counted(refused)}"
+    empty: dict[str, list[str]] = {}
+    for layer in survey.layers:
+        for batch in layer.batches:
+            if not batch.algorithms:
+                reason = counted(batch.failures) or "the backend has none"
+                where = f"{layer.name} {DIRECTIONS[layer.direction]} at {batch.batch}"
+                empty.setdefault(reason, []).append(where)
+    for reason, places in empty.items():
+        more = len(places) - _MOST_PLACES
+        shown = [*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])]
+        yield f"no algorithm: {reason}: {', '.join(shown)}"
+    if missing := survey.asked - len(survey.layers):
+        yield f"interrupted: {missing} of {survey.asked} were not looked at"
+
+
+def _best(batch: SurveyedBatch, best: Algorithm | None) -> str:
+    if best is None:
+        return NOTHING
+    return _SAME if best is batch.first_choice else best.algo
+
+
+def _workspace(algorithm: Algorithm | None) -> str:
+    return NOTHING if algorithm is None else bytes_text(algorithm.workspace)
+
+
+def survey_report(survey: AlgorithmSurvey, title: str) -> str:
+    """Return the file as text."""
+    sizes, reach = survey_tables(survey)
+    facts = (
+        f"{survey.backend} backend, {survey.fingerprint}; micro-batch sizes: "
+        f"{survey.batch_policy}; numerics: {survey.numerics}; nothing was measured"
+    )
+    done = len(survey.layers)
+    warning = f"Interrupted: {done} of {survey.asked} convolutions are here."
+    warnings = [warning] if done < survey.asked else []
+    return page(
+        title,
+        ("style.css", "memory.css"),
+        header(f"Algorithms within a limit: {title}", facts, warnings),
+        tag(
+            "main",
+            tag("div", _cards(survey), class_="cards"),
+            _panel("How far the first choice reaches", reach, unfolded=True),
+            _panel("Every micro-batch size", sizes, unfolded=False),
+        ),
+    )
+
+
+def _cards(survey: AlgorithmSurvey) -> Iterable[Markup]:
+    every = len(survey.layers)
+    for limit in survey.limits:
+        reach = [(layer, layer.largest_batch(limit)) for layer in survey.layers]
+        whole = sum(batch == layer.problem.batch for layer, batch in reach)
+        parts = sum(n is not None for _, n in reach) - whole
+        yield big_card(
+            f"Workspace limit {bytes_text(limit)}",
+            f"{whole} of {every}",
+            "first choices fit the whole mini-batch",
+            f"{parts} more fit a micro-batch; {every - whole - parts} fit none",
+        )
+
+
+def _panel(name: str, shown: Table, *, unfolded: bool) -> Markup:
+    notes = (tag("li", note) for note in shown.notes)
+    return tag(
+        "details",
+        tag("summary", tag("h2", name)),
+        tag("article", table(shown), tag("ul", notes, class_="notes")),
+        class_="layer",
+        open="" if unfolded else None,
+    )

@@ -1,0 +1,319 @@
+"""Cold timing of kernels, and measured rates of links and mappings.
+
+All device memory comes from one pool: operands, workspaces, the buffer whose writing
+evicts the caches before every run, and the buffer that is copied to measure the link.
+So measuring stays within a budget in bytes, and kernels see memory as in an arena.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+
+from mucudnn.backends import Device, get_backend
+from mucudnn.backends.base import Backend
+from mucudnn.backends.device import Array, Buffer, Tier
+from mucudnn.errors import OutOfMemoryError, UnsupportedError
+from mucudnn.ir.channels_last import operands_of
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.profile import ChunkCosts, MemoryTier, Profile
+from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
+from mucudnn.runtime.executor.arena import Pool
+from mucudnn.runtime.executor.tiers import HostTier, TierChoice
+from mucudnn.runtime.training.sizes import WorkingSet
+from mucudnn.runtime.tuning.timing import StoppingRule, measure
+
+EVICTING_BYTES = 64 << 20
+"""Exceeds the caches of a processor or a GPU."""
+
+
+LINK_BYTES = 64 << 20
+"""Large enough that the launch overhead of a copy is negligible."""
+
+
+_COPIES = 64
+
+_NAME = "the memory for measuring"
+
+
+class ColdBench:
+    """Times kernels and copies in a pool, which is empty between two calls."""
+
+    def __init__(self, backend: Backend, pool: Pool, rule: StoppingRule) -> None:
+        self._backend = backend
+        self._device = backend.device
+        self._pool = pool
+        self._rule = rule
+        self._zeros = np.zeros(min(EVICTING_BYTES, pool.nbytes), np.uint8)
+
+    def node_ms(self, graph: Graph, node: Node, workspace: int) -> float:
+        """Return the median time of a node with a kernel, without its first run.
+
+        `workspace` is the kernel's workspace in bytes. Convolutions and views are not
+        allowed.
+        """
+        needed = WorkingSet.of_node(graph, node, workspace)
+        kernel, pool = self._backend.kernels[node.op], self._pool
+        with self._held(needed) as scratch:
+            for spec in needed.operands:
+                self._fill(spec)
+
+            def views(specs: Sequence[TensorSpec]) -> list[Array]:
+                return [pool.view(graph.storages[spec.name], spec) for spec in specs]
+
+            reads, writes, attrs = operands_of(graph, node)
+            inputs, outputs = views(reads), views(writes)
+            return self._median(kernel.call(inputs, outputs, attrs, scratch))
+
+    def plan_ms(self, plan: ConvPlan) -> float | None:
+        """Return a convolution's median time; None if the pool is too small."""
+        needed = WorkingSet.of_plan(plan)
+        if needed.pool_bytes > self._pool.nbytes:
+            return None
+        with self._held(needed) as scratch:
+            a, b, out = (self._pool.view(s.name, s) for s in needed.operands)
+            self._device.randomize(a)
+            self._device.randomize(b)
+            runner = self._backend.bind(plan)
+            return self._median(lambda: runner.run(a, b, out, scratch, False))
+
+    def calls_ms(
+        self,
+        needed: WorkingSet,
+        bind_calls: Callable[
+            [Sequence[Array], Buffer | None], Sequence[Callable[[], None]]
+        ],
+    ) -> tuple[float, ...]:
+        """Return the median times of calls on tensors of random numbers.
+
+        `bind_calls` makes the calls from the tensors and the workspace of `needed`.
+        """
+        with self._held(needed) as scratch:
+            for spec in needed.operands:
+                self._fill(spec)
+            views = [self._pool.view(spec.name, spec) for spec in needed.operands]
+            return tuple(self._median(call) for call in bind_calls(views, scratch))
+
+    def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
+        """Return the rates to the host and from it, in bytes a millisecond.
+
+        A pool smaller than `nbytes` makes several copies in a row, from and to
+        different bytes of the host, to amortize launch overhead and avoid cache hits.
+        """
+        size = min(nbytes, self._pool.nbytes)
+        if size == 0:
+            raise OutOfMemoryError(
+                "copies of no bytes cannot be timed; give memory to measure in"
+            )
+        spec = TensorSpec("the link's buffer", (size,), "uint8")
+        with self._held(WorkingSet((), spec)) as buffer:
+            self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
+            copies = min(_COPIES, -(-nbytes // size))
+            host = HostTier(self._device, copies * size)
+            return link_rates(self._device, buffer, host)
+
+    @contextmanager
+    def _held(self, needed: WorkingSet) -> Iterator[Buffer | None]:
+        """Allocate tensors for the duration of a `with`; yield the workspace."""
+        taken = []
+        try:
+            for spec in needed.tensors:
+                self._pool.allocate(spec.name, spec.nbytes)
+                taken.append(spec.name)
+            scratch = needed.workspace
+            yield None if scratch is None else self._pool.buffer(scratch.name)
+        finally:
+            for name in taken:
+                self._pool.free(name)
+
+    def _fill(self, spec: TensorSpec) -> None:
+        """Fill with random numbers; labels and optimizer state with zeros."""
+        array = self._pool.view(spec.name, spec)
+        if spec.dtype in ITEMSIZE and spec.role is not Role.STATE:
+            self._device.randomize(array)
+        else:
+            self._device.upload(np.zeros(spec.shape, spec.dtype), array)
+
+    def _median(self, run: Callable[[], None]) -> float:
+        """Return the median time, evicting the caches before each run."""
+        device = self._device
+        run()
+        samples: list[float] = []
+        nbytes = min(EVICTING_BYTES, self._pool.largest_hole)
+        spec = TensorSpec("the evicting buffer", (nbytes,), "uint8")
+        with self._held(WorkingSet((), spec)) as buffer:
+            while not self._rule.enough(samples):
+                if nbytes:
+                    device.upload(self._zeros[:nbytes], buffer)
+                start = device.begin()
+                run()
+                samples.append(device.elapsed_ms(start, device.record()))
+        return statistics.median(samples)
+
+
+@contextmanager
+def cold_bench(
+    backend: Backend, sizes: Sequence[int], memory: int | None, rule: StoppingRule
+) -> Iterator[ColdBench]:
+    """Open a bench with a pool for the largest working set that fits the device.
+
+    `sizes` are bytes of working sets; the first one must fit. `memory` limits the
+    pool's size in bytes; None does not.
+    """
+    bound = max(sizes) + EVICTING_BYTES if memory is None else memory
+    useful = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
+    with closing(_pool(backend.device, useful, bound)) as pool:
+        yield ColdBench(backend, pool, rule)
+
+
+def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
+    """Allocate a pool of the first size that fits the device, plus evicting bytes."""
+    for nbytes in sizes:
+        with suppress(OutOfMemoryError):
+            return Pool(device, min(bound, nbytes + EVICTING_BYTES), _NAME)
+    return Pool(device, sizes[-1], _NAME)
+
+
+def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]:
+    """Return the rates to a tier and from it, in bytes a millisecond."""
+    nbytes = buffer.nbytes
+    copies = tier.nbytes // nbytes
+    hosts = [tier.view(i * nbytes, nbytes) for i in range(copies)]
+    rule = StoppingRule(min_samples=3, max_samples=5)
+    copier = tier.copier(device)
+
+    def out() -> None:
+        copier.wait([copier.out(buffer, host) for host in hosts][-1])
+
+    def back() -> None:
+        copier.wait([copier.back(host, buffer) for host in hosts][-1])
+
+    try:
+        taken_ms = [measure(run, device, rule).time_ms for run in (out, back)]
+    finally:
+        copier.close()
+    out_rate, in_rate = (copies * nbytes / max(ms, 1e-9) for ms in taken_ms)
+    return out_rate, in_rate
+
+
+# Rates of the links to offload targets, where the user does not give them.
+#
+# On the CPU, links are measured, as in training. For a device that is not present, the
+# rate to host memory is the published one of its profile. A peer device gets the same
+# rate, as in the worst case copies between devices use the same bus. A folder is
+# measured on this machine and limited to that rate. A rate given by the user takes
+# precedence.
+
+
+_HERE = "cpu"
+
+
+def tier_at(
+    choice: TierChoice, out_rate: float, in_rate: float, room: float | None = None
+) -> MemoryTier:
+    """Return a tier for planning with rates in bytes a millisecond.
+
+    `room` is its capacity in bytes; looked up if None.
+    """
+    return MemoryTier(
+        name=str(choice),
+        nbytes=choice.room() if room is None else room,
+        out_bytes_per_ms=out_rate,
+        in_bytes_per_ms=in_rate,
+        addressable=choice.addressable,
+    )
+
+
+def measured_tiers(
+    device: Device, choices: Sequence[TierChoice], memory: int
+) -> tuple[MemoryTier, ...]:
+    """Measure the links to offload targets; return tiers for planning.
+
+    At most `memory` bytes of the device are allocated meanwhile.
+    """
+    return tuple(_measured(device, choice, memory) for choice in choices)
+
+
+def _measured(device: Device, choice: TierChoice, memory: int) -> MemoryTier:
+    if choice.bytes_per_ms is not None:
+        return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
+    # The file for measuring takes room itself, so it uses half of the free space.
+    room = choice.room()
+    spare = room / 2 if choice.kind == "disk" else room
+    size = max(1, int(min(LINK_BYTES, memory, spare)))
+    spec = TensorSpec("the link's buffer", (size,), "uint8")
+    with closing(choice.open(device, size)) as tier:
+        buffer = device.view(device.allocate(size), 0, spec)
+        device.upload(np.zeros(spec.shape, np.uint8), buffer)
+        return tier_at(choice, *link_rates(device, buffer, tier), room)
+
+
+def forecast_tiers(
+    choices: Sequence[TierChoice], profile: Profile, *, measured: bool
+) -> tuple[MemoryTier, ...]:
+    """Estimate the links to offload targets; return tiers for planning.
+
+    `profile` has the rates to host memory. Links are only `measured` where the step
+    runs on this machine's CPU.
+    """
+    if measured:
+        return measured_tiers(get_backend(_HERE).device, choices, LINK_BYTES)
+    link = profile.out_bytes_per_ms, profile.in_bytes_per_ms
+    return tuple(_forecast(choice, link) for choice in choices)
+
+
+def _forecast(choice: TierChoice, link: tuple[float, float]) -> MemoryTier:
+    if choice.bytes_per_ms is not None:
+        return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
+    if choice.kind != "disk":
+        return tier_at(choice, *link)
+    (tier,) = measured_tiers(get_backend(_HERE).device, [choice], LINK_BYTES)
+    return replace(
+        tier,
+        out_bytes_per_ms=min(tier.out_bytes_per_ms, link[0]),
+        in_bytes_per_ms=min(tier.in_bytes_per_ms, link[1]),
+    )
+
+
+_CHUNKS = 64
+
+_SAMPLES = 5
+
+
+def mapping_costs(backend: Backend, memory: int | None = None) -> ChunkCosts:
+    """Time the mapping and unmapping of non-contiguous chunks.
+
+    At most `memory` bytes are allocated meanwhile; if they are less than a chunk,
+    nothing is timed.
+
+    Raises:
+        UnsupportedError: The backend cannot map memory.
+        OutOfMemoryError: There is no room for a few chunks.
+    """
+    mapper, device = backend.mapper, backend.device
+    if mapper is None:
+        raise UnsupportedError(
+            f"backend {backend.name!r} cannot map memory; use the static placement"
+        )
+    size = mapper.chunk_bytes
+    count = _CHUNKS if memory is None else min(_CHUNKS, memory // size)
+    if count < 1:
+        return ChunkCosts(size)
+    chunks = range(count - 1, -1, -1)  # descending: no two merge into one mapping
+    held = mapper.allocate(count)
+    rows = [held.map(chunks)]
+
+    def timed(work: Callable[[], object]) -> float:
+        start = device.record()
+        work()
+        return device.elapsed_ms(start, device.record()) / count
+
+    times = [
+        (timed(lambda: rows.append(held.map(chunks))), timed(rows.pop))
+        for _ in range(_SAMPLES)
+    ]
+    maps, unmaps = zip(*times, strict=True)
+    return ChunkCosts(size, statistics.median(maps), statistics.median(unmaps))

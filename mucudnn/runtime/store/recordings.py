@@ -1,0 +1,266 @@
+"""Write and read recordings and step tables on disk.
+
+`mucudnn.recording_format` defines the format. A file appears complete or not at all.
+The rows of a run come from the cache: those that the run measured, and older ones that
+it used instead. Rows that a limit prevented or cut short are no measurements and are
+not recorded. Verdicts, races and the alignment of micro-batches go along, as plans
+depend on them.
+
+A recording has kernels at some micro-batch sizes. Every mini-batch size that is a sum
+of those has a Pareto front of divisions, computed as on the recorded machine.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mucudnn.backends.recorded import RecordedConv, read_file
+from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.errors import CacheError
+from mucudnn.files import read_whole, write_whole
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.fleet import StepTable
+from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
+from mucudnn.ir.numerics import Numerics
+from mucudnn.passes.microbatch import aligned_batches, pareto_plans
+from mucudnn.recording_format import (
+    KIND,
+    MOST,
+    SCHEMA,
+    format_recording,
+    format_step_table,
+    kind_of,
+    read_step_table,
+    recorded_schema,
+)
+from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.tuning.tuner import Tuner
+
+
+_NO_LIMIT = 1 << 62
+
+
+def write_recording(
+    file: Path | str,
+    measurements: Iterable[Measurement],
+    environments: Mapping[str, Mapping[str, str]] | None = None,
+    *,
+    alignments: Mapping[str, int] | None = None,
+    verdicts: Iterable[Verdict] = (),
+    races: Iterable[Race] = (),
+) -> None:
+    """Write a recording; a file name in `.gz` is compressed.
+
+    An existing file is replaced, unless a newer version wrote it. The keys of
+    `environments` and `alignments` are fingerprints of devices.
+
+    Raises:
+        CacheError: The file cannot be written, or a newer version's is there.
+    """
+    target = Path(file)
+    zipped = target.suffix == ".gz"
+    data = format_recording(
+        measurements,
+        environments,
+        alignments=alignments,
+        verdicts=verdicts,
+        races=races,
+        compress=zipped,
+    )
+    try:
+        spare_newer(target)
+        write_whole(target, data)
+    except OSError as e:
+        raise CacheError(f"cannot write {target}: {e.strerror or e}") from e
+
+
+def spare_newer(target: Path) -> None:
+    """Raise `CacheError` instead of overwriting a newer version's recording."""
+    if not target.is_file():
+        return
+    with target.open("rb") as file:
+        schema = recorded_schema(file.read(MOST + 1))
+    if schema is not None and schema > SCHEMA:
+        raise CacheError(
+            f"{target} is a recording of a newer version of mucudnn (schema {schema}, "
+            f"this one writes {SCHEMA}) and stays as it is; name another file"
+        )
+
+
+def run_measurements(
+    tuner: "Tuner",
+    problems: Iterable[ConvProblem],
+    tables: Iterable[PerfTable],
+    since: float,
+) -> tuple[Measurement, ...]:
+    """Return all rows of `problems` measured since a time, and all in `tables`.
+
+    Rows of micro-batches of `problems` are included. `since` is in seconds since 1970.
+    `tables` may be incomplete after an interruption.
+    """
+    used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
+    fingerprint = tuner.backend.device.fingerprint
+    layers = dict.fromkeys(problem.with_batch(1) for problem in problems)
+    return tuple(
+        m
+        for layer in layers
+        for m in tuner.cache.rows(fingerprint, layer)
+        if m.measured_at >= since or (m.problem, m.perf) in used
+    )
+
+
+def record_run(
+    file: Path | str,
+    tuner: "Tuner",
+    problems: Iterable[ConvProblem],
+    tables: Iterable[PerfTable],
+    since: float,
+) -> int:
+    """Record `run_measurements` and the device's description; return the row count.
+
+    Raises:
+        CacheError: There is nothing to record, or the file cannot be written.
+    """
+    rows = run_measurements(tuner, problems, tables, since)
+    if not rows:
+        raise CacheError(f"nothing was measured, so {file} was not written")
+    device, layers = tuner.backend.device, {m.problem.with_batch(1) for m in rows}
+    write_recording(
+        file,
+        rows,
+        {device.fingerprint: device.description()},
+        alignments={device.fingerprint: tuner.backend.split_alignment},
+        verdicts=[v for v in tuner.verdicts if v.problem.with_batch(1) in layers],
+        races=tuner.cache.races(device.fingerprint),
+    )
+    return len(rows)
+
+
+class RecordedFronts:
+    """Pareto fronts of convolutions from one device's recorded measurements."""
+
+    def __init__(
+        self,
+        device: str,
+        conv: RecordedConv,
+        *,
+        split_alignment: int = 1,
+        numerics: Numerics | None = None,
+    ) -> None:
+        self.device = device
+        self._conv = conv
+        self._split_alignment = split_alignment
+        self._numerics = numerics or Numerics()
+
+    def table(self, problem: ConvProblem) -> PerfTable:
+        """Return the rows at all sizes that can be part of the mini-batch."""
+        known = [n for n in self._conv.sizes(problem) if n <= problem.batch]
+        sizes = aligned_batches(problem, known, self._split_alignment)
+        rows = [row for n in sizes for row in self._accepted(problem, n)]
+        rows.sort(key=lambda row: (-row.batch, row.algo))
+        return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)
+
+    def fronts(
+        self, problems: Iterable[ConvProblem]
+    ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
+        """Return the Pareto front of every problem that the sizes can make up."""
+        found = {
+            problem: pareto_plans(self.table(problem), _NO_LIMIT)
+            for problem in dict.fromkeys(problems)
+        }
+        return {problem: front for problem, front in found.items() if front}
+
+    def _accepted(self, problem: ConvProblem, batch: int) -> list[AlgoPerf]:
+        micro, whole = problem.with_batch(batch), batch == problem.batch
+        refusal = self._numerics.refusal
+        return [
+            self._conv.row(micro, algo)
+            for algo, _ in self._conv.algorithms(micro)
+            if refusal(self._conv.traits(micro, algo), whole=whole) is None
+        ]
+
+
+def read_fronts(
+    files: Sequence[str], problems: Iterable[ConvProblem]
+) -> RecordedFronts:
+    """Read the recorded Pareto fronts of some convolutions.
+
+    All rows of these convolutions must come from one device. Of two measurements of the
+    same kernel the newer one counts.
+
+    Raises:
+        BackendUnavailableError: A file is missing or no recording.
+        ValueError: None of the convolutions was measured, or on several devices.
+    """
+    wanted = tuple(dict.fromkeys(problems))
+    recordings = [read_file(file) for file in files]
+    names = dict.fromkeys(name for r in recordings for name in r.environments)
+    all_of = [_of_device(name, recordings) for name in names]
+    useful = [one for one in all_of if one.fronts(wanted)]
+    where = ", ".join(map(str, files))
+    if not useful:
+        found = {m.problem.with_batch(1) for r in recordings for m in r.measurements}
+        raise ValueError(
+            f"{where}: none of this step's {len(wanted)} different convolutions can be "
+            f"made up of the {len(found)} that were measured there; record its layers "
+            "at its mini-batch size with `mucudnn tune --record FILE`"
+        )
+    if len(useful) > 1:
+        devices = " and ".join(repr(one.device) for one in useful)
+        raise ValueError(
+            f"{where}: measured on {devices}, but a step runs on one device"
+        )
+    return useful[0]
+
+
+def _of_device(name: str, recordings: Iterable[Recording]) -> RecordedFronts:
+    alignments: dict[str, int] = {}
+    measurements = []
+    for recording in recordings:
+        alignments |= recording.alignments
+        measurements += [m for m in recording.measurements if m.fingerprint == name]
+    conv = RecordedConv(VirtualDevice(name), measurements)
+    return RecordedFronts(name, conv, split_alignment=alignments.get(name, 1))
+
+
+_MOST_BYTES = 1 << 24
+
+
+def save_step_table(
+    file: Path | str, table: StepTable, memory: int | None = None
+) -> None:
+    """Write a step-time table to a file, completely or not at all.
+
+    `memory` is the bytes of the device's memory, if known.
+
+    Raises:
+        CacheError: The file cannot be written.
+    """
+    try:
+        write_whole(file, format_step_table(table, memory).encode())
+    except OSError as e:
+        raise CacheError(f"cannot write {file}: {e.strerror or e}") from e
+
+
+def is_step_table(file: Path | str) -> bool:
+    """Return whether a file declares itself a step-time table."""
+    try:
+        return kind_of(read_whole(file, most=_MOST_BYTES).decode()) == KIND
+    except (OSError, ValueError):
+        return False
+
+
+def load_step_table(file: Path | str) -> tuple[StepTable, int | None]:
+    """Return a table, and the bytes of its device's memory if known.
+
+    Raises:
+        CacheError: The file cannot be read, or is something else.
+    """
+    try:
+        return read_step_table(read_whole(file, most=_MOST_BYTES).decode())
+    except OSError as e:
+        raise CacheError(f"cannot read {file}: {e.strerror or e}") from e
+    except ValueError as e:
+        raise CacheError(f"{file}: {e}") from e

@@ -1,0 +1,417 @@
+"""The SQLite file of the store: opening, locking, sharing, recovery.
+
+A cache must never stop the work. A file that is damaged or foreign is set aside under
+another name, never deleted, and a new one starts with the rows that could be salvaged.
+A file of a newer version of mucudnn is left alone, and memory is used instead. So it is
+with a file that cannot be written; rows that can be read are copied to memory. Each
+case issues one warning, and the caller sees an ordinary result.
+
+`shared_file` has the locks between processes.
+"""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mucudnn.files import check_file
+from mucudnn.processes import Own, attend
+from mucudnn.runtime.store.tables import (
+    ForeignError,
+    NewerError,
+    UnusableError,
+    add_missing,
+    check_contents,
+    check_tables,
+    checked_since,
+    create,
+    in_memory,
+    is_empty,
+    salvage,
+)
+
+logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+IN_MEMORY_ONLY = "remembering in memory only, "
+"""Prefix of the warnings that a file is not used."""
+
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+_READING = (sqlite3.DatabaseError, UnicodeDecodeError)
+
+_PRIMARY = 0xFF  # the other bits of an SQLite error code say where it happened
+
+_ATTEMPTS = 6
+
+_FORK_S = 5.0
+
+
+class CacheWarning(UserWarning):
+    """The cache file was damaged or unusable: it was replaced, or memory is used."""
+
+
+class RecordFile:
+    """One connection to a database (a file or memory), shared by threads."""
+
+    def __init__(self, path: Path | None, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = Own(threading.RLock)
+        self._pid = os.getpid()
+        self._inherited: list[sqlite3.Connection] = []
+        self._at_work = False
+        self._at_rest = False  # closed for a fork, to be opened by the next operation
+        self._closed = False
+        self._held: list[Any] = []  # locks, while the process forks
+        self._inode = 0
+        self.checked_since = 0.0
+        self._path: Path | None = None
+        self._db = in_memory()
+        attend(self)
+        if path is None:
+            return
+        try:
+            self._path = path.expanduser().resolve()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError, ValueError) as e:
+            self._path = None
+            warn(f"{IN_MEMORY_ONLY}{path} cannot be used: {e}")
+        else:
+            with self._lock.mine:
+                self._open(self._path)
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the file in use; None for memory."""
+        return self._path
+
+    def do(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Run an operation, and again if the file had to be replaced.
+
+        The operation is one read or one `transaction`, so that nothing is done twice.
+        """
+        contradicted = False
+        with self._lock.mine:
+            self._notice_fork()
+            if self._at_rest and self._path is not None:
+                self._at_rest = False
+                self._open(self._path)
+            while True:
+                try:
+                    self._at_work = True
+                    return operation(self._db)
+                except sqlite3.ProgrammingError:
+                    raise
+                except sqlite3.IntegrityError as e:
+                    # Rows were validated before, so a table and its index disagree.
+                    if self._path is None or contradicted:
+                        raise
+                    contradicted = True
+                    self._db.close()
+                    self._open(self._path, found=UnusableError(str(e)))
+                except (sqlite3.DatabaseError, UnicodeDecodeError) as e:
+                    if self._path is None:
+                        raise
+                    if _is_damage(e):
+                        self._db.close()
+                        self._open(self._path, found=e)
+                    else:
+                        self._fall_back(self._path, e)
+                finally:
+                    self._at_work = False
+
+    def close(self) -> None:
+        """Close the connection; closing twice is allowed."""
+        with self._lock.mine:
+            self._notice_fork()
+            self._at_rest, self._closed = False, True
+            self._db.close()
+
+    def before_fork(self) -> None:
+        """Close the file, as a child must not inherit SQLite's locks and state.
+
+        Waits a few seconds for a thread in an operation, but no longer, as that thread
+        may be waiting for another process.
+        """
+        lock = self._lock.mine
+        if not lock.acquire(timeout=_FORK_S):
+            return
+        self._notice_fork()
+        self._held.append(lock)
+        if self._path is not None and not (self._at_work or self._closed):
+            self._db.close()
+            self._at_rest = True
+
+    def after_fork(self, *, child: bool) -> None:
+        """Release the lock in the parent; a child makes a lock of its own."""
+        if self._held and not child:
+            self._held.pop().release()
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            self._db.close()
+
+    def _notice_fork(self) -> None:
+        """Give a forked process a connection of its own, as SQLite demands."""
+        if self._pid == os.getpid():
+            return
+        rested = bool(self._held)
+        self._pid, self._held, self._at_work = os.getpid(), [], False
+        if self._at_rest or self._closed or (rested and self._path is None):
+            return
+        self._inherited.append(self._db)
+        self._db = in_memory()
+        self._at_rest = self._path is not None and not self._closed
+
+    def _open(self, file: Path, found: Exception | None = None) -> None:
+        """Connect to the file, setting aside whatever is unusable in its place.
+
+        `found` is damage that was already found in the file.
+        """
+        problem = found
+        for attempt in range(_ATTEMPTS):
+            try:
+                with folder_lock(file.parent):
+                    aside = self._set_aside(file, problem) if problem else file
+                    db = self._connect(file) if aside else None
+                    if problem and db and aside and aside != file:
+                        self._salvage_from(file, aside, db, problem)
+            except (*_READING, UnusableError, NewerError, OSError) as e:
+                problem = e
+                if not _is_damage(e):
+                    break
+            else:
+                if db is not None:
+                    self._db.close()
+                    self._db = db
+                    return
+                time.sleep(0.01 * 2**attempt)
+        self._fall_back(file, problem)
+
+    def _connect(self, file: Path) -> sqlite3.Connection:
+        check_names(file)
+        self._inode = inode(file)
+        db = sqlite3.connect(
+            file, timeout=self._timeout_s, isolation_level=None, check_same_thread=False
+        )
+        try:
+            empty = is_empty(db)
+            with contextlib.suppress(sqlite3.OperationalError):
+                db.execute("PRAGMA journal_mode = WAL")
+            if empty:
+                with transaction(db):
+                    if is_empty(db):
+                        create(db)
+            else:
+                add_missing(db)
+            check_tables(db)
+            if not empty:
+                check_contents(db)
+            self.checked_since = checked_since(db)
+            db.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _set_aside(self, file: Path, problem: Exception) -> Path | None:
+        """Rename the database and its side files.
+
+        Returns the new name, `file` itself where another process has renamed it
+        already, or None if another process uses it.
+        """
+        if inode(file) != self._inode:
+            return file
+        with file.open("r+b") as opened:
+            if not lock_alone(opened.fileno()):
+                return None
+            if inode(file) != self._inode:
+                return file
+            kind = "foreign" if isinstance(problem, ForeignError) else "corrupt"
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            aside, number = Path(f"{file}.{kind}-{stamp}"), 0
+            while aside.exists():
+                number += 1
+                aside = Path(f"{file}.{kind}-{stamp}-{number}")
+            for sidecar in SIDECARS:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{file}{sidecar}").rename(f"{aside}{sidecar}")
+            file.rename(aside)
+        return aside
+
+    def _salvage_from(
+        self, file: Path, aside: Path, db: sqlite3.Connection, problem: Exception
+    ) -> None:
+        """Copy the sound rows of a file that was set aside, if its tables are ours."""
+        words = "none of its rows can be read"
+        with contextlib.suppress(*_READING, UnusableError, NewerError):
+            whole = not Path(f"{aside}-wal").exists()
+            uri = f"{aside.as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
+            with contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source:
+                if not is_empty(source):
+                    check_tables(source)
+                    with transaction(db):
+                        words = f"{salvage(source, db)} of its rows are kept"
+                    self.checked_since = checked_since(db)
+        warn(
+            f"beginning {file} anew, what was there is now {aside}: {problem}; {words}"
+        )
+
+    def _fall_back(self, file: Path, problem: Exception | None) -> None:
+        """Switch to memory, with the rows that can still be read from the file."""
+        memory, self.checked_since = in_memory(), 0.0
+        if not _is_damage(problem):
+            self._copy_rows(file, memory)
+        self._db.close()
+        self._db, self._path = memory, None
+        why = problem.strerror if isinstance(problem, OSError) else None
+        warn(f"{IN_MEMORY_ONLY}{file} cannot be used: {why or problem}")
+
+    def _copy_rows(self, file: Path, memory: sqlite3.Connection) -> None:
+        try:
+            check_names(file)
+        except OSError:
+            return
+        for access in ("mode=ro", "immutable=1"):
+            uri = f"{file.as_uri()}?{access}"
+            try:
+                with (
+                    contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
+                    transaction(memory),
+                ):
+                    if is_empty(source):
+                        return
+                    salvage(source, memory)
+                    self.checked_since = checked_since(memory)
+            except (*_READING, UnusableError, NewerError) as e:
+                logger.debug("%s cannot be read with %s: %s", file, access, e)
+            else:
+                return
+
+
+@contextlib.contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Run statements in one transaction; waits for the write lock first."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _is_damage(error: Exception | None) -> bool:
+    """Return whether the contents are at fault, not the disk or the permissions.
+
+    The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
+    the name of a column, by Python's own error.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return True
+    if not isinstance(error, sqlite3.DatabaseError):
+        return isinstance(error, UnusableError)
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & _PRIMARY in _DAMAGED
+
+
+def warn(message: str, stacklevel: int = 4) -> None:
+    """Log a message, and issue it as a `CacheWarning` `stacklevel` frames above.
+
+    File names that are not UTF-8 contain surrogates, which logs cannot write, so these
+    are escaped.
+    """
+    message = message.encode(errors="backslashreplace").decode()
+    logger.warning(message)
+    warnings.warn(message, CacheWarning, stacklevel=stacklevel)
+
+
+# Locks for a database file that several processes open, and may have to rename.
+#
+# SQLite finds a write-ahead log by its name: a renamed database that is still open
+# would use, and remove, the log of the new one. So a file is only set aside while no
+# other process has it open, and the folder is locked while a file is opened or set
+# aside.
+
+
+if sys.platform != "win32":
+    import fcntl
+
+
+SIDECARS = ("-wal", "-shm", "-journal")
+"""Suffixes of the files that SQLite keeps beside a database."""
+
+
+_SHARED_LOCK = (510, 0x40000002)  # length and offset of SQLite's lock on an open file
+
+_LOCK_TIMEOUT_S = 5.0
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, under which databases in it are opened and renamed.
+
+    A folder that cannot be locked, or stays locked for seconds, is used without: the
+    conflict that the lock prevents is rare. Windows needs no lock, as it refuses to
+    rename a file in use.
+    """
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                _lock_folder(descriptor)
+        yield
+
+
+def _lock_folder(descriptor: int) -> None:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        else:
+            return
+
+
+def inode(file: Path) -> int:
+    """Return the inode number of the file of this name; 0 if there is none."""
+    try:
+        return file.stat().st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def lock_alone(descriptor: int) -> bool:
+    """Try to lock a database exclusively; return whether that succeeded.
+
+    It fails while another process has the database open. The lock lasts until the file
+    is closed.
+    """
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, *_SHARED_LOCK)
+    except OSError:
+        return False
+    return True
+
+
+def check_names(file: Path) -> None:
+    """Raise an `OSError` unless the database and its side files are regular files."""
+    for name in (file, *(Path(f"{file}{suffix}") for suffix in SIDECARS)):
+        with contextlib.suppress(FileNotFoundError):
+            check_file(name)

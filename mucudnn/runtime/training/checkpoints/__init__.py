@@ -1,1 +1,0 @@
-"""Checkpoint files: saving and resuming a training."""

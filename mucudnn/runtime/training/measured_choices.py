@@ -1,0 +1,521 @@
+"""Choices of a trainer by measurement: layout, epilogue, library, split, copies."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from mucudnn.arguments import one_of
+from mucudnn.backends.base import Backend
+from mucudnn.backends.device import Transit
+from mucudnn.codecs import problem_key
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, operands_of
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
+from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.operations import EPILOGUE, LIBRARY, make_node, with_library
+from mucudnn.ir.optimizers import DynamicLossScale, Optimizer
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import STATIC
+from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.layouts import (
+    able,
+    cheapest_layouts,
+    layout_trials,
+    stored,
+    with_channels_last,
+)
+from mucudnn.passes.graph.updates import When, with_updates
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.ordering import Order, ordered
+from mucudnn.passes.planning.cutting import (
+    Segment,
+    Split,
+    SplitStep,
+    check_split,
+    cutting_of,
+)
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.split_search import Splitting, plan_splitting
+from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.runtime.executor.program import ways_to_run
+from mucudnn.runtime.profiling.links import ColdBench, cold_bench
+from mucudnn.runtime.profiling.profiler import OnNode, profile
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.planned_steps import (
+    Plans,
+    plan_convolutions,
+    resident_step,
+)
+from mucudnn.runtime.training.sizes import WorkingSet
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
+
+logger = logging.getLogger(__name__)
+
+
+class Layouts:
+    """Stores a network's images channels first, channels last, or mixed.
+
+    `layout` is one of `LAYOUT_CHOICES`; the other arguments are for measuring `auto`.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        tuner: Tuner,
+        budget: MemoryBudget | None,
+        progress: OnNode | None,
+    ) -> None:
+        self._layout = one_of("layout", layout, LAYOUT_CHOICES)
+        self._tuner, self._budget, self._progress = tuner, budget, progress
+
+    def __call__(self, graph: Graph, trains: bool) -> Graph:
+        """Return a forward graph, which has its channels first, in the layout.
+
+        Where `auto` cannot be measured within the budget, channels stay first.
+        """
+        measured = self._layout == AUTO
+        return stored(
+            graph, self._layout, self._fastest(graph, trains) if measured else None
+        )
+
+    def _fastest(self, graph: Graph, trains: bool) -> frozenset[str]:
+        trials = layout_trials(graph, self._possible(graph), trains=trains)
+        memory = None if self._budget is None else self._budget.nbytes
+        try:
+            times = profile(
+                self._tuner, trials.graph, memory=memory, progress=self._progress
+            )
+        except OutOfMemoryError as e:
+            logger.warning("layouts are not compared, channels come first: %s", e)
+            return frozenset()
+        return cheapest_layouts(graph, trials.costs(times.node_ms))
+
+    def _possible(self, graph: Graph) -> frozenset[str]:
+        """Return nodes that can run channels last, gradients included."""
+        conv = self._tuner.backend.conv
+        last = with_channels_last(graph, nodes := able(graph))
+        without = {
+            node.name
+            for node in last.nodes
+            if node.name in nodes and node.traits.convolution
+            for way in Direction
+            if not conv.algorithms(node.attrs["problem"].with_direction(way))
+        }
+        return nodes - without
+
+
+Times = tuple[float, float]
+"""Milliseconds of the first and of the second implementation."""
+
+
+# Measure whether bias and ReLU are faster fused into a convolution or after it.
+#
+# The engines that fuse all three differ from those that the tuner measured, and may
+# lose more than the separate pass over the result costs. So both ways are timed once
+# per convolution, with the plan that it would have. The faster is used, and the times
+# are cached with all measurements.
+
+
+class EpilogueRace:
+    """Times convolutions with fused and with separate bias and ReLU, once each.
+
+    `plans` are existing convolution plans. The times by which choices were made are
+    added to `used`.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        budget: MemoryBudget | None = None,
+        plans: Plans | None = None,
+        used: dict[str, Times] | None = None,
+    ) -> None:
+        self._tuner, self._budget, self._plans = tuner, budget, plans or {}
+        self._wins: dict[tuple[ConvProblem, str], bool] = {}
+        self._used = {} if used is None else used
+
+    def offers(self, problem: ConvProblem, bias: str) -> bool:
+        """Return whether a fused kernel exists and is not slower.
+
+        If there is no fused kernel for the timed plan, there may be one for another
+        plan, so the answer is yes; without one, separate kernels run anyway.
+        """
+        epilogues = self._tuner.backend.epilogues
+        if epilogues is None or not epilogues.offers(problem, bias):
+            return False
+        key = problem, bias
+        if key not in self._wins:
+            plan = self._plan(problem)
+            times = None
+            if plan is not None:
+                measure = partial(self._measured, problem, bias)
+                used, raced = self._used, _raced_epilogues(plan, bias)
+                times = raced_once(self._tuner, raced, used, used, measure)
+            self._wins[key] = times is None or times[0] <= times[1]
+        return self._wins[key]
+
+    def _measured(self, problem: ConvProblem, bias: str) -> Times | None:
+        times = self.times(problem, bias)
+        if times is not None:
+            logger.info(
+                "bias and ReLU of %s: %.3g ms within, %.3g ms behind it",
+                problem,
+                *times,
+            )
+        return times
+
+    def _plan(self, problem: ConvProblem) -> ConvPlan | None:
+        try:
+            return self._plans.get(problem) or self._tuner.plan([problem])[0]
+        except PlanningError:  # planning the graph reports it in more detail
+            return None
+
+    def times(self, problem: ConvProblem, bias: str) -> Times | None:
+        """Return the times in one call and in two, in ms.
+
+        None where only one of them can be run or measured.
+        """
+        plan = self._plan(problem)
+        if plan is None:
+            return None
+        memory = None if self._budget is None else self._budget.nbytes
+        needed, graph = _operands(plan, bias)
+        backend = self._tuner.backend
+
+        def both(bench: ColdBench) -> tuple[float, ...]:
+            return bench.calls_ms(
+                needed, lambda a, scratch: ways_to_run(backend, plan, graph, a, scratch)
+            )
+
+        otherwise = f"bias and ReLU of {problem} are not timed"
+        times = timed_within(backend, needed.pool_bytes, memory, otherwise, both)
+        return (times[0], times[1]) if times else None
+
+
+def _raced_epilogues(plan: ConvPlan, bias: str) -> dict[str, Any]:
+    """Return everything that determines both times, as the key of the race."""
+    return {
+        "ways": ["within", "behind"],
+        "op": EPILOGUE[1],
+        "problem": problem_key(plan.problem),
+        "batch": plan.problem.batch,
+        "bias": bias,
+        "steps": [(s.algo, s.batch, s.math_mode, s.workspace) for s in plan.steps],
+    }
+
+
+def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
+    """Return x, w, y and bias, and a graph of the separate bias-and-ReLU node."""
+    alone, problem = WorkingSet.of_plan(plan), plan.problem
+    x, w, y = alone.operands
+    y = replace(y, layout=problem.layout, role=Role.INPUT)
+    b = TensorSpec("bias", (problem.w_shape[0],), bias, Role.INPUT)
+    made = replace(y, name="made", role=Role.ACTIVATION)
+    tensors = {spec.name: spec for spec in (y, b, made)}
+    node = make_node(tensors, EPILOGUE[1], EPILOGUE[1], (y.name, b.name), (made.name,))
+    return WorkingSet((x, w, y, b), alone.workspace), Graph(tensors, (node,), ())
+
+
+# Choose between a backend's own kernels and a library's by measurement.
+#
+# Both are timed once per distinct node with cold caches, and the times are cached with
+# all measurements. Where the library wins, the node names it, and planning and
+# profiling use its kernel.
+
+
+class LibraryRace:
+    """Times our kernel and the library's of each node that has both, once.
+
+    The times by which choices were made are added to `used`.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        budget: MemoryBudget | None = None,
+        used: dict[str, Times] | None = None,
+    ) -> None:
+        self._tuner, self._backend = tuner, tuner.backend
+        self._memory = None if budget is None else budget.nbytes
+        self._used = {} if used is None else used
+
+    def __call__(self, graph: Graph) -> Graph:
+        """Return the graph with nodes marked where the library is faster."""
+        library = self._backend.library_kernels
+        if library is None:
+            return graph
+        nodes = tuple(
+            with_library(graph.tensors, node, library.name)
+            if self.wins(graph, node)
+            else node
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=nodes)
+
+    def wins(self, graph: Graph, node: Node) -> bool:
+        """Return whether the library computes a node, and faster.
+
+        The library cannot overwrite its input, where our kernel may, and no other
+        kernel of ours recomputes its result bit for bit. So within a budget, nodes
+        planned with either stay ours.
+        """
+        library, traits = self._backend.library_kernels, node.traits
+        saving = bool(traits.overwrites) or traits.again is not None
+        if library is None or (saving and self._memory is not None):
+            return False
+        if not library.offers(graph, node):
+            return False
+        times = raced_once(
+            self._tuner,
+            _raced_libraries(graph, node, library.name),
+            library.times_ms,
+            self._used,
+            partial(self._measured, graph, node),
+        )
+        return times is not None and times[1] < times[0]
+
+    def _measured(self, graph: Graph, node: Node) -> Times | None:
+        """Return both times; None where the library has refused meanwhile."""
+        library, times = self._backend.library_kernels, self.times(graph, node)
+        if library is None or times is None or not library.offers(graph, node):
+            return None
+        logger.info(
+            "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
+            *(node.name, node.op, *times, library.name),
+        )
+        return times
+
+    def times(self, graph: Graph, node: Node) -> Times | None:
+        """Return ms of our kernel and of the library's; None without room."""
+        backend, library = self._backend, self._backend.library_kernels
+        if library is None:
+            return None
+        scratch = backend.kernels[node.op].workspace(*operands_of(graph, node))
+        size = WorkingSet.of_node(graph, node, scratch).pool_bytes
+        theirs = with_library(graph.tensors, node, library.name)
+
+        def both(bench: ColdBench) -> Times:
+            ours_ms = bench.node_ms(graph, node, scratch)
+            return ours_ms, bench.node_ms(graph, theirs, scratch)
+
+        otherwise = f"{node.name} is not timed by {library.name}"
+        return timed_within(backend, size, self._memory, otherwise, both)
+
+
+def _raced_libraries(graph: Graph, node: Node, library: str) -> dict[str, Any]:
+    """Return everything that determines a node's times, as the key of the race."""
+    storages = [graph.storages[name] for name in node.tensors]
+    inputs, outputs, attrs = operands_of(graph, node)
+    return {
+        "ways": ["own", library],
+        "op": node.op,
+        "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
+        "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
+        "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
+        "shared": [storages.index(storage) for storage in storages],
+    }
+
+
+# Time two implementations of the same function before a step is planned.
+#
+# The choice affects the last bits of a training. So the times are cached with the
+# measurements, where every later process finds them, and stored in checkpoints, to
+# resume with another cache.
+
+
+_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
+
+
+T = TypeVar("T")
+
+
+def raced_once(
+    tuner: Tuner,
+    raced: Mapping[str, Any],
+    known: dict[str, Times],
+    used: dict[str, Times],
+    measure: Callable[[], Times | None],
+) -> Times | None:
+    """Return the times of two implementations, measured once by any process.
+
+    Args:
+        tuner: Its cache stores the times, by device and `raced`.
+        raced: Everything that determines the times; JSON values, others by their text.
+        known: Times measured by this process, in addition to the cache; new ones are
+            added.
+        used: Times by which a trainer's choices were made; new ones are added.
+        measure: Times both; None if that is impossible, which is not cached.
+    """
+    key = json.dumps(dict(raced), sort_keys=True, default=str)
+    cache, fingerprint = tuner.cache, tuner.backend.device.fingerprint
+    times = cache.get_race(fingerprint, key)
+    if times is None:
+        times = known.get(key) or measure()
+        if times is None:
+            return None
+        times = cache.put_race(fingerprint, key, times)
+    known[key] = used[key] = times
+    return times
+
+
+def timed_within(
+    backend: Backend,
+    nbytes: int,
+    memory: int | None,
+    otherwise: str,
+    work: Callable[[ColdBench], T],
+) -> T | None:
+    """Run `work` on a bench with a pool of `nbytes`; None if there is no room.
+
+    More than `memory` bytes are not tried. If the device has no room, `otherwise` is
+    logged.
+    """
+    if memory is not None and nbytes > memory:
+        return None
+    try:
+        with cold_bench(backend, [nbytes], memory, _RULE) as bench:
+            return work(bench)
+    except OutOfMemoryError as e:
+        logger.warning("%s: %s", otherwise, e)
+        return None
+
+
+# Split a step into slices of the batch or strips: as configured, or by measurement.
+
+
+class SplitChooser:
+    """Splits a training graph, and records the decision.
+
+    Args:
+        split: `auto`, `none`, the number of parts of the largest layers, `height`, or
+            `height:4` for so many strips.
+        tuner: Measures, for `auto` and `height`.
+        budget: Budget of the step; without one, `auto` and `height` do not split.
+
+    Attributes:
+        decision: The decision and its alternatives; None where there was no choice.
+        profile: Profile of the chosen step, if it was measured.
+        plan: Plan of the chosen step, if it was planned.
+        segments: The nodes that run in parts.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        tuner: Tuner,
+        budget: MemoryBudget | None,
+        optimizer: Optimizer,
+        *,
+        when: When,
+        scaling: DynamicLossScale | None,
+        order: str | Order,
+        progress: OnNode | None,
+    ) -> None:
+        check_split(split)
+        self.decision: Splitting | None = None
+        self.profile: Profile | None = None
+        self.plan: StepPlan | None = None
+        self.segments: tuple[Segment, ...] = ()
+        self._split, self._tuner, self._budget = split, tuner, budget
+        self._optimizer, self._when, self._order = optimizer, when, order
+        self._scaling, self._progress = scaling, progress
+        self._unmeasured: OutOfMemoryError | PlanningError | None = None
+
+    def __call__(self, graph: Graph) -> Graph:
+        """Return the graph in parts, or unchanged.
+
+        Raises:
+            PlanningError: The step does not fit the budget, whole or in parts.
+        """
+        cutting = cutting_of(graph, self._split)
+        if cutting is None:
+            if self._budget is None:
+                return graph
+            step = SplitStep(graph, self._with_updates, self._costs, self._request)
+            try:
+                self.decision = plan_splitting(step, self._split)
+            except PlanningError as e:
+                if e.least_bytes is not None or self._unmeasured is None:
+                    raise
+                words = f"{e}, whole or in parts; in the last way that was tried"
+                raise PlanningError(
+                    f"{words}, {self._unmeasured}"
+                ) from self._unmeasured
+            chosen = self.decision.chosen
+            cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan
+            self.profile = None if request is None else request.profile
+        self.segments = cutting.segments(graph)
+        return cutting.cut(graph)
+
+    def _with_updates(self, graph: Graph) -> Graph:
+        step = with_updates(
+            graph, self._optimizer, when=self._when, scaling=self._scaling
+        )
+        return ordered(self._order, step)
+
+    def _costs(self, graph: Graph) -> Profile | None:
+        memory = None if self._budget is None else self._budget.nbytes
+        try:
+            return profile(self._tuner, graph, memory=memory, progress=self._progress)
+        except (OutOfMemoryError, PlanningError) as e:
+            self._unmeasured = e
+            return None
+
+    def _request(self, graph: Graph, costs: Profile) -> StepRequest:
+        budget = self._budget
+        asked = StepRequest(graph, costs)
+        if budget is None:
+            return asked
+        return replace(
+            asked,
+            budget=budget.nbytes,
+            policy=budget.policy,
+            scheduler=budget.scheduler,
+            convolutions=(
+                "dynamic" if budget.convolutions == "fixed" else budget.convolutions
+            ),
+        )
+
+
+# Optional uses of memory that make steps faster: parameter copies, input buffers.
+#
+# Without a budget there is always room. Within one, the tensors of the step come first.
+
+
+def copies_fit(
+    tuner: Tuner,
+    budget: MemoryBudget | None,
+    order: str | Order,
+    plans: Plans | None,
+    step: Graph,
+) -> bool:
+    """Return whether a step with low-precision copies of parameters fits the budget.
+
+    Where tensors must be offloaded, copies are not worth their memory: converting a
+    resident parameter is faster than fetching its copy.
+    """
+    if budget is None:
+        return True
+    state = sum(rounded(spec.nbytes) for spec in step.with_role(*PERSISTENT))
+    if state >= budget.nbytes:
+        return False
+    known = plan_convolutions(tuner, (step,), plans)
+    placed = resident_step(tuner, step, order, known, STATIC)
+    return placed.nbytes <= budget.nbytes
+
+
+def transit_of(
+    backend: Backend, budget: MemoryBudget | None, held: int, inputs: int
+) -> tuple[Transit | None, int]:
+    """Return the asynchronous input transfer, if any, and its device bytes.
+
+    `held` is the bytes of arena and state, `inputs` those of all inputs of a step.
+    """
+    if backend.transit is None:
+        return None, 0
+    staged = budget is None or held + inputs <= budget.nbytes
+    return backend.transit(staged), inputs if staged else 0

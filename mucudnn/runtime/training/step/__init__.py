@@ -1,1 +1,0 @@
-"""Plan, place and run one training step."""

@@ -1,0 +1,362 @@
+"""Run the graphs of a trainer in turn in one arena: steps, results, times.
+
+A training step and an evaluation never run at the same time, so their tensors share
+memory. Before another graph gets the arena, the state in it is copied out. A step is a
+batch, in one part or several.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from mucudnn.backends import Device
+from mucudnn.backends.base import Backend
+from mucudnn.backends.device import Event, Transit
+from mucudnn.models import IMAGE, LABEL, class_count
+from mucudnn.passes.graph.training_step import TrainingGraphs, input_bytes
+from mucudnn.passes.graph.updates import LEARNING_RATE, STEP
+from mucudnn.passes.placement.layout import PlacedStep
+from mucudnn.passes.planning.cutting import trains
+from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.executor.arena import arenas, shared_bytes
+from mucudnn.runtime.executor.tasks import HookFactory
+from mucudnn.runtime.executor.tiers import OpenTiers
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
+from mucudnn.runtime.training.measured_choices import transit_of
+from mucudnn.runtime.training.parameters import StateStore
+
+_PART = 40
+"""Bits of the step number; parts but the last count above, for different masks."""
+
+
+class SharedArena:
+    """Executors of placed graphs over one state and one arena.
+
+    Args:
+        tiers: Offload targets that the graphs use in turn; without planned tiers each
+            has host memory of its own.
+        replay: Whether launches are replayed as graphs.
+        around: Additional calls around the nodes of training graphs.
+        transit: Transfers inputs and results of steps; closed with the arena.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        placed: Sequence[PlacedStep],
+        state: StateStore,
+        tiers: OpenTiers,
+        replay: bool = False,
+        around: HookFactory | None = None,
+        transit: Transit | None = None,
+    ) -> None:
+        self._tiers, self._transit = tiers, transit
+        layouts = [p.layout for p in placed]
+        self.nbytes = shared_bytes(layouts)
+        self._executors = [
+            Executor(
+                backend,
+                p.schedule,
+                p.layout,
+                p.plans,
+                state,
+                arena,
+                host=tiers.of(p),
+                host_buffers=state.host_buffers,
+                replay=replay,
+                transit=transit,
+                around=around if trains(p.schedule.graph) else None,
+            )
+            for p, arena in zip(placed, arenas(backend, layouts), strict=True)
+        ]
+        self._current: Executor | None = None
+
+    def take(self, index: int) -> Executor:
+        """Return the executor of a graph, ready to run; `ValueError` if closed."""
+        if not self._executors:
+            raise ValueError(
+                "this trainer is closed: its arena is freed; make another one, and "
+                "hand over the weights by save_weights and load_weights"
+            )
+        executor = self._executors[index]
+        if self._current is not executor:
+            self.park()
+        self._current = executor
+        return executor
+
+    def park(self) -> None:
+        """Copy the state out of the arena, so that it can be read."""
+        if self._current is not None:
+            self._current.park()
+        self._current = None
+
+    def close(self) -> None:
+        """Free the arena and its host memory, and stop copy engines."""
+        self.park()
+        for executor in self._executors:
+            executor.close()
+        self._executors = []
+        self._tiers.close()
+        if self._transit is not None:
+            self._transit.close()
+
+
+class Stepper:
+    """Takes the steps of a trainer."""
+
+    def __init__(self, graphs: TrainingGraphs, arena: SharedArena) -> None:
+        self._graph = graphs.steps[-1]
+        self._arena = arena
+        self._last = len(graphs.steps) - 1
+        self._parts = graphs.parts
+        n, *image = self._graph.tensors[IMAGE].shape
+        _, *rest = self._graph.tensors[LABEL].shape
+        self.batch: int = n * graphs.parts
+        self._image_shape = (self.batch, *image)
+        self._label_shape = (self.batch, *rest)
+        self._classes = class_count(self._graph)
+
+    def step(self, images: Any, labels: Any, rate: float, number: int) -> "StepResult":
+        """Take step `number`; see `Trainer.step`."""
+        launched = [
+            self._arena.take(index).launch(feeds)
+            for index, feeds in self._feeds(images, labels, rate, number)
+        ]
+
+        def found() -> tuple[float, int]:
+            loss, correct = 0.0, 0
+            for results in launched:
+                part = read(self._graph, results.read())
+                loss += part[0] / self._parts
+                correct += part[1]
+            return loss, correct
+
+        return StepResult(
+            found,
+            lambda: all(results.ready for results in launched),
+            labels=math.prod(self._label_shape),
+            images=self.batch,
+            learning_rate=rate,
+        )
+
+    def profile(
+        self, images: Any, labels: Any, rate: float, number: int
+    ) -> dict[str, float]:
+        """Take step `number`; return the ms of every node of its last part."""
+        nodes: dict[str, float] = {}
+        for index, feeds in self._feeds(images, labels, rate, number):
+            _, nodes = self._arena.take(index).run_timed(feeds)
+        return nodes
+
+    def _feeds(
+        self, images: Any, labels: Any, rate: float, number: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the graphs to run with their inputs."""
+        images, labels = as_images(images), as_labels(labels, self._classes)
+        if images.shape != self._image_shape or labels.shape != self._label_shape:
+            raise ValueError(
+                f"a step takes images of shape {self._image_shape} and labels of shape "
+                f"{self._label_shape}, got {images.shape} and {labels.shape}"
+            )
+        dtype = self._graph.tensors[LEARNING_RATE].dtype
+        size = self.batch // self._parts
+        for part in range(self._parts):
+            last = part == self._parts - 1
+            rows = slice(part * size, (part + 1) * size)
+            feeds = {
+                IMAGE: cast(self._graph, IMAGE, images[rows]),
+                LABEL: cast(self._graph, LABEL, labels[rows]),
+                LEARNING_RATE: np.array(rate, dtype),
+                STEP: np.array(number + (0 if last else part + 1 << _PART)),
+            }
+            yield (self._last if last else 0), feeds
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Allocated memory of a trainer.
+
+    Attributes:
+        nbytes: Bytes of both and of input buffers.
+    """
+
+    state: StateStore
+    arena: SharedArena
+    nbytes: int
+
+
+def allocate_step_memory(
+    backend: Backend,
+    graphs: TrainingGraphs,
+    placed: Sequence[PlacedStep],
+    budget: MemoryBudget | None,
+    seed: int,
+    replay: bool,
+    around: HookFactory | None,
+) -> StepMemory:
+    """Allocate the memory that placed steps need.
+
+    The last training step decides about offloading. `seed` is that of the weights.
+    """
+    decided = placed[len(graphs.steps) - 1]
+    tiers = OpenTiers(backend.device, budget.tiers if budget else (), placed)
+    hosted, there = decided.schedule.hosted, tiers.of(decided)
+    state = StateStore(
+        backend.device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
+    )
+    held = shared_bytes([p.layout for p in placed]) + state.nbytes
+    transit, staged = transit_of(backend, budget, held, input_bytes(graphs))
+    arena = SharedArena(backend, placed, state, tiers, replay, around, transit)
+    return StepMemory(state, arena, held + staged)
+
+
+# The result of a step, read on demand, as a device may still be computing it.
+
+
+class StepResult:
+    """Loss and correct answers of one step, computed before the weights changed.
+
+    Reading either waits for the step to finish; a caller that does not read them can
+    launch the next step meanwhile.
+
+    Attributes:
+        labels: Number of labels: one per image, or one per pixel.
+        images: Number of images.
+        learning_rate: Learning rate of the step.
+
+    `found` waits for loss and correct answers; `ready` returns whether that is needed.
+    """
+
+    __slots__ = ("_found", "_ready", "images", "labels", "learning_rate")
+
+    def __init__(
+        self,
+        found: Callable[[], tuple[float, int]],
+        ready: Callable[[], bool],
+        *,
+        labels: int,
+        images: int,
+        learning_rate: float,
+    ) -> None:
+        self._found, self._ready = found, ready
+        self.labels, self.images = labels, images
+        self.learning_rate = learning_rate
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the labels."""
+        return self._found()[0]
+
+    @property
+    def correct(self) -> int:
+        """Number of correct answers."""
+        return self._found()[1]
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading does not wait."""
+        return self._ready()
+
+    def _values(self) -> tuple[Any, ...]:
+        return self.loss, self.correct, self.labels, self.images, self.learning_rate
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StepResult):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __reduce__(self) -> Any:
+        return known_result, self._values()
+
+    def __repr__(self) -> str:
+        return (
+            f"StepResult(loss={self.loss!r}, correct={self.correct!r}, "
+            f"labels={self.labels!r}, images={self.images!r}, "
+            f"learning_rate={self.learning_rate!r})"
+        )
+
+
+def known_result(
+    loss: float, correct: int, labels: int, images: int, learning_rate: float
+) -> StepResult:
+    """Return the result of a finished step."""
+    return StepResult(
+        lambda: (loss, correct),
+        lambda: True,
+        labels=labels,
+        images=images,
+        learning_rate=learning_rate,
+    )
+
+
+_REMEMBERED = 101
+
+
+T = TypeVar("T")
+
+
+class Times(Generic[T]):
+    """Records of the most recent steps."""
+
+    def __init__(self, capacity: int) -> None:
+        self._noted: deque[T] = deque(maxlen=capacity)
+
+    def add(self, noted: T) -> None:
+        """Add the record of a step."""
+        self._noted.append(noted)
+
+    def median(self, ms: Callable[[T], float]) -> float:
+        """Return the median time, without the first step if there are others; or 0.
+
+        `ms` returns the time of a record.
+        """
+        times = [ms(noted) for noted in self._noted]
+        return statistics.median(times[1:] or times or [0.0])
+
+    @property
+    def last(self) -> T:
+        """Record of the last step."""
+        return self._noted[-1]
+
+
+class StepTimes:
+    """Times steps, and keeps the most recent ones."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._marks: Times[tuple[Event, Event]] = Times(_REMEMBERED)
+
+    @property
+    def median_ms(self) -> float:
+        """Median of recent steps without the first; waits for the last of them."""
+        return self._marks.median(self._ms)
+
+    @property
+    def last_ms(self) -> float:
+        """Time of the last step; waits for the step."""
+        return self._ms(self._marks.last)
+
+    def timed(self, take: Callable[[], T]) -> tuple[T, float]:
+        """Take a step; return its result and its ms."""
+        start = self._device.record()
+        found = take()
+        return found, self._device.elapsed_ms(start, self._device.record())
+
+    def recorded(self, take: Callable[[], T]) -> T:
+        """Launch a step and keep its time; does not wait for the step."""
+        start = self._device.record()
+        found = take()
+        self._marks.add((start, self._device.record()))
+        return found
+
+    def _ms(self, marks: tuple[Event, Event]) -> float:
+        return self._device.elapsed_ms(*marks)

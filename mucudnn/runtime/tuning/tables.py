@@ -1,0 +1,254 @@
+"""Decide what to measure for one table, and in which order.
+
+The filler measures nothing itself: whoever times kernels takes its rounds and returns
+rows. Cached rows are not measured again. A row that a limit prevented carries the
+reason and is not cached.
+"""
+
+import enum
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
+from mucudnn.ir.measurement import ANY_LIMIT, LimitRange
+from mucudnn.ir.numerics import Numerics, RowStatus, Traits
+from mucudnn.passes.convolution.pruning import Point, Race, next_measurements, race
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench, KernelRun
+from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
+
+Sizes = Sequence[tuple[int, Sequence[str]]]
+"""(micro-batch size, algorithms to time at it), in the order of timing."""
+
+
+class Pruning(enum.Enum):
+    """What may be left out of a table."""
+
+    NONE = enum.auto()
+    ALGORITHMS = enum.auto()
+    """At each size, algorithms far behind others; such rows say so."""
+    SIZES = enum.auto()
+    """Also sizes that no good plan needs; these have no rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A finished measurement, for progress reports."""
+
+    problem: ConvProblem
+    algo: str
+    batch: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRun:
+    """Algorithms to time in turn at one micro-batch size.
+
+    The mappings are by algorithm; for the other attributes see `KernelRun`.
+    """
+
+    batch: int
+    workspaces: Mapping[str, int]
+    best_ms: float = math.inf
+    expected_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+class TableFiller:
+    """Requests sizes in rounds, and stores the rows in a table and the cache.
+
+    Args:
+        pruning: What may be left out.
+        limits: Workspace limits under which plans will be made.
+    """
+
+    def __init__(
+        self,
+        task: BenchTask,
+        sizes: Sequence[int],
+        cache: BenchmarkCache,
+        numerics: Numerics,
+        progress: Callable[[Measured], None] | None = None,
+        pruning: Pruning = Pruning.NONE,
+        limits: LimitRange = ANY_LIMIT,
+    ) -> None:
+        self.task = task
+        self._problem = task.problem
+        self._fingerprint = task.backend.device.fingerprint
+        self._cache = cache
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._sizes = tuple(sorted(sizes))
+        self._total = 0  # expected number of rows, known ones included
+        self._pruning, self._limits = pruning, limits
+        self._left: Sequence[Point] = ()
+        self._workspaces: dict[Point, int] = {}
+        self._traits: dict[Point, Traits] = {}
+        self._rows: dict[Point, AlgoPerf] = {}
+        for batch in sorted(sizes, reverse=True):
+            self._list_algorithms(batch, numerics)
+        self._hints: dict[str, list[AlgoPerf]] = {}
+        for perf in cache.get_all(self._fingerprint, self._problem):
+            self._hints.setdefault(perf.algo, []).append(perf)
+            if self._is_current(perf):
+                self._rows[perf.algo, perf.batch] = perf
+
+    def rounds(self, *, probe: bool) -> Iterator[Sizes]:
+        """Yield rounds of sizes whose algorithms may be timed concurrently.
+
+        The next round may be requested once all rows of a round are stored. Large sizes
+        come first, as their buffers serve all others. Where nothing is known, the
+        smallest size comes first, as a cheap estimate of the rest: with `probe`, meant
+        for concurrent workers, it is a round of its own and all others are the next.
+        Without it, rounds are the stages of a race, which leave out more.
+        """
+        while points := self._wanted(staged=not probe):
+            sizes = self._by_size(points)
+            if probe and not self._knows:
+                yield sizes[:1]
+                sizes = sizes[1:]
+            if sizes:
+                yield sizes
+
+    def size(self, batch: int, algos: Sequence[str]) -> SizeRun:
+        """Return how to time algorithms at one size, by what is known now."""
+        with self._lock:
+            expected = {algo: self._expected_ms(algo, batch) for algo in algos}
+            ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
+            if math.isfinite(self.task.deadline):
+                slowest = max((p.time_ms / p.batch for p in self._times()), default=0.0)
+                for algo in algos:  # assume an unknown algorithm to be the slowest
+                    expected[algo] = expected[algo] or batch * slowest
+            at_size = (p.time_ms for p in self._times() if p.batch == batch)
+            best_ms = min(at_size, default=math.inf)
+        return SizeRun(
+            batch=batch,
+            workspaces={algo: self._workspaces[algo, batch] for algo in ordered},
+            best_ms=best_ms,
+            expected_ms=expected,
+        )
+
+    def measure(self, bench: KernelBench, size: SizeRun) -> None:
+        """Time a size on a bench of this process, and store the rows."""
+        bench.run(
+            size.batch, size.workspaces, self.keep, size.best_ms, size.expected_ms
+        )
+
+    def keep(self, perf: AlgoPerf) -> None:
+        """Store a row in the table and, unless a limit caused it, in the cache."""
+        micro = self._problem.with_batch(perf.batch)
+        with self._lock:
+            self._rows[perf.algo, perf.batch] = perf
+            if perf.status is not RowStatus.LIMITED:
+                self._cache.put(self._fingerprint, micro, [perf])
+            if self._progress is not None:
+                done = len(self._rows)
+                total = max(done, self._total)
+                self._progress(Measured(micro, perf.algo, perf.batch, done, total))
+
+    def table(self) -> PerfTable:
+        """Return the table of all rows so far."""
+        rows = dict(self._rows)
+        if self._pruning is Pruning.ALGORITHMS:
+            for (algo, batch), ahead in self._race().hopeless.items():
+                nbytes = self._workspaces[algo, batch]
+                reason = f"{ahead} is far ahead and fits where it does"
+                if nbytes > self._limits.most:
+                    reason = f"over the limits, and {ahead} is faster with no more"
+                kernel = KernelRun(batch=batch, algo=algo, nbytes=nbytes)
+                text = RowStatus.HOPELESS.text(reason)
+                rows[algo, batch] = self.task.row(kernel, None, text)
+        ordered = sorted(rows.values(), key=lambda p: (-p.batch, p.algo))
+        return PerfTable(self._problem, tuple(ordered), LAUNCH_OVERHEAD_MS)
+
+    def _list_algorithms(self, batch: int, numerics: Numerics) -> None:
+        conv, micro = self.task.backend.conv, self._problem.with_batch(batch)
+        for algo, nbytes in conv.algorithms(micro):
+            traits = conv.traits(micro, algo)
+            refusal = numerics.refusal(traits, whole=batch == self._problem.batch)
+            if refusal is not None:
+                self._rows[algo, batch] = _excluded(algo, batch, refusal)
+                continue
+            self._workspaces[algo, batch] = nbytes
+            self._traits[algo, batch] = traits
+        for algo, reason in conv.excluded(micro):
+            self._rows[algo, batch] = _excluded(algo, batch, reason)
+
+    def _is_current(self, perf: AlgoPerf) -> bool:
+        """Return whether a cached row has today's traits and workspace."""
+        point = perf.algo, perf.batch
+        traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
+        known = self._workspaces.get(point), self._traits.get(point)
+        return (perf.workspace, traits) == known
+
+    def _wanted(self, *, staged: bool) -> Sequence[Point]:
+        """Return the points of the next round, or of all stages of a race."""
+        rows = self._rows
+        points: Sequence[Point]
+        match self._pruning:
+            case Pruning.NONE:
+                points = self._left = [p for p in self._workspaces if p not in rows]
+            case Pruning.ALGORITHMS:
+                stages = self._race().points
+                self._left = [point for stage in stages for point in stage]
+                points = stages[0] if stages and staged else self._left
+            case Pruning.SIZES:
+                found = next_measurements(
+                    self._sizes,
+                    self._workspaces,
+                    tuple(rows.values()),
+                    launch_overhead_ms=LAUNCH_OVERHEAD_MS,
+                    limits=self._limits,
+                )
+                points = self._left = [point for point in found if point not in rows]
+        return points
+
+    def _race(self) -> Race:
+        hints = (perf for perfs in self._hints.values() for perf in perfs)
+        others = [p for p in hints if (p.algo, p.batch) not in self._workspaces]
+        return race(
+            self._sizes,
+            self._workspaces,
+            [*others, *self._rows.values()],
+            limits=self._limits,
+        )
+
+    def _by_size(self, points: Iterable[Point]) -> list[tuple[int, Sequence[str]]]:
+        by_batch: dict[int, list[str]] = {}
+        for algo, batch in points:
+            by_batch.setdefault(batch, []).append(algo)
+        batches = sorted(by_batch, reverse=True)
+        if not self._knows:
+            batches = [*batches[-1:], *batches[:-1]]
+        self._total = len(self._rows) + len(self._left)
+        return [(batch, by_batch[batch]) for batch in batches]
+
+    @property
+    def _knows(self) -> bool:
+        """Whether any time is known, of this or another batch size."""
+        return bool(self._hints or self._times())
+
+    def _times(self) -> list[AlgoPerf]:
+        return [perf for perf in self._rows.values() if perf.error is None]
+
+    def _expected_ms(self, algo: str, batch: int) -> float:
+        """Estimate one run in proportion to the nearest known size; 0 if none."""
+        known = [
+            perf
+            for perf in (*self._rows.values(), *self._hints.get(algo, ()))
+            if perf.algo == algo and perf.error is None
+        ]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda perf: abs(perf.batch - batch))
+        expected: float = nearest.time_ms * batch / nearest.batch
+        return expected
+
+
+def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:
+    return AlgoPerf(
+        algo=algo, batch=batch, time_ms=math.inf, workspace=0, error=reason, samples=0
+    )

@@ -1,0 +1,445 @@
+"""`study_memory`: one network's training step under a budget, by every policy.
+
+Costs are measured on the CPU. For other devices they are estimated from published
+figures, except for convolutions covered by recordings. Ctrl-C ends a study with the
+results so far.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.devices import get_device, name_computing
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import MemoryTier, Profile
+from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.tensor import Role
+from mucudnn.models import IMAGE
+from mucudnn.passes.placement.layout import PlacedStep
+from mucudnn.passes.planning.bound import lower_bound
+from mucudnn.passes.planning.cutting import (
+    WHOLE,
+    Split,
+    SplitStep,
+    check_split,
+    cuttings,
+)
+from mucudnn.passes.planning.place_step import (
+    over_fastest,
+    place_step,
+    place_tiered_step,
+)
+from mucudnn.passes.planning.plan_step import (
+    DescribedStep,
+    Technique,
+    best_technique,
+    largest_batch_within,
+    minimum_budget,
+    try_technique,
+    unbounded,
+)
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.split_search import Splitting, plan_splitting
+from mucudnn.passes.registry import by_name, name_of
+from mucudnn.passes.residency import (
+    PLANNED,
+    ResidencyPolicy,
+    check_policy,
+    policy_names,
+)
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.profiling.links import forecast_tiers
+from mucudnn.studies.memory_results import (
+    CostedStep,
+    MemoryStudy,
+    StepSpec,
+    costed_step,
+    with_layouts,
+)
+from mucudnn.studies.step_costs import CPU
+
+
+def study_memory(
+    step: Graph | StepSpec | DescribedStep,
+    *,
+    policies: Sequence[str | ResidencyPolicy] | None = None,
+    schedulers: Sequence[str | Scheduler] = (),
+    budget: int | str | None = None,
+    device: str | None = None,
+    curve: bool = False,
+    max_batch: bool = False,
+    min_budget: bool = False,
+    profile: Profile | None = None,
+    recordings: Sequence[str] = (),
+    progress: Callable[[str, int, int], None] | None = None,
+    split: Split = WHOLE,
+    tiers: str | TierChoice | Sequence[str | TierChoice] = (),
+) -> MemoryStudy:
+    """Plan a training step by every policy and scheduler.
+
+    What does a step of ResNet-18 take on an H100, and what does half of that cost?::
+
+        network = mucudnn.models.get_model("resnet18")(batch=32)
+        study = mucudnn.study_memory(network, budget="500MiB", device="h100")
+        study.unbounded.peak_bytes, study.minimum
+        study.best.policy, study.slowdown(study.best)
+
+    Args:
+        step: A network with its loss, a `StepSpec`, or a step of another framework with
+            its own costs.
+        policies: Names in `policy_names()`, or functions; by default all of them.
+        schedulers: Names in `SCHEDULERS`, or functions; by default each policy's own.
+        budget: Bytes, or "1.5GiB"; by default the memory of the device.
+        device: `cpu`, or a name in `DEVICES`; by default the step's own. A step in half
+            precision uses the device's figures for it.
+        curve: Whether to plan for several budgets, too.
+        max_batch: Whether to search the largest mini-batch of every policy.
+        min_budget: Whether to search the minimum feasible budget of every policy.
+        profile: Measured profile of the step; required for the CPU.
+        recordings: Files with measurements of the device, used instead of estimates for
+            the convolutions they cover.
+        progress: Called with the current activity, the work done, and its total.
+        split: Whether the step may run in slices of its batch, as one more technique:
+            "none", "auto", the number of parts of its largest layers, "height" for
+            spatial strips, or "height:4" for so many; not on the CPU, where it would
+            have to be measured.
+        tiers: Offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`, each optionally
+            with `=SIZE` and `@RATE` in bytes per second; by default all free memory and
+            the measured or published rate. The best step's tensors fill the fastest
+            first. Without tiers, host memory is unlimited.
+
+    Raises:
+        TypeError: The step is neither a graph nor a `StepSpec`.
+        ValueError: A name is unknown, a size out of range, the profile missing, the
+            graph cannot be trained, or recordings do not cover the step.
+        BackendUnavailableError: A recording is missing or invalid.
+    """
+    described = isinstance(step, DescribedStep)
+    if described and (device, profile, recordings) != (None, None, ()):
+        raise ValueError("a described step has its costs: give no others")
+    spec = step if isinstance(step, DescribedStep) else _as_spec(step, device)
+    if max_batch and isinstance(spec, StepSpec) and isinstance(spec.model, Graph):
+        raise ValueError(
+            f"max_batch needs other batches than {spec.batch}, and a graph has one; "
+            "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
+        )
+    if policies is None:
+        policies = sorted(policy_names(), key=PLANNED.__eq__)  # the slowest last
+    for policy in policies:
+        check_policy(policy)
+    for scheduler in schedulers:
+        SCHEDULERS.resolve(scheduler)
+    check_split(split)
+    if split != WHOLE and described:
+        raise ValueError("a described step is not split: it runs as it is captured")
+    if split != WHOLE and spec.device == CPU:
+        raise ValueError(
+            "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
+        )
+    choices = parse_tiers(tiers)
+    nbytes = None if budget is None else parse_bytes(budget)
+    say = progress or (lambda what, done, total: None)
+    say("building the step", 0, 1)
+    if isinstance(spec, StepSpec):
+        spec = with_layouts(_use_precision_figures(spec), recordings)
+    costed = costed_step(spec, profile, recordings, say)
+    found: tuple[MemoryTier, ...] = ()
+    if choices:
+        profile = costed.step.profile
+        found = forecast_tiers(choices, profile, measured=spec.device == CPU)
+        costed = over_links(costed, found)
+    asked = policies, schedulers, nbytes, say, split, found
+    return MemoryTrials(spec, costed, *asked).run(
+        curve=curve, max_batch=max_batch, min_budget=min_budget
+    )
+
+
+def _as_spec(step: object, device: str | None) -> StepSpec:
+    if isinstance(step, StepSpec):
+        return step if device is None else replace(step, device=device)
+    if not isinstance(step, Graph):
+        raise TypeError(
+            f"a step is a Graph or a StepSpec, got {step!r}; networks are made with "
+            "mucudnn.models.get_model(NAME)(batch)"
+        )
+    found = [spec.name for spec in step.with_role(Role.INPUT)]
+    if IMAGE not in found:
+        raise ValueError(
+            f"the graph has the inputs {', '.join(found) or 'none'}; {IMAGE!r} is "
+            "wanted, whose first axis is the batch"
+        )
+    if step.gradients:
+        raise ValueError(
+            "the graph computes gradients already; pass the network with its loss"
+        )
+    spec = StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
+    return spec if device is None else replace(spec, device=device)
+
+
+def _use_precision_figures(spec: StepSpec) -> StepSpec:
+    """Select the device's figures for the step's precision."""
+    if spec.precision is None or spec.device == CPU:
+        return spec
+    return replace(spec, device=name_computing(spec.device, spec.precision))
+
+
+# Try techniques on a step under a budget: plans, lower bound, placement, limits.
+#
+# Ctrl-C ends the trials with the results so far.
+
+
+IN_PARTS = "planned, in parts"
+"""Technique that also decides whether a step runs in slices of its batch."""
+
+
+_SHARES = (1.0, 0.7, 0.5, 0.3)
+"""Budgets of the curve, as shares of the unbounded peak; the minimum is added."""
+
+
+class MemoryTrials:
+    """The trials of one step by every requested policy and scheduler.
+
+    Without schedulers, each policy uses its own. Without a budget, it is the device's
+    memory. Without tiers, host memory is unlimited.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec | DescribedStep,
+        costed: CostedStep,
+        policies: Sequence[str | ResidencyPolicy],
+        schedulers: Sequence[str | Scheduler],
+        budget: int | None,
+        say: Callable[[str, int, int], None],
+        split: Split,
+        tiers: Sequence[MemoryTier] = (),
+    ) -> None:
+        self._spec, self._costed, self._split = spec, costed, split
+        self._tiers = tiers
+        self._splitting: Splitting | None = None
+        self._least_in_parts: int | None = None
+        self._policies = by_name("policies", policies)
+        self._schedulers = by_name("schedulers", schedulers)
+        self._say = say
+        self._step = costed.step
+        say("the step without a budget", 0, 1)
+        self._unbounded = unbounded(costed.step.graph, costed.step.profile)
+        self._budget = _device_memory(spec.device) if budget is None else budget
+        self._minimum: int | None = None
+        self._techniques: list[Technique] = []
+        self._requests_of: dict[tuple[str, str], StepRequest] = {}
+        self._placed: PlacedStep | None = None
+        self._unplaced = ""
+        self._least_ms: dict[int, float] = {}
+        self._loose: dict[int, str] = {}
+        self._curve: list[Technique] = []
+        self._max_batch: dict[str, int] = {}
+        self._min_budget: dict[str, int] = {}
+
+    def run(self, *, curve: bool, max_batch: bool, min_budget: bool) -> MemoryStudy:
+        """Run all trials; Ctrl-C ends them with the results so far."""
+        interrupted = False
+        try:
+            self._try_techniques()
+            if self._split != WHOLE:
+                self._say(IN_PARTS, 0, 1)
+                technique, self._splitting = self._in_parts(self._budget)
+                self._techniques.append(technique)
+            self._bound(self._budget)
+            self._place_best()
+            self._say("the least budget of any policy", 0, 1)
+            self._minimum = self._least_of_all()
+            if min_budget:
+                self._find_min_budgets()
+            if max_batch:
+                self._find_max_batches()
+            if curve:
+                self._try_budgets()
+        except KeyboardInterrupt:
+            interrupted = True
+        return MemoryStudy(
+            spec=self._spec,
+            image=self._costed.image,
+            parameters=self._costed.parameters,
+            budget=self._budget,
+            unbounded=self._unbounded,
+            minimum=self._minimum,
+            figures=self._costed.figures,
+            convolutions=self._costed.convolutions,
+            techniques=tuple(self._techniques),
+            placed=self._placed,
+            unplaced=self._unplaced,
+            least_ms=self._least_ms,
+            loose=self._loose,
+            curve=tuple(self._curve),
+            max_batch=self._max_batch,
+            min_budget=self._min_budget,
+            splitting=self._splitting,
+            interrupted=interrupted,
+        )
+
+    def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
+        """Return a request per scheduler, or one with the policy's own."""
+        asked = replace(step, policy=self._policies[policy])
+        return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
+
+    def _try_techniques(self) -> None:
+        step = self._step.within(self._budget)
+        asked = [r for policy in self._policies for r in self._requests(step, policy)]
+        for i, request in enumerate(asked):
+            self._say(_describe_request(request), i, len(asked))
+            found = try_technique(request)
+            self._techniques.append(found)
+            self._requests_of[found.policy, found.scheduler] = request
+
+    def _bound(self, budget: int) -> None:
+        """Find the lower bound on the step time within a budget."""
+        if budget not in self._least_ms:
+            self._say("the bound of any plan", 0, 1)
+            found = lower_bound(self._step.within(budget))
+            if math.isfinite(found.step_ms):
+                self._least_ms[budget] = found.step_ms
+            if found.reason:
+                self._loose[budget] = found.reason
+
+    def _in_parts(self, budget: int) -> tuple[Technique, Splitting | None]:
+        """Plan the step in parts, or whole if that is faster."""
+        step = self._costed.in_parts
+        assert step is not None, "study_memory has refused what cannot be split"
+        try:
+            found = plan_splitting(step(budget), self._split)
+        except PlanningError as e:
+            self._least_in_parts = e.least_bytes or self._least_in_parts
+            return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
+        plan = found.chosen.plan
+        name = "any" if plan is None else plan.scheduler
+        return Technique(IN_PARTS, name, budget, plan), found
+
+    def _least_of_parts(self, found: Splitting) -> int:
+        """Return the least budget of all splits, untried ones included."""
+        assert self._costed.in_parts is not None
+        step = self._costed.in_parts(self._budget)
+        least = {c.cutting: c.least_bytes for c in found.tried}
+        for cutting in cuttings(step.graph, self._split):
+            if cutting not in least:
+                self._say(f"the least budget of {cutting}", 0, 1)
+                graph = step.in_parts(cutting)
+                costs = step.costs(graph)
+                asked = None if costs is None else step.asked(graph, costs)
+                least[cutting] = None if asked is None else minimum_budget(asked)
+        return min(nbytes for nbytes in least.values() if nbytes is not None)
+
+    def _place_best(self) -> None:
+        best = best_technique(self._techniques)
+        if best is None:
+            return
+        self._say("places in the arena", 0, 1)
+        if best.policy == IN_PARTS and self._splitting is not None:
+            step = self._step.within(self._budget)
+            request = self._splitting.chosen.request or step
+        else:
+            request = self._requests_of[best.policy, best.scheduler]
+        try:
+            if self._tiers:
+                self._placed = place_tiered_step(request, self._tiers)
+            else:
+                self._placed = place_step(request, best.plan)
+        except PlanningError as e:
+            self._unplaced = str(e)
+
+    def _try_budgets(self) -> None:
+        most = self._unbounded.peak_bytes
+        shares = [int(share * most) for share in _SHARES]
+        least = self._minimum or 0
+        budgets = sorted({*(b for b in shares if b > least), least}, reverse=True)
+        pairs = [(budget, policy) for budget in budgets for policy in self._policies]
+        for i, (budget, policy) in enumerate(pairs):
+            self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
+            request, *_ = self._requests(self._step.within(budget), policy)
+            self._curve.append(try_technique(request))
+            self._bound(budget)
+        for budget in budgets if self._split != WHOLE else ():
+            self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
+            self._curve.append(self._in_parts(budget)[0])
+
+    def _least(self, step: StepRequest, policy: str) -> int:
+        """Return the least budget of a policy with any of its schedulers."""
+        return min(map(minimum_budget, self._requests(step, policy)))
+
+    def _least_of_all(self) -> int:
+        """Return the least budget; the planner's own search needs the least."""
+        ours = (PLANNED,) if PLANNED in self._policies else self._policies
+        whole = min(self._least(self._step, policy) for policy in ours)
+        if self._splitting is not None:
+            self._least_in_parts = self._least_of_parts(self._splitting)
+        return min(whole, self._least_in_parts or whole)
+
+    def _find_min_budgets(self) -> None:
+        for i, policy in enumerate(self._policies):
+            self._say(f"least budget of {policy}", i, len(self._policies))
+            self._min_budget[policy] = self._least(self._step, policy)
+        if self._least_in_parts is not None:
+            self._min_budget[IN_PARTS] = self._least_in_parts
+
+    def _find_max_batches(self) -> None:
+        step = functools.cache(self._costed.at)
+
+        @functools.cache
+        def least(batch: int, policy: str) -> int:
+            return self._least(step(batch), policy)
+
+        for i, policy in enumerate(self._policies):
+
+            def say(batch: int, policy: str = policy, i: int = i) -> None:
+                self._say(f"{policy} at batch {batch}", i, len(self._policies))
+
+            self._max_batch[policy] = largest_batch_within(
+                functools.partial(least, policy=policy),
+                self._budget,
+                start=self._spec.batch,
+                progress=say,
+            )
+
+
+def _describe_request(request: StepRequest) -> str:
+    free = request.policy == PLANNED and request.scheduler is None
+    return f"{name_of(request.policy)}, " + (
+        "any scheduler" if free else name_of(request.timing)
+    )
+
+
+def _device_memory(device: str) -> int:
+    if device != CPU:
+        return int(get_device(device).memory.value)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def over_links(costed: CostedStep, tiers: Sequence[MemoryTier]) -> CostedStep:
+    """Return the step with the rates of its fastest tier, as if it had room for all."""
+
+    def linked(step: StepRequest) -> StepRequest:
+        return over_fastest(step, tiers)
+
+    def asked_over(step: SplitStep) -> SplitStep:
+        return replace(
+            step, asked=lambda graph, costs: linked(step.asked(graph, costs))
+        )
+
+    parts = costed.in_parts
+    return replace(
+        costed,
+        figures={**costed.figures, "tiers": "; ".join(map(_describe_tier, tiers))},
+        step=linked(costed.step),
+        at=lambda batch: linked(costed.at(batch)),
+        in_parts=None if parts is None else lambda nbytes: asked_over(parts(nbytes)),
+    )
+
+
+def _describe_tier(tier: MemoryTier) -> str:
+    """Return text such as `disk:/scratch 1.2 GB/s out, 2.5 GB/s back`."""
+    out_rate, in_rate = tier.out_bytes_per_ms / 1e6, tier.in_bytes_per_ms / 1e6
+    return f"{tier.name} {out_rate:.3g} GB/s out, {in_rate:.3g} GB/s back"

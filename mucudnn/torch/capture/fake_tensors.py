@@ -1,0 +1,374 @@
+"""Models, optimizers and batches without data, as planning needs them.
+
+Copies of them have tensors that only know their shape, type and strides. So nothing of
+the model's size is allocated, the optimizer gets no state, and a model that never had
+data is as good as any. Tensors without a device (`meta`) stand for ones on the CPU.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.op_overrides import ctc_results
+from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.step_tensors import Batch, check_parts
+from mucudnn.torch.costs.measure import WrongResultsError
+from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.lowering.overloads import corrected, statistics_types
+from mucudnn.torch.source_lines import storage_of
+
+
+@dataclass(frozen=True)
+class DatalessStep:
+    """What `capture_step` takes, without data.
+
+    Attributes:
+        model: A copy.
+        loss_fn: A copy if it is a module.
+        example: As a step is called with.
+        optimizer: A copy, with its state.
+        whole: The optimizer that it is a copy of, which may have data.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    example: Batch
+    optimizer: torch.optim.Optimizer
+    whole: torch.optim.Optimizer
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., Any],
+        example: Sequence[Any] | Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+    ) -> "DatalessStep":
+        """Copies of what there is.
+
+        Raises:
+            TypeError: Something is of another type.
+            UnsupportedError: The model cannot be copied; says why.
+        """
+        check_parts(model, loss_fn, optimizer)
+        _check(example)
+        named = example if isinstance(example, Mapping) else {}
+        given = Batch.of(() if named else tuple(example), named)
+        modules = [model]
+        if isinstance(loss_fn, torch.nn.Module):
+            modules.append(loss_fn)
+        mode = FakeTensorMode()
+        own = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        mine = set(map(id, own))
+        # Those of the optimizer alone are parameters that the model had before.
+        own += [p for group in optimizer.param_groups for p in group["params"]]
+        memo: dict[int, Any] = {id(t): _dataless(mode, t) for t in own}
+        try:
+            copies = [copy.deepcopy(module, memo) for module in modules]
+        except (TypeError, RuntimeError) as e:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be copied, which a study needs: {e}"
+            ) from e
+        lent = _optimizer(optimizer, memo, mode)
+        with mode:
+            make_state(lent, {id(memo[at]) for at in mine})
+        batch = replace(given, tensors=tuple(_dataless(mode, t) for t in given.tensors))
+        loss_fn = copies[1] if len(copies) > 1 else loss_fn
+        return cls(copies[0], loss_fn, batch, lent, optimizer)
+
+    def wholes(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of parameters that the optimizer has, those that they are copies of."""
+        of_copy = {
+            id(lent): parameter
+            for mine, group in zip(
+                self.optimizer.param_groups, self.whole.param_groups, strict=True
+            )
+            for lent, parameter in zip(mine["params"], group["params"], strict=True)
+        }
+        return {
+            name: of_copy[id(copy)]
+            for name, copy in copies.items()
+            if id(copy) in of_copy
+        }
+
+    @property
+    def size_or_none(self) -> int | None:
+        """Size of the first axis that all tensors of the batch share, if they do."""
+        tensors = self.example.tensors
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def size(self) -> int:
+        """Size of the first axis of the first tensor."""
+        first = self.example.tensors[0]
+        return int(first.shape[0]) if first.dim() else 1
+
+    @property
+    def batch(self) -> int:
+        """Size of the first axis of every tensor of the batch.
+
+        Raises:
+            ValueError: They do not share it.
+        """
+        if self.size_or_none is None:
+            shapes = ", ".join(str(tuple(t.shape)) for t in self.example.tensors)
+            raise ValueError(
+                f"the example's tensors have the shapes {shapes}; other batches than "
+                "it need one first axis that all of them share"
+            )
+        return self.size_or_none
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _check(example: Any) -> None:
+    """Refuse what is no batch.
+
+    Raises:
+        TypeError: Says what was given and what is wanted.
+    """
+    several = isinstance(example, Sequence | Mapping)
+    if isinstance(example, torch.Tensor | str) or not several:
+        raise TypeError(
+            "example must be a batch, such as (x, y), or a dict of what the model "
+            f"takes by name, got a {type(example).__name__}"
+        )
+    if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(example)):
+        raise TypeError(
+            "example must be a batch with tensors, such as (x, y), or a dict of what "
+            "the model takes by name, and has no tensor"
+        )
+
+
+def _dataless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another, without its data."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer, memo: Mapping[int, Any], mode: FakeTensorMode
+) -> torch.optim.Optimizer:
+    """A copy that works on the copied parameters; its hooks are those of the other.
+
+    PyTorch's own way to copy one would leave its hooks behind.
+    """
+    lent: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(lent).update(vars(optimizer))
+    lent.param_groups = []
+    lent.state = defaultdict(dict)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            lent.state[memo[id(parameter)]] = {
+                key: _dataless(mode, value)
+                if isinstance(value, torch.Tensor)
+                else copy.copy(value)
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
+        mine = [memo[id(parameter)] for parameter in group["params"]]
+        lent.param_groups.append({**group, "params": mine})
+    return lent
+
+
+_aten = torch.ops.aten
+
+
+_CONTIGUOUS = frozenset(
+    {
+        _aten.huber_loss_backward.default,
+        _aten.mse_loss_backward.default,
+        _aten.smooth_l1_loss_backward.default,
+    }
+)
+"""Whose results are contiguous, whatever PyTorch's own model of them says."""
+
+
+class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types here
+    """PyTorch's tensors without data, where its model of a kernel misses or is wrong.
+
+    Args:
+        shape_env: What symbols are made in.
+        results: What kernels were seen to return.
+    """
+
+    def __init__(self, shape_env: Any, results: "KernelResults") -> None:
+        super().__init__(shape_env=shape_env, allow_non_fake_inputs=True)
+        self._results = results
+        self.allow_scalar_outputs = True
+
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What an operation gives."""
+        if func is _aten.bernoulli.p:
+            with self:  # of `bernoulli_`, which leaves a tensor as it lies
+                return torch.empty_like(args[0])
+        with self:
+            found = ctc_results(func, args)
+        if found is not None:
+            return found
+        args, kwargs = _without_symbols_of_complex(args, kwargs or {})
+        found = super().dispatch(func, types, args, kwargs)
+        if func in _CONTIGUOUS and not found.is_contiguous():
+            return self._contiguous(found)
+        return self._results.corrected(self, func, (args, kwargs), found)
+
+    def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
+        with self:
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Numbers beside complex tensors, such as learning rates, as ones.
+
+    PyTorch's models of kernels make them complex there, which a symbol cannot be. What
+    a result is like does not depend on them.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not any(isinstance(v, torch.Tensor) and v.is_complex() for v in leaves):
+        return args, kwargs
+    found: tuple[Any, Any] = pytree.tree_map_only(
+        torch.SymFloat, lambda _: 1.0, (args, kwargs)
+    )
+    return found
+
+
+# What kernels return where PyTorch's own model of them says something else.
+#
+# A graph is recorded on tensors without data, by PyTorch's model of every kernel. Some
+# models are wrong: under autocast, in types of what normalisations return; elsewhere in
+# strides. What follows is then recorded wrongly, too: casts that autograd makes by the
+# type it sees are missing. Measuring runs every kernel and sees it. So what it sees is
+# kept, and the step recorded once more, until no kernel differs.
+
+
+Results = Mapping[int | None, Layout]
+
+
+class _HasModule(Protocol):
+    @property
+    def module(self) -> torch.fx.GraphModule: ...
+
+
+CapturedT = TypeVar("CapturedT", bound=_HasModule)
+
+ResultT = TypeVar("ResultT")
+
+
+class KernelResults:
+    """What was seen, by operation and how its operands lie."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, dict[str, Results]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._seen.values()))
+
+    def settled(
+        self, capture: Callable[[], CapturedT], use: Callable[[CapturedT], ResultT]
+    ) -> ResultT:
+        """What is made of a graph, which is captured again while it is wrong.
+
+        Args:
+            capture: Records a graph, by these results.
+            use: Makes something of it, and measures it for that.
+
+        Raises:
+            UnsupportedError: It stays wrong; says which operation.
+        """
+        while True:
+            captured = capture()
+            try:
+                return use(captured)
+            except WrongResultsError as e:
+                if not self.learn(captured.module, e):
+                    raise
+
+    def learn(self, module: torch.fx.GraphModule, wrong: WrongResultsError) -> bool:
+        """Keep what a measurement has seen; whether anything of it is new."""
+        before = len(self)
+        for node in module.graph.nodes:
+            if (found := wrong.found.get(node.name)) is not None:
+                seen = self._seen.setdefault(node.target, {})
+                key = _key(node.args, node.kwargs)
+                seen[key] = {**seen.get(key, {}), **found}
+        return len(self) > before
+
+    def corrected(
+        self,
+        mode: FakeTensorMode,
+        function: Any,
+        given: tuple[Any, Mapping[str, Any]],
+        results: Any,
+    ) -> Any:
+        """Results without data as a kernel really gives them.
+
+        Args:
+            mode: Makes tensors without data.
+            function: The operation.
+            given: Its arguments, by place and by name.
+            results: What PyTorch's model says.
+        """
+        with mode:
+            results = corrected(results, statistics_types(function, given[0]))
+            if function is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+                results = _apart(results)
+        seen = self._seen.get(function)
+        if seen is None or (layouts := seen.get(_key(*given))) is None:
+            return results
+        with mode:
+            if isinstance(results, torch.Tensor):
+                return _lying(layouts[None])
+            return type(results)(
+                [
+                    _lying(layouts[k]) if k in layouts else value
+                    for k, value in enumerate(results)
+                ]
+            )
+
+
+def _apart(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The model of an LSTM's gradients has those of both biases as one tensor."""
+    places = list(map(storage_of, results))
+    return tuple(
+        torch.empty_like(t) if place in places[:i] else t
+        for i, (t, place) in enumerate(zip(results, places, strict=True))
+    )
+
+
+def _lying(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(
+        layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
+    )
+
+
+def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Equal for calls whose operands are of the same types and lie alike."""
+    return repr([_said(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))])
+
+
+def _said(leaf: Any) -> Any:
+    value = leaf.meta.get("val") if isinstance(leaf, torch.fx.Node) else leaf
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return type(value)
+    return value

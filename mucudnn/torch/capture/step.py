@@ -1,0 +1,576 @@
+"""Capture a training step as one graph: forward, backward and update.
+
+The step is run once on tensors without data. What the model, the loss and the optimizer
+do is recorded operation by operation, below autograd, and what they do in place becomes
+new values that replace those of parameters, buffers and state when the step is over. So
+an optimizer needs no functional form: its own `step` is what is recorded, one tensor at
+a time, and its learning rates stay inputs. Whatever Python decides meanwhile is decided
+for every step that runs later; what it decides by numbers that are there before a step,
+such as an optimizer's count of steps, is noted.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.torch.capture.exclusive import exclusive_capture
+from mucudnn.torch.capture.fake_tensors import KernelResults, StepFakes
+from mucudnn.torch.capture.guards import DecidingShapes, Decision
+from mucudnn.torch.capture.op_overrides import (
+    CountedAverages,
+    plain_checkpoints,
+    uncompiled,
+)
+from mucudnn.torch.capture.optimizers import StateKey, UpdateNotRecordedError, swapped
+from mucudnn.torch.capture.python_state import Read
+from mucudnn.torch.capture.reads import Effect, ReadRecorder, Reads, UnsoundCaptureError
+from mucudnn.torch.capture.refusals import (
+    RefusedOperations,
+    StepFunctions,
+    saying_where,
+)
+from mucudnn.torch.capture.step_tensors import (
+    PLAIN,
+    Batch,
+    StepParts,
+    StepSettings,
+    called,
+    places_of,
+    root_of,
+)
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step as a graph of tensors in, tensors out.
+
+    Attributes:
+        module: Its placeholders are those of `StepParts.tensors` and then the batch; it
+            returns the loss, what else the loss function gives, and what each
+            placeholder's tensor has become.
+        names: Of the placeholders.
+        forward: Nodes of the forward pass.
+        backward: Nodes of the backward pass; the others are of the update.
+        extras: How what the step returns beside the loss is nested: a pair of what the
+            loss function returned with it, and the values of `reads.effects`.
+        reads: The Python state that the step has read, and what it has changed.
+        decisions: What holds only as long as some inputs are as they were.
+        made: What the optimizer adds to its state: group, parameter and name of each
+            of the last results before the placeholders'.
+        gradients: Where the update is no part of the graph, the parameters whose
+            gradients are the last results before the placeholders', and an empty name
+            for whether some entry is not finite, with a scaler. None where it is.
+    """
+
+    module: torch.fx.GraphModule
+    names: Sequence[str]
+    forward: frozenset[str]
+    backward: frozenset[str]
+    extras: Any
+    reads: Reads
+    decisions: Sequence[Decision] = ()
+    made: Sequence[StateKey] = ()
+    gradients: Sequence[str] | None = None
+
+
+@exclusive_capture()
+def capture_step(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[Any] | Batch,
+    *,
+    size: int | None = None,
+    settings: StepSettings = PLAIN,
+    results: KernelResults | None = None,
+    keeps_effects: bool = True,
+) -> CapturedStep:
+    """Record one step without running it.
+
+    Args:
+        model: Called with the first of the batch and what it has by name.
+        loss_fn: Called with the model's result and the rest of the batch.
+        optimizer: Of parameters of the model.
+        batch: As a step is called with.
+        size: Of the first axis of every tensor of the batch, if it is to be another.
+        settings: What is done with gradients.
+        results: What kernels were seen to return.
+        keeps_effects: Whether plain state stays as an error of the user's own leaves
+            it, as in eager mode: a loss that fails at every fifth call goes on
+            counting.
+
+    Raises:
+        UnsupportedError: Something depends on values that only a run has.
+        UnsoundCaptureError: A later step may differ in a way that cannot be checked.
+    """
+    given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
+    parts = StepParts.of(model, optimizer, loss_fn, settings)
+    tracer = _Tracer(
+        root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
+    )
+    tensors = given.tensors
+    names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
+    inputs = [*parts.tensors(), *tensors]
+    shapes = DecidingShapes(names, inputs, frozenset(parts.parameters))
+    mode = StepFakes(shapes, KernelResults() if results is None else results)
+    fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]
+    if size is not None and tensors:
+        with mode:
+            fakes[-len(tensors) :] = [
+                t.new_empty((size, *t.shape[1:])) for t in fakes[-len(tensors) :]
+            ]
+    recorder = tracer.recorder
+    try:
+        with (
+            recorder,
+            tracer.averages.marked(recorder),
+            uncompiled(tracer.root, recorder),
+            plain_checkpoints(),
+            mode,
+            torch.enable_grad(),
+            saying_where(),
+        ):
+            module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
+            torch.clear_autocast_cache()
+    except BaseException as e:
+        own = isinstance(e, Exception) and not isinstance(e, MucudnnError)
+        recorder.put_back(with_plain=not (keeps_effects and own))
+        raise
+    reads = recorder.finish(tracer.effects)
+    tracer.averages.written(module.graph)
+    return CapturedStep(
+        module,
+        names,
+        frozenset(tracer.forward),
+        frozenset(tracer.backward),
+        tracer.extras,
+        reads,
+        tuple(shapes.decisions),
+        tuple(tracer.made),
+        None if settings.recorded else tuple(tracer.left),
+    )
+
+
+class _Tracer:
+    """The step as a function of its tensors; remembers where its phases end."""
+
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        parts: StepParts,
+        batch: Batch,
+        settings: StepSettings,
+    ) -> None:
+        self.root = root
+        self.parts = parts
+        self.batch = batch
+        self._loss_fn = loss_fn
+        self._update = StepUpdate(optimizer, parts, settings)
+        self._settings = settings
+        self.averages = CountedAverages(root)
+        self._casts_once = torch.is_autocast_cache_enabled()
+        roots: dict[str, Any] = {"the loss function": loss_fn}
+        if settings.recorded:
+            roots["the optimizer"] = optimizer
+        self.recorder = ReadRecorder(
+            [module for module in root.modules() if module is not root],
+            roots,
+            parts.parameters,
+            [*parts.parameters.values(), *parts.buffers.values(), *batch.tensors],
+            settings.floats,
+        )
+        self.forward: set[str] = set()
+        self.backward: set[str] = set()
+        self.extras: Any = None
+        self.effects: Sequence[Effect] = ()
+        self.made: Mapping[StateKey, torch.Tensor] = {}
+        self.left: Mapping[str, torch.Tensor] = {}
+        self._found: Any = None
+
+    def __call__(self, *flat: torch.Tensor) -> list[Any]:
+        # Tracing has a parameter cast once for every use: gradients would be summed
+        # behind the casts back, not before. It sets this back when it is over.
+        torch.set_autocast_cache_enabled(self._casts_once)
+        functions = StepFunctions(self.averages, self.recorder)
+        with FunctionalTensorMode(), RefusedOperations(), functions:
+            mine = [to_fun(tensor) for tensor in flat]
+            results = self._step(mine, functions)
+            for tensor in mine:
+                torch._sync(tensor)
+            return [from_fun(value) for value in (*results, *mine)]
+
+    def _step(
+        self, flat: Sequence[torch.Tensor], functions: StepFunctions
+    ) -> list[Any]:
+        given = iter(flat)
+        parts = self.parts
+        parameters = {name: next(given) for name in parts.parameters}
+        buffers = {name: next(given) for name in parts.buffers}
+        state = {key: next(given) for key in parts.state}
+        scale = [next(given) for _ in parts.scale]
+        rates = [
+            tensor if isinstance(rate, torch.Tensor) else tensor.item()
+            for rate, tensor in zip(parts.rates, given, strict=False)
+        ]
+        floats = [next(given).item() for _ in parts.floats]
+        leaves = {
+            name: leaf_of(tensor, parts.parameters[name])
+            for name, tensor in parameters.items()
+        }
+        # A loss may hold parameters themselves, to add their norms, and an optimizer's
+        # hook their gradients.
+        held = {**parts.parameters, **parts.buffers}
+        named = {id(tensor): name for name, tensor in held.items()}
+        functions.stand_ins = {k: (leaves | buffers)[n] for k, n in named.items()}
+        modules = _reparametrize_module(
+            self.root, places_of(self.root, leaves | buffers)
+        )
+        with _lent(self._settings.floats, floats):
+            with modules:
+                loss, gradients = self._passes(leaves, list(given), scale)
+                self._keep(buffers)
+            tensors = Tensors(parameters, state, rates, scale)
+            lent = parameters | buffers
+            functions.stand_ins = {key: lent[name] for key, name in named.items()}
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                if self._settings.recorded:
+                    self.made = self._update.recorded(tensors, gradients)
+                else:
+                    self.left = self._update.left(tensors, gradients)
+        last = [tensor.detach() for tensor in (self.made or self.left).values()]
+        functions.stand_ins = {}
+        self.effects = self.recorder.effects()
+        self.recorder.check_effects(self.effects)
+        beside = self._found, [effect.after for effect in self.effects]
+        leaves, form = pytree.tree_flatten(beside)
+        self.extras = Nesting.of(form, leaves)
+        return [loss, *(v.detach() for v in leaves if is_result(v)), *last]
+
+    def _passes(
+        self,
+        leaves: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        scale: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, Gradients]:
+        """Forward and backward, part by part of the batch."""
+        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        gradients: Gradients = dict.fromkeys(trained)
+        total: torch.Tensor | None = None
+        extras = []
+        before = _names_now()
+        for tensors, divisor in self.batch.parts(batch, self._settings.accumulate):
+            loss, found = self._loss(tensors)
+            extras.append(found)
+            loss = loss / divisor if divisor != 1 else loss
+            goal = loss * scale[0] if scale else loss
+            between = _names_now()
+            with torch.autocast("cpu", enabled=False):
+                mine = torch.autograd.grad(
+                    goal, list(trained.values()), allow_unused=True
+                )
+            gradients = added(gradients, dict(zip(trained, mine, strict=True)))
+            total = loss.detach() if total is None else total + loss.detach()
+            self.forward |= between - before
+            self.backward |= _names_now() - between
+            before = _names_now()
+        if any(found is not None for found in extras):
+            several = self._settings.accumulate > 1
+            self._found = tuple(extras) if several else extras[0]
+        return total, gradients
+
+    def _loss(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        torch.clear_autocast_cache()
+        args, kwargs = self.batch.arguments(tensors)
+        result = self._loss_fn(called(self.root.model, args, kwargs), *args[1:])
+        loss, extras = loss_of(result)
+        return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
+
+    def _keep(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Have tensors that the model puts in a buffer's place as its new values."""
+        for name, buffer in buffers.items():
+            module, _, own = name.rpartition(".")
+            now = self.root.get_submodule(module)._buffers[own]
+            if now is buffer:
+                continue
+            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
+                found = None if now is None else (tuple(now.shape), now.dtype)
+                raise UnsupportedError(
+                    f"the step makes buffer {name.partition('.')[2]!r} {found}; it was "
+                    f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
+                )
+            buffer.copy_(now.detach())
+
+
+@contextmanager
+def _lent(places: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
+    """Have symbols stand in the places of Python numbers."""
+    before = [place.now() for place in places]
+    for place, value in zip(places, values, strict=True):
+        place.put(value)
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.put(value)
+
+
+def is_result(value: Any) -> bool:
+    """Return whether a value is a tensor that the step has computed."""
+    return isinstance(value, FunctionalTensor)
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Values nested in one another, without those that each run computes.
+
+    Attributes:
+        form: How they are nested.
+        leaves: The values, `COMPUTED` in the place of a computed one.
+    """
+
+    form: Any
+    leaves: Sequence[Any]
+
+    @classmethod
+    def of(cls, form: Any, leaves: Sequence[Any]) -> "Nesting":
+        """Return the nesting of a capture's values."""
+        return cls(form, [COMPUTED if is_result(v) else v for v in leaves])
+
+    def filled(self, computed: Sequence[Any]) -> Any:
+        """Return all values, with those that a run has computed."""
+        given = iter(computed)
+        leaves = [next(given) if leaf is COMPUTED else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.form)
+
+
+COMPUTED = object()
+
+
+def _names_now() -> frozenset[str]:
+    """Names of the nodes that there are so far."""
+    return frozenset(node.name for node in get_proxy_mode().tracer.graph.nodes)
+
+
+# The part of a step behind its gradients: an optimizer's update, or what it is given.
+#
+# An update is recorded as any other part of a step. Where it cannot be, as it decides
+# by values or counts in Python, the step ends with the gradients, and the optimizer
+# makes its update itself.
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What stands for a step's tensors while it is recorded.
+
+    Attributes:
+        parameters: By name.
+        state: Of the optimizer.
+        rates: The learning rate of each group.
+        scale: A scaler's factor and count, if there is one.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    state: Mapping[StateKey, torch.Tensor]
+    rates: Sequence[Any]
+    scale: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What is done with the gradients of a step.
+
+    Attributes:
+        optimizer: Has them.
+        parts: What the step is made of.
+        settings: How gradients are treated before.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parts: StepParts
+    settings: StepSettings
+
+    def recorded(
+        self, tensors: Tensors, gradients: Gradients
+    ) -> Mapping[StateKey, torch.Tensor]:
+        """Have the optimizer make its update; what it adds to its state.
+
+        Raises:
+            UpdateNotRecordedError: It cannot be recorded; says why.
+        """
+        if not tensors.scale:
+            return self._made(tensors, gradients)
+        gradients, found = unscaled(gradients, tensors.scale[0])
+        made = self._made_unless(found, tensors, gradients)
+        rescaled(tensors.scale[0], tensors.scale[1], found, self.settings)
+        return made
+
+    def left(
+        self, tensors: Tensors, gradients: Gradients
+    ) -> Mapping[str, torch.Tensor]:
+        """The gradients that the optimizer is to be given, by parameter.
+
+        With a scaler the last one, of no name, is whether some entry is not finite.
+        """
+        last: dict[str, torch.Tensor] = {}
+        if tensors.scale:
+            gradients, found = unscaled(gradients, tensors.scale[0])
+            rescaled(tensors.scale[0], tensors.scale[1], found, self.settings)
+            last = {"": found}
+        given = clipped(gradients, self.settings)
+        return {name: g for name, g in given.items() if g is not None} | last
+
+    def _made(
+        self, tensors: Tensors, gradients: Gradients
+    ) -> Mapping[StateKey, torch.Tensor]:
+        by_id = {id(tensor): name for name, tensor in self.parts.parameters.items()}
+        given = clipped(gradients, self.settings)
+        lent = tensors.parameters, given, tensors.state, tensors.rates
+        with swapped(self.optimizer, by_id, *lent) as made:
+            try:
+                with saying_where():
+                    self.optimizer.step()
+            except UnsupportedError as e:
+                raise UpdateNotRecordedError(str(e)) from e
+            except Exception as e:  # of what kind is the optimizer's own affair
+                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}") from e
+        return made
+
+    def _made_unless(
+        self, found: torch.Tensor, tensors: Tensors, gradients: Gradients
+    ) -> Mapping[StateKey, torch.Tensor]:
+        """Update, and take it back where gradients were not finite."""
+        changed = [*tensors.parameters.values(), *tensors.state.values()]
+        before = [from_fun(tensor) for tensor in changed]
+        made = self._made(tensors, gradients)
+        for tensor, old in zip(changed, before, strict=True):
+            if from_fun(tensor) is not old:
+                tensor.copy_(torch.where(found, to_fun(old), tensor))
+        return made
+
+
+# From a loss to what an optimizer is given: scaled, unscaled, clipped.
+#
+# What PyTorch's scaler decides by a value is decided in tensors here: a step whose
+# gradients are not finite puts back what was there, bit for bit.
+
+
+def loss_of(result: Any) -> tuple[torch.Tensor, Any]:
+    """The scalar to minimise, and what the loss function gives beside it.
+
+    Raises:
+        ValueError: It is no tensor of one element that depends on parameters.
+        TypeError: What is beside it has numbers.
+    """
+    loss, extras = result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, extras = result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else f"{type(loss).__name__}"
+        )
+        raise ValueError(
+            f"loss_fn returned {found}; a tensor of one element is wanted, or a pair "
+            "of one and whatever else is to come back"
+        )
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that is trained")
+    for leaf in pytree.tree_leaves(extras):
+        if not isinstance(leaf, (torch.Tensor, str, type(None))):
+            raise TypeError(
+                f"what comes back with the loss has a {type(leaf).__name__}, which "
+                "would be the same in every step; tensors are wanted"
+            )
+    return loss, extras
+
+
+def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor that stands for a parameter, with its hooks.
+
+    Raises:
+        UnsoundCaptureError: It has hooks that run when its gradient is stored.
+    """
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise UnsoundCaptureError(
+            "a parameter has a hook that runs when its gradient is stored "
+            "(register_post_accumulate_grad_hook); gradients are not stored here: use "
+            "register_hook, or a hook of the optimizer"
+        )
+    leaf = tensor.detach().requires_grad_(parameter.requires_grad)
+    vars(leaf).update(vars(parameter))  # attributes that a user has given it
+    hooks = parameter._backward_hooks if parameter.requires_grad else None
+    for hook in (hooks or {}).values():
+        leaf.register_hook(hook)
+    return leaf
+
+
+def unscaled(
+    gradients: Gradients, scale: torch.Tensor
+) -> tuple[Gradients, torch.Tensor]:
+    """Gradients of the loss itself, and whether some entry was not finite."""
+    inverse = scale.double().reciprocal().float()
+    found = torch.zeros((), dtype=torch.bool)
+    true: Gradients = {}
+    for name, gradient in gradients.items():
+        true[name] = None
+        if gradient is not None:
+            found = found | ~torch.isfinite(gradient).all()
+            true[name] = gradient * inverse
+    return true, found
+
+
+def rescaled(
+    scale: torch.Tensor,
+    count: torch.Tensor,
+    found: torch.Tensor,
+    settings: StepSettings,
+) -> None:
+    """Change a scaler's factor, and its count of steps, as its `update` does."""
+    growth, backoff, interval = settings.key
+    more = count + 1
+    grown = (scale.double() * growth).float()
+    due = more == interval
+    higher = torch.where(due & torch.isfinite(grown), grown, scale)
+    lower = (scale.double() * backoff).float()
+    none = torch.zeros_like(count)
+    scale.copy_(torch.where(found, lower, higher))
+    count.copy_(torch.where(found | due, none, more))
+
+
+def clipped(gradients: Gradients, settings: StepSettings) -> Gradients:
+    """Gradients within the limits, as PyTorch's `clip_grad_*` leave them."""
+    present = {name: g for name, g in gradients.items() if g is not None}
+    if (limit := settings.clip_value) is not None:
+        present = {n: g.clamp(min=-limit, max=limit) for n, g in present.items()}
+    if settings.clip_norm is not None and present:
+        norms = [torch.linalg.vector_norm(g) for g in present.values()]
+        total = torch.linalg.vector_norm(torch.stack(norms))
+        factor = torch.clamp(settings.clip_norm / (total + 1e-6), max=1.0)
+        present = {name: g * factor for name, g in present.items()}
+    return {**gradients, **present}
+
+
+def added(totals: Gradients, found: Mapping[str, torch.Tensor | None]) -> Gradients:
+    """Sums of gradients of several passes."""
+    sums: Gradients = dict(totals)
+    for name, gradient in found.items():
+        before = sums.get(name)
+        if before is None or gradient is None:
+            sums[name] = gradient if before is None else before
+        else:
+            sums[name] = before + gradient
+    return sums

@@ -1,0 +1,518 @@
+"""Tensors that a step is called with: batch, parameters, state, settings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mucudnn.arguments import a_function, a_number, an_integer, of_type
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.python_state import Kind, Read
+
+_DECIDED = (bool, str, type(None))
+"""Types whose values are part of a plan."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of a step.
+
+    Attributes:
+        tensors: All tensors among them, in order.
+        form: What lies around the tensors.
+        leaves: Every leaf of the form: None for a tensor, else a value in a tuple.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    form: Any
+    leaves: tuple[tuple[Any] | None, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Batch":
+        """Take the arguments of a call apart.
+
+        Raises:
+            TypeError: One of them is neither a tensor nor a switch.
+            UnsupportedError: This is within `torch.inference_mode()`.
+        """
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedError(
+                "a step is called within torch.inference_mode(), where PyTorch keeps "
+                "no gradients; call it outside"
+            )
+        if not args and not kwargs:
+            raise TypeError("a step is called with a batch, such as step(x, y)")
+        plain = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)
+        flat, form = pytree.tree_flatten((plain, dict(kwargs)))
+        for leaf in flat:
+            if not isinstance(leaf, (torch.Tensor, *_DECIDED)):
+                raise TypeError(
+                    f"a batch has a {type(leaf).__name__}; tensors are wanted, such as "
+                    "step(x, y), step((x1, x2), y) or step(**batch): a number that "
+                    "changes from step to step as torch.tensor(number)"
+                )
+        tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
+        leaves = tuple(None if isinstance(v, torch.Tensor) else (v,) for v in flat)
+        return cls(tensors, form, leaves)
+
+    @property
+    def signature(self) -> str:
+        """The shapes and types of the tensors, as a message shows them."""
+        shown = [
+            f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in self.tensors
+        ]
+        return f"a batch of {', '.join(shown)}" if shown else "a batch without tensors"
+
+    def arguments(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, positional and by name, with other tensors in their places."""
+        given = iter(tensors)
+        flat = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(flat, self.form)
+        return tuple(args), kwargs
+
+    def parts(
+        self, tensors: Sequence[torch.Tensor], count: int
+    ) -> list[tuple[list[torch.Tensor], float]]:
+        """Tensors cut along their first axes, and what each part's loss is divided by.
+
+        Raises:
+            ValueError: They do not have one first axis.
+        """
+        if count == 1:
+            return [(list(tensors), 1)]
+        sizes = {t.shape[0] if t.dim() else None for t in tensors}
+        size = sizes.pop()
+        if sizes or size is None:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+            raise ValueError(
+                f"accumulate={count} cuts every tensor of a batch along its first "
+                f"axis, which must be the batch's; the tensors are {shapes}"
+            )
+        count = min(count, int(size))
+        cut = [t.tensor_split(count) for t in tensors]
+        rows = [list(row) for row in zip(*cut, strict=True)]
+        even = size % count == 0
+        return [(row, count if even else size / row[0].shape[0]) for row in rows]
+
+
+def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a model makes of the first argument of a step and of those by name.
+
+    A tuple is its positional arguments, a dict its arguments by name.
+    """
+    match args[0] if args else ():
+        case Mapping() as named:
+            return model(**named, **kwargs)
+        case tuple() | list() as several:
+            return model(*several, **kwargs)
+        case one:
+            return model(one, **kwargs)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How gradients are made and treated before the optimizer has them.
+
+    Attributes:
+        accumulate: Parts a batch is cut into along its first axis; their gradients are
+            summed, each part's loss weighed by its share of the batch.
+        clip_norm: The norm that all gradients together have at most.
+        clip_value: The magnitude that no entry of a gradient exceeds.
+        scaler: Scales the loss and skips steps whose gradients are not finite.
+        recorded: Whether the optimizer's update is part of a captured step; else the
+            optimizer makes it itself, behind one.
+        floats: Python numbers that change from step to step: inputs of the graph, as
+            learning rates are.
+    """
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    recorded: bool = True
+    floats: tuple[Read, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = an_integer("accumulate", self.accumulate, 1)
+        object.__setattr__(self, "accumulate", parts)
+        for name in ("clip_norm", "clip_value"):
+            if (limit := getattr(self, name)) is not None:
+                a_number(name, limit, 0, above=True, finite=False)
+        if self.scaler is not None:
+            scaler = "a torch.amp.GradScaler or None"
+            of_type("scaler", self.scaler, torch.amp.GradScaler, scaler)
+
+    @property
+    def scales(self) -> bool:
+        """Whether a scaler is at work."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What of the scaler is decided when a step is captured."""
+        if self.scaler is None or not self.scales:
+            return ()
+        return (
+            self.scaler.get_growth_factor(),
+            self.scaler.get_backoff_factor(),
+            self.scaler.get_growth_interval(),
+        )
+
+
+PLAIN = StepSettings()
+"""One batch, one backward pass, gradients as they are."""
+
+
+# The tensors that a step is made of, and where they are found before each step.
+#
+# Checkpoints, schedules and users replace tensors between steps. A plan holds none of
+# them: they are looked up where the model, the optimizer and the scaler have them.
+
+
+_COMPILED = "torch.compile(model, backend=mt.backend(budget=...))"
+
+
+_WRAPPERS = {
+    "DataParallel": "take the module inside of it, on one device",
+    "DistributedDataParallel": (
+        f"DistributedDataParallel({_COMPILED}) keeps a budget on every rank, and "
+        "mt.distribute divides batches among ranks; the module inside of it alone "
+        "would train every rank by itself"
+    ),
+    "FullyShardedDataParallel": (
+        f"shard the model with torch.distributed.fsdp.fully_shard; {_COMPILED} keeps a "
+        "budget there"
+    ),
+    "FSDPModule": f"{_COMPILED} keeps a budget under fully_shard",
+}
+"""Classes of modules that spread a model, and what works in place of a step."""
+
+
+def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
+    """Refuse what a step cannot be made of.
+
+    Raises:
+        TypeError: Something is of another type.
+        ValueError: The optimizer has no parameter of the model.
+        UnsupportedError: The model is wrapped.
+    """
+    of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    a_function("loss_fn", loss_fn, "a function of the model's result and of the batch")
+    of_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    own = set(map(id, root_of(model, loss_fn).parameters()))
+    if own.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            "optimizer must have parameters of the model, or of a loss that is a "
+            "module, and has none of them; make it with model.parameters(), after "
+            "whatever replaces them"
+        )
+
+
+def root_of(
+    model: torch.nn.Module, loss_fn: Callable[..., Any] | None = None
+) -> torch.nn.Module:
+    """One module with the model in it, and the loss where it is a module too.
+
+    Raises:
+        UnsupportedError: The model is wrapped by what spreads it over devices,
+            compiled, or has tensors that are made of others.
+    """
+    for module in model.modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        if found := [kind for kind in kinds if kind in _WRAPPERS]:
+            raise UnsupportedError(
+                f"the model has a {found[0]}, whose collectives are not captured; "
+                f"{_WRAPPERS[found[0]]}"
+            )
+        if kinds[0] == "OptimizedModule":
+            raise UnsupportedError(
+                "the model is compiled by torch.compile; take the one that was given "
+                "to it, or compile with backend='mucudnn' in place of this step"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"the model has a scripted module ({module.original_name}), whose "
+                "operations cannot be seen; take the one that torch.jit was given"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_traceable_wrapper_subclass(tensor):
+            raise UnsupportedError(
+                f"{name} of the model is a {type(tensor).__name__}, a tensor that is "
+                "made of others; a step takes plain ones"
+            )
+    root = torch.nn.Module()
+    root.model = model
+    if isinstance(loss_fn, torch.nn.Module):
+        root.loss_fn = loss_fn
+    return root
+
+
+def places_of(
+    root: torch.nn.Module, given: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors by all names under which a module has them, tied ones by several.
+
+    A module that is there several times has its tensors by one name.
+
+    Args:
+        root: The module.
+        given: Other tensors, by the names that its own have among `named_parameters`
+            and `named_buffers`.
+    """
+    own = (*root.named_parameters(), *root.named_buffers())
+    first = {id(tensor): name for name, tensor in own}
+    return {
+        f"{prefix}.{name}": given[first[id(tensor)]]
+        for prefix, module in root.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if id(tensor) in first
+    }
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The tensors of a step, in the order in which its graph takes them.
+
+    Attributes:
+        parameters: By name, shared ones once.
+        buffers: By name, shared ones once.
+        state: The optimizer's tensors, by group, parameter and key; none where the
+            optimizer makes its update itself.
+        scale: The scaler's factor and its count of steps since that has changed.
+        rates: The learning rate of each group, a number or a tensor; zero where an
+            optimizer has none.
+        floats: Other numbers that are inputs of the graph.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    state: Mapping[tuple[int, int, str], torch.Tensor]
+    scale: tuple[torch.Tensor, ...]
+    rates: tuple[Any, ...]
+    floats: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        settings: StepSettings = PLAIN,
+    ) -> "StepParts":
+        """The parts as they are now; the optimizer's state is made if it is not there.
+
+        Raises:
+            UnsupportedError: The model is wrapped.
+        """
+        root = root_of(model, loss_fn)
+        if settings.recorded:
+            make_state(optimizer, set(map(id, root.parameters())))
+        state = {
+            (i, j, key): value
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if settings.recorded and isinstance(value, torch.Tensor)
+        }
+        return cls(
+            dict(root.named_parameters()),
+            dict(root.named_buffers()),
+            state,
+            _scale(settings),
+            tuple(group.get("lr", 0.0) for group in optimizer.param_groups),
+            tuple(read.now() for read in settings.floats),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, detached; a rate that is a number as a tensor of one."""
+        groups = (self.parameters.values(), self.buffers.values(), self.state.values())
+        held = [t.detach() for group in (*groups, self.scale) for t in group]
+        return [*held, *map(as_tensor, (*self.rates, *self.floats))]
+
+    def names(self) -> list[str]:
+        """What each of the tensors is called."""
+        return [
+            *self.parameters,
+            *self.buffers,
+            *(f"state.{i}.{j}.{key}" for i, j, key in self.state),
+            *(f"scale.{i}" for i in range(len(self.scale))),
+            *(f"rate.{i}" for i in range(len(self.rates))),
+            *(f"float.{i}" for i in range(len(self.floats))),
+        ]
+
+
+def _scale(settings: StepSettings) -> tuple[torch.Tensor, ...]:
+    scaler: Any = settings.scaler
+    if not settings.scales:
+        return ()
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    return scaler._scale, scaler._growth_tracker
+
+
+def as_tensor(rate: Any) -> torch.Tensor:
+    """A learning rate as a step is given it."""
+    if isinstance(rate, torch.Tensor):
+        return rate
+    return torch.tensor(rate, dtype=torch.float64, device="cpu")
+
+
+_IN_ORDER = (
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
+"""Modules whose children or parameters are gone through in order."""
+
+
+class LiveParts:
+    """Where the tensors of a step are found, and what must stay for that.
+
+    Args:
+        model: Whose parameters and buffers they are.
+        optimizer: Whose state.
+        loss_fn: The loss, which has such too if it is a module.
+        settings: With a scaler, if there is one.
+
+    Attributes:
+        parts: The tensors as they are now.
+        reads: Which modules, parameters and groups of parameters there are, and the
+            optimizer's hyperparameters where it is part of the captured step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any],
+        settings: StepSettings,
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self.parts = StepParts.of(model, optimizer, loss_fn, settings)
+        root = root_of(model, loss_fn)
+        self.reads: list[Read] = []
+        for name, module in root.named_modules():
+            if module is not root:
+                self._read_module(module, name.partition(".")[2] or "the model")
+        self._read_optimizer()
+        if (scaler := settings.scaler) is not None:
+            for key in ("_enabled", "_growth_factor", "_backoff_factor"):
+                self._note(Kind.ENTRY, vars(scaler), key, f"the scaler's {key}")
+            self._note(
+                Kind.ENTRY, vars(scaler), "_growth_interval", "the scaler's interval"
+            )
+        self._numbers: dict[int, float] = {}
+        self._held: dict[int, torch.Tensor] = {}
+        self._lookup = self._compiled(dict(root.named_modules()))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of now, in the order of the parts.
+
+        Raises:
+            LookupError: One of them is not there any more.
+        """
+        groups = self._optimizer.param_groups
+        numbers = [*(group.get("lr", 0.0) for group in groups)]
+        for read in self._settings.floats:
+            numbers.append(read.now())
+            if type(numbers[-1]) is not float:
+                raise KeyError(read.label)
+        rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
+        state = self._optimizer.state
+        return [*self._lookup(state), *_scale(self._settings), *rates]
+
+    def _read_module(self, module: torch.nn.Module, name: str) -> None:
+        held = vars(module)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            label = f"{kind[1:]} of {name}"
+            self._note(Kind.ENTRY, held, kind, label)
+            self._note(Kind.SIZE, held[kind], None, f"the number of {label}")
+            if isinstance(module, _IN_ORDER) and kind != "_buffers":
+                self._note(Kind.CONTENTS, held[kind], None, f"the order of {label}")
+            for key, value in held[kind].items():
+                # Buffers that are tensors may be replaced: they are looked up.
+                if kind != "_buffers" or value is None:
+                    self._note(Kind.ENTRY, held[kind], key, f"{key!r} of {label}")
+
+    def _read_optimizer(self) -> None:
+        held, recorded = vars(self._optimizer), self._settings.recorded
+        floats = {(id(read.holder), read.key) for read in self._settings.floats}
+        groups = self._optimizer.param_groups
+        self._note(Kind.ENTRY, held, "param_groups", "the optimizer's groups")
+        self._note(Kind.CONTENTS, groups, None, "the optimizer's groups")
+        if recorded:  # a first step of another's optimizer makes state
+            self._note(Kind.ENTRY, held, "state", "the optimizer's state")
+            self._note(Kind.SIZE, held["state"], None, "the optimizer's state")
+        for i, group in enumerate(groups):
+            self._note(Kind.SIZE, group, None, f"the number of settings of group {i}")
+            for key, value in group.items():
+                label = f"{key!r} of the optimizer's group {i}"
+                if (id(group), key) in floats:
+                    continue
+                if key == "params" or (recorded and key != "lr"):
+                    self._note(Kind.ENTRY, group, key, label)
+                if isinstance(value, list) and (key == "params" or recorded):
+                    self._note(Kind.CONTENTS, value, None, label)
+            for parameter in group["params"] if recorded else ():
+                self._read_state(self._optimizer.state.get(parameter), i)
+
+    def _read_state(self, state: Any, group: int) -> None:
+        if state is None:
+            return
+        label = f"the optimizer's state in group {group}"
+        self._note(Kind.SIZE, state, None, label)
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                self._note(Kind.ENTRY, state, key, f"{key!r} of {label}")
+
+    def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> None:
+        value = Read(kind, holder, key, None, label).now()
+        self.reads.append(Read(kind, holder, key, value, label))
+
+    def _compiled(
+        self, named: Mapping[str, torch.nn.Module]
+    ) -> Callable[[Mapping[Any, Any]], Sequence[torch.Tensor]]:
+        """Return a function that looks all tensors up: it runs at every step."""
+        holders: dict[int, str] = {}
+        held: dict[str, Any] = {}
+
+        def name(value: Any) -> str:
+            if id(value) not in holders:
+                holders[id(value)] = f"v{len(holders)}"
+                held[holders[id(value)]] = value
+            return holders[id(value)]
+
+        terms = []
+        for kind, names in (
+            ("_parameters", self.parts.parameters),
+            ("_buffers", self.parts.buffers),
+        ):
+            for path in names:
+                module, _, own = path.rpartition(".")
+                terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
+        groups = self._optimizer.param_groups
+        for i, j, key in self.parts.state:
+            terms.append(f"state[{name(groups[i]['params'][j])}][{key!r}]")
+        defaults = "".join(f", {key}={key}" for key in held)
+        values = "".join(f"{term}, " for term in terms)
+        source = f"def lookup(state{defaults}):\n  return ({values})\n"
+        exec(compile(source, "<mucudnn lookup>", "exec"), held)
+        return held["lookup"]  # type: ignore[no-any-return]
+
+    def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
+        """Return a number in a tensor that stays while the number does."""
+        if isinstance(number, torch.Tensor):
+            return number
+        if self._numbers.get(place) != number:
+            self._numbers[place] = number
+            self._held[place] = as_tensor(number)
+        return self._held[place]

@@ -1,0 +1,422 @@
+"""Costs of the nodes of a lowered graph, measured one by one or estimated.
+
+Every distinct node is run once or a few times on operands of its own; never the whole
+step. So what a step would need need not be there to plan it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.ir.devices import ASSUMED, DeviceFigures
+from mucudnn.ir.graph import Node
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.liveness import rounded
+from mucudnn.torch.costs.meters import Meter, meter_of
+from mucudnn.torch.execution.devices import device_of
+from mucudnn.torch.execution.program import generator_of
+from mucudnn.torch.lowering.lowered import (
+    NOTHING,
+    Call,
+    Layout,
+    Lowered,
+    Number,
+    Operand,
+)
+from mucudnn.torch.source_lines import storage_of
+
+_VIEW_MS = 0.001
+
+_FROM_ONE = frozenset(
+    {
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten.linalg_ldl_solve.default,
+        torch.ops.aten.linalg_lu_solve.default,
+        torch.ops.aten.lu_unpack.default,
+    }
+)
+"""Operations that count rows as LAPACK does, from one, or want something true."""
+
+
+_ONES = (0.5, 2.0, 7.0)
+"""Values of tensors of one element, such as a share or a count of steps."""
+
+
+_HEAVIEST = 4
+"""Distinct nodes that stand for a step while copies beside it are measured."""
+
+
+def measured(lowered: Lowered) -> Profile:
+    """Run every distinct node alone, and copies to and from the host.
+
+    Raises:
+        UnsupportedError: A result does not lie where or as its graph says, or tensors
+            are on several devices.
+    """
+    graph = lowered.graph
+    meter = meter_of(device_of(lowered.layouts))
+    keys = {
+        n.name: call_key(lowered, n) for n in graph.nodes if not is_view(lowered, n)
+    }
+    ones: dict[Any, Node] = {}
+    for name, key in keys.items():
+        ones.setdefault(key, graph.by_name[name])
+    with torch.no_grad():
+        times, scratch = costs_of(lowered, ones)
+        links = meter.links(partial(_heaviest, lowered, ones, keys, times))
+    return Profile(
+        node_ms={
+            node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS
+            for node in graph.nodes
+        },
+        workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
+        fronts={},
+        out_bytes_per_ms=links.out_bytes_per_ms,
+        in_bytes_per_ms=links.in_bytes_per_ms,
+        copy_share=links.copy_share,
+        copy_overhead_ms=links.copy_overhead_ms,
+    )
+
+
+def costs_of(
+    lowered: Lowered, nodes: Mapping[Any, Node]
+) -> tuple[dict[Any, float], dict[Any, int]]:
+    """Times of some nodes in ms and bytes of their scratch memory, by key.
+
+    Raises:
+        UnsupportedError: A result does not lie where or as its graph says, or tensors
+            are on several devices.
+    """
+    meter = meter_of(device_of(lowered.layouts))
+    times: dict[Any, float] = {}
+    wrong: list[WrongResultsError] = []
+    failed: RuntimeError | None = None
+    lie_wrongly: set[Any] = set()
+    for key, node in nodes.items():
+        if lie_wrongly and lie_wrongly & _sources(lowered, node):
+            continue  # a kernel that is given too few bytes may read beyond them
+        try:
+            times[key] = _time_ms(meter, lowered, node, checked_only=bool(wrong))
+        except WrongResultsError as e:
+            wrong.append(e)
+            lie_wrongly.add(key)
+        except RuntimeError as e:  # perhaps of operands that are wrong themselves
+            failed = failed or e
+    if wrong:
+        found = {name: mine for e in wrong for name, mine in e.found.items()}
+        raise WrongResultsError(str(wrong[0]), found)
+    if failed is not None:
+        raise failed
+    return times, _scratch(meter, lowered, nodes)
+
+
+def _sources(lowered: Lowered, node: Node) -> set[Any]:
+    """What the nodes that made a node's operands are measured as."""
+    producers = lowered.graph.producers
+    made = (producers[name] for name in node.inputs if name in producers)
+    return {call_key(lowered, producer) for producer in made}
+
+
+def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Run one node; its outputs."""
+    kwargs = {key: _value(leaf, operands) for key, leaf in call.kwargs.items()}
+    found = call.function(*(_value(a, operands) for a in call.args), **kwargs)
+    return tuple(found if path is None else found[path] for path in call.results)
+
+
+def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
+    """An argument; no closure, which would keep operands until they are collected."""
+    match leaf:
+        case Operand(index):
+            return operands[index]
+        case Number(function, args):
+            return function(*(_value(a, operands) for a in args))
+        case list() | tuple():
+            return type(leaf)([_value(a, operands) for a in leaf])
+        case _:
+            return leaf
+
+
+def call_key(lowered: Lowered, node: Node) -> Any:
+    """Equal for nodes that cost the same."""
+    call = lowered.calls[node.name]
+    layouts = tuple(lowered.layouts[name] for name in node.inputs)
+    arguments = repr((call.args, dict(call.kwargs)))
+    return call.function, layouts, arguments, call.results, bool(node.mutates)
+
+
+def _heaviest(
+    lowered: Lowered,
+    ones: Mapping[Any, Node],
+    keys: Mapping[str, Any],
+    times: Mapping[Any, float],
+) -> Callable[[], object]:
+    """A call that runs the few nodes that a step spends most of its time in."""
+    count = Counter(keys.values())
+    order = sorted(ones, key=lambda key: count[key] * times[key], reverse=True)
+    nodes = [ones[key] for key in order[:_HEAVIEST]]
+    calls = [
+        partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
+        for node in nodes
+    ]
+    return lambda: [call() for call in calls]
+
+
+def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
+    """Tensors like a node's inputs: shared where theirs are, small integers zero.
+
+    A single value is one of those that the numbers of the call can be computed of.
+    """
+    call = lowered.calls[node.name]
+    found = _filled(lowered, node, _ONES[0])
+    for one in _ONES[1:]:
+        if _has_numbers(call, found):
+            break
+        found = _filled(lowered, node, one)
+    return found
+
+
+def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether all numbers of a call are some, such as no root of what is negative."""
+    leaves = pytree.tree_leaves(
+        (call.args, dict(call.kwargs)), is_leaf=lambda v: isinstance(v, Number)
+    )
+    try:
+        values = [_value(v, operands) for v in leaves if isinstance(v, Number)]
+    except (ArithmeticError, ValueError):
+        return False
+    return not any(
+        isinstance(v, complex) or (isinstance(v, float) and math.isnan(v))
+        for v in values
+    )
+
+
+def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
+    """Tensors like a node's inputs; `one` is what those of one element have."""
+    graph = lowered.graph
+    first = int(lowered.calls[node.name].function in _FROM_ONE)
+    made: dict[str, torch.Tensor] = {}
+    found = []
+    for name in node.inputs:
+        layout, storage = lowered.layouts[name], graph.storages[name]
+        if storage not in made:
+            made[storage] = torch.zeros(
+                graph.tensors[storage].nbytes, dtype=torch.uint8, device=layout.device
+            )
+        size = layout.dtype.itemsize
+        flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
+        if layout.dtype.is_floating_point:
+            if flat.numel() == 1:
+                flat.fill_(one)
+            elif size > 1:
+                flat.uniform_(0.1, 0.9)
+            else:  # PyTorch draws no numbers of eight bits
+                flat.copy_(torch.empty_like(flat, dtype=torch.half).uniform_(0.1, 0.9))
+        elif first:
+            flat.fill_(first)
+        lying = flat.as_strided(layout.shape, layout.stride, layout.offset)
+        found.append(layout.read(lying))
+    return found
+
+
+def _time_ms(
+    meter: Meter, lowered: Lowered, node: Node, *, checked_only: bool
+) -> float:
+    call, operands = lowered.calls[node.name], operands_of(lowered, node)
+    _check(lowered, node, operands, evaluate(call, operands))
+    if checked_only:
+        return 0.0
+    return meter.time_ms(partial(evaluate, _as_run(lowered, node), operands))
+
+
+def _as_run(lowered: Lowered, node: Node) -> Call:
+    """The call that a program makes: what changes a tensor writes into it."""
+    call = lowered.calls[node.name]
+    if call.into is None or not node.mutates or len(node.outputs) != 1:
+        return call
+    taken = lowered.graph.tensors[node.outputs[0]].alias
+    if taken not in node.inputs:
+        return call
+    place = node.inputs.index(taken)
+    out = {} if call.first else {"out": Operand(place)}
+    return replace(call, function=call.into, kwargs={**call.kwargs, **out})
+
+
+def _check(
+    lowered: Lowered,
+    node: Node,
+    operands: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> None:
+    """Refuse results that share bytes, or lie, otherwise than the graph says.
+
+    Raises:
+        UnsupportedError: Names the node.
+    """
+    given = set(map(storage_of, operands))
+    call = lowered.calls[node.name]
+    wrong: dict[int | None, Layout] = {}
+    messages = []
+    for name, path, tensor in zip(node.outputs, call.results, outputs, strict=True):
+        place = storage_of(tensor)
+        shares = place in given
+        given.add(place)  # two results may be one
+        if not tensor.numel() or node.mutates:
+            continue
+        if shares != (lowered.graph.tensors[name].alias is not None):
+            raise UnsupportedError(
+                f"{node.name} ({call.function}) returns "
+                f"{'a view' if shares else 'a copy'} where its graph has the other"
+            )
+        if difference := _difference(tensor, lowered.layouts[name]):
+            wrong[path] = Layout.of(tensor)
+            messages.append(f"{node.name} ({call.function}) returns {difference}")
+    if wrong:
+        raise WrongResultsError(messages[0], {node.name.partition(".")[0]: wrong})
+
+
+def _difference(tensor: torch.Tensor, expected: Layout) -> str:
+    """How a result is other than expected; nothing if it is not."""
+    if tensor.dtype != expected.dtype:
+        return f"{tensor.dtype}; its graph has {expected.dtype}"
+    found = _lying(tensor.shape, tensor.stride())
+    if found == _lying(expected.shape, expected.stride):
+        return ""
+    return (
+        f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
+        f"{expected.shape} with {expected.stride}"
+    )
+
+
+def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int | None]]:
+    """Sizes and strides; those of an axis of one say nothing."""
+    axes = zip(shape, stride, strict=True)
+    return [(size, step if size != 1 else None) for size, step in axes]
+
+
+def _scratch(
+    meter: Meter, lowered: Lowered, ones: Mapping[Any, Node]
+) -> dict[Any, int]:
+    """Bytes that each node has in use beyond its results, at most."""
+
+    def prepared(node: Node) -> Callable[[], object]:
+        return partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
+
+    most = meter.most_bytes([partial(prepared, node) for node in ones.values()])
+    tensors = lowered.graph.tensors
+    found = {}
+    for (key, node), nbytes in zip(ones.items(), most, strict=True):
+        new = (t for t in node.outputs if node.mutates or tensors[t].alias is None)
+        found[key] = max(0, nbytes - sum(tensors[name].nbytes for name in new))
+    return found
+
+
+_STATE_BYTES = 2 * rounded(5056)
+"""Of the CPU generator's state, twice: it is read, and what was there is put back."""
+
+
+def is_view(lowered: Lowered, node: Node) -> bool:
+    """Whether a node only gives other names to bytes that are there."""
+    if lowered.calls[node.name] is NOTHING:
+        return True
+    aliases = [lowered.graph.tensors[name].alias for name in node.outputs]
+    return bool(aliases) and not node.mutates and None not in aliases
+
+
+def workspaces_of(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int]:
+    """Scratch memory by node: what was measured, and states of the generator."""
+    found = {name: nbytes for name, nbytes in scratch.items() if nbytes}
+    for node in lowered.graph.nodes:
+        random = lowered.calls[node.name].random
+        if random and generator_of(lowered, node.name) is None:
+            found[node.name] = found.get(node.name, 0) + _STATE_BYTES
+    return found
+
+
+class WrongResultsError(UnsupportedError):
+    """Kernels return other types, or results that lie otherwise.
+
+    Attributes:
+        found: Node of PyTorch's graph -> place among its results, None for all of it ->
+            how that result really lies.
+    """
+
+    def __init__(
+        self, message: str, found: Mapping[str, Mapping[int | None, Layout]]
+    ) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
+    """Every node at its roofline, of published figures; nothing is run.
+
+    Scratch memory is not known: the profile has none but for random states.
+    """
+    graph = lowered.graph
+
+    def node_ms(node: Node) -> float:
+        if is_view(lowered, node):
+            return 0.0
+        names = dict.fromkeys((*node.tensors, *node.mutates))
+        traffic = sum(_nbytes(lowered.layouts[name]) for name in names)
+        seconds = max(
+            _flops(lowered, node) / (device.flops.value * ASSUMED.matmul),
+            traffic / (device.bandwidth.value * ASSUMED.memory),
+        )
+        return 1e3 * seconds + ASSUMED.launch_ms
+
+    return Profile(
+        node_ms={node.name: node_ms(node) for node in graph.nodes},
+        workspaces=workspaces_of(lowered, {}),
+        fronts={},
+        out_bytes_per_ms=device.out.value / 1e3,
+        in_bytes_per_ms=device.back.value / 1e3,
+    )
+
+
+def _nbytes(layout: Layout) -> int:
+    sizes = zip(layout.shape, layout.stride, strict=True)
+    count = math.prod(size for size, stride in sizes if stride)
+    return count * int(layout.dtype.itemsize)
+
+
+def _flops(lowered: Lowered, node: Node) -> float:
+    call = lowered.calls[node.name]
+    count = flop_registry.get(getattr(call.function, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    meta = [
+        torch.empty_strided(
+            lowered.layouts[n].shape,
+            lowered.layouts[n].stride,
+            dtype=lowered.layouts[n].dtype,
+            device="meta",
+        )
+        for n in node.inputs
+    ]
+    args, kwargs = pytree.tree_map(
+        partial(_known, meta), (call.args, dict(call.kwargs))
+    )
+    out = call.function(*args, **kwargs)
+    return float(count(*args, **kwargs, out_val=out))
+
+
+def _known(operands: Sequence[torch.Tensor], leaf: Any) -> Any:
+    """Return an argument of a call, with 1 for a number that follows from data."""
+    match leaf:
+        case Operand(index):
+            return operands[index]
+        case Number():
+            return 1
+        case _:
+            return leaf

@@ -1,0 +1,398 @@
+"""Meters of time, scratch memory and links, for CPUs and CUDA devices."""
+
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import (
+    ProfilerConfig,
+    ProfilerState,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+)
+
+from mucudnn.torch.execution.copies import (
+    MANY,
+    ThreadCopies,
+    bytes_of,
+    host_bytes,
+    move,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Both links, as a profile has them.
+
+    Attributes:
+        out_bytes_per_ms: Rate of copies to the host.
+        in_bytes_per_ms: Rate of copies from the host.
+        copy_share: Of a copy's time, what the computation beside it takes longer.
+        copy_overhead_ms: What it takes longer for every copy, however few its bytes.
+    """
+
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float
+    copy_share: float = 0.0
+    copy_overhead_ms: float = 0.0
+
+
+Prepared = Callable[[], Callable[[], object]]
+"""Makes what a call needs beforehand, which is not counted; the call."""
+
+
+class Meter(Protocol):
+    """Measures calls on one device."""
+
+    def time_ms(self, call: Callable[[], object]) -> float:
+        """The time of a call that has run before."""
+
+    def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
+        """The most that each call has in use of what it allocates, results included."""
+
+    def links(self, prepared: Prepared) -> Links:
+        """What copies to the host and back cost beside a call."""
+
+
+def meter_of(device: torch.device) -> Meter:
+    """What measures on a device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+# Times by the clock, bytes by PyTorch's profiler, copies beside a computation.
+#
+# A time is the least of a few: whatever else the machine does only adds to it, and a
+# plan weighs times that were taken one after another. Where PyTorch computes in one
+# thread, it is that thread's own time, which does not go on while another process has
+# the core.
+#
+# Here a thread copies, on a core and through a memory that the computation wants as
+# well. So copies are timed while the heaviest operations of a step run, and what these
+# take longer meanwhile is theirs: at most the copy's own time, for which a computation
+# could as well have waited. What every copy takes of the computation, to be handed over
+# and to be waited for, is measured with the lanes that copy in a step.
+
+
+_CPU_REPEATS = 5
+
+_ENOUGH_S = 0.5
+
+_CPU_COPIED = 2 << 20
+
+_PIECES = 8
+"""Of memory that is copied in turns: together more than caches have."""
+
+
+_FEWEST, _ROUNDS = 4, 24
+
+_ROUND_S = 0.003
+
+
+_HANDED, _TURNS = 8, 16
+"""Copies there and back that are timed together, and how often."""
+
+
+_SHORT = (64, 64)
+"""Of a matrix whose product is the computation beside copies of few bytes."""
+
+
+_Clock = Callable[[], float]
+
+
+class CpuMeter:
+    """Measures calls on the CPU."""
+
+    def time_ms(self, call: Callable[[], object]) -> float:
+        """The least time of a call that has run before."""
+        clock = _clock()
+        times: list[float] = []
+        for _ in range(_CPU_REPEATS):
+            times.append(_seconds(call, 1, clock))
+            if sum(times) > _ENOUGH_S:
+                break
+        return 1e3 * min(times)
+
+    def most_bytes(
+        self, calls: Sequence[Callable[[], Callable[[], object]]]
+    ) -> list[int]:
+        """The most that each call has in use of what it allocates, results included."""
+        return most_bytes(calls)
+
+    def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
+        """Copies by one thread beside a call; out and back in turns."""
+        call = prepared()
+        memory = _Memory.touched()
+        once = max(1e-6, _seconds(call, 1, time.perf_counter))
+        count = max(1, round(_ROUND_S / once))
+        clock = _clock()
+        alone, beside, copied, copies = [], [], [], []
+        until = time.perf_counter() + _ENOUGH_S
+        for turn in range(_ROUNDS):
+            if turn >= _FEWEST and time.perf_counter() > until:
+                break
+            alone.append(_seconds(call, count, clock))
+            with _Copying(memory) as copying:
+                beside.append(_seconds(call, count, clock))
+                copied.append(copying.copied_s)
+            copies += copying.pairs
+        longer, of = median(beside) - median(alone), median(copied)
+        out, back = (min(some) for some in zip(*copies, strict=True))
+        rates = (_CPU_COPIED / 1e3 / out, _CPU_COPIED / 1e3 / back)
+        share = min(1.0, max(0.0, longer / of)) if of else 0.0
+        beside_ms = share * sum(MANY / rate for rate in rates)
+        overhead_ms = max(0.0, _handed_over_ms() - beside_ms) / 2
+        return Links(*rates, share, overhead_ms)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Pieces to copy, on the device and on the host, touched as a step's mostly are."""
+
+    source: torch.Tensor
+    host: torch.Tensor
+    target: torch.Tensor
+
+    @classmethod
+    def touched(cls) -> "_Memory":
+        """All of it, written to once."""
+        source = torch.ones(_PIECES, _CPU_COPIED, dtype=torch.uint8)
+        host = host_bytes(source.numel()).view(source.shape)
+        return cls(source, host.copy_(source), source.clone())
+
+
+class _Copying:
+    """A thread that copies there and back until the `with` ends, once at least.
+
+    Args:
+        memory: What it copies, again and again.
+    """
+
+    def __init__(self, memory: _Memory) -> None:
+        self._memory = memory
+        self._clock = _clock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self.pairs: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "_Copying":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._thread.join()
+
+    @property
+    def copied_s(self) -> float:
+        """What its copies so far took."""
+        return sum(map(sum, tuple(self.pairs)))
+
+    def _copy(self) -> None:
+        memory, clock = self._memory, self._clock
+        while not (self._ended and self.pairs):
+            piece = len(self.pairs) % _PIECES
+            source, host = memory.source[piece], memory.host[piece]
+            target = memory.target[piece]
+            start = clock()
+            move(source, host, _CPU_COPIED)
+            between = clock()
+            move(host, target, _CPU_COPIED)
+            self.pairs.append((between - start, clock() - between))
+
+
+def _handed_over_ms() -> float:
+    """What a computation takes longer for one small copy there and one back.
+
+    As in a step: the computation goes on once a copy is begun, and waits for it after.
+    """
+    lanes = ThreadCopies(reuse=True)
+    matrix, tensor = torch.ones(_SHORT), torch.ones(MANY, dtype=torch.uint8)
+
+    def compute() -> None:
+        for _ in range(_HANDED):
+            matrix @ matrix
+
+    def copied() -> None:
+        leaving = lanes.out(tensor, 0)
+        compute()
+        leaving.wait()
+        back = lanes.back(leaving)
+        compute()
+        leaving.wait()
+        bytes_of(back)
+
+    clock = _clock()
+    alone, beside = [], []
+    for _ in range(_TURNS):
+        alone.append(_seconds(compute, 2 * _HANDED, clock))
+        beside.append(_seconds(copied, _HANDED, clock))
+    return 1e3 * (min(beside) - min(alone)) / _HANDED
+
+
+def _clock() -> _Clock:
+    """This thread's own time, where PyTorch computes in no other."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _seconds(call: Callable[[], object], count: int, clock: _Clock) -> float:
+    start = clock()
+    for _ in range(count):
+        call()
+    return clock() - start
+
+
+# Times by CUDA events, bytes by what PyTorch's allocator was asked for.
+#
+# No GPU has run this yet: its logic is tested against a stand-in.
+#
+# A time is that of several calls in a row, so that the processor is ahead of the device
+# and what is measured are kernels, not launches. Bytes are those that were asked for: a
+# budget is kept in these. What the allocator holds beyond, as it rounds sizes and keeps
+# segments, is its own affair and not counted; `expandable_segments` keeps it small.
+# Measuring resets the allocator's peaks.
+
+
+_REPEATS = 3
+
+_BURST = 8
+
+_LONG_MS = 5.0
+
+_COPIED = 64 << 20
+
+_CURRENT = "requested_bytes.all.current"
+
+_PEAK = "requested_bytes.all.peak"
+
+
+class CudaMeter:
+    """Measures calls on one GPU, in its current stream.
+
+    Args:
+        device: Which.
+        cuda: PyTorch's module of that name.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+
+    def time_ms(self, call: Callable[[], object]) -> float:
+        """The median time of a call that has run before."""
+        once = self._burst_ms(call, 1)
+        if once > _LONG_MS:
+            return once
+        times = (self._burst_ms(call, _BURST) for _ in range(_REPEATS))
+        return statistics.median(times)
+
+    def most_bytes(
+        self, calls: Sequence[Callable[[], Callable[[], object]]]
+    ) -> list[int]:
+        """The most that each call has in use of what it allocates, results included."""
+        found = []
+        for prepared in calls:
+            call = prepared()
+            self._cuda.synchronize(self._device)
+            self._cuda.reset_peak_memory_stats(self._device)
+            before = self._cuda.memory_stats(self._device).get(_CURRENT, 0)
+            result = call()
+            peak = self._cuda.memory_stats(self._device).get(_PEAK, 0)
+            del call, result
+            found.append(peak - before)
+        return found
+
+    def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
+        """Between the device and pinned memory of the host: engines of their own copy.
+
+        So it is not asked what copies cost beside a call.
+        """
+        del prepared
+        here = torch.empty(_COPIED, dtype=torch.uint8, device=self._device)
+        host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+        here.copy_(host)
+        out = self.time_ms(lambda: host.copy_(here, non_blocking=True))
+        back = self.time_ms(lambda: here.copy_(host, non_blocking=True))
+        return Links(_COPIED / out, _COPIED / back)
+
+    def _burst_ms(self, call: Callable[[], object], count: int) -> float:
+        """Time of one of so many calls in a row."""
+        stream = self._cuda.current_stream(self._device)
+        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        for _ in range(count):
+            call()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / count
+
+
+# What a call has in use of PyTorch's CPU allocator, byte by byte.
+#
+# PyTorch's older profiler, of which `torch.autograd.profiler_legacy` is the public
+# face, lists what one thread allocates and frees. Unlike `torch.profiler` it starts no
+# Kineto, which writes lines to stderr when it starts and stops. Calls have a thread of
+# their own, so that a profiler of the user's may be under way in theirs.
+
+
+_MEMORY = "memory_alloc"
+
+
+def most_bytes(calls: Sequence[Callable[[], Callable[[], object]]]) -> list[int]:
+    """The most that each call has in use of what it allocates, results included.
+
+    Args:
+        calls: Each makes what a call needs beforehand, and returns the call.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_each, calls).result()
+
+
+def _each(calls: Sequence[Callable[[], Callable[[], object]]]) -> list[int]:
+    with torch.no_grad(), _without_collection():
+        return [_most_of(prepared()) for prepared in calls]
+
+
+def _most_of(call: Callable[[], object]) -> int:
+    """Of one call; nothing that was there before it is freed meanwhile."""
+    config = ProfilerConfig(
+        ProfilerState.CPU,
+        False,  # no shapes
+        True,  # memory
+        False,  # no stacks
+        False,  # no floating-point operations
+        False,  # no modules
+        _ExperimentalConfig(),
+    )
+    _enable_profiler_legacy(config)
+    try:
+        result = call()
+    finally:
+        threads = _disable_profiler_legacy()
+    del result
+    now = most = 0
+    for event in (event for events in threads for event in events):
+        if event.kind() == _MEMORY:
+            now += event.cpu_memory_usage()
+            most = max(most, now)
+    return most
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python frees no cycles, of which tensors from elsewhere may be part."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,159 @@
+"""What was decided about a PyTorch step, to be read."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.schedule import SwapIn, SwapOut
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.planning.split_search import Splitting
+from mucudnn.passes.scheduling.problem import fastest_of, origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class UpdateBytes:
+    """What an optimizer has in use beside parameters and their gradients.
+
+    Attributes:
+        state: Between two steps.
+        held: While the model runs: its state, and with a closure what it holds then.
+        most: At most during an update, its state included.
+        closure: Whether it runs the model itself, as often as it likes.
+    """
+
+    state: int
+    held: int
+    most: int
+    closure: bool
+
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """A plan of a PyTorch step, in the bytes that its user counts.
+
+    Attributes:
+        plan: As it was decided; its bytes include the caller's.
+        given_bytes: What the caller holds and the budget does not count.
+        budget: Bytes that were given; infinity if none were.
+        resident_bytes: What is there before and after a step: parameters, buffers and
+            state, as far as the budget counts them.
+        source: The program that runs.
+        kernels: Nodes of it that are kernels of several operations.
+        name: Which graph it is of, where a model has several; else empty.
+        splitting: How it was decided whether the step runs in parts; None if it was
+            not asked for.
+        own_update: What the optimizer has in use, where it makes its update itself
+            behind what is planned; None where the update is planned.
+        update_peak_bytes: The most that is in use during such an update.
+        update_reason: Why it is not planned.
+    """
+
+    plan: StepPlan = field(repr=False)
+    given_bytes: int
+    budget: float
+    resident_bytes: int
+    source: str = field(repr=False, default="")
+    name: str = ""
+    kernels: int = 0
+    splitting: Splitting | None = field(repr=False, default=None)
+    own_update: UpdateBytes | None = None
+    update_peak_bytes: int = 0
+    update_reason: str = field(repr=False, default="")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the step has in use, of what the budget counts."""
+        held = 0 if self.own_update is None else self.own_update.held
+        passes = self.plan.peak_bytes - self.given_bytes + held
+        return max(passes, self.update_peak_bytes)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted time over that of every node once, its fastest, without a copy."""
+        prediction = self.plan.prediction
+        fronts = prediction.profile.fronts.items()
+        fastest = {name: fastest_of(front).time_ms for name, front in fronts}
+        times = {**prediction.profile.node_ms, **fastest}
+        nodes = self.plan.schedule.graph.nodes
+        once = sum(times[node.name] for node in nodes if "~" not in node.name)
+        return prediction.step_ms / once if once else 1.0
+
+    @property
+    def leaving(self) -> Mapping[str, int]:
+        """Storages that go to the host and back, and their bytes."""
+        tensors = self.plan.schedule.graph.tensors
+        return {
+            step.tensor: tensors[step.tensor].nbytes
+            for step in self.plan.schedule.instructions
+            if isinstance(step, SwapOut | SwapIn)
+        }
+
+    @property
+    def recomputed(self) -> Mapping[str, int]:
+        """Nodes that run again, and how often."""
+        names = (node.name for node in self.plan.schedule.graph.nodes)
+        return Counter(origin(name) for name in names if "~" in name)
+
+    @property
+    def convolutions(self) -> Mapping[str, ConvPlan]:
+        """How convolutions run; none are named where no tuner was given."""
+        return self.plan.plans
+
+    def _gap_words(self) -> str:
+        gap = self.plan.gap
+        return "" if gap is None else f", at most {gap:.1%} above the best plan"
+
+    def __str__(self) -> str:
+        bound = () if self.budget == float("inf") else (int(self.budget),)
+        budget = "no budget"
+        if bound:
+            budget = f"a budget of {format_bytes(*bound, self.peak_bytes)}"
+        leaving, again = self.leaving, self.recomputed
+        prediction = self.plan.prediction
+        lines = [
+            *([self.name] if self.name else []),
+            f"peak {format_bytes(self.peak_bytes, *bound)} within {budget}, "
+            f"{format_bytes(self.resident_bytes)} of it resident; "
+            f"{format_bytes(self.given_bytes)} are the caller's",
+            f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "
+            f"without a limit{self._gap_words()}",
+            f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
+            f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
+            f"{len(again)} operations run again: {_some(again)}",
+        ]
+        if prediction.placement is not None:
+            lines.insert(-1, str(prediction.placement))
+        if self.kernels:
+            lines.append(f"{self.kernels} kernels stand for several operations each")
+        if plans := self.convolutions:
+            kinds = sorted(Counter(map(_kind, plans.values())).items())
+            found = ", ".join(f"{count} {kind}" for kind, count in kinds)
+            lines.append(f"{len(plans)} convolutions: {found}")
+        if self.own_update is not None:
+            lines.append(
+                f"the optimizer makes its update itself, with at most "
+                f"{format_bytes(self.update_peak_bytes)} in use: {self.update_reason}"
+            )
+        if self.splitting is not None:
+            lines += self.splitting.lines
+        return "\n".join(lines)
+
+
+def _kind(plan: ConvPlan) -> str:
+    """Whose algorithms it has, and whether it is divided."""
+    names = "+".join(dict.fromkeys(step.algo for step in plan.steps))
+    return f"in micro-batches by {names}" if plan.divided else f"by {names}"
+
+
+def _some(names: Mapping[str, int]) -> str:
+    """The largest few."""
+    if not names:
+        return "none"
+    most = sorted(names, key=lambda name: -names[name])
+    more = f" and {len(most) - _SHOWN} more" if len(most) > _SHOWN else ""
+    return ", ".join(most[:_SHOWN]) + more

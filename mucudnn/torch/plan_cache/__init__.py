@@ -1,1 +1,0 @@
-"""Measurements and plans of PyTorch steps, remembered from process to process."""

@@ -1,0 +1,112 @@
+"""Lines of user code in tracebacks and stacks; storages of tensors."""
+
+import functools
+import importlib.metadata
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+from mucudnn.passes.liveness import rounded
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+@functools.cache
+def torch_packages() -> frozenset[str]:
+    """Return the packages that PyTorch requires, and NumPy."""
+    required = importlib.metadata.requires("torch") or ()
+    names = (re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in required)
+    return frozenset({*(n.replace("-", "_").lower() for n in names), "numpy"})
+
+
+@functools.cache
+def is_library_file(file: str) -> bool:
+    """Return whether a file is of Python, PyTorch, what that requires, or of ours."""
+    if file.startswith("<"):
+        return file.startswith(("<frozen", "<eval_with_key", "<attrs generated"))
+    if file.startswith((_PACKAGE, _TORCH)):
+        return True
+    _, found, installed = file.rpartition("site-packages" + os.sep)
+    if found:
+        package = installed.partition(os.sep)[0].removesuffix(".py").lower()
+        return package in torch_packages()
+    return file.startswith(_STANDARD)
+
+
+def line_of_function(code: CodeType) -> str:
+    """Return where a function begins: " (FILE:LINE, in FUNCTION)"."""
+    return f" ({code.co_filename}:{code.co_firstlineno}, in {code.co_name})"
+
+
+def line_of_traceback(traceback: TracebackType | None) -> str:
+    """Where an error came from: " (FILE:LINE, in FUNCTION)", or nothing."""
+    found = ""
+    while traceback is not None:
+        found = _said(traceback.tb_frame, traceback.tb_lineno) or found
+        traceback = traceback.tb_next
+    return found
+
+
+def line_now() -> str:
+    """The innermost line of the user's that is being run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if found := _said(frame, frame.f_lineno):
+            return found
+        frame = frame.f_back
+    return ""
+
+
+def line_of_stack(stack: str | None) -> str:
+    """The innermost line of the user's in a stack that PyTorch recorded as text."""
+    for file, line, function in reversed(_FRAME.findall(stack or "")):
+        if _theirs(file):
+            return f" ({file}:{line}, in {function})"
+    return ""
+
+
+def _said(frame: FrameType, line: int) -> str:
+    code = frame.f_code
+    if not _theirs(code.co_filename):
+        return ""
+    return f" ({code.co_filename}:{line}, in {code.co_name})"
+
+
+def _theirs(file: str) -> bool:
+    if file.startswith("<"):
+        return False
+    if file.startswith((_PACKAGE, _TORCH)):
+        return False
+    return not file.startswith(_STANDARD) or "site-packages" in file
+
+
+# Which bytes a tensor lies in.
+#
+# PyTorch has no public name for a storage: `data_ptr` is zero for tensors without data,
+# and `untyped_storage()` is another object every time.
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, with data or without.
+
+    It may be another's as soon as no tensor has the memory any more.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bytes_in_storages(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all that tensors lie in, each storage once, as an allocator has them."""
+    storages = {storage_of(t): t.untyped_storage() for t in tensors}
+    return sum(rounded(int(storage.nbytes())) for storage in storages.values())

@@ -1,0 +1,582 @@
+"""Rules that cut PyTorch's operations along the batch.
+
+A rule says what a slice of the call reads and writes; that holds whatever the axis is
+that is called the batch. What has no rule stays whole.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mucudnn.torch.lowering.lowered import Call, Operand
+from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
+
+
+def _moved(site: Site, index: int, *, shaped: tuple[int, ...] = ()) -> Cut | None:
+    """The first argument's samples along another axis of every result."""
+    axis = site.axis(0)
+    if axis is None:
+        return None
+    outputs = (Axis(index, axis.each),) * len(site.outputs)
+    return Cut(site.at({0: axis}), outputs, shaped)
+
+
+def _same(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    return None if axis is None else _moved(site, axis.index)
+
+
+def _view(site: Site) -> Cut | None:
+    """Other sizes of the same elements: what is before the batch must be as much."""
+    axis = site.axis(0)
+    if axis is None:
+        return None
+    before = math.prod(site.shape(0)[: axis.index])
+    sizes = site.outputs[0].shape
+    for index, size in enumerate(sizes):
+        if math.prod(sizes[:index]) == before and size and size % site.batch == 0:
+            found = Axis(index, size // site.batch)
+            return Cut(site.at({0: axis}), (found,), shaped=(1,))
+    return None
+
+
+def _permute(site: Site) -> Cut | None:
+    axis, rank = site.axis(0), len(site.shape(0))
+    if axis is None:
+        return None
+    return _moved(site, [d % rank for d in site.args[1]].index(axis.index))
+
+
+def _transpose(site: Site) -> Cut | None:
+    axis, rank = site.axis(0), len(site.shape(0))
+    if axis is None:
+        return None
+    first, second = site.arg(1, 0) % rank, site.arg(2, 1) % rank
+    return _moved(site, {first: second, second: first}.get(axis.index, axis.index))
+
+
+def _t(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None:
+        return None
+    return _moved(site, 1 - axis.index if len(site.shape(0)) == 2 else axis.index)
+
+
+def _unsqueeze(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None:
+        return None
+    new = site.args[1] % (len(site.shape(0)) + 1)
+    return _moved(site, axis.index + (new <= axis.index))
+
+
+def _squeeze(site: Site) -> Cut | None:
+    """Of one sample it would take away the batch's axis, where that is among them."""
+    axis, sizes = site.axis(0), site.shape(0)
+    if axis is None:
+        return None
+    asked = site.arg(1)
+    several = asked if isinstance(asked, Sequence) else (asked,)
+    named = {d % len(sizes) for d in several}
+    if axis.index in named:
+        return None
+    gone = {d for d in named if sizes[d] == 1}
+    return _moved(site, axis.index - sum(d < axis.index for d in gone))
+
+
+def _expand(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None:
+        return None
+    more = len(site.outputs[0].shape) - len(site.shape(0))
+    return _moved(site, axis.index + more, shaped=(1,))
+
+
+def _along(site: Site, position: int, rank: int) -> int:
+    return int(site.arg(position, 0)) % rank
+
+
+def _select(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None or (d := _along(site, 1, len(site.shape(0)))) == axis.index:
+        return None
+    return _moved(site, axis.index - (d < axis.index))
+
+
+def _beside(position: int) -> Rule:
+    """Each sample alone, unless it works along the batch itself."""
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(0)
+        rank = len(site.shape(0))
+        if axis is None or _along(site, position, rank) == axis.index:
+            return None
+        return _moved(site, axis.index)
+
+    return rule
+
+
+def _joined(site: Site, new: int) -> Cut | None:
+    """Tensors joined along an axis that is not the batch's, new or one of theirs."""
+    tensors = site.args[0]
+    if not all(isinstance(tensor, Operand) for tensor in tensors):
+        return None
+    found = [site.axes[tensor.index] for tensor in tensors]
+    axis = next((a for a in found if a is not None), None)
+    if axis is None:
+        return None
+    d = _along(site, 1, len(site.outputs[0].shape))
+    if not new and d == axis.index:
+        return None
+    moved = Axis(axis.index + (new and d <= axis.index), axis.each)
+    return Cut({tensor.index: axis for tensor in tensors}, (moved,))
+
+
+def _select_backward(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None:
+        return None
+    d = _along(site, 2, len(site.outputs[0].shape))
+    return _moved(site, axis.index + (d <= axis.index), shaped=(1,))
+
+
+def _slice_backward(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None or _along(site, 2, len(site.shape(0))) == axis.index:
+        return None
+    return _moved(site, axis.index, shaped=(1,))
+
+
+def _pad(site: Site) -> Cut | None:
+    axis = site.axis(0)
+    if axis is None or axis.index >= len(site.shape(0)) - len(site.args[1]) // 2:
+        return None
+    return _moved(site, axis.index)
+
+
+def _gather(site: Site) -> Cut | None:
+    axis = site.axis(0) or site.axis(2)
+    if axis is None or _along(site, 1, len(site.shape(0))) == axis.index:
+        return None
+    if site.shape(0)[axis.index] != site.shape(2)[axis.index]:
+        return None
+    return Cut(site.at({0: axis, 2: axis}), (axis,))
+
+
+SHAPES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "aten.clone.default": _same,
+        "aten._to_copy.default": _same,
+        "aten.view.default": _view,
+        "aten._unsafe_view.default": _view,
+        "aten.permute.default": _permute,
+        "aten.transpose.int": _transpose,
+        "aten.t.default": _t,
+        "aten.unsqueeze.default": _unsqueeze,
+        "aten.squeeze.dim": _squeeze,
+        "aten.squeeze.dims": _squeeze,
+        "aten.expand.default": _expand,
+        "aten.select.int": _select,
+        "aten.unbind.int": _select,
+        "aten.slice.Tensor": _beside(1),
+        "aten.split.Tensor": _beside(2),
+        "aten.split_with_sizes.default": _beside(2),
+        "aten.cumsum.default": _beside(1),
+        "aten.cat.default": lambda site: _joined(site, 0),
+        "aten.stack.default": lambda site: _joined(site, 1),
+        "aten.select_backward.default": _select_backward,
+        "aten.slice_backward.default": _slice_backward,
+        "aten.constant_pad_nd.default": _pad,
+        "aten.gather.default": _gather,
+    }
+)
+"""Operation -> its rule."""
+
+
+# Losses by slices: what is averaged over the batch is so by the whole's count.
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""PyTorch's numbers of how a loss is reduced."""
+
+
+def _pair(reduction: int, *more: int) -> Rule:
+    """A loss of two tensors, element by element.
+
+    Args:
+        reduction: Position of the argument that says how it is reduced.
+        more: Positions of further tensors of the same sizes.
+    """
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(0) or site.axis(1)
+        read = _alike(site, (0, 1, *more), axis)
+        how = site.arg(reduction, MEAN)
+        if axis is None or read is None:
+            return None
+        output = axis if how == NONE else None
+        return Cut(read, (output,), averaged=how == MEAN)
+
+    return rule
+
+
+def _pair_backward(reduction: int, *more: int) -> Rule:
+    """Its gradient, of which the first argument is that of the loss."""
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(1) or site.axis(2)
+        how = site.arg(reduction, MEAN)
+        tensors = (0, 1, 2, *more) if how == NONE else (1, 2, *more)
+        read = _alike(site, tensors, axis)
+        if axis is None or read is None:
+            return None
+        return Cut(read, (axis,), averaged=how == MEAN)
+
+    return rule
+
+
+def _alike(
+    site: Site, positions: tuple[int, ...], axis: Axis | None
+) -> dict[int, Axis] | None:
+    """Tensors of one shape, those that are given; None if one has another."""
+    if axis is None:
+        return None
+    given = [p for p in positions if site.operand(p) is not None]
+    if len({site.shape(p) for p in given}) != 1:
+        return None
+    return site.at(dict.fromkeys(given, axis))
+
+
+def _classes(site: Site, scores: int, labels: int) -> tuple[Axis, Axis] | None:
+    """Where the batch, or the height, is in scores of classes and in their labels."""
+    axis, of_labels = site.axis(scores), site.axis(labels)
+    if axis is None and of_labels is not None:
+        behind = of_labels.index > 0
+        axis = Axis(of_labels.index + behind, of_labels.each)
+    if axis is None or axis.index == 1:
+        return None
+    return axis, Axis(max(0, axis.index - 1), axis.each)
+
+
+def _nll(site: Site) -> Cut | None:
+    """Of classes; a mean needs the whole batch's count and is taken apart before."""
+    found = _classes(site, 0, 1)
+    how = site.arg(3, MEAN)
+    if found is None or how == MEAN:
+        return None
+    scores, labels = found
+    output = labels if how == NONE else None
+    paths = [output if path == 0 else None for path in site.results]
+    return Cut(site.at({0: scores, 1: labels}), tuple(paths))
+
+
+def _nll_backward(site: Site) -> Cut | None:
+    """It divides by the count that it is given."""
+    found = _classes(site, 1, 2)
+    if found is None:
+        return None
+    scores, labels = found
+    read = {1: scores, 2: labels}
+    if site.arg(4, MEAN) == NONE:
+        read[0] = labels
+    return Cut(site.at(read), (scores,))
+
+
+nll_counted = frozenset(
+    {"aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"}
+)
+"""Losses that divide by a count of the whole batch."""
+
+
+LOSSES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "aten.mse_loss.default": _pair(2),
+        "aten.mse_loss_backward.default": _pair_backward(3),
+        "aten.smooth_l1_loss.default": _pair(2),
+        "aten.smooth_l1_loss_backward.default": _pair_backward(3),
+        "aten.huber_loss.default": _pair(2),
+        "aten.huber_loss_backward.default": _pair_backward(3),
+        "aten.binary_cross_entropy.default": _pair(3, 2),
+        "aten.binary_cross_entropy_backward.default": _pair_backward(4, 3),
+        "aten.nll_loss_forward.default": _nll,
+        "aten.nll_loss2d_forward.default": _nll,
+        "aten.nll_loss_backward.default": _nll_backward,
+        "aten.nll_loss2d_backward.default": _nll_backward,
+    }
+)
+"""Operation -> its rule."""
+
+
+def cut_of(site: Site, call: Call) -> Cut | None:
+    """How a call is cut; None if it stays whole."""
+    if call.random and site.op not in UNDRAWN:
+        return None
+    rule = RULES.get(site.op)
+    if rule is None and torch.Tag.pointwise in getattr(call.function, "tags", ()):
+        rule = _pointwise
+    cut = None if rule is None else rule(site)
+    return cut if cut is not None and _fits(site, cut) else None
+
+
+def carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
+    """Where the batch is in results of a call that stays whole."""
+    nowhere = (None,) * len(site.outputs)
+    if site.op in _COUPLED:
+        found = tuple(site.axis(0) if path == 0 else None for path in site.results)
+        pairs = zip(site.outputs, found, strict=True)
+        fits = all(a is None or a.fits(o, site.batch) for o, a in pairs)
+        return found if fits else nowhere
+    if call.random and site.outputs:
+        cut = _pointwise(site)
+        return cut.outputs if cut is not None and _fits(site, cut) else nowhere
+    return nowhere
+
+
+def _fits(site: Site, cut: Cut) -> bool:
+    """Whether there are as many samples as a rule says, wherever it says so."""
+    outputs = zip(site.outputs, cut.outputs, strict=True)
+    read = ((site.inputs[i], axis) for i, axis in cut.inputs.items())
+    return bool(cut.inputs) and all(
+        axis.fits(layout, site.batch)
+        for layout, axis in (*read, *outputs)
+        if axis is not None
+    )
+
+
+def _pointwise(site: Site) -> Cut | None:
+    """Element by element; sizes are matched from the last axis on."""
+    given = [*site.args, *site.kwargs.values()]
+    direct = {leaf.index for leaf in given if isinstance(leaf, Operand)}
+    if direct != set(range(len(site.inputs))):
+        return None
+    rank = len(site.outputs[0].shape)
+    shapes = [layout.shape for layout in site.inputs]
+    known = zip(shapes, site.axes, strict=True)
+    axis = next(
+        (Axis(rank - len(s) + a.index, a.each) for s, a in known if a is not None), None
+    )
+    if axis is None:
+        return None
+    inputs = {}
+    for i, shape in enumerate(shapes):
+        index = axis.index - (rank - len(shape))
+        if index >= 0 and shape[index] != 1:
+            inputs[i] = Axis(index, axis.each)
+    return Cut(inputs, (axis,) * len(site.outputs))
+
+
+def _samples(*positions: int, sums: Sequence[int] = (), **more: Any) -> Rule:
+    """Tensors at some positions, all with samples along the first's axis 0.
+
+    Args:
+        positions: Of arguments with samples.
+        sums: Places of results that are sums over the samples.
+        more: What else a cut has.
+    """
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(positions[0])
+        if axis is None or axis.index != 0:
+            return None
+        outputs = tuple(None if path in sums else axis for path in site.results)
+        return Cut(site.at(dict.fromkeys(positions, axis)), outputs, **more)
+
+    return rule
+
+
+def _reduced(linear: bool, averaged: bool = False) -> Rule:
+    """Reduced over some axes; over the batch's only what sums up."""
+
+    def rule(site: Site) -> Cut | None:
+        axis, rank = site.axis(0), len(site.shape(0))
+        if axis is None:
+            return None
+        asked = site.arg(1, site.kwargs.get("dim"))
+        several = asked if isinstance(asked, Sequence) else (asked,)
+        gone = {d % rank for d in several if d is not None} or set(range(rank))
+        read = site.at({0: axis})
+        if axis.index in gone:
+            nowhere = (None,) * len(site.outputs)
+            return Cut(read, nowhere, averaged=averaged) if linear else None
+        kept = len(site.outputs[0].shape) == rank
+        before = 0 if kept else sum(d < axis.index for d in gone)
+        found = Axis(axis.index - before, axis.each)
+        return Cut(read, (found,) * len(site.outputs))
+
+    return rule
+
+
+def _softmax(*positions: int) -> Rule:
+    """Along an axis, which is the argument behind the tensors."""
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(positions[0])
+        if axis is None:
+            return None
+        if site.args[len(positions)] % len(site.shape(0)) == axis.index:
+            return None
+        return Cut(site.at(dict.fromkeys(positions, axis)), (axis,))
+
+    return rule
+
+
+def _product(first: int, added: bool) -> Rule:
+    """A product of matrices, of rows or summed over them."""
+
+    def rule(site: Site) -> Cut | None:
+        a, b = site.axis(first), site.axis(first + 1)
+        if a is not None and a.index == 0:
+            inputs = {first: a}
+            if added and len(site.shape(0)) == 2 and site.shape(0)[0] != 1:
+                inputs[0] = a
+            return Cut(site.at(inputs), (a,))
+        each = a.each if a is not None else b.each if b is not None else 0
+        summed = (a is not None and a.index == 1) or (b is not None and b.index == 0)
+        if not summed or added:
+            return None
+        both = {first: Axis(1, each), first + 1: Axis(0, each)}
+        return Cut(site.at(both), (None,))
+
+    return rule
+
+
+def _layer_norm(*positions: int, sizes: int) -> Rule:
+    """Normalised over the last axes; gradients of parameters are sums."""
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(positions[0])
+        trailing = len(site.args[sizes])
+        if axis is None or axis.index >= len(site.shape(positions[0])) - trailing:
+            return None
+        backward = len(positions) > 1
+        outputs = tuple(None if backward and path else axis for path in site.results)
+        return Cut(site.at(dict.fromkeys(positions, axis)), outputs)
+
+    return rule
+
+
+def _embedding(site: Site) -> Cut | None:
+    axis = site.axis(1)
+    return None if axis is None else Cut(site.at({1: axis}), (axis,))
+
+
+def _embedding_backward(site: Site) -> Cut | None:
+    axis = site.axis(0) or site.axis(1)
+    by_frequency = site.arg(4, False)
+    if axis is None or by_frequency or axis.index >= len(site.shape(1)):
+        return None
+    return Cut(site.at({0: axis, 1: axis}), (None,))
+
+
+def _attention(backward: bool) -> Rule:
+    """Samples on the first axis; no mask but one that is every sample's."""
+
+    def rule(site: Site) -> Cut | None:
+        count = 6 if backward else 3
+        axis = site.axis(1 if backward else 0) or site.axis(0)
+        dropped, mask = site.arg(count, 0.0), site.kwargs.get("attn_mask")
+        if axis is None or axis.index != 0 or dropped:
+            return None
+        read = site.at(dict.fromkeys(range(count), axis))
+        if isinstance(mask, Operand):
+            sizes = site.inputs[mask.index].shape
+            if len(sizes) == 4 and sizes[0] != 1:
+                read[mask.index] = axis
+        return Cut(read, (axis,) * len(site.outputs))
+
+    return rule
+
+
+_COUPLED = frozenset(
+    {
+        "aten._native_batch_norm_legit_functional.default",
+        "aten.native_batch_norm.default",
+        "aten.native_batch_norm_backward.default",
+    }
+)
+"""Operations whose first result has the batch, and which see all of it."""
+
+
+_POOLS = {
+    f"aten.{name}.default": _samples(0)
+    for name in (
+        *("avg_pool1d", "avg_pool2d", "avg_pool3d"),
+        *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+        *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+        *("adaptive_max_pool2d", "adaptive_max_pool3d"),
+    )
+} | {
+    "aten.avg_pool2d_backward.default": _samples(0, 1),
+    "aten.avg_pool3d_backward.default": _samples(0, 1),
+    "aten._adaptive_avg_pool2d_backward.default": _samples(0, 1),
+    "aten._adaptive_avg_pool3d_backward.default": _samples(0, 1),
+    "aten.adaptive_max_pool2d_backward.default": _samples(0, 1, 2),
+    "aten.max_pool2d_with_indices_backward.default": _samples(0, 1, 7),
+}
+
+
+_RESIZED = {
+    name: rule
+    for kind, at in (("nearest2d", 2), ("bilinear2d", 2), ("bicubic2d", 2))
+    for name, rule in (
+        (f"aten.upsample_{kind}.default", _samples(0)),
+        (f"aten.upsample_{kind}.vec", _samples(0)),
+        (f"aten.upsample_{kind}_backward.default", _samples(0, shaped=(at,))),
+    )
+}
+
+
+_REDUCED: dict[str, Rule] = {
+    "aten.sum.default": _reduced(linear=True),
+    "aten.sum.dim_IntList": _reduced(linear=True),
+    "aten.mean.default": _reduced(linear=True, averaged=True),
+    "aten.mean.dim": _reduced(linear=True, averaged=True),
+} | {
+    f"aten.{name}": _reduced(linear=False)
+    for name in (
+        *("amax.default", "amin.default", "argmax.default", "argmin.default"),
+        *("max.dim", "min.dim", "var.correction", "logsumexp.default"),
+        *("var_mean.correction", "prod.dim_int", "any.dim", "all.dim"),
+    )
+}
+
+
+_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+UNDRAWN = frozenset({f"{_FLASH}.default", f"{_FLASH}_backward.default"})
+"""Operations that draw no random numbers where their rule cuts them."""
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **SHAPES,
+        **LOSSES,
+        **_POOLS,
+        **_RESIZED,
+        **_REDUCED,
+        "aten._softmax.default": _softmax(0),
+        "aten._log_softmax.default": _softmax(0),
+        "aten._softmax_backward_data.default": _softmax(0, 1),
+        "aten._log_softmax_backward_data.default": _softmax(0, 1),
+        "aten.mm.default": _product(0, added=False),
+        "aten.addmm.default": _product(1, added=True),
+        "aten.bmm.default": _samples(0, 1),
+        "aten.convolution.default": _samples(0),
+        "aten.convolution_backward.default": _samples(0, 1, sums=(1, 2)),
+        "aten.native_layer_norm.default": _layer_norm(0, sizes=1),
+        "aten.native_layer_norm_backward.default": _layer_norm(0, 1, 3, 4, sizes=2),
+        "aten.native_group_norm.default": _samples(0, counted=(3,)),
+        "aten.native_group_norm_backward.default": _samples(
+            *(0, 1, 2, 3), sums=(1, 2), counted=(5,)
+        ),
+        "aten.embedding.default": _embedding,
+        "aten.embedding_dense_backward.default": _embedding_backward,
+        f"{_FLASH}.default": _attention(backward=False),
+        f"{_FLASH}_backward.default": _attention(backward=True),
+    }
+)
+"""Operation -> its rule; what is computed element by element needs none."""

@@ -1,0 +1,555 @@
+"""Rules that cut PyTorch's operations along the height, by strips.
+
+What a strip reads beyond the image is zeros that are there, so that it is padded alike
+at both ends: PyTorch's convolutions know no other padding.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mucudnn.ir.strips import HEIGHT
+from mucudnn.ir.traits import Interval, Rows, Window
+from mucudnn.torch.lowering.lowered import Call
+from mucudnn.torch.splitting.axes import Axis, Cut, Site, StripCall
+from mucudnn.torch.splitting.batch_rules import carried, cut_of
+from mucudnn.torch.splitting.prepare import NORMS, OfShape
+
+_HEIGHT = Axis(HEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Of a convolution, as PyTorch has them behind its tensors.
+
+    Attributes:
+        window: Along the height.
+        before: Arguments in front of them.
+        stride: Steps of the windows.
+        padding: Rows and columns around an image.
+        dilation: Steps within windows.
+        transposed: Whether it is the gradient of a convolution by its images.
+        beyond: Rows and columns that a transposed one has more of.
+        behind: Arguments behind those.
+    """
+
+    window: Window
+    before: tuple[Any, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    beyond: tuple[int, ...]
+    behind: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], first: int, filters: Sequence[int]) -> "_Options":
+        """Those that begin at an argument; one number for all axes is as many."""
+        dims = len(filters) - HEIGHT
+        stride, padding, dilation, transposed, beyond, *behind = args[first:]
+        stride, padding, dilation, beyond = (
+            tuple(some) * (dims if len(some) == 1 else 1)
+            for some in (stride, padding, dilation, beyond)
+        )
+        window = Window(filters[HEIGHT], stride[0], padding[0], dilation[0])
+        options = stride, padding, dilation, transposed, beyond
+        return cls(window, tuple(args[:first]), *options, tuple(behind))
+
+    def args(self, padding: int, beyond: int = 0) -> tuple[Any, ...]:
+        """All arguments of a strip, with this padding along the height."""
+        return (
+            *self.before,
+            list(self.stride),
+            [padding, *self.padding[1:]],
+            list(self.dilation),
+            self.transposed,
+            [beyond, *self.beyond[1:]],
+            *self.behind,
+        )
+
+
+def convolution(site: Site, call: Call) -> Cut | None:
+    """Of images with filters, and perhaps a bias."""
+    x = site.operand(0)
+    if x is None or not _images(site, 0) or x == site.operand(1):
+        return None
+    options = _Options.of(site.args, 3, site.shape(1))
+    window, total = options.window, site.outputs[0].shape[HEIGHT]
+
+    def strip(rows: Rows) -> StripCall:
+        y = rows.of(total)
+        if options.transposed:
+            reads, padding = window.padded_for(y)
+            least = (reads[1] - reads[0] - 1) * window.stride + window.span
+            args = options.args(padding, y.count - least + 2 * padding)
+        else:
+            reads, args = window.under(y), options.args(0)
+        return StripCall({x: reads}, y.interval, _with(call, args))
+
+    return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
+
+
+def convolution_backward(site: Site, call: Call) -> Cut | None:
+    """By images, of which there are the sizes alone; or by filters and a bias."""
+    if (found := OfShape.of(call)) is not None:
+        return _by_images(site, found, call)
+    return _by_filters(site, call) if 0 not in call.results else None
+
+
+def _by_images(site: Site, of: OfShape, call: Call) -> Cut | None:
+    site = replace(site, args=of.args)
+    gradient = site.operand(0)
+    if gradient is None or not _images(site, 0) or gradient == site.operand(1):
+        return None
+    options = _Options.of(of.args, 3, site.shape(1))
+    window, total = options.window, of.sizes[HEIGHT]
+
+    def strip(rows: Rows) -> StripCall:
+        x = rows.of(total)
+        padding, reads = 0, window.under(x)
+        if not options.transposed:
+            reads, padding = window.padded_for(x)
+        sizes = (*of.sizes[:HEIGHT], x.count, *of.sizes[HEIGHT + 1 :])
+        mine = replace(of, sizes=sizes, args=options.args(padding))
+        return StripCall({gradient: reads}, x.interval, mine.call(call))
+
+    return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
+
+
+def _by_filters(site: Site, call: Call) -> Cut | None:
+    """Rows of each window's gradient once, and those under them."""
+    gradient, x = site.operand(0), site.operand(1)
+    known = _images(site, 0) and _images(site, 1)
+    if gradient is None or x is None or not known or gradient == x:
+        return None
+    options = _Options.of(site.args, 4, site.shape(2))
+    if options.transposed and 2 in call.results:
+        return None
+    one, under = (x, gradient) if options.transposed else (gradient, x)
+    total = site.inputs[one].shape[HEIGHT]
+
+    def strip(rows: Rows) -> StripCall:
+        y = rows.of(total)
+        reads: dict[int, Interval] = {one: y.interval, under: options.window.under(y)}
+        return StripCall(reads, None, _with(call, options.args(0)))
+
+    nowhere = (None,) * len(site.outputs)
+    return Cut({gradient: _HEIGHT, x: _HEIGHT}, nowhere, stripped=strip)
+
+
+def _images(site: Site, position: int) -> bool:
+    """Whether an argument has images whose height is where images have it."""
+    return site.axis(position) == _HEIGHT and len(site.shape(position)) > HEIGHT
+
+
+def _with(call: Call, args: tuple[Any, ...]) -> Call:
+    return replace(call, args=args, into=None)
+
+
+# PyTorch's pools by strips, and their gradients.
+#
+# A maximum's position counts through all of an image; within a strip it counts from the
+# strip's first row, which is where its first window begins.
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """What a pool's arguments say, one number for each axis of an image.
+
+    Attributes:
+        window: Along the height.
+        kernel: Rows and columns of a window.
+        stride: Steps of the windows.
+        padding: Rows and columns around an image.
+        dilation: Steps within windows.
+        ceil: Whether windows may begin inside of an image and end outside.
+        behind: Arguments behind those.
+    """
+
+    window: Window
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil: bool
+    behind: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], dims: int, *, dilated: bool) -> "_Pool":
+        """Of the arguments that begin with the kernel."""
+        kernel, *rest = args
+        stride = rest[0] if rest and rest[0] else kernel
+        padding = rest[1] if len(rest) > 1 else [0]
+        dilation = rest[2] if dilated and len(rest) > 2 else [1]
+        ceil, *behind = [*rest[2 + dilated :]] or [False]
+        kernel, stride, padding, dilation = (
+            tuple(some) * (dims if len(some) == 1 else 1)
+            for some in (kernel, stride, padding, dilation)
+        )
+        window = Window(kernel[0], stride[0], padding[0], dilation[0])
+        return cls(window, kernel, stride, padding, dilation, ceil, tuple(behind))
+
+    def args(self, *, dilated: bool) -> tuple[Any, ...]:
+        """Those of a strip, which has no padding along the height."""
+        padding = [0, *self.padding[1:]]
+        dilation = [list(self.dilation)] if dilated else []
+        return list(self.kernel), list(self.stride), padding, *dilation, self.ceil
+
+    def gathered(self, x: Rows, windows: int) -> tuple[tuple[int, int], int, int]:
+        """Windows that hold some rows, and the rows from the first's on to the last."""
+        first, past = self.window.holding(x, windows)
+        start, stop = self.window.under(Rows(first, past, windows))
+        return (first, past), start, max(stop, x.stop)
+
+
+def max_pool(site: Site, call: Call) -> Cut | None:
+    """The largest of every window, and where it is."""
+    x, dims = site.operand(0), len(site.shape(0)) - HEIGHT
+    if x is None or site.axis(0) != _HEIGHT or dims < 1:
+        return None
+    pool = _Pool.of(site.args[1:], dims, dilated=True)
+    size, *others = site.shape(0)[HEIGHT:]
+    total, row = site.outputs[0].shape[HEIGHT], math.prod(others)
+
+    def strip(rows: Rows) -> StripCall:
+        y = rows.of(total)
+        first, stop = pool.window.under(y)
+        reads = max(first, 0), min(stop, size)
+        around = reads[0] - first, stop - reads[1]
+        args = (call.function, around, first * row, *call.args[:1])
+        mine = replace(call, function=_largest, args=(*args, *pool.args(dilated=True)))
+        return StripCall({x: reads}, y.interval, mine)
+
+    return Cut({x: _HEIGHT}, (_HEIGHT,) * len(site.outputs), stripped=strip)
+
+
+def max_pool_backward(site: Site, call: Call) -> Cut | None:
+    """To where each largest was; sizes of the images are given alone."""
+    of = OfShape.of(call)
+    if of is None or not _covers(of, dilated=True):
+        return None
+    gradient, places = of.args[0].index, of.args[-1].index
+    if site.axes[gradient] != _HEIGHT or site.axes[places] != _HEIGHT:
+        return None
+    pool = _Pool.of(of.args[1:-1], len(of.sizes) - HEIGHT, dilated=True)
+    windows = site.inputs[gradient].shape[HEIGHT]
+    row = math.prod(of.sizes[HEIGHT + 1 :])
+
+    def strip(rows: Rows) -> StripCall:
+        reads, start, stop = pool.gathered(rows.of(of.sizes[HEIGHT]), windows)
+        sizes = (*of.sizes[:HEIGHT], stop - start, *of.sizes[HEIGHT + 1 :])
+        args = (of.args[0], of.function, start * row, *pool.args(dilated=True))
+        mine = OfShape(_back_to_largest, sizes, (*args, of.args[-1])).call(call)
+        return StripCall({gradient: reads, places: reads}, (start, stop), mine)
+
+    read = {gradient: _HEIGHT, places: _HEIGHT}
+    return Cut(read, (_HEIGHT,), stripped=strip)
+
+
+def avg_pool(site: Site, call: Call) -> Cut | None:
+    """The mean of every window, of zeros around the image as well."""
+    x, dims = site.operand(0), len(site.shape(0)) - HEIGHT
+    if x is None or site.axis(0) != _HEIGHT or dims < 1:
+        return None
+    pool = _Pool.of(site.args[1:], dims, dilated=False)
+    total = site.outputs[0].shape[HEIGHT]
+    if not _alike(pool, site.shape(0)[HEIGHT], total):
+        return None
+
+    def strip(rows: Rows) -> StripCall:
+        y = rows.of(total)
+        args = (*call.args[:1], *pool.args(dilated=False), *pool.behind)
+        mine = replace(call, args=args, into=None)
+        return StripCall({x: pool.window.under(y)}, y.interval, mine)
+
+    return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
+
+
+def avg_pool_backward(site: Site, call: Call) -> Cut | None:
+    """A share of every window's gradient; sizes of the images are given alone."""
+    of = OfShape.of(call)
+    if of is None or not _covers(of, dilated=False):
+        return None
+    gradient = of.args[0].index
+    pool = _Pool.of(of.args[1:], len(of.sizes) - HEIGHT, dilated=False)
+    windows = site.inputs[gradient].shape[HEIGHT]
+    if site.axes[gradient] != _HEIGHT or not _alike(pool, of.sizes[HEIGHT], windows):
+        return None
+
+    def strip(rows: Rows) -> StripCall:
+        reads, start, stop = pool.gathered(rows.of(of.sizes[HEIGHT]), windows)
+        sizes = (*of.sizes[:HEIGHT], stop - start, *of.sizes[HEIGHT + 1 :])
+        args = (of.args[0], *pool.args(dilated=False), *pool.behind)
+        mine = replace(of, sizes=sizes, args=args)
+        return StripCall({gradient: reads}, (start, stop), mine.call(call))
+
+    return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
+
+
+def _alike(pool: _Pool, size: int, windows: int) -> bool:
+    """Whether every window divides by as many rows, wherever along the height it is.
+
+    Rows around the image count, and no window reaches beyond them.
+    """
+    counted = pool.behind[0] if pool.behind else True
+    last = (windows - 1) * pool.window.stride + pool.window.span
+    inside = last <= size + 2 * pool.window.padding
+    return inside and (counted or not pool.window.padding)
+
+
+def _covers(of: OfShape, *, dilated: bool) -> bool:
+    """Whether a strip has as many windows as PyTorch finds in its rows.
+
+    It finds one more where rows are left over behind the last and are rounded up.
+    """
+    pool = _Pool.of(of.args[1:], len(of.sizes) - HEIGHT, dilated=dilated)
+    return not pool.ceil or pool.window.span >= pool.window.stride
+
+
+def _largest(
+    function: Any,
+    around: tuple[int, int],
+    before: int,
+    image: torch.Tensor,
+    *args: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A strip's maxima, and where they are in the whole image.
+
+    Args:
+        function: PyTorch's pool.
+        around: Rows above and below the image that windows reach over.
+        before: Elements of the image in front of the strip's first window.
+        image: The strip.
+        args: Further ones of the pool.
+    """
+    if any(around):
+        columns = [0, 0] * (image.dim() - HEIGHT - 1)
+        image = torch.constant_pad_nd(image, [*columns, *around], -math.inf)
+    largest, places = function(image, *args)
+    return largest, places.add_(before)
+
+
+def _back_to_largest(
+    gradient: torch.Tensor,
+    image: torch.Tensor,
+    function: Any,
+    before: int,
+    *args: Any,
+) -> torch.Tensor:
+    """The gradient of a strip, from maxima whose places are in the whole image."""
+    *options, places = args
+    most = math.prod(image.shape[HEIGHT:]) - 1
+    here = places.sub(before).clamp_(0, most)
+    found: torch.Tensor = function(gradient, image, *options, here)
+    return found
+
+
+# PyTorch's resized and padded images by strips.
+#
+# Images grow by a whole number of times; where neighbours are mixed, one row more on
+# each side is read, and what a strip makes of its own border is not kept.
+
+
+_TIMES = 12
+"""Up to which a scale's reciprocal is rounded up: no row falls below its own."""
+
+
+def _resized(around: int, site: Site, call: Call) -> Cut | None:
+    """Images that grow; `around` is how many rows are read on each side."""
+    x = site.operand(0)
+    if x is None or site.axis(0) != _HEIGHT or _corners(around, call.args[2:3]):
+        return None
+    size, total = site.shape(0)[HEIGHT], site.outputs[0].shape[HEIGHT]
+    columns = site.outputs[0].shape[HEIGHT + 1 :]
+    scale = _scale(around, size, total, call)
+    if scale is None:
+        return None
+
+    def strip(rows: Rows) -> StripCall:
+        y = rows.of(total)
+        start = max(0, y.start // scale - around)
+        stop = min(size, -(-y.stop // scale) + around)
+        sizes = [(stop - start) * scale, *columns]
+        args = _sized(call, sizes)
+        made = start * scale, stop * scale
+        mine = replace(call, args=args, into=None)
+        return StripCall({x: (start, stop)}, made, mine)
+
+    return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
+
+
+def _resized_backward(around: int, site: Site, call: Call) -> Cut | None:
+    gradient = site.operand(0)
+    if gradient is None or site.axis(0) != _HEIGHT:
+        return None
+    if _corners(around, call.args[3:4]):
+        return None
+    out, before, *rest = call.args[1:]
+    scale = _scale(around, before[HEIGHT], out[0], call)
+    if scale is None:
+        return None
+
+    def strip(rows: Rows) -> StripCall:
+        x = rows.of(before[HEIGHT])
+        start, stop = max(0, x.start - around), min(x.total, x.stop + around)
+        reads = start * scale, stop * scale
+        mine = [*before[:HEIGHT], stop - start, *before[HEIGHT + 1 :]]
+        args = (call.args[0], [reads[1] - reads[0], *out[1:]], mine, *rest)
+        found = replace(call, args=args, into=None)
+        return StripCall({gradient: reads}, (start, stop), found)
+
+    return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
+
+
+nearest = partial(_resized, 0)
+
+nearest_backward = partial(_resized_backward, 0)
+
+bilinear = partial(_resized, 1)
+
+bilinear_backward = partial(_resized_backward, 1)
+
+
+def _corners(around: int, aligned: Sequence[Any]) -> bool:
+    """Whether corners lie over corners: then each row is mixed by another share."""
+    return bool(around) and aligned == (True,)
+
+
+def _scale(around: int, size: int, total: int, call: Call) -> int | None:
+    """How many times as large images become; None if strips would be rounded otherwise.
+
+    Shares of neighbours are exact for powers of two. PyTorch may be told the number
+    beside the sizes, and then goes by that.
+    """
+    scale, rest = divmod(total, size)
+    said = [a for a in call.args if isinstance(a, float)]
+    lists = [a for a in call.args if isinstance(a, list | tuple) and a]
+    said += [a[0] for a in lists if isinstance(a[0], float)]
+    if rest or not scale or any(number != scale for number in said[:1]):
+        return None
+    exact = not scale & (scale - 1)
+    return scale if exact or (not around and scale <= _TIMES) else None
+
+
+def _sized(call: Call, sizes: list[int]) -> tuple[Any, ...]:
+    """Arguments with the sizes of a strip, if they have any."""
+    image, asked, *rest = call.args
+    return image, asked if asked is None else sizes, *rest
+
+
+def pad(site: Site, call: Call) -> Cut | None:
+    """Zeros around images, or less of them; of other axes than the height any number.
+
+    A strip reads one row of the image at least.
+    """
+    axis, widths = site.axis(0), list(site.arg(1))
+    rank = len(site.shape(0))
+    if axis is None or axis.each != 1:
+        return None
+    place = 2 * (rank - 1 - axis.index)
+    before, after = (*widths[place : place + 2], 0, 0)[:2]
+    if (before or after) and site.arg(2, 0):
+        return None
+    if place < len(widths):
+        widths[place : place + 2] = [0, 0]
+    args = (call.args[0], widths, *call.args[2:])
+    return _shifted(site, axis, before, replace(call, args=args, into=None))
+
+
+def slice_backward(site: Site, call: Call) -> Cut | None:
+    """Zeros around what was cut out of images, row by row."""
+    axis = site.axis(0)
+    sizes, dim, start, _, step = call.args[1:]
+    if axis is None or axis.each != 1 or dim % len(sizes) != axis.index or step != 1:
+        return None
+    copied = replace(
+        call, function=torch.ops.aten.clone.default, args=call.args[:1], into=None
+    )
+    size = sizes[axis.index]
+    before = max(0, start + size) if start < 0 else min(start, size)
+    return _shifted(site, axis, before, copied)
+
+
+def _shifted(site: Site, axis: Axis, before: int, call: Call) -> Cut | None:
+    """Rows of images as they are, with so many of zeros above them."""
+    x = site.operand(0)
+    if x is None:
+        return None
+    size, total = site.shape(0)[axis.index], site.outputs[0].shape[axis.index]
+
+    def strip(rows: Rows) -> StripCall:
+        y = rows.of(total)
+        start, stop = min(y.start - before, size - 1), max(y.stop - before, 1)
+        made: Interval = start + before, stop + before
+        return StripCall({x: (start, stop)}, made, call)
+
+    return Cut({x: axis}, (axis,), stripped=strip)
+
+
+# How PyTorch's operations are cut into strips: rows of images, and what windows reach.
+#
+# What computes each row from the same row of all that it reads is cut as it is along
+# the batch; the rest has rules of its own, or stays whole.
+
+
+def strip_of(site: Site, call: Call) -> Cut | None:
+    """How a call is cut into strips; None if it stays whole."""
+    if site.op in NORMS:
+        return NORMS[site.op](site)
+    if (cut := cut_of(site, call)) is not None:  # each row by itself
+        return cut
+    rule = IMAGE_RULES.get(site.op)
+    return None if rule is None else rule(site, call)
+
+
+def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
+    """Where the height is in results of a call that stays whole.
+
+    Images are taken to be made of images. Where that is wrong it is no harm: a rule
+    holds along any axis.
+    """
+    if site.op == _CROPPED:
+        return (site.axis(0),)
+    imaged = any(axis == _HEIGHT for axis in site.axes)
+    rank = max((len(layout.shape) for layout in site.inputs), default=0)
+    return tuple(
+        _HEIGHT if imaged and len(layout.shape) == rank > HEIGHT else axis
+        for layout, axis in zip(site.outputs, carried(site, call), strict=True)
+    )
+
+
+_CROPPED = "aten.slice.Tensor"
+"""What is a view of some rows: strips read theirs of it as one."""
+
+
+IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType(
+    {
+        "aten.avg_pool2d.default": avg_pool,
+        "aten.avg_pool2d_backward.default": avg_pool_backward,
+        "aten.avg_pool3d.default": avg_pool,
+        "aten.avg_pool3d_backward.default": avg_pool_backward,
+        "aten.constant_pad_nd.default": pad,
+        "aten.convolution.default": convolution,
+        "aten.convolution_backward.default": convolution_backward,
+        "aten.max_pool2d_with_indices.default": max_pool,
+        "aten.max_pool2d_with_indices_backward.default": max_pool_backward,
+        "aten.max_pool3d_with_indices.default": max_pool,
+        "aten.max_pool3d_with_indices_backward.default": max_pool_backward,
+        "aten.slice_backward.default": slice_backward,
+        "aten.upsample_bilinear2d.default": bilinear,
+        "aten.upsample_bilinear2d.vec": bilinear,
+        "aten.upsample_bilinear2d_backward.default": bilinear_backward,
+        "aten.upsample_nearest2d.default": nearest,
+        "aten.upsample_nearest2d.vec": nearest,
+        "aten.upsample_nearest2d_backward.default": nearest_backward,
+        "aten.upsample_nearest3d.default": nearest,
+        "aten.upsample_nearest3d.vec": nearest,
+        "aten.upsample_nearest3d_backward.default": nearest_backward,
+    }
+)
+"""Operation -> its rule."""
