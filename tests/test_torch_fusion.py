@@ -97,7 +97,8 @@ def test_a_graph_with_fused_nodes_computes_the_same_bits(name, share):
     plan = ours.plan(budget)
     bound = bind_step(lowered, plan.plan.schedule)
     step = mt.TrainStep(model, build(name)[1], optimizer, StepPlanning(budget))
-    given = [*step._parts().tensors(), *batch]
+    parts = StepParts.of(step._model, step._optimizer, step._loss_fn)
+    given = [*parts.tensors(), *batch]
     torch.manual_seed(1)
     losses = [bound.run(list(given))[0].item() for _ in range(STEPS)]
     expected, values = eager(name)
@@ -317,7 +318,7 @@ def test_the_option_is_true_or_false(value):
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="inductor must be True or False"):
         mt.train_step(
-            model, None, torch.optim.SGD(model.parameters(), 0.1), inductor=value
+            model, torch.sum, torch.optim.SGD(model.parameters(), 0.1), inductor=value
         )
     with pytest.raises(TypeError, match="inductor must be True or False"):
         mt.backend(inductor=value)

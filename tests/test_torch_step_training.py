@@ -362,8 +362,11 @@ def test_hooks_of_parameters_are_kept():
         outcomes.append(model)
     assert same(*outcomes)
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(ValueError, match="when its gradient is stored"):
+    with pytest.warns(UserWarning, match="when its gradient is stored"):
         mt.train_step(model, functional.mse_loss, optimizer)(x, y)
+    step = mt.train_step(model, functional.mse_loss, optimizer, budget="1GiB")
+    with pytest.raises(UnsupportedError, match="when its gradient is stored"):
+        step(x, y)
 
 
 def test_what_is_decided_by_a_batch_has_a_plan_for_each_outcome():
@@ -398,5 +401,7 @@ def test_every_kind_of_batch_has_a_plan_up_to_a_limit():
     second = step.prepare(x[:4], y[:4])
     assert second is not first
     assert step.prepare(x, y) is first
-    with pytest.raises(UnsupportedError, match=r"2 plans.*pad batches"):
+    with pytest.warns(UserWarning, match=r"max_plans=2.*Pad batches"):
         step.prepare(x[:3], y[:3])
+    assert step.prepare(x, y) is first
+    assert step.prepare(x[:4], y[:4]) is not second

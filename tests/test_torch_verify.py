@@ -164,6 +164,8 @@ def test_models_that_replace_what_they_hold_are_equal(name):
     step = mt.train_step(model, loss_fn, optimizer, cache=None, verify=1)
     held = list(model.buffers())
     names = set(vars(model))
+    if name == "kept_for_the_loss":  # written by every step, as in eager mode
+        names.add("last")
     step(*batch)
     step(*batch)
     assert all(a is b for a, b in zip(model.buffers(), held, strict=True))
