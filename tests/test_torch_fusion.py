@@ -19,7 +19,7 @@ from mucudnn.ir.traits import Batch  # noqa: E402
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
 from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.execution.bound_step import bind_step  # noqa: E402
+from mucudnn.torch.execution.bound_step import StepCommit, bind_step  # noqa: E402
 from mucudnn.torch.fusion.costs import costs_of_kernels  # noqa: E402
 from mucudnn.torch.fusion.fusing import Fusing  # noqa: E402
 from mucudnn.torch.fusion.groups import Grouping  # noqa: E402
@@ -98,16 +98,16 @@ def test_a_graph_with_fused_nodes_computes_the_same_bits(name, share):
     bound = bind_step(lowered, plan.plan.schedule)
     step = mt.TrainStep(model, build(name)[1], optimizer, StepPlanning(budget))
     parts = StepParts.of(step._model, step._optimizer, step._loss_fn)
-    given = [*parts.tensors(), *batch]
+    given, commit = [*parts.tensors(), *batch], StepCommit(optimizer)
     torch.manual_seed(1)
-    losses = [bound.run(list(given))[0].item() for _ in range(STEPS)]
+    losses = [bound.run(list(given), commit)[0].item() for _ in range(STEPS)]
     expected, values = eager(name)
     assert losses == expected
     for mine, theirs in zip(
         (*model.parameters(), *model.buffers()), values, strict=True
     ):
         assert torch.equal(mine, theirs)
-    peak = real_peak(lambda: bound.run(list(given)))
+    peak = real_peak(lambda: bound.run(list(given), commit))
     assert peak + plan.resident_bytes <= plan.peak_bytes <= budget
 
 

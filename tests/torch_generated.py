@@ -689,7 +689,7 @@ def post_accumulate_hook(world):
         parameter.grad.mul_(0.5)
 
     weight = world.network.last.weight
-    if weight.requires_grad:
+    if weight.requires_grad and weight.is_leaf:
         world.handles.append(weight.register_post_accumulate_grad_hook(scale))
 
 
