@@ -320,7 +320,8 @@ class TrainStep:
         """Train on one batch; its loss, or a pair of it and what came back with it.
 
         Whatever it raises, Ctrl-C included, the step was run in full or not at all,
-        or the next call raises `BackendError`.
+        or the next call raises `BackendError`. A step that runs in eager mode is left
+        as eager mode leaves it.
 
         Raises:
             PlanningError: The step does not fit; says the least budget that works.

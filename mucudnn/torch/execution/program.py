@@ -302,7 +302,7 @@ class Program:
             self._lines[start:] = [saved, "try:", *indented, *undone]
 
     def announced(self) -> str:
-        """A variable for a function that is called before an input is first written."""
+        """Return the variable of a function called before an input is first written."""
         storages = self._graph.storages
         self._unannounced.update(storages[t] for t in self._lowered.inputs if t)
         return "begin_update"
