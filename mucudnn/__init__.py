@@ -80,7 +80,7 @@ _EXPORTS = {
     "passes.microbatch": ("pareto_plans",),
     "passes.planning.plan_step": ("plan_step",),
     "passes.planning.request": ("StepRequest",),
-    "runtime.database.cache": ("BenchmarkCache",),
+    "runtime.store.measurements": ("BenchmarkCache",),
     "runtime.functional": (
         "conv1d",
         "conv2d",
@@ -90,13 +90,13 @@ _EXPORTS = {
         "explain",
     ),
     "runtime.training.budget": ("MemoryBudget",),
-    "runtime.training.checkpoints.checkpoint": ("Checkpoints",),
+    "runtime.training.checkpoints": ("Checkpoints",),
     "runtime.training.loop": ("fit",),
-    "runtime.training.checkpoints.resumption": ("plans_of", "recall_races"),
+    "runtime.training.history": ("plans_of", "recall_races"),
     "runtime.training.trainer": ("Trainer",),
     "runtime.tuning.bound_plan": ("run_plan",),
     "runtime.tuning.tuner": ("Tuner",),
-    "studies.memory_study": ("study_memory",),
+    "studies.memory": ("study_memory",),
 }
 """Module -> the names that it exports."""
 
