@@ -110,6 +110,7 @@ def test_a_public_function_is_annotated(name):
             assert parameter.annotation is not parameter.empty
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, at import
 def test_modules_say_what_they_offer():
     """`__all__` lists nothing that is missing; every module has a docstring.
 
