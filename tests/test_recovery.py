@@ -348,7 +348,8 @@ def test_rounding_and_overflow_are_no_wrong_results(direction):
                     get_backend("cpu"), whole, 1, (algo, 2), ("IMPLICIT_GEMM", 2)
                 )
                 with np.errstate(all="ignore"):
-                    ready(scaled, b)
+                    found = ready(scaled, b)
+                assert found.shape == whole.operands()[2].shape
 
 
 @pytest.mark.parametrize(

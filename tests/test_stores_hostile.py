@@ -255,16 +255,20 @@ def test_a_table_that_contradicts_its_index_is_set_aside(cache):
     bearable("tune", *ASKED, "--backend", "null", "--cache", cache)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_names_that_no_file_has_mean_memory(tmp_path, name):
-    path = f"{tmp_path}/{name}"
+def test_names_that_no_file_has_mean_memory(tmp_path):
+    path = f"{tmp_path}/\ud800"
     with pytest.warns(CacheWarning, match="in memory"):
         cache = BenchmarkCache(path)
     with cache:
         assert cache.path is None
-    result = run("cache", "list", "--cache", f"{tmp_path}/{name}")
+    result = run("cache", "list", "--cache", path)
     assert result.exit_code == 2
     assert "cannot keep a cache" in result.stderr
+
+
+def test_a_null_character_is_no_part_of_a_path(tmp_path):
+    with pytest.raises(ValueError, match="null character"):
+        BenchmarkCache(f"{tmp_path}/a\0b")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")

@@ -11,11 +11,11 @@ SOURCES = (
     *sorted((ROOT / "mucudnn" / "torch").rglob("*.py")),
     ROOT / "mucudnn" / "arguments.py",
     ROOT / "mucudnn" / "ir" / "sizes.py",
-    ROOT / "mucudnn" / "passes" / "planning" / "splitting" / "cutting.py",
-    ROOT / "mucudnn" / "runtime" / "executor" / "tier_choice.py",
+    ROOT / "mucudnn" / "passes" / "planning" / "cutting.py",
+    ROOT / "mucudnn" / "runtime" / "executor" / "tiers.py",
 )
 
-INTERNAL = ("plan_cache/", "conv/geometry.py", "conv/calls.py", "torch/__init__.py")
+INTERNAL = ("plan_store.py", "conv/kernels.py", "torch/__init__.py")
 """Files whose errors no user sees: each is caught where it is raised for."""
 
 UNSEEN = {
@@ -26,6 +26,9 @@ UNSEEN = {
     "…: …",
     "…; …",
     "… must be …, got …",
+    "fronts: they are of other nodes than the convolutions",
+    "fronts: … cannot be run so",
+    "fronts: … takes another time than its plans",
 }
 """Parts of other messages, and what would be a fault of ours."""
 

@@ -386,7 +386,8 @@ def test_arguments_that_torch_takes_are_taken():
         {"budget": np.float64(1e9), "max_plans": np.int64(1)},
         {"cache": Path("~/nowhere"), "offload_state": np.bool_(True)},
     ):
-        mt.train_step(model, nn.functional.mse_loss, optimizer, **taken)
+        step = mt.train_step(model, nn.functional.mse_loss, optimizer, **taken)
+        assert isinstance(step, mt.TrainStep)
 
 
 def test_wrapped_models_are_refused_by_name():

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import numpy as np
-
 from mucudnn.errors import BackendUnavailableError, RankLostError
 from mucudnn.passes.registry import name_of
 
@@ -166,6 +164,8 @@ class MpiCollectives:
 
     def all_reduce(self, array: Any) -> _Request:
         """Start to sum contiguous NumPy arrays over all ranks, in place."""
+        import numpy as np  # the command line starts without it
+
         values = np.ascontiguousarray(array)
         if values is not array:
             raise ValueError("an array to be summed in place must be contiguous")

@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from mucudnn.arguments import a_flag
 from mucudnn.backends import Device
 from mucudnn.backends.base import Backend, PlanTexts, Runner
@@ -264,6 +262,8 @@ class BoundPlan:
             Direction.BACKWARD_FILTER: problem.batch * math.prod(problem.y_shape[2:]),
         }[problem.direction]
         summed = problem.direction is Direction.BACKWARD_FILTER
+
+        import numpy as np  # the command line starts without it
 
         def largest(array: Array) -> Any:
             values = np.abs(device.download(array)).astype(np.float64)
