@@ -634,6 +634,8 @@ class ReadRecorder:
         self._contents(function.__dict__, f"an attribute of {name}")
         around, names = function.__globals__, _names_in(code)
         texts, where = names.texts, line_of_function(code)
+        if "cache_info" in texts:  # a capture empties the caches that it fills
+            self._refuse(f"{name} reads the state of a cache{where}")
         if reading := sorted(_READS_FILES & texts):
             self._reasons.append(f"it calls {reading[0]}(){where}")
         for name in names.stored:
