@@ -37,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
             else:
                 optimizer = torch.optim.AdamW(case.model.parameters(), 1e-3)
             step = mt.train_step(case.model, case.loss_fn, optimizer, cache=None)
-            step.prepare(*case.batch)
+            step(*case.batch)  # which makes the state of the optimizer
             found.append(
                 {
                     "model": name,
@@ -66,7 +66,7 @@ def time_guard_check(step: Any, batch: tuple[Any, ...]) -> float:
         return step._planned.find(arguments)
 
     if check()[0] is None:
-        raise ValueError("the step has no plan for this batch; prepare it before")
+        raise ValueError("the step has no plan for this batch; run it before")
     least = float("inf")
     collecting = gc.isenabled()
     gc.disable()
