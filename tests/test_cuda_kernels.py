@@ -381,7 +381,7 @@ def test_sources_compile_for_every_gpu(name, dtype, wide):
 @pytest.mark.cudnn
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    "name", ["batch_norm", "batch_norm_grad", "bias", "group_norm"]
+    "name", ["batch_norm", "batch_norm_grad", "reductions", "group_norm"]
 )
 def test_channels_that_are_last_are_read_by_16_bytes(name, dtype):
     """And of whole numbers divided only to find where a thread begins."""

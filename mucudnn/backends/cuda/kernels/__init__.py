@@ -57,12 +57,16 @@ KERNELS: Mapping[str, Operation] = MappingProxyType(
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
-        file.__name__.rpartition(".")[2]: vars(file)["PROGRAM"]
+        # A file with several programs names the others before the suffix.
+        file.__name__.rpartition(".")[2]
+        if name == "PROGRAM"
+        else name.removesuffix("_PROGRAM").lower(): program
         for file in _FILES
-        if "PROGRAM" in vars(file)
+        for name, program in vars(file).items()
+        if name.endswith("PROGRAM") and isinstance(program, Program)
     }
 )
-"""File to its CUDA C; matrix products and copies are CuPy's."""
+"""Name to CUDA C; matrix products and copies are CuPy's."""
 
 
 def bind(launcher: Preparer) -> Mapping[str, Kernel]:

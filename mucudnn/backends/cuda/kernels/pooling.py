@@ -88,27 +88,6 @@ __device__ bool rows_pack(const Axis& W) {
     return W.kernel == 1 && W.stride == 1 && W.padding == 0 && W.size == W.out &&
            W.size % PACKED == 0;
 }
-// Computes, for each position of an image, a sum over the windows that contain it, in
-// order. `add(sums, at, o, od, oh, ow)` adds one window: result `o`, at these indices.
-// A thread has V neighbours in the same windows, or one position.
-template <int V, class F>
-__device__ void gather(T* dx, I count, const Axis& D, const Axis& H, const Axis& W,
-                       const F& add) {
-    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next()) {
-        I w = at.w * V, image = at.image * D.out * H.out * W.out;
-        Windows ds(D, at.d), hs(H, at.h);
-        Windows ws = V > 1 ? Windows{w, w + 1} : Windows(W, w);
-        A sums[V] = {};
-        for (I od = ds.first; od < ds.end; ++od)
-            for (I oh = hs.first; oh < hs.end; ++oh)
-#pragma unroll 1
-                for (I ow = ws.first; ow < ws.end; ow += V)
-                    add(sums, at, image + (od * H.out + oh) * W.out + ow, od, oh, ow);
-        Pack<T, V> made;
-        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
-        store(dx + at.i * V, made);
-    }
-}
 #define AXES                                                                      \
     I d_size, I d_out, I d_kernel, I d_stride, I d_padding, I h_size, I h_out,    \
         I h_kernel, I h_stride, I h_padding, I w_size, I w_out, I w_kernel,       \
@@ -246,12 +225,25 @@ KERNEL avg_pool(const T* x, T* y, I count, I padded, AXES) {
 template <int V>
 __device__ void gradient(const T* dy, T* dx, I count, I padded, const Axis& D,
                          const Axis& H, const Axis& W) {
-    gather<V>(dx, count, D, H, W, [&](A* sums, const Walk&, I o, I od, I oh, I ow) {
-        Pack<T, V> d = load<V>(dy + o);
-        A share = (A)1 / (D.counted(od, padded) * H.counted(oh, padded) *
-                          W.counted(ow, padded));
-        for (int j = 0; j < V; ++j) sums[j] += (A)d.at[j] * share;
-    });
+    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next()) {
+        I w = at.w * V, image = at.image * D.out * H.out * W.out;
+        Windows ds(D, at.d), hs(H, at.h);
+        Windows ws = V > 1 ? Windows{w, w + 1} : Windows(W, w);
+        A sums[V] = {};
+        for (I od = ds.first; od < ds.end; ++od)
+            for (I oh = hs.first; oh < hs.end; ++oh)
+#pragma unroll 1
+                for (I ow = ws.first; ow < ws.end; ow += V) {
+                    Pack<T, V> d =
+                        load<V>(dy + image + (od * H.out + oh) * W.out + ow);
+                    A share = (A)1 / (D.counted(od, padded) * H.counted(oh, padded) *
+                                      W.counted(ow, padded));
+                    for (int j = 0; j < V; ++j) sums[j] += (A)d.at[j] * share;
+                }
+        Pack<T, V> made;
+        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
+        store(dx + at.i * V, made);
+    }
 }
 
 KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
@@ -330,14 +322,26 @@ KERNEL max_pool(const T* x, T* y, Tap* index, I count, AXES) {
 template <int V>
 __device__ void gradient(const T* dy, const Tap* index, T* dx, I count, const Axis& D,
                          const Axis& H, const Axis& W) {
-    gather<V>(dx, count, D, H, W,
-              [&](A* sums, const Walk& at, I o, I od, I oh, I ow) {
-        int tap = ((at.d - D.origin(od)) * H.kernel + at.h - H.origin(oh)) * W.kernel +
-                  at.w * V - W.origin(ow);
-        Pack<Tap, V> taps = load<V>(index + o);
-        Pack<T, V> d = load<V>(dy + o);
-        for (int j = 0; j < V; ++j) sums[j] += taps.at[j] == tap ? (A)d.at[j] : (A)0;
-    });
+    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next()) {
+        I w = at.w * V, image = at.image * D.out * H.out * W.out;
+        Windows ds(D, at.d), hs(H, at.h);
+        Windows ws = V > 1 ? Windows{w, w + 1} : Windows(W, w);
+        A sums[V] = {};
+        for (I od = ds.first; od < ds.end; ++od)
+            for (I oh = hs.first; oh < hs.end; ++oh)
+                for (I ow = ws.first; ow < ws.end; ow += V) {
+                    int tap = ((at.d - D.origin(od)) * H.kernel + at.h - H.origin(oh)) *
+                                  W.kernel + w - W.origin(ow);
+                    I o = image + (od * H.out + oh) * W.out + ow;
+                    Pack<Tap, V> taps = load<V>(index + o);
+                    Pack<T, V> d = load<V>(dy + o);
+                    for (int j = 0; j < V; ++j)
+                        sums[j] += taps.at[j] == tap ? (A)d.at[j] : (A)0;
+                }
+        Pack<T, V> made;
+        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
+        store(dx + at.i * V, made);
+    }
 }
 
 KERNEL max_pool_grad(const T* dy, const Tap* index, T* dx, I count, AXES) {
