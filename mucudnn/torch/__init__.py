@@ -18,7 +18,7 @@ A name is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mucudnn.torch.internals import check_version, installed_version
+from mucudnn.torch.versions import check_version, installed_version
 
 if TYPE_CHECKING:
     from mucudnn.torch.compile_backend import (
