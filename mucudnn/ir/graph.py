@@ -62,13 +62,15 @@ class Node:
     def recomputable(self) -> bool:
         """Whether a copy of the node may run without changing any state."""
         traits = self.traits
-        pure = not self.mutates or bool(traits.replay) or traits.again is not None
+        pure = (
+            not self.mutates or bool(traits.replay) or traits.recompute_as is not None
+        )
         return traits.recomputable and pure
 
     @property
-    def once_more(self) -> "Node | None":
+    def recompute_node(self) -> "Node | None":
         """Node that recomputes the first result; None if a plain copy does."""
-        again = self.traits.again
+        again = self.traits.recompute_as
         if again is None:
             return None
         inputs = tuple(self.tensors[index] for index in again.inputs)
@@ -86,7 +88,7 @@ class Node:
     def remakes(self, tensor: str) -> bool:
         """Return whether a result of the node can be recomputed."""
         return self.recomputable and (
-            self.traits.again is None or tensor == self.outputs[0]
+            self.traits.recompute_as is None or tensor == self.outputs[0]
         )
 
     @property
@@ -236,7 +238,7 @@ class Graph:
         return found
 
     @cached_property
-    def immovable(self) -> frozenset[str]:
+    def pinned(self) -> frozenset[str]:
         """Storages that are never offloaded: borrowed ones, immovable results."""
         fixed = (node for node in self.nodes if not node.traits.movable)
         results = (name for node in fixed for name in node.outputs)
@@ -258,7 +260,7 @@ class Graph:
             storages: Storages of these tensors, if known.
         """
         found = copy(self)
-        for name in ("storages", "reads", "overwritten", "immovable"):
+        for name in ("storages", "reads", "overwritten", "pinned"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
         if storages is not None:

@@ -13,12 +13,12 @@ from mucudnn.ir.strips import HEIGHT, strips_of
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import (
     PLAIN,
-    Again,
     Batch,
     NodeTraits,
     Operands as Whole,
     Piece,
     Pieces,
+    Recomputation,
     box_rows,
     conv_rows,
     counted,
@@ -122,7 +122,10 @@ _RELU = NodeTraits(
 )
 
 _ADD = NodeTraits(
-    overwrites=(0, 1), joint=True, batch=Batch((0, 0), (0,)), strips=_STRIPS_OF_TWO
+    overwrites=(0, 1),
+    joins_branches=True,
+    batch=Batch((0, 0), (0,)),
+    strips=_STRIPS_OF_TWO,
 )
 
 _RELU_GRAD = NodeTraits(
@@ -197,7 +200,7 @@ def _fused_norm_piece(
 
 
 _FORWARD = NodeTraits(
-    replay=(("update", False),), narrow=True, rereads=(0,), pieces=_forward
+    replay=(("update", False),), narrow=True, reads_twice=(0,), decomposition=_forward
 )
 
 
@@ -205,11 +208,11 @@ FUSED_NORMS = MappingProxyType(
     {
         "batch_norm_relu": _FORWARD,
         "batch_norm_relu_grad": NodeTraits(
-            overwrites=(1,), rereads=(0, 1), pieces=_backward
+            overwrites=(1,), reads_twice=(0, 1), decomposition=_backward
         ),
-        "batch_norm_add_relu": replace(_FORWARD, joint=True),
+        "batch_norm_add_relu": replace(_FORWARD, joins_branches=True),
         "batch_norm_add_relu_grad": NodeTraits(
-            overwrites=(1,), rereads=(0,), pieces=_backward_of_sum
+            overwrites=(1,), reads_twice=(0,), decomposition=_backward_of_sum
         ),
     }
 )
@@ -362,7 +365,7 @@ def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTrait
 
 def _concat(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     batch = Batch((0,) * len(inputs), (0,)) if attrs["axis"] else None
-    return NodeTraits(joint=True, narrow=True, batch=batch)
+    return NodeTraits(joins_branches=True, narrow=True, batch=batch)
 
 
 def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
@@ -405,23 +408,27 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "accuracy": NodeTraits(
             reads_narrow=True, batch=Batch((0, 0), (None,), accumulates=True)
         ),
-        "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
-        "add_relu": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
+        "add": NodeTraits(
+            overwrites=(0, 1), joins_branches=True, narrow=True, batch=_ROWS
+        ),
+        "add_relu": NodeTraits(
+            overwrites=(0, 1), joins_branches=True, narrow=True, batch=_ROWS
+        ),
         **PIECES,
         **FUSED_NORMS,
         "batch_norm": NodeTraits(
-            again=Again(
+            recompute_as=Recomputation(
                 "batch_norm_apply", (0, 1, 2, 6, 7), PIECES["batch_norm_apply"]
             ),
             narrow=True,
-            rereads=(0,),
-            pieces=batch_norm_pieces,
+            reads_twice=(0,),
+            decomposition=batch_norm_pieces,
         ),
         "batch_norm_eval": NodeTraits(
             narrow=True, batch=Batch((0, *(None,) * 4), (0,))
         ),
         "batch_norm_grad": NodeTraits(
-            overwrites=(1,), rereads=(0,), pieces=batch_norm_grad_pieces
+            overwrites=(1,), reads_twice=(0,), decomposition=batch_norm_grad_pieces
         ),
         "bias": NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
         "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
@@ -441,15 +448,15 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         **GROUP_PIECES,
         "group_norm": NodeTraits(
             narrow=True,
-            rereads=(0,),
+            reads_twice=(0,),
             batch=Batch((0, None, None), (0, 0, 0)),
-            pieces=group_norm_pieces,
+            decomposition=group_norm_pieces,
         ),
         "group_norm_grad": NodeTraits(
             overwrites=(1,),
-            rereads=(0,),
+            reads_twice=(0,),
             batch=Batch((0, 0, None, 0, 0), (0, None, None)),
-            pieces=group_norm_grad_pieces,
+            decomposition=group_norm_grad_pieces,
         ),
         "lrn_grad": NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
         "matmul": _matmul,
@@ -506,7 +513,7 @@ def traits_of(
     if strips is not None:
         traits = replace(traits, strips=strips)
     if LIBRARY in attrs:  # none works in place, or gives the bits that ours would
-        traits = replace(traits, overwrites=(), again=None)
+        traits = replace(traits, overwrites=(), recompute_as=None)
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)

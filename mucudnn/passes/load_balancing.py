@@ -18,7 +18,7 @@ _FINE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankReport:
     """The step table a rank reports to the others.
 
     Attributes:
@@ -62,12 +62,14 @@ class AskedTable:
         self._most = most
         self._known = {least: measure(least)}
 
-    def told(self) -> Told:
+    def told(self) -> RankReport:
         """Return the table, extrapolated to the largest size that may fit."""
         points = [self._known[samples] for samples in sorted(self._known)]
         if points[-1].samples < self._most:
             points.append(_extrapolate(points, self._most))
-        return Told(StepTable(self._device, tuple(points)), frozenset(self._known))
+        return RankReport(
+            StepTable(self._device, tuple(points)), frozenset(self._known)
+        )
 
     def ask(self, samples: int) -> None:
         """Measure a size; if it does not fit, search for the largest that does."""

@@ -122,9 +122,9 @@ class _Program:
         self._model += self._objective
         for name, candidate in self._candidates.items():
             self._model += self._offload[name] + self._recompute[name] <= 1
-            if math.isinf(candidate.again_ms):
+            if math.isinf(candidate.recompute_ms):
                 self._model += self._recompute[name] == 0
-            if name in request.graph.immovable:
+            if name in request.graph.pinned:
                 self._model += self._offload[name] == 0
         self._add_memory(self._residency_variables())
 
@@ -172,8 +172,8 @@ class _Program:
             for plan, variable in zip(front, chosen, strict=True):
                 phase += plan.time_ms * variable
         for name, candidate in self._candidates.items():
-            if math.isfinite(candidate.again_ms):
-                backward += candidate.again_ms * self._recompute[name]
+            if math.isfinite(candidate.recompute_ms):
+                backward += candidate.recompute_ms * self._recompute[name]
         total = pulp.LpAffineExpression()
         for label, compute, rate in (
             ("forward", forward, profile.out_bytes_per_ms),

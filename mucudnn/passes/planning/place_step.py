@@ -272,9 +272,9 @@ def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
 def _least_arena(request: StepRequest, plan: StepPlan) -> PlacedStep:
     """Place a plan without shrinking intervals in the smallest arena found."""
     static = PlacedStep(plan, lay_out(plan.schedule))
-    if request.placement != VIRTUAL or plan.profile.chunks is None:
+    if request.placement != VIRTUAL or plan.profile.mapping_costs is None:
         return static
-    size, arena = plan.profile.chunks.nbytes, plan.peak_bytes - plan.state_bytes
+    size, arena = plan.profile.mapping_costs.nbytes, plan.peak_bytes - plan.state_bytes
     for share in _WIDER:
         nbytes = rounded(int((1 + share) * arena), size)
         found = place_virtually(plan, nbytes) if nbytes < static.layout.nbytes else None

@@ -33,7 +33,7 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler, intervals_of
 from mucudnn.passes.scheduling.intervals import (
-    Occupancy,
+    MemoryLedger,
     ResidencyInterval,
     Swaps,
     check_fits,
@@ -41,7 +41,7 @@ from mucudnn.passes.scheduling.intervals import (
 )
 from mucudnn.passes.scheduling.problem import (
     CONVOLUTIONS,
-    Problem,
+    SchedulingProblem,
     changes_of,
     fastest_of,
     first_plans,
@@ -64,7 +64,7 @@ class Rewritten:
         profile: Costs of that graph.
         uses: Uses of its storages.
         idle: Uses with gaps, and the gaps, of all movable storages.
-        changes: Change of bytes in use at every node without offload; see `Problem`.
+        changes: Change of bytes in use at every node without offload (`changes_of`).
         swaps: Gaps over which storages are offloaded.
         away: Host-resident parameters and state.
     """
@@ -84,9 +84,11 @@ class Rewritten:
         behind = (i for i, phase in phases if phase is not Phase.FORWARD)
         return next(behind, len(self.graph.nodes))
 
-    def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
+    def problem(
+        self, plans: Mapping[str, ConvPlan], budget: float
+    ) -> SchedulingProblem:
         """Return the scheduling problem for given convolution plans."""
-        return Problem(
+        return SchedulingProblem(
             self.graph,
             self.uses,
             self.swaps,
@@ -97,7 +99,7 @@ class Rewritten:
             self.changes,
         )
 
-    def least(self) -> Occupancy:
+    def least(self) -> MemoryLedger:
         """Return the ledger of the least bytes at every node, without a budget."""
         plans = first_plans(self.profile, "least")
         return self.problem(plans, math.inf).least()[1]
@@ -171,7 +173,7 @@ class StepRequest:
         if self.hosted is not None:
             of_type("hosted", self.hosted, frozenset, "a frozenset of names")
         one_of("placement", self.placement, PLACEMENTS)
-        if self.placement == VIRTUAL and self.profile.chunks is None:
+        if self.placement == VIRTUAL and self.profile.mapping_costs is None:
             raise ValueError(
                 "virtual placement needs a device that can map its memory; the "
                 "profile is of one that cannot, or does not say in which chunks"
@@ -191,7 +193,7 @@ class StepRequest:
     def persistent(self) -> frozenset[str]:
         """Names of the parameters and state that may be host-resident."""
         names = frozenset(spec.name for spec in self.graph.with_role(*PERSISTENT))
-        return names - self.graph.immovable
+        return names - self.graph.pinned
 
     @property
     def grows(self) -> bool:
@@ -306,7 +308,7 @@ class Rewriter:
             return self._last[1]
         ready = self._rematerialized(residency).rewritten
         swaps = _swaps(ready, residency, hosted)
-        away = (hosted or frozenset()) - ready.graph.immovable
+        away = (hosted or frozenset()) - ready.graph.pinned
         found = replace(ready, swaps=swaps, away=away)
         self._last = key, found
         return found
@@ -365,13 +367,13 @@ class _Rematerialized:
     def copies_ms(self) -> float:
         """Time of the recomputed nodes, each at its fastest."""
         names = (node.name for node in self.graph.nodes if "~" in node.name)
-        return sum(self._profile.again_ms(origin(name)) for name in names)
+        return sum(self._profile.recompute_ms_of(origin(name)) for name in names)
 
     @cached_property
     def rewritten(self) -> Rewritten:
         """The step with in-place results and no offload."""
         final, uses = in_place_with_uses(self.graph)
-        fixed = final.immovable
+        fixed = final.pinned
         idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
         return Rewritten(
             graph=final,
@@ -444,7 +446,7 @@ _COMPLETE_SCHEDULERS = ("timed", "on_demand")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class UnsimulatedPlan:
     """A step with copies and convolutions decided, but no program emitted yet.
 
     Attributes:
@@ -461,7 +463,7 @@ class Draft:
     ready: Rewritten
     plans: Mapping[str, ConvPlan]
     intervals: Sequence[ResidencyInterval]
-    occupancy: Occupancy
+    occupancy: MemoryLedger
 
     def step_ms(self, below: float = math.inf) -> float:
         """Return the predicted time, or infinity if it is not below a limit."""
@@ -476,8 +478,8 @@ class Draft:
         moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
         nbytes = {name: graph.tensors[name].nbytes for name in moved}
         rates = known.out_bytes_per_ms, known.in_bytes_per_ms
-        lost_ms = known.lost_ms
-        return step_ms(self.intervals, node_ms, nbytes, rates, lost_ms, below)
+        copy_slowdown_ms = known.copy_slowdown_ms
+        return step_ms(self.intervals, node_ms, nbytes, rates, copy_slowdown_ms, below)
 
     def plan(self) -> StepPlan:
         """Emit and simulate the program of the step."""
@@ -497,7 +499,9 @@ class Draft:
         )
 
 
-def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
+def schedule_residency(
+    request: StepRequest, residency: Mapping[str, Residency]
+) -> UnsimulatedPlan:
     """Decide copies and convolution plans of a step with given residencies.
 
     Raises:
@@ -510,14 +514,14 @@ def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
     )
     if request.convolutions == "dynamic":
         chosen = grow_workspace_plans(ready, chosen, occupancy)
-    return Draft(request, residency, ready, chosen, intervals, occupancy)
+    return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
 
 
 def plan_residency(
     request: StepRequest, residency: Mapping[str, Residency]
 ) -> StepPlan:
-    """Schedule a step with given residencies; errors are those of `draft`."""
-    return draft(request, residency).plan()
+    """Schedule and simulate a step with given residencies; see `schedule_residency`."""
+    return schedule_residency(request, residency).plan()
 
 
 def check_residency(request: StepRequest, residency: Mapping[str, Residency]) -> None:
@@ -529,7 +533,7 @@ def check_residency(request: StepRequest, residency: Mapping[str, Residency]) ->
 
 
 def grow_workspace_plans(
-    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: Occupancy
+    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: MemoryLedger
 ) -> dict[str, ConvPlan]:
     """Choose the fastest plan that fits at each convolution; update the ledger."""
     found = dict(plans)

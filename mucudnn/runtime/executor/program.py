@@ -38,7 +38,7 @@ from mucudnn.runtime.executor.tasks import (
     DEVICE,
     Batchable,
     ByteRange,
-    Call as tasks_Call,
+    Call,
     Pending,
     PendingCopy,
     Program,
@@ -237,7 +237,7 @@ class _Binder:
         touched = tuple(reads), tuple(writes)
         self.tasks.append(Task(label, call, node.name, *touched, batchable=joins))
 
-    def _convolution(self, node: Node, workspace: Buffer | None) -> tasks_Call:
+    def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
         backend, plan = self._binding.backend, self._binding.plans[node.name]
         a, b, *more = map(self._array, node.inputs)
         out = self._array(node.outputs[0])
@@ -251,7 +251,7 @@ class _Binder:
 
     def _kernel(
         self, node: Node, workspace: Buffer | None
-    ) -> tuple[tasks_Call, Batchable | None]:
+    ) -> tuple[Call, Batchable | None]:
         """Return the call of a node with a kernel, and how it may be batched."""
         kernel = kernel_of(self._binding.backend, node)
         reads, writes, attrs = operands_of(self._graph, node)
@@ -331,9 +331,6 @@ class _Binder:
     def _touched(self, names: Iterable[str]) -> list[ByteRange]:
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
         return [self._device_bytes(s) for s in storages if self._memory.in_arena(s)]
-
-
-Call = Callable[[], None]
 
 
 def bias_and_relu_of(graph: Graph, node: Node) -> Node:
