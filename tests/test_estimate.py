@@ -161,7 +161,7 @@ def test_faster_arithmetic_leaves_copies_and_memory_as_they_are():
         assert single.flops.value <= tf32.flops.value < half.flops.value
         assert half.flops.value == pytest.approx(2 * tf32.flops.value, rel=0.01)
         for one in (tf32, half):
-            same = ("bandwidth", "memory", "out", "back")
+            same = ("bandwidth", "memory", "d2h", "h2d")
             assert all(getattr(one, k).value == getattr(single, k).value for k in same)
             assert "dense" in one.flops.source
 
