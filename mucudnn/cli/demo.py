@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mucudnn.cli.app import ExitCode, bad_input, completing_files
-from mucudnn.cli.options import option
+from mucudnn.cli.app import ExitCode, bad_input
+from mucudnn.cli.options import completing_files, option
 from mucudnn.cli.output import output_file, write_file
 from mucudnn.cli.progress import Show, progress_display
 

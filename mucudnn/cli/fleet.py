@@ -6,13 +6,17 @@ from typing import Any
 import click
 import cloup
 
-from mucudnn.cli.app import ExitCode, bad_input, completing
+from mucudnn.cli.app import ExitCode, bad_input
 from mucudnn.cli.options import (
     MOST_IMAGES,
     byte_size,
+    completing,
     count,
     flag,
+    image_option,
     json_option,
+    model_argument,
+    optimizer_option,
     option,
     real,
     report_option,
@@ -20,7 +24,6 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.train_options import image_option, model_argument, optimizer_option
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
@@ -108,7 +111,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
         raise click.UsageError("name a network, such as resnet18")
     refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})
     from mucudnn.cli.progress import progress_display
-    from mucudnn.report.fleet import fleet_tables
+    from mucudnn.report.fleet import fleet_report, fleet_tables
     from mucudnn.studies.fleet import Link, study_fleet
     from mucudnn.studies.memory_results import StepSpec
 
@@ -137,9 +140,4 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
         click.echo(f"mucudnn: error: {e}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
 
-    def page() -> str:
-        from mucudnn.report.fleet import fleet_report
-
-        return fleet_report(found)
-
-    publish(settings, found.to_json, lambda: fleet_tables(found), page)
+    publish(settings, found, fleet_tables, fleet_report)

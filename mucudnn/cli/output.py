@@ -102,10 +102,17 @@ def write_file(path: str, contents: str | bytes) -> None:
         raise BadInputError(f"cannot write {path}: {e.strerror}") from e
 
 
-def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
-    """Show a result to people and write it as JSON for programs.
+def emit(
+    json_file: str | None,
+    data: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+    show: Callable[[], None],
+    *writers: Callable[[], None],
+) -> None:
+    """Show a result to people, write it as JSON for programs, and call `writers`.
 
-    With JSON on standard output, nothing else is printed there.
+    With JSON on standard output, nothing else is printed there. Everything is
+    called, even if one fails or a signal arrives meanwhile: a full disk must not cost
+    the table, nor a closed terminal the files. The first error is raised at the end.
     """
 
     def show_all() -> None:
@@ -113,54 +120,43 @@ def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
             show()
             sys.stdout.flush()
 
-    def write() -> None:
+    def write_json() -> None:
         if json_file is not None:
-            text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+            values = {"schema": 1, **(data() if callable(data) else data)}
+            text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
             write_file(json_file, text + "\n")
 
-    save(show_all, write)
-
-
-def publish(
-    files: Mapping[str, Any],
-    data: Callable[[], Any],
-    tables: Callable[[], Sequence["Table"]],
-    page: Callable[[], str],
-) -> None:
-    """Show a result as tables, and write it as JSON and as an HTML page.
-
-    All three are created here, where signals are deferred. `files` has `json_file` and
-    `report_file`, each None if not requested.
-    """
-    from mucudnn.report.text import write_tables
-
-    json_file, report_file = files["json_file"], files["report_file"]
-
-    def write_report() -> None:
-        if report_file is not None:
-            write_file(report_file, page())
-
-    save(
-        lambda: emit(json_file, data(), lambda: write_tables(tables(), sys.stdout)),
-        write_report,
-    )
-
-
-def save(*writers: Callable[[], None]) -> None:
-    """Call all writers, even if one fails or a signal arrives meanwhile.
-
-    A full disk must not cost the table, nor a closed terminal the files; and results of
-    minutes are not lost to a signal while they are written. The first error is raised.
-    """
     failures: list[Exception] = []
     with deferred_interrupt():
-        for write in writers:
+        for write in (show_all, write_json, *writers):
             try:
                 write()
             except (OSError, click.ClickException) as e:
                 failures.append(e)
     if failures:
         raise failures[0]
+
+
+def publish(
+    files: Mapping[str, Any],
+    found: Any,
+    tables: Callable[[Any], Sequence["Table"]],
+    page: Callable[[Any], str],
+) -> None:
+    """Emit a study as `tables`, as JSON, and as an HTML `page`.
+
+    `files` has `json_file` and `report_file`, each None if not requested.
+    """
+    from mucudnn.report.text import write_tables
+
+    def write_report() -> None:
+        if files["report_file"] is not None:
+            write_file(files["report_file"], page(found))
+
+    def show() -> None:
+        write_tables(tables(found), sys.stdout)
+
+    emit(files["json_file"], found.to_json, show, write_report)
 
 
 @dataclass

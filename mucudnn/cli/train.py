@@ -11,16 +11,14 @@ import cloup
 from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.options import listing_option, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
-from mucudnn.cli.own_code import import_option
+from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.train_options import (
     budget_of,
     budget_options,
     data_options,
     learning_options,
-    list_models,
-    listing_option,
-    model_argument,
     optimizer_of,
     output_options,
     run_options,
@@ -232,7 +230,6 @@ class _Training:
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Return all figures as plain values."""
         return {
-            "schema": 1,
             "model": self._model,
             **results_to_json(self._trainer, self._reports),
             "parameters": self._work.training.parameter_count,
@@ -272,7 +269,7 @@ class _Training:
         from mucudnn.runtime.training.trainer import Trainer
 
         settings, work = self._settings, self._work
-        tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
+        tuner = make_tuner(settings, progress=shown.measured)
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
         if self._resume is not None:
             recall_races(self._resume, tuner)
@@ -317,7 +314,7 @@ def _work(
 
     if group is None:
         return work_of(model, settings)
-    tuner = make_tuner({**settings, "exhaustive": False})
+    tuner = make_tuner(settings)
 
     def measure(images: int) -> "StepPoint":
         show(f"measuring a step of {images} images", 0, 1)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError, ExitCode, bad_input, completing_files
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
     byte_sizes,
+    completing_files,
     count,
     file_option,
     flag,
@@ -219,17 +220,12 @@ def _worker_pool(number: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:
+    from mucudnn.report.comparison import html_report
     from mucudnn.report.text import comparison_tables, deepbench_tables
 
     deepbench = settings["style"] == "deepbench"
     tables = deepbench_tables if deepbench else comparison_tables
-
-    def page() -> str:
-        from mucudnn.report.comparison import html_report
-
-        return html_report(comparison, title)
-
-    publish(settings, comparison.to_json, lambda: tables(comparison), page)
+    publish(settings, comparison, tables, lambda found: html_report(found, title))
 
 
 def _list_suites(json_file: str | None) -> None:
@@ -242,7 +238,7 @@ def _list_suites(json_file: str | None) -> None:
         for s in suites:
             click.echo(f"{s['name']:<20} {s['layers']:>4} layers  {s['description']}")
 
-    emit(json_file, {"schema": 1, "suites": suites}, show)
+    emit(json_file, {"suites": suites}, show)
 
 
 _MEASURING = {
@@ -292,13 +288,8 @@ def take_survey(
             )
         except SurveyInterrupted as e:
             found, interrupted = e.survey, True
-    from mucudnn.report.survey import survey_tables
+    from mucudnn.report.survey import survey_report, survey_tables
 
-    def page() -> str:
-        from mucudnn.report.survey import survey_report
-
-        return survey_report(found, title)
-
-    publish(settings, found.to_json, lambda: survey_tables(found), page)
+    publish(settings, found, survey_tables, lambda found: survey_report(found, title))
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
