@@ -141,10 +141,10 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
     file.write_text("import torch\n")
     line = refused(f"{file}:step")
     assert "importing.py, line 1: " in line
-    assert line.endswith("pip install 'mucudnn[torch]'")
+    assert line.endswith("pip install '.[torch]'")
     file = tmp_path / "bare.py"
     file.write_text("def step():\n    return 1, 2, 3, 4\n")
     line = refused(f"{file}:step")
     assert line.endswith(
-        "a model of PyTorch's; install PyTorch with: pip install 'mucudnn[torch]'"
+        "a model of PyTorch's; install PyTorch with: pip install '.[torch]'"
     )

@@ -66,8 +66,9 @@ def suggesting(message: str) -> str:
         return message
     names = [re.split(r"[:\[ ]", name.strip())[0] for name in found["names"].split(",")]
     word = found["word"].partition(":")[0]
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"{message}; did you mean {close[0]!r}?" if close else message
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"{message}; did you mean {by_lower[close[0]]!r}?" if close else message
 
 
 class BadInputError(click.ClickException):

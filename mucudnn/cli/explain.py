@@ -51,7 +51,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache:
             for i, layer in enumerate(asked):
-                shown.planned(layer, i, len(asked))
+                shown.begin(layer, i, len(asked))
                 tuner.measure(layer.problem, time_limit_s=share)
                 (plan,) = tuner.plan([layer.problem])
                 plans.append((layer, plan, tuner.explain(plan)))

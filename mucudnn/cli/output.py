@@ -179,24 +179,17 @@ def recording(
         done = True
     finally:
         if file is not None:
+            from mucudnn.runtime.store.recordings import record_run
+
+            problems = [layer.problem for layer in layers]
             with deferred_interrupt():
-                _write_recording(record, tuner, layers, file, since)
+                try:
+                    rows = record_run(file, tuner, problems, record.tables, since)
+                    click.echo(f"{rows} measurements written to {file}", err=True)
+                except CacheError as e:
+                    record.complaint = str(e)
         if record.complaint is not None and not done:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
-
-
-def _write_recording(
-    record: Record, tuner: "Tuner", layers: Sequence["Layer"], file: str, since: float
-) -> None:
-    from mucudnn.runtime.store.recordings import record_run
-
-    problems = [layer.problem for layer in layers]
-    try:
-        rows = record_run(file, tuner, problems, record.tables, since)
-    except CacheError as e:
-        record.complaint = str(e)
-    else:
-        click.echo(f"{rows} measurements written to {file}", err=True)
 
 
 def write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ def _add_to_path(folder: Path) -> None:
 
 _WANTED = "(model, loss_fn, example, optimizer)"
 
-_INSTALL = "install PyTorch with: pip install 'mucudnn[torch]'"
+_INSTALL = "install PyTorch with: pip install '.[torch]'"
 
 _BATCH = 32
 

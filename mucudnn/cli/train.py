@@ -106,16 +106,13 @@ def _refuse_incomplete(
                 option = name.replace("_", "-")
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
     if settings["budget"] is None:
-        _refuse_budget_options(ctx)
+        for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise BadInputError(
+                    f"--{name.replace('tiers', 'tier')} needs --budget SIZE"
+                )
         if settings["split"] in ("auto", "height"):
             raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
-
-
-def _refuse_budget_options(ctx: click.Context) -> None:
-    for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            written = "tier" if name == "tiers" else name
-            raise BadInputError(f"--{written} needs --budget SIZE")
 
 
 class _Training:
@@ -213,19 +210,27 @@ class _Training:
         return hand_over
 
     def gather(self) -> None:
-        """Gather the results of all processes."""
-        if self._group is not None:
-            self._ranks = ranks_of(self._group, self._trainer)
+        """Gather the results of all processes; a collective operation."""
+        if (group := self._group) is None:
+            return
+        trainer = self._trainer
+        own = RankResult(
+            group.history[-1][group.together.rank],
+            trainer.own_ms,
+            trainer.peak_bytes,
+            None if trainer.budget is None else trainer.budget.nbytes,
+        )
+        self._ranks = group.together.all_gather(own)
 
     def _display(
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
         """Show progress from one process for all."""
-        from mucudnn.cli.progress import Show, progress_display
+        from mucudnn.cli.progress import progress_display
 
         if self.leads:
             return progress_display(total, titled=titled)
-        return nullcontext(Show(lambda stage: None))
+        return nullcontext(lambda *_, **__: None)
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -234,7 +239,7 @@ class _Training:
             **results_to_json(self._trainer, self._reports),
             "parameters": self._work.training.parameter_count,
             "shares": None if self._group is None else self._group.history,
-            "ranks": ranks_to_json(self._ranks),
+            "ranks": [asdict(rank) for rank in self._ranks] or None,
             "interrupted": interrupted,
             "settings": dict(self._words),
         }
@@ -242,7 +247,8 @@ class _Training:
     def show(self) -> None:
         """Print the last lines: results, and the latest checkpoint."""
         show_results(self._trainer)
-        show_ranks(self._ranks)
+        for number, rank in enumerate(self._ranks):
+            click.echo(f"rank {number}: {rank}")
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
@@ -357,28 +363,6 @@ class RankResult:
         )
 
 
-def ranks_of(group: "Group", trainer: "Trainer") -> Sequence[RankResult]:
-    """Gather the results of all processes; a collective operation."""
-    own = RankResult(
-        group.history[-1][group.together.rank],
-        trainer.own_ms,
-        trainer.peak_bytes,
-        None if trainer.budget is None else trainer.budget.nbytes,
-    )
-    return group.together.all_gather(own)
-
-
-def ranks_to_json(ranks: Sequence[RankResult]) -> list[dict[str, Any]] | None:
-    """Return plain values; None for a single process."""
-    return [asdict(rank) for rank in ranks] or None
-
-
-def show_ranks(ranks: Sequence[RankResult]) -> None:
-    """Print one line per process."""
-    for number, rank in enumerate(ranks):
-        click.echo(f"rank {number}: {rank}")
-
-
 def results_to_json(
     trainer: "Trainer", reports: "Mapping[int, EpochReport]"
 ) -> dict[str, Any]:
@@ -431,8 +415,7 @@ def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
     """Return the plan's figures; None without a budget."""
     if placed is None:
         return None
-    plan = placed.plan
-    tiers = plan.prediction.placement
+    plan, tiers = placed.plan, placed.plan.prediction.placement
     return {
         "policy": plan.policy,
         "scheduler": plan.scheduler,

@@ -348,10 +348,6 @@ def words_of(
 
 _TITLES = {"step": "train", "evaluation": "test", "epoch": "epoch"}
 
-_PLACES = ("kind", "step", "epoch")
-
-_INSTALL = "pip install 'mucudnn[tensorboard]'"
-
 
 @contextmanager
 def train_log(
@@ -388,14 +384,16 @@ def _event_writer(
             writer_class = importlib.import_module(module).SummaryWriter
             break
     else:
-        raise BadInputError(f"--tensorboard needs tensorboardX: {_INSTALL}")
+        raise BadInputError(
+            "--tensorboard needs tensorboardX: pip install tensorboardX"
+        )
     refuse_unwritable(folder)
     writer = writer_class(folder, purge_step=None if since is None else since.steps + 1)
 
     def tell(entry: "LogEntry") -> None:
         title = _TITLES[entry.kind]
         for name, value in asdict(entry).items():
-            if name not in _PLACES and value is not None:
+            if name not in ("kind", "step", "epoch") and value is not None:
                 writer.add_scalar(f"{title}/{name}", value, entry.step)
         writer.flush()
 
