@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mucudnn.ir.conv import Direction
 from mucudnn.report.conv_charts import curve, timeline, undivided_perfs
-from mucudnn.report.page import big_card, card, header, legend, page, table
+from mucudnn.report.page import big_card, card, header, interrupted, legend, page, table
 from mucudnn.report.svg import Child, Markup, marker, tag
 from mucudnn.report.text import (
     DIRECTIONS,
@@ -41,9 +41,7 @@ def html_report(comparison: Comparison, title: str) -> str:
         f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}; "
         f"numerics: {comparison.numerics}"
     )
-    done = len(comparison.layers)
-    warning = f"Interrupted: {done} of {comparison.asked} convolutions are here."
-    warnings = [warning] if done < comparison.asked else []
+    warnings = interrupted(len(comparison.layers), comparison.asked)
     return page(
         title,
         ("style.css",),
@@ -59,22 +57,18 @@ def comparison_body(comparison: Comparison, *, linked: bool = True) -> list[Mark
     If `linked`, the table links to the layers: anchors must be unique in a page.
     """
     colours = {algo: i for i, algo in enumerate(comparison.algorithms)}
-    layers = _group_directions(comparison.layers, linked=linked)
-    cards = tag("div", map(_card, comparison.summary), class_="cards")
-    speedups = _speedup_map(comparison, layers, "speedups" if linked else None)
-    return [tag("main", cards, speedups), *_layers(layers, colours)]
-
-
-def _group_directions(layers: Sequence[LayerResult], *, linked: bool) -> Layers:
-    """Group the directions of each layer, in order of appearance."""
+    # Group the directions of each layer, in order of appearance.
     groups: dict[tuple[str, object], list[LayerResult]] = {}
-    for layer in layers:
+    for layer in comparison.layers:
         key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
         groups.setdefault(key, []).append(layer)
-    return [
+    layers = [
         (f"layer-{i}" if linked else None, group)
         for i, group in enumerate(groups.values(), start=1)
     ]
+    cards = tag("div", map(_card, comparison.summary), class_="cards")
+    speedups = _speedup_map(comparison, layers, "speedups" if linked else None)
+    return [tag("main", cards, speedups), *_layers(layers, colours)]
 
 
 def _card(entry: LimitSummary) -> Markup:
@@ -87,22 +81,20 @@ def _card(entry: LimitSummary) -> Markup:
             head, tag("p", count, class_="lacking"), tag("p", why, class_="range")
         )
     longest = max(entry.undivided_ms, entry.planned_ms)
-    undivided = _thin_bar("undivided", entry.undivided_ms, longest, None)
-    planned = _thin_bar("planned", entry.planned_ms, longest, "ours")
-    pair = tag("div", undivided, planned, class_="pair")
+    bars = (
+        (
+            tag("span", name),
+            tag("i", class_=class_, style=f"--w:{100 * ms / (longest or 1.0):.1f}"),
+            tag("span", f"{ms_text(ms)} ms"),
+        )
+        for name, ms, class_ in (
+            ("undivided", entry.undivided_ms, None),
+            ("planned", entry.planned_ms, "ours"),
+        )
+    )
+    pair = tag("div", bars, class_="pair")
     spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · {counted}"
     return big_card(head, speedup_text(entry.geomean), "geometric mean", spread, pair)
-
-
-def _thin_bar(
-    name: str, time_ms: float, longest: float, class_: str | None
-) -> tuple[Markup, ...]:
-    width = 100 * time_ms / longest if longest else 0.0
-    return (
-        tag("span", name),
-        tag("i", class_=class_, style=f"--w:{width:.1f}"),
-        tag("span", f"{ms_text(time_ms)} ms"),
-    )
 
 
 def _speedup_map(comparison: Comparison, layers: Layers, id_: str | None) -> Markup:
@@ -111,6 +103,10 @@ def _speedup_map(comparison: Comparison, layers: Layers, id_: str | None) -> Mar
         d for d in Direction if any(x.direction is d for x in comparison.layers)
     ]
     n = len(comparison.limits)
+
+    def heading(name: str, anchor: str | None) -> Child:
+        return name if anchor is None else tag("a", name, href=f"#{anchor}")
+
     names = (tag("th", DIRECTIONS[d], colspan=n, class_="first") for d in directions)
     limits = (
         tag("th", limit_text(limit), class_=None if i else "first", scope="col")
@@ -120,7 +116,7 @@ def _speedup_map(comparison: Comparison, layers: Layers, id_: str | None) -> Mar
     rows = (
         tag(
             "tr",
-            tag("th", _link(group[0].name, anchor), scope="row"),
+            tag("th", heading(group[0].name, anchor), scope="row"),
             [_heat(group, d, i) for d in directions for i in range(n)],
         )
         for anchor, group in layers
@@ -143,10 +139,6 @@ def _speedup_map(comparison: Comparison, layers: Layers, id_: str | None) -> Mar
         ),
         class_="map",
     )
-
-
-def _link(name: str, anchor: str | None) -> Child:
-    return name if anchor is None else tag("a", name, href=f"#{anchor}")
 
 
 def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Markup:
@@ -210,13 +202,12 @@ def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]
 
 
 def _notes(layer: LayerResult) -> Child:
-    reasons = [
-        f"{limit_text(outcome.limit)}: {outcome.reason}"
+    items = [
+        tag("li", f"{limit_text(outcome.limit)}: {outcome.reason}")
         for outcome in layer.outcomes
         if outcome.reason is not None
     ]
-    items = (tag("li", reason) for reason in reasons)
-    return tag("ul", items, class_="notes") if reasons else []
+    return tag("ul", items, class_="notes") if items else []
 
 
 def _numbers(layer: LayerResult) -> Markup:

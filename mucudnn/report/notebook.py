@@ -98,8 +98,8 @@ def placed_step(placed: PlacedStep) -> str:
         "With fixed offsets",
         bytes_text(placed.nbytes),
         "of device memory",
-        f"an arena of {bytes_text(layout.nbytes)}, {layout.fragmentation:.1%} above "
-        f"what is in use at once, and {bytes_text(placed.state_bytes)} beside it",
+        f"an arena of {bytes_text(layout.nbytes)} with {layout.fragmentation:.1%} "
+        f"fragmentation, and {bytes_text(placed.state_bytes)} of resident state",
     )
     return _step(placed.plan, (arena,))
 
@@ -117,18 +117,19 @@ def fleet_study(study: FleetStudy) -> str:
     )
 
 
-def described_study(asked: tuple[DescribedStep, int]) -> str:
-    """Return another framework's step within a budget, beside keeping all."""
-    return memory_study(_study_described(*asked))
+def described_study(asked: tuple[DescribedStep, int], *, whole: bool = False) -> str:
+    """Return another framework's step within a budget, compared with keeping all.
+
+    The result is a `whole` file, or a piece of a notebook.
+    """
+    step, budget = asked
+    study = study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
+    return memory_report(study) if whole else memory_study(study)
 
 
 def described_report(asked: tuple[DescribedStep, int]) -> str:
-    """Return `described_study` as a file of its own."""
-    return memory_report(_study_described(*asked))
-
-
-def _study_described(step: DescribedStep, budget: int) -> MemoryStudy:
-    return study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
+    """Return `described_study` as a whole file."""
+    return described_study(asked, whole=True)
 
 
 def comparison(found: Comparison) -> str:
@@ -159,7 +160,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
     facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
     if plan.budget < float("inf"):
         facts += f", budget {bytes_text(int(plan.budget))}"
-    bound = f"; no plan takes less than {ms_text(plan.least_ms)} ms"
+    bound = f"; lower bound: {ms_text(plan.least_ms)} ms"
     return _piece(
         SHEETS,
         "A training step",
@@ -167,9 +168,9 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
         tag(
             "div",
             big_card(
-                "At most in use",
+                "Peak memory",
                 bytes_text(plan.peak_bytes),
-                "of device memory",
+                "on the device",
                 "parameters, workspaces and rounding included",
             ),
             *cards,
@@ -185,14 +186,14 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
             big_card(
                 "Offloaded",
                 bytes_text(prediction.out_bytes),
-                "in a step",
-                _names(offloaded, "nothing leaves"),
+                "per step",
+                _names(offloaded, "nothing is offloaded"),
             ),
             big_card(
-                "Computed again",
+                "Recomputed",
                 str(len(again)),
                 "nodes",
-                _names([origin(name) for name in again], "nothing runs twice"),
+                _names([origin(name) for name in again], "nothing is recomputed"),
             ),
             class_="cards",
         ),

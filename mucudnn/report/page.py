@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from mucudnn.report.svg import Child, Markup, box, drawing, flat
+from mucudnn.report.svg import Child, Markup, box, drawing, flat, tag
 from mucudnn.report.text import Table
 
 _LONG = dict.fromkeys(("plan", "reason"), "text plan")
@@ -44,6 +44,25 @@ def card(head: str, *content: Child) -> Markup:
 def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Markup:
     """Return a box with one figure in large type and its description."""
     return _part("big_card", head, big, small, foot, _joined(between))
+
+
+def panel(name: str, text: str, *content: Child) -> Markup:
+    """Return a section with a heading and a text; the last child may be wide."""
+    *above, picture = content
+    return tag(
+        "section",
+        tag("h2", name),
+        tag("p", text),
+        above,
+        tag("div", picture, class_="wide"),
+        class_="panel",
+    )
+
+
+def interrupted(done: int, asked: int) -> list[str]:
+    """Return a warning if a study of convolutions did not finish."""
+    warning = f"Interrupted: {done} of {asked} convolutions are finished."
+    return [warning] if done < asked else []
 
 
 def table(

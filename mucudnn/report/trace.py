@@ -20,7 +20,11 @@ from mucudnn.passes.scheduling.step_plan import (
     memory_points,
 )
 
-LANES = {"compute": "compute", "out": "copies to the host", "in": "copies back"}
+LANES = {
+    "compute": "compute",
+    "out": "copies to the host",
+    "in": "copies from the host",
+}
 """Engine -> name of its lane, in order."""
 
 
