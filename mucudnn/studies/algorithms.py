@@ -15,7 +15,7 @@ from mucudnn.codecs import problem_to_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics, RowStatus
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
 from mucudnn.studies.convolutions import Advance, advancing
@@ -202,7 +202,7 @@ class AlgorithmSurvey:
         }
 
     def _repr_html_(self) -> str:
-        return drawn("algorithm_survey", self)
+        return html_of("algorithm_survey", self)
 
 
 class SurveyInterrupted(KeyboardInterrupt):

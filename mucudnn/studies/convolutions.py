@@ -20,7 +20,7 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.measurement import LimitRange
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.convolution.explain import counted, left_out
 from mucudnn.passes.convolution.pareto import least_workspace
 from mucudnn.passes.microbatch import (
@@ -575,7 +575,7 @@ class Comparison:
         }
 
     def _repr_html_(self) -> str:
-        return drawn("comparison", self)
+        return html_of("comparison", self)
 
     def _summarise(self, index: int) -> LimitSummary:
         rows = list(self._compared(index))

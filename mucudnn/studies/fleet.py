@@ -18,7 +18,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.load_balancing import (
     FleetPlan,
     best_batch,
@@ -160,7 +160,7 @@ class FleetStudy:
         }
 
     def _repr_html_(self) -> str:
-        return drawn("fleet_study", self)
+        return html_of("fleet_study", self)
 
 
 def study_fleet(

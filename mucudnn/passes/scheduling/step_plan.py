@@ -18,7 +18,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit, least_occupancy
 from mucudnn.passes.scheduling.problem import state_bytes, timed_by, workspaces_of
@@ -111,7 +111,7 @@ class StepPlan:
         )
 
     def _repr_html_(self) -> str:
-        return drawn("step_plan", self)
+        return html_of("step_plan", self)
 
     @property
     def recomputed(self) -> int:
