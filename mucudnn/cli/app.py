@@ -30,7 +30,6 @@ _CHOICES = re.compile(
 )
 
 _LONG_WORD, _SHOWN = 256, 40
-
 _OWN_FILES = "mucudnn.own_files"
 
 _GROUPS = tuple(

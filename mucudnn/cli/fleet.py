@@ -45,12 +45,6 @@ def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]
     return least, most or None
 
 
-def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(text, tuple):
-        return text
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
 @cloup.command(
     epilog=f"Exit code: 0 if the batch fits, {ExitCode.NOTHING_FITS} if it does not, "
     "2 on invalid input."
@@ -69,7 +63,6 @@ def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
         "--devices NAME,…",
         "Devices, such as 2xh100,p100: NAME is estimated from published figures, "
         "NAME=RECORDING uses recorded convolutions, FILE.json is a table of steps.",
-        _parse_names,
         complete=completing(lambda _: DEVICES, several=True),
     ),
     image_option,
@@ -105,7 +98,9 @@ def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
 @click.pass_context
 def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     """Divide a mini-batch among unequal devices, and predict the speed-up."""
-    if not settings["devices"]:
+    devices = [word.strip() for word in (settings["devices"] or "").split(",")]
+    devices = [word for word in devices if word]
+    if not devices:
         raise click.UsageError("name the devices: --devices k80,p100")
     if model is None:
         raise click.UsageError("name a network, such as resnet18")
@@ -128,7 +123,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
             )
             found = study_fleet(
                 spec,
-                settings["devices"],
+                devices,
                 most=most,
                 link=Link(settings["link"] or None, settings["all_reduce"]),
                 at_least=settings["at_least"],

@@ -63,7 +63,16 @@ def layers_of(sources: Sequence[str], settings: Mapping[str, Any]) -> tuple[Laye
             'or --problem "n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2"'
         )
     with bad_input():
-        layers = [layer for source in sources for layer in _load_source(source)]
+        layers: list[Layer] = []
+        for source in sources:
+            if source in SUITES:
+                layers += load_suite(source)
+            elif Path(source).is_file():
+                layers += read_layers_file(source)
+            else:
+                raise BadInputError(
+                    f"{source!r} is neither a suite ({', '.join(SUITES)}) nor a file"
+                )
         layers += [Layer(text, parse_problem(text)) for text in problems]
         return tuple(
             replace(layer, problem=_override(layer.problem, settings))
@@ -82,16 +91,6 @@ def _override(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     return replace(
         problem, dtype=dtype or problem.dtype, layout=layout or problem.layout
     )
-
-
-def _load_source(name: str) -> Sequence[Layer]:
-    if name in SUITES:
-        return load_suite(name)
-    if not Path(name).is_file():
-        raise BadInputError(
-            f"{name!r} is neither a suite ({', '.join(SUITES)}) nor a file"
-        )
-    return read_layers_file(name)
 
 
 def layer_options(default_directions: str) -> Option:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 STDOUT = "-"
-
 _STDOUT_DESCRIPTOR = 1
 
 
@@ -149,14 +148,13 @@ def publish(
     """
     from mucudnn.report.text import write_tables
 
-    def write_report() -> None:
-        if files["report_file"] is not None:
-            write_file(files["report_file"], page(found))
-
-    def show() -> None:
-        write_tables(tables(found), sys.stdout)
-
-    emit(files["json_file"], found.to_json, show, write_report)
+    file = files["report_file"]
+    emit(
+        files["json_file"],
+        found.to_json,
+        lambda: write_tables(tables(found), sys.stdout),
+        *([] if file is None else [lambda: write_file(file, page(found))]),
+    )
 
 
 @dataclass

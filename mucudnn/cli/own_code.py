@@ -29,8 +29,6 @@ from mucudnn.models import FunctionModel, Model, get_model, model_names
 from mucudnn.passes.planning.plan_step import DescribedStep
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
 _SUFFIX = ".py"
 
 
@@ -194,14 +192,11 @@ def _add_to_path(folder: Path) -> None:
 
 
 _WANTED = "(model, loss_fn, example, optimizer)"
-
 _INSTALL = "install PyTorch with: pip install '.[torch]'"
-
 _BATCH = 32
 
 _TRACES = "torch._subclasses.fake_tensor"
 """Logger that would print a traceback of an error reported in one line."""
-
 
 _OTHERS = ("image", "optimizer", "order", "recordings")
 """Options that do not apply to PyTorch models."""

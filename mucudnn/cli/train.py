@@ -15,13 +15,13 @@ from mucudnn.cli.options import listing_option, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.train_options import (
-    budget_of,
     budget_options,
     data_options,
     learning_options,
     optimizer_of,
     output_options,
     run_options,
+    step_arguments,
     total_steps,
     train_log,
     words_of,
@@ -293,22 +293,16 @@ class _Training:
                 tuner=tuner,
                 optimizer=self._optimizer,
                 learning_rate=lambda step: rate.at(step, total),
-                order=settings["order"],
                 update_when=settings["update_when"],
                 gradient_accumulation=settings["accumulate"],
                 seed=settings["seed"],
                 plans=known,
-                precision=settings["precision"],
                 loss_scale=settings["loss_scale"],
-                budget=budget_of(settings, tuner.backend.device),
                 progress=shown.prepared,
-                fuse=not settings["no_fuse"],
-                split=settings["split"],
                 replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
                 batch_norm=settings["batch_norm"],
-                placement=settings["placement"],
-                layout=settings["layout"],
+                **step_arguments(settings, tuner.backend.device),
             )
 
 

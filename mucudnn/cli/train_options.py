@@ -52,7 +52,6 @@ from mucudnn.ir.sizes import LARGEST
 if TYPE_CHECKING:
     from mucudnn.backends import Device
     from mucudnn.cli.train_data import Work
-    from mucudnn.runtime.training.budget import MemoryBudget
     from mucudnn.runtime.training.checkpoints import Checkpoint
     from mucudnn.runtime.training.history import LogEntry, OnEntry, Position
 
@@ -126,7 +125,6 @@ data_options = section(
 )
 """Options for data and its shape."""
 
-
 learning_options = section(
     "Learning",
     option("--epochs N", "Passes over the data.", count(), default=10),
@@ -169,7 +167,6 @@ learning_options = section(
 )
 """Options for the optimizer and its schedule."""
 
-
 budget_options = section(
     "Limits",
     workspace_option,
@@ -202,7 +199,6 @@ budget_options = section(
     ),
     tier_option,
 )
-
 
 run_options = section(
     "How",
@@ -257,7 +253,6 @@ run_options = section(
 )
 """Options for the execution of a step."""
 
-
 output_options = section(
     "Output",
     option(
@@ -289,21 +284,24 @@ output_options = section(
 """Options for output."""
 
 
-def budget_of(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":
-    """Return the memory budget on a device; None without one."""
+def step_arguments(settings: Mapping[str, Any], device: "Device") -> dict[str, Any]:
+    """Return the arguments of `Trainer` that say how a step is planned."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
-    nbytes = settings["budget"]
-    if nbytes is None:
-        return None
-    return MemoryBudget(
-        nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
-        policy=settings["policy"],
-        scheduler=settings["scheduler"],
-        convolutions=settings["convolutions"],
-        disk=None if settings["disk"] is None else Path(settings["disk"]),
-        tiers=settings["tiers"],
-    )
+    names = ("order", "precision", "layout", "split", "placement")
+    nbytes, disk = settings["budget"], settings["disk"]
+    budget = None
+    if nbytes is not None:
+        budget = MemoryBudget(
+            nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
+            policy=settings["policy"],
+            scheduler=settings["scheduler"],
+            convolutions=settings["convolutions"],
+            disk=None if disk is None else Path(disk),
+            tiers=settings["tiers"],
+        )
+    shared = {name: settings[name] for name in names}
+    return {**shared, "fuse": not settings["no_fuse"], "budget": budget}
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> Optimizer:

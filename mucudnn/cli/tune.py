@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 _DESCRIBED = "cuda"
 """Backend that can list algorithms from a description of a device."""
 
-
 _MOST_WORKERS = 256
 
 

@@ -37,7 +37,6 @@ from mucudnn.data.files import (
 from mucudnn.errors import DataError
 
 _MOST_NAMES = 1 << 24  # bytes
-
 _MOST_CLASSES = 2**31 - 1
 
 
@@ -210,9 +209,7 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
 
 
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
-
 _MODES = {1: "L", 3: "RGB"}
-
 _PARTS = {"train": ("train",), "test": ("test", "val")}
 
 
@@ -320,25 +317,20 @@ def _list_files(
     foreign = sorted(set(found) - set(classes))
     if foreign:
         raise DataError(f"{folder / foreign[0]}: a class that the training part lacks")
-    files = [
-        (path, classes.index(name))
-        for name in found
-        for path in _image_files(folder / name)
-    ]
+    files = []
+    for name in found:
+        # No FIFOs, which may never end.
+        with readable(folder / name), os.scandir(folder / name) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file())
+        paths = (folder / name / file for file in names)
+        label = classes.index(name)
+        files += [(path, label) for path in paths if path.suffix.lower() in _SUFFIXES]
     if not files:
         raise DataError(
             f"{folder}: expected folders of images, one a class "
             f"({', '.join(sorted(_SUFFIXES))}); found none"
         )
     return files, classes
-
-
-def _image_files(folder: Path) -> list[Path]:
-    """Return the image files of a folder, but no FIFOs, which may never end."""
-    with readable(folder), os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_file()]
-    paths = (folder / name for name in sorted(names))
-    return [path for path in paths if path.suffix.lower() in _SUFFIXES]
 
 
 def _folders(folder: Path) -> tuple[str, ...]:
@@ -352,6 +344,6 @@ def _import_pillow() -> ModuleType:
     except ImportError as e:
         raise DataError(
             "image files are read with Pillow, which is not installed; "
-            "pip install 'mucudnn[images]'"
+            "pip install pillow"
         ) from e
     return Image

@@ -34,9 +34,7 @@ from mucudnn.data.files import (
 from mucudnn.errors import DataError
 
 _SHAPE = (3, 32, 32)
-
 _PIXELS = 3 * 32 * 32
-
 _PICKLED_ROW = 2 * _PIXELS + (1 << 10)
 """Maximum bytes of a row in a pickle; old protocols may use two per pixel."""
 
@@ -66,14 +64,10 @@ class _Labels:
 _TEN = _Labels(
     *(10, 0, 1, "labels"), ("batches.meta.txt", "batches.meta", "label_names")
 )
-
-_FINE = _Labels(
-    *(100, 1, 2, "fine_labels"), ("fine_label_names.txt", "meta", "fine_label_names")
-)
-
-_COARSE = _Labels(
-    *(20, 0, 2, "coarse_labels"),
-    ("coarse_label_names.txt", "meta", "coarse_label_names"),
+_FINE, _COARSE = (
+    _Labels(n, i, 2, f"{name}_labels", (f"{names}.txt", "meta", names))
+    for n, i, name in ((100, 1, "fine"), (20, 0, "coarse"))
+    for names in (f"{name}_label_names",)
 )
 
 
@@ -258,7 +252,6 @@ _ADMITTED: dict[tuple[str, str], type] = {
     ("_codecs", "encode"): _Latin1,
 }
 
-
 _ALLOWED_OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP"),
     *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
@@ -276,7 +269,6 @@ _KEYS = (str, bytes, int, float, type(None))
 
 _DEEPEST = 4
 """Maximum levels of nesting; the published files have two."""
-
 
 _Instruction = Callable[[Any], None]
 

@@ -31,12 +31,7 @@ from mucudnn.data.dataset import (
 from mucudnn.data.files import check_labels, check_length, fault, find_file, read_file
 from mucudnn.errors import DataError
 
-_CLASSES = 10
-
-_SIDE = 8
-
-_WHITE = 16
-
+_CLASSES, _SIDE, _WHITE = 10, 8, 16
 _MOST = 1 << 24
 """Maximum bytes of text, 60 times those of the file."""
 
@@ -84,7 +79,7 @@ def _installed() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
             "the digits are a file of scikit-learn, which is not installed; "
-            "pip install 'mucudnn[digits]'"
+            "pip install scikit-learn"
         )
     package = Path(spec.submodule_search_locations[0])
     return package / "datasets" / "data" / "digits.csv.gz"
@@ -100,7 +95,6 @@ def _installed() -> Path:
 
 
 _PREFIX = {"train": "train", "test": "t10k"}
-
 _UBYTE = 0x08
 
 
@@ -133,12 +127,17 @@ def _names(split: Split, what: str, ndim: int) -> tuple[str, ...]:
 
 def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
     """Return the elements of a file, and the offset of the first one."""
-    raw = read_file(path, lambda head: _stated_size(head, ndim))
+    header = 4 + 4 * ndim
+
+    def stated_size(head: bytes) -> int | None:
+        """Return the size that a header states; None while it is incomplete."""
+        return header + math.prod(_shape(head, ndim)) if len(head) >= header else None
+
+    raw = read_file(path, stated_size)
     magic = struct.pack(">HBB", 0, _UBYTE, ndim)
     if raw[:4] != magic[: len(raw)]:
         expected = f"{magic.hex(' ')} (unsigned bytes, {ndim}-dimensional)"
         raise fault(path, 0, expected, raw[:4].hex(" "))
-    header = 4 + 4 * ndim
     if len(raw) < header:
         fewer = f"{header - len(raw)} fewer"
         raise fault(path, len(raw), f"a header of {header} bytes", fewer)
@@ -154,14 +153,6 @@ def _shape(raw: bytes, ndim: int) -> tuple[int, ...]:
     return struct.unpack_from(f">{ndim}I", raw, 4)
 
 
-def _stated_size(head: bytes, ndim: int) -> int | None:
-    """Return the size that a header states; None while it is incomplete."""
-    header = 4 + 4 * ndim
-    if len(head) < header:
-        return None
-    return header + math.prod(_shape(head, ndim))
-
-
 # Learnable images generated on the fly, in any number, without files or memory.
 #
 # Each class has a smooth pattern, a random sum of the lowest cosines. An image is its
@@ -171,13 +162,8 @@ def _stated_size(head: bytes, ndim: int) -> int | None:
 
 
 _MOST_SYNTHETIC = 2**63 - 1
-
 _WAVES = 4
-
-_CONTRAST = 32.0
-
-_BRIGHTNESS = 16.0
-
+_CONTRAST, _BRIGHTNESS = 32.0, 16.0
 _PATTERNS, _TRAIN, _TEST = range(3)
 
 
@@ -254,16 +240,8 @@ def _cosines(size: int) -> NDArray[np.float64]:
 
 
 _DIR = ":DIR"
-
 _LENGTH = 50_000
-
 _LONGEST = 20
-
-_FOLDER_SHAPE = (3, 224, 224)
-
-_SYNTHETIC_SHAPE = (3, 32, 32)
-
-
 _Image = tuple[int, int, int] | None
 
 
@@ -289,7 +267,7 @@ def _synthetic(argument: str, split: Split, image: _Image, seed: int) -> Dataset
             ) from None
     if split == "test":
         options["length"] = max(1, options["length"] // 5)
-    shape = image or _SYNTHETIC_SHAPE
+    shape = image or (3, 32, 32)
     return SyntheticDataset(**options, image_shape=shape, seed=seed, split=split)
 
 
@@ -315,14 +293,13 @@ _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
         "folder": (
             _DIR,
             lambda path, split, image, _: open_folder(
-                path, split, image or _FOLDER_SHAPE
+                path, split, image or (3, 224, 224)
             ),
         ),
         "arrays": (_DIR, lambda path, split, *rest: open_arrays(path, split)),
         "synthetic": ("[:length=N,classes=N,noise=X]", _synthetic),
     }
 )
-
 
 FORMATS = tuple(f"{name}{usage}" for name, (usage, _) in _OPENERS.items())
 """Usage of each kind of data set, such as `mnist:DIR`."""

@@ -36,13 +36,9 @@ from mucudnn.report.text import bytes_text, ms_text
 from mucudnn.report.trace import LANES
 
 WIDTH = 1000.0
-
 _FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
-
 _LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 130.0
-
 _THINNEST = 0.5
-
 _LABEL_ROOM = 15.0
 
 
@@ -281,11 +277,8 @@ def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]
 
 
 _NAMED = 60
-
 _STACK_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=330.0)
-
 _LETTER, _LINE = 5.6, 11.0
-
 
 KINDS = {
     "state": "parameters and state",

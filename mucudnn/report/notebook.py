@@ -52,7 +52,6 @@ from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import MemoryStudy
 
 _CLASS = "mucudnn"
-
 _SHOWN_POLICIES = ("keep_all", "planned")
 
 _NAMED = 6

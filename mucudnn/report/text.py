@@ -21,7 +21,6 @@ from mucudnn.studies.convolutions import (
 )
 
 _FASTER = 1.05
-
 _NARROW = 110
 
 _WRAPPED = {
@@ -234,7 +233,6 @@ def _rich(table: Table, *, narrow: bool) -> object:
 
 
 NOTHING = "–"
-
 
 DIRECTIONS = {
     Direction.FORWARD: "forward",
