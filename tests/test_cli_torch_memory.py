@@ -112,7 +112,7 @@ def test_what_cannot_be_had_is_one_line(model):
     assert "must have same reduction dim" in refused(f"{model}:misshapen")
     assert "no function 'nothing'" in refused(f"{model}:nothing")
     line = refused(f"{model}:step", "--optimizer", "adam")
-    assert "--optimizer is for networks of ours" in line
+    assert "--optimizer is for built-in networks" in line
     line = refused(f"{model}:step", "--split", "auto")
     assert "mucudnn.torch.memory(…, split=…)" in line
     assert "--image is for" in refused(f"{model}:step", "--image", "32")

@@ -158,7 +158,7 @@ def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     """Import a file as a module, once."""
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not there"
-        raise BadInputError(f"{path} is {found}; a file FILE.py is wanted")
+        raise BadInputError(f"{path} is {found}; expected a file FILE.py")
     full = path.resolve()
     own_files(ctx or click.get_current_context()).add(str(full))
     key = f"mucudnn_own:{full}"
@@ -268,5 +268,5 @@ def _refuse_others(ctx: click.Context, name: str) -> None:
         given = ctx.get_parameter_source(option.name or "")
         if option.name in _OTHERS and given is not click.core.ParameterSource.DEFAULT:
             raise BadInputError(
-                f"{option.opts[0]} is for networks of ours; {name} brings its own"
+                f"{option.opts[0]} is for built-in networks; {name} has its own"
             )

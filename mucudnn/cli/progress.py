@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, LogEntry, Position
     from mucudnn.runtime.tuning.tables import Measured
     from mucudnn.studies.algorithms import SurveyedLayer
-    from mucudnn.studies.convolutions import Advance, LayerResult
+    from mucudnn.studies.convolutions import LayerProgress, LayerResult
 
 
 _EVERY_S = 10.0
@@ -213,7 +213,7 @@ class LayerWords:
         self._show = show
         self._layer, self._done, self._total = "", 0, 1
 
-    def advance(self, at: "Advance[LayerResult]") -> None:
+    def advance(self, at: "LayerProgress[LayerResult]") -> None:
         """Show that a layer begins or has been compared."""
         outcomes = ", ".join(
             f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
@@ -221,7 +221,7 @@ class LayerWords:
         )
         self.begin(at.layer, at.index, at.total, outcomes)
 
-    def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
+    def surveyed(self, at: "LayerProgress[SurveyedLayer]") -> None:
         """Show that a layer begins or its algorithms are listed."""
         counts = ""
         if at.result is not None:

@@ -29,7 +29,7 @@ from mucudnn.data.files import (
     check_is_file,
     check_labels,
     check_length,
-    fault,
+    data_error,
     read_file,
     readable,
     shown,
@@ -164,14 +164,16 @@ def _map(path: Path) -> tuple[NDArray[Any], int]:
         begin = file.tell()
     empty = not shape or min(shape) < 1 or dtype.itemsize < 1
     if dtype.hasobject or empty:
-        raise fault(path, 0, "numbers", f"an array of shape {shape} and type {dtype}")
+        raise data_error(
+            path, 0, "numbers", f"an array of shape {shape} and type {dtype}"
+        )
     expected = begin + dtype.itemsize * math.prod(shape)
     check_length(path, size, expected, f"{dtype} of shape {shape}")
     order: Any = "F" if fortran else "C"
     try:
         return np.memmap(path, dtype, "r", begin, shape, order), begin
     except (OSError, ValueError) as e:
-        raise fault(path, 0, "an array that can be mapped", str(e)) from e
+        raise data_error(path, 0, "an array that can be mapped", str(e)) from e
 
 
 def _read_header(
@@ -187,10 +189,10 @@ def _read_header(
     except OSError:
         raise
     except KeyError as e:
-        raise fault(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
+        raise data_error(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
     except Exception as e:  # parsers of the Python literal in it raise anything
         found = shown(str(e))
-        raise fault(path, file.tell(), "the header of a .npy file", found) from e
+        raise data_error(path, file.tell(), "the header of a .npy file", found) from e
 
 
 def _class_names(path: Path) -> tuple[str, ...] | None:
@@ -199,7 +201,7 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
     try:
         text = read_file(path, _MOST_NAMES).decode()
     except UnicodeDecodeError as e:
-        raise fault(path, e.start, "UTF-8 text", e.reason) from e
+        raise data_error(path, e.start, "UTF-8 text", e.reason) from e
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 

@@ -28,7 +28,13 @@ from mucudnn.data.dataset import (
     checked_split,
     split_indices,
 )
-from mucudnn.data.files import check_labels, check_length, fault, find_file, read_file
+from mucudnn.data.files import (
+    check_labels,
+    check_length,
+    data_error,
+    find_file,
+    read_file,
+)
 from mucudnn.errors import DataError
 
 _CLASSES, _SIDE, _WHITE = 10, 8, 16
@@ -52,7 +58,7 @@ def open_digits(split: Split, path: Path | None = None) -> Dataset:
         rows.append(_parse_row(path, offset, line))
         offset += len(line)
     if not rows:
-        raise fault(path, 0, "rows of digits", "an empty file")
+        raise data_error(path, 0, "rows of digits", "an empty file")
     table = np.array(rows)
     pixels = np.rint(table[:, :-1] * (255 / _WHITE)).astype(np.uint8)
     whole = ArrayDataset(pixels.reshape(-1, 1, _SIDE, _SIDE), table[:, -1], _CLASSES)
@@ -64,13 +70,13 @@ def _parse_row(path: Path, offset: int, line: bytes) -> list[int]:
     try:
         row = [int(field) for field in line.split(b",")]
     except ValueError as e:
-        raise fault(path, offset, expected, str(e)) from e
+        raise data_error(path, offset, expected, str(e)) from e
     pixels = row[:-1]
     if len(pixels) != _SIDE**2 or min(row) < 0 or max(pixels) > _WHITE:
         found = f"{len(row)} numbers from {min(row)} to {max(row)}"
-        raise fault(path, offset, expected, found)
+        raise data_error(path, offset, expected, found)
     if row[-1] >= _CLASSES:
-        raise fault(path, offset, expected, f"label {row[-1]}")
+        raise data_error(path, offset, expected, f"label {row[-1]}")
     return row
 
 
@@ -112,7 +118,7 @@ def open_mnist(folder: str | Path, split: Split) -> Dataset:
     labels, header = _read_idx(labels_path, 1)
     if len(labels) != len(images):
         expected = f"{len(images)} labels, one for each image of {images_path.name}"
-        raise fault(labels_path, 4, expected, str(len(labels)))
+        raise data_error(labels_path, 4, expected, str(len(labels)))
     check_labels(labels_path, labels, _CLASSES, header, 1)
     return ArrayDataset(images, labels, _CLASSES)
 
@@ -137,13 +143,13 @@ def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
     magic = struct.pack(">HBB", 0, _UBYTE, ndim)
     if raw[:4] != magic[: len(raw)]:
         expected = f"{magic.hex(' ')} (unsigned bytes, {ndim}-dimensional)"
-        raise fault(path, 0, expected, raw[:4].hex(" "))
+        raise data_error(path, 0, expected, raw[:4].hex(" "))
     if len(raw) < header:
         fewer = f"{header - len(raw)} fewer"
-        raise fault(path, len(raw), f"a header of {header} bytes", fewer)
+        raise data_error(path, len(raw), f"a header of {header} bytes", fewer)
     shape = _shape(raw, ndim)
     if 0 in shape:
-        raise fault(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")
+        raise data_error(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")
     size = header + math.prod(shape)
     check_length(path, len(raw), size, f"a header and {shape} elements")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape), header

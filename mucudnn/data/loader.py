@@ -111,7 +111,7 @@ class Loader:
             np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
         make = functools.partial(self._make, epoch, order)
         jobs = range(start, len(self))
-        return in_order(make, jobs, workers=self._workers, depth=self._depth)
+        return ordered_map(make, jobs, workers=self._workers, depth=self._depth)
 
     def _make(self, epoch: int, order: NDArray[np.intp], index: int) -> Batch:
         chosen = order[index * self.batch : (index + 1) * self.batch]
@@ -181,7 +181,7 @@ class _Board(Generic[T]):
             self._changed.notify_all()
 
 
-def in_order(
+def ordered_map(
     make: Callable[[int], T], jobs: Sequence[int], *, workers: int, depth: int
 ) -> Iterator[T]:
     """Yield `make(job)` of every job, in order, made by `workers` threads.

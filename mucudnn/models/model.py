@@ -149,7 +149,7 @@ class FunctionModel:
         except TypeError as e:
             raise TypeError(
                 f"{self.name} cannot be called with a batch alone: {e}; a network is a "
-                f"function of (batch) and, if it likes, of {', '.join(_OPTIONS)}"
+                f"function of (batch) and optionally {', '.join(_OPTIONS)}"
             ) from e
 
     @property
@@ -242,6 +242,6 @@ class FunctionModel:
             )
         if not graph.outputs or graph.tensors[graph.outputs[0]].shape != ():
             raise ValueError(
-                f"{self.name} returned a graph whose first output is no loss; give "
+                f"{self.name} returned a graph whose first output is not a loss; give "
                 "build() a scalar first, such as g.softmax_cross_entropy(...) returns"
             )

@@ -26,7 +26,7 @@ from mucudnn.report.text import (
     runs,
     speedup_text,
 )
-from mucudnn.studies.convolutions import LayerResult, Outcome
+from mucudnn.studies.convolutions import LayerResult, LimitResult
 
 _WIDTH = 360.0
 _FRAME = Frame(left=40.0, right=350.0, top=34.0, bottom=216.0)
@@ -186,7 +186,7 @@ def _front(front: Iterable[ConvPlan], x: Scale, y: Scale) -> Iterator[Markup]:
 
 
 def _limit_row(
-    outcome: Outcome, scale: Scale, colours: Mapping[str, int]
+    outcome: LimitResult, scale: Scale, colours: Mapping[str, int]
 ) -> Iterator[Markup]:
     yield tag("text", limit_text(outcome.limit), class_="row-name", x=0, y=13)
     choice = outcome.choice

@@ -18,7 +18,7 @@ from mucudnn.ir.numerics import Numerics, RowStatus
 from mucudnn.notebook import html_of
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
-from mucudnn.studies.convolutions import Advance, advancing
+from mucudnn.studies.convolutions import LayerProgress, advancing
 from mucudnn.suites import Layer
 
 SCHEMA = 1
@@ -210,7 +210,7 @@ def survey_algorithms(
     limits: Sequence[int],
     *,
     numerics: Numerics | None = None,
-    progress: Callable[[Advance[SurveyedLayer]], None] | None = None,
+    progress: Callable[[LayerProgress[SurveyedLayer]], None] | None = None,
 ) -> AlgorithmSurvey:
     """List the library's algorithms at every micro-batch size of a policy.
 

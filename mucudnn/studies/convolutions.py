@@ -50,7 +50,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LimitResult:
     """Result of a layer under a limit: a choice, or the reason for none."""
 
     limit: Limit
@@ -108,7 +108,7 @@ class LayerResult:
     problem: ConvProblem
     table: PerfTable
     front: tuple[ConvPlan, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[LimitResult, ...]
 
     @property
     def direction(self) -> Direction:
@@ -158,7 +158,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Advance(Generic[R]):
+class LayerProgress(Generic[R]):
     """Progress of a study: a layer begun, or (with a result) done."""
 
     layer: Layer
@@ -209,7 +209,7 @@ def compare(
     planner: str | Planner = "workspace_reuse",
     total_workspace: int | None = None,
     time_limit_s: float | None = None,
-    progress: Callable[[Advance[LayerResult]], None] | None = None,
+    progress: Callable[[LayerProgress[LayerResult]], None] | None = None,
 ) -> "Comparison":
     """Measure, plan and validate every layer under every limit.
 
@@ -303,7 +303,7 @@ class _TimedComparison:
             table = self._measure(layer.problem, seconds)
         except PlanningError as e:  # the problem is too large to be divided
             table = PerfTable(layer.problem, ())
-            outcomes = [Outcome(limit, None, str(e)) for limit in limits]
+            outcomes = [LimitResult(limit, None, str(e)) for limit in limits]
         else:
             for i, limit in enumerate(limits):
                 seconds = None if ends is None else ends - time.monotonic()
@@ -334,7 +334,7 @@ class _TimedComparison:
     ) -> Sequence[LayerResult]:
         """Add an outcome per layer: a total divided among all that can run."""
         runnable = [i for i, result in enumerate(results) if result.table.usable]
-        outcomes = [Outcome(limit, None, _why_unusable(r.table)) for r in results]
+        outcomes = [LimitResult(limit, None, _why_unusable(r.table)) for r in results]
         equal = limit.nbytes // max(1, len(runnable))
         try:
             plans = workspace_division(
@@ -342,7 +342,7 @@ class _TimedComparison:
             )
         except PlanningError as e:
             for i in runnable:
-                outcomes[i] = Outcome(limit, None, str(e))
+                outcomes[i] = LimitResult(limit, None, str(e))
         else:
             for begun, (i, plan) in enumerate(zip(runnable, plans, strict=True)):
                 baseline = self._tuner.undivided(results[i].table, equal)
@@ -365,7 +365,7 @@ class _TimedComparison:
                         undivided=choice.undivided,
                         undivided_ms=choice.undivided_ms,
                     )
-                    outcomes[i] = Outcome(limit, kept)
+                    outcomes[i] = LimitResult(limit, kept)
         return [
             replace(result, outcomes=(*result.outcomes, outcome))
             for result, outcome in zip(results, outcomes, strict=True)
@@ -373,17 +373,17 @@ class _TimedComparison:
 
     def _plan_under(
         self, table: PerfTable, limit: Limit, seconds: float | None
-    ) -> Outcome:
+    ) -> LimitResult:
         if (reason := _why_unusable(table)) is not None:
-            return Outcome(limit, None, reason)
+            return LimitResult(limit, None, reason)
         try:
             (plan,) = divided_by(self._planner, [table], limit.nbytes)
         except PlanningError as e:
             least = least_workspace(table)
             if least is None or least <= limit.nbytes:
-                return Outcome(limit, None, str(e))
+                return LimitResult(limit, None, str(e))
             needs = format_bytes(least, limit.nbytes)
-            return Outcome(limit, None, f"nothing fits; the smallest needs {needs}")
+            return LimitResult(limit, None, f"nothing fits; the smallest needs {needs}")
         baseline = self._tuner.undivided(table, limit.nbytes)
         return self._validate(plan, baseline, limit, seconds)
 
@@ -393,22 +393,22 @@ class _TimedComparison:
         baseline: ConvPlan | None,
         limit: Limit,
         seconds: float | None,
-    ) -> Outcome:
+    ) -> LimitResult:
         """Measure a plan against its undivided baseline, each pair once."""
         choice = self._choices.get((plan, baseline))
         if choice is None:
             # Each is warmed up and run at least once.
             expected_ms = 2 * sum(p.time_ms for p in {plan, baseline} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
-                return Outcome(limit, None, _OUT_OF_TIME)
+                return LimitResult(limit, None, _OUT_OF_TIME)
             try:
                 choice = self._tuner.validate(
                     plan, baseline, time_limit_s=inf if seconds is None else seconds
                 )
             except MucudnnError as e:
-                return Outcome(limit, None, f"not compared: {e}")
+                return LimitResult(limit, None, f"not compared: {e}")
             self._choices[plan, baseline] = choice
-        return Outcome(limit, choice, _remark(plan.problem, choice, limit))
+        return LimitResult(limit, choice, _remark(plan.problem, choice, limit))
 
     def seconds_for(self, of_limit: float, parts: int) -> float | None:
         """Return the time for the next of `parts` equal parts of the remaining time."""
@@ -577,7 +577,7 @@ def _steps_to_json(plan: ConvPlan) -> list[dict[str, Any]]:
 def advancing(
     layers: Sequence[Layer],
     work: Callable[[Layer, int], R],
-    tell: Callable[[Advance[R]], None] | None,
+    tell: Callable[[LayerProgress[R]], None] | None,
 ) -> Iterator[R]:
     """Yield a result per layer, each before its report, so that Ctrl-C keeps it.
 
@@ -585,7 +585,7 @@ def advancing(
     """
     say = tell or (lambda at: None)
     for i, layer in enumerate(layers):
-        begun: Advance[R] = Advance(layer, i, len(layers))
+        begun: LayerProgress[R] = LayerProgress(layer, i, len(layers))
         say(begun)
         result = work(layer, len(layers) - i)
         yield result
