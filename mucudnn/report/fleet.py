@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from mucudnn.passes.load_balancing import FleetPlan
-from mucudnn.report.page import big_card, header, page, panel, swatches, table
+from mucudnn.report.page import header, page, rendered
 from mucudnn.report.svg import Frame, Markup, Scale, box, drawing, linear_scale, tag
 from mucudnn.report.text import NOTHING, Table, ms_text, speedup_text
 from mucudnn.studies.fleet import FleetStudy
@@ -120,29 +120,8 @@ def fleet_report(study: FleetStudy) -> str:
 
 def fleet_body(study: FleetStudy) -> Markup:
     """Return cards, the chart of waiting times, and tables."""
-    chart = panel(
-        "Waiting times",
-        "One step of each device, with equal and with planned shares.",
-        swatches(_KINDS),
-        waiting_chart(study),
-    )
-    ranks, splits = fleet_tables(study)
-    tables = [
-        tag("section", tag("h2", name), table(rows), class_="panel")
-        for name, rows in (("Shares", ranks), ("Comparison with other splits", splits))
-    ]
-    return tag("main", _cards(study), chart, tables)
-
-
-def _cards(study: FleetStudy) -> Markup:
     plan = study.plan
     waits = sum(plan.idle_ms) / (len(plan.shares) * plan.step_ms)
-    facts = (
-        f"{ms_text(plan.step_ms)} ms a step, {waits:.1%} of it spent waiting; lower "
-        f"bound of any split: {ms_text(study.bound_ms)} ms"
-    )
-    rate = f"{plan.samples_per_s:,.0f}"
-    cards = [big_card("Planned shares", rate, "samples a second", facts)]
     rivals = [
         ("Over equal shares", _step_ms(study.equal), "equal shares"),
         (
@@ -152,14 +131,19 @@ def _cards(study: FleetStudy) -> Markup:
         ),
     ]
     if len(plan.shares) > 1:
-        fastest = "the whole batch on one device"
-        rivals.append(("Over the fastest alone", study.fastest_alone_ms, fastest))
-    for title, step_ms, what in rivals:
-        if step_ms is not None:
-            facts = f"{ms_text(step_ms)} ms a step with {what}"
-            speedup = speedup_text(step_ms / plan.step_ms)
-            cards.append(big_card(title, speedup, "speed-up", facts))
-    return tag("div", cards, class_="cards")
+        what = "the whole batch on one device"
+        rivals.append(("Over the fastest alone", study.fastest_alone_ms, what))
+    ranks, splits = fleet_tables(study)
+    return rendered(
+        "fleet",
+        study=study,
+        waits=f"{waits:.1%}",
+        rivals=rivals,
+        kinds=_KINDS,
+        chart=waiting_chart(study),
+        ranks=ranks,
+        splits=splits,
+    )
 
 
 def waiting_chart(study: FleetStudy) -> Markup:

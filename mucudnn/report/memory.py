@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 
 from mucudnn.passes.planning.plan_step import Technique, best_technique
 from mucudnn.passes.registry import name_of
-from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.memory_charts import (
     KINDS,
     Series,
@@ -13,8 +12,8 @@ from mucudnn.report.memory_charts import (
     speed_chart,
     stack_chart,
 )
-from mucudnn.report.page import big_card, header, page, panel, swatches, table
-from mucudnn.report.svg import Markup, tag
+from mucudnn.report.page import header, page, rendered
+from mucudnn.report.svg import Markup
 from mucudnn.report.text import NOTHING, Table, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_results import MemoryStudy
 
@@ -202,33 +201,31 @@ def memory_report(study: MemoryStudy) -> str:
 
 def memory_body(study: MemoryStudy) -> Markup:
     """Return cards, charts, the table of techniques, and sources."""
-    plan = None if study.best is None else study.best.plan
-    panels = [] if plan is None else _plan_panels(study, plan)
-    if len({t.budget for t in study.curve}) > 1:
-        panels.append(
-            panel(
-                "Speed against budget",
-                "Speed of the step relative to that without a budget. A line ends "
-                "where its policy no longer fits.",
-                speed_chart(speed_series(study)),
-            )
-        )
-    faint = {i for i, technique in enumerate(study.techniques) if not technique.fits}
-    techniques = panel(
-        "Every technique",
-        f"Within {budget_text(study)}. The peak of a technique that does not fit is "
-        "its minimum. Bound: no order of the same computations and copies takes less.",
-        tag("p", placed_words(study), class_="soft"),
-        table(technique_table(study), faint=faint),
+    best, rival = study.best, ""
+    if best is not None:  # name the best of the other policies
+        others = [t for t in study.techniques if t.policy != best.policy]
+        rival = "; nothing else fits" if others else ""
+        if (second := best_technique(others)) is not None:
+            slowdown = speedup_text(study.slowdown(second))
+            rival = f", instead of {slowdown} by {second.policy}"
+    several = len({t.budget for t in study.curve}) > 1
+    return rendered(
+        "memory",
+        study=study,
+        plan=None if best is None else best.plan,
+        budget=budget_text(study),
+        least_ms=study.least_ms.get(study.budget),
+        rival=rival,
+        placed=placed_words(study),
+        techniques=technique_table(study),
+        faint={i for i, t in enumerate(study.techniques) if not t.fits},
+        speeds=speed_chart(speed_series(study)) if several else None,
+        kinds=KINDS,
+        queues=_QUEUES,
+        memory_chart=memory_chart,
+        stack_chart=stack_chart,
+        lanes_chart=lanes_chart,
     )
-    items = (tag("li", f"{name}: {text}") for name, text in study.figures.items())
-    sources = tag(
-        "section",
-        tag("h2", "Sources of the figures"),
-        tag("ul", items, class_="sources"),
-        class_="panel",
-    )
-    return tag("main", _cards(study), panels, techniques, sources)
 
 
 def _warnings(study: MemoryStudy) -> Iterator[str]:
@@ -242,89 +239,6 @@ def _warnings(study: MemoryStudy) -> Iterator[str]:
         )
     if study.interrupted:
         yield "Interrupted: only the finished part is shown."
-
-
-def _cards(study: MemoryStudy) -> Markup:
-    best, whole = study.best, study.unbounded
-    cards = [
-        big_card(
-            "Without a budget",
-            bytes_text(whole.peak_bytes),
-            "peak memory",
-            f"{ms_text(study.unbounded_ms)} ms a step, all activations kept",
-        )
-    ]
-    if best is not None and best.plan is not None:
-        prediction = best.plan.prediction
-        # Name the best of the other policies.
-        others = [t for t in study.techniques if t.policy != best.policy]
-        rival = "; nothing else fits" if others else ""
-        if (second := best_technique(others)) is not None:
-            slowdown = speedup_text(study.slowdown(second))
-            rival = f", instead of {slowdown} by {second.policy}"
-        least = study.least_ms.get(study.budget)
-        bound = "" if least is None else f", of any plan: {ms_text(least)} ms"
-        cards += [
-            big_card(
-                f"{best.policy} within {budget_text(study)}",
-                speedup_text(study.slowdown(best)),
-                f"the time of a step without a budget{rival}",
-                f"{ms_text(prediction.step_ms)} ms; lower bound of any order of the "
-                f"same work: {ms_text(prediction.bound_ms)} ms{bound}",
-            ),
-            big_card(
-                "Offloaded and recomputed",
-                bytes_text(prediction.out_bytes),
-                "offloaded per step",
-                f"{best.plan.recomputed} nodes recomputed; compute waits "
-                f"{ms_text(sum(prediction.stalls_ms.values()))} ms",
-            ),
-        ]
-    else:
-        cards.append(
-            big_card(
-                f"Within {budget_text(study)}",
-                "nothing fits",
-                "of the techniques tried",
-                "the table shows how many bytes each is short",
-            )
-        )
-    if study.minimum is not None:
-        cards.append(
-            big_card(
-                "Minimum feasible budget",
-                bytes_text(study.minimum, study.budget),
-                "of any policy",
-                f"{study.minimum / whole.peak_bytes:.0%} of the peak without a budget",
-            )
-        )
-    return tag("div", cards, class_="cards")
-
-
-def _plan_panels(study: MemoryStudy, plan: StepPlan) -> list[Markup]:
-    return [
-        panel(
-            "Memory over the step",
-            "All bytes on the device, including parameters, workspaces and rounding. "
-            "Dashed: without a budget.",
-            memory_chart(plan, study.unbounded, study.budget),
-        ),
-        panel(
-            "Tensors in memory",
-            "The tensors with the largest product of size and time. A tensor that is "
-            "offloaded and prefetched is drawn twice. Point at one for its name and "
-            "size.",
-            swatches(KINDS),
-            stack_chart(plan),
-        ),
-        panel(
-            "Compute and copies",
-            "Compute, and the link in each direction, run concurrently. Gaps in the "
-            "first lane are marked where compute waits for a copy.",
-            swatches(_QUEUES),
-            lanes_chart(plan),
-        ),
-    ]
 
 
 def speed_series(study: MemoryStudy) -> tuple[Series, ...]:

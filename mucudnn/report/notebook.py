@@ -14,7 +14,6 @@ from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.plan_step import DescribedStep
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.passes.simulate import Prediction
 from mucudnn.report.comparison import comparison_body
 from mucudnn.report.conv_charts import curve, plan_bar, timeline
 from mucudnn.report.fleet import (
@@ -31,7 +30,7 @@ from mucudnn.report.memory import (
     memory_report,
 )
 from mucudnn.report.memory_charts import KINDS, memory_chart, stack_chart
-from mucudnn.report.page import big_card, header, legend, page, styles, swatches, table
+from mucudnn.report.page import header, legend, page, rendered, styles, table
 from mucudnn.report.survey import survey_tables
 from mucudnn.report.svg import Child, Markup, marker, tag
 from mucudnn.report.text import (
@@ -42,7 +41,6 @@ from mucudnn.report.text import (
     plan_text,
     problem_text,
     runs,
-    speedup_text,
 )
 from mucudnn.studies.algorithms import AlgorithmSurvey
 from mucudnn.studies.convolutions import Comparison
@@ -85,22 +83,38 @@ def conv_plan(plan: ConvPlan) -> str:
     )
 
 
-def step_plan(plan: StepPlan) -> str:
-    """Return memory over the step, its peak, and the predicted slowdown."""
-    return _step(plan, ())
+def step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
+    """Return memory over the step, its peak, its arena, and the predicted slowdown."""
+    prediction = plan.prediction
+    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
+    # The time of every original node with its fastest plan, without stalls.
+    unbounded_ms = sum(
+        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
+        for name, ms in node_ms.items()
+        if origin(name) == name
+    )
+    instructions = plan.schedule.instructions
+    recomputed = [n.name for n in plan.schedule.graph.nodes if "~" in n.name]
+    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
+    if plan.budget < float("inf"):
+        facts += f", budget {bytes_text(int(plan.budget))}"
+    content = rendered(
+        "step",
+        plan=plan,
+        placed=placed,
+        slowdown=prediction.step_ms / unbounded_ms if unbounded_ms else None,
+        offloaded=[i.tensor for i in instructions if isinstance(i, SwapOut)],
+        recomputed=[origin(name) for name in recomputed],
+        names=_names,
+        chart=stack_chart(plan),
+        kinds=KINDS,
+    )
+    return _piece(SHEETS, "A training step", facts, content)
 
 
 def placed_step(placed: PlacedStep) -> str:
     """Return the step's plan with its arena."""
-    layout = placed.layout
-    arena = big_card(
-        "With fixed offsets",
-        bytes_text(placed.nbytes),
-        "of device memory",
-        f"an arena of {bytes_text(layout.nbytes)} with {layout.fragmentation:.1%} "
-        f"fragmentation, and {bytes_text(placed.state_bytes)} of resident state",
-    )
-    return _step(placed.plan, (arena,))
+    return step_plan(placed.plan, placed)
 
 
 def memory_study(study: MemoryStudy) -> str:
@@ -147,67 +161,6 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
         reach.title,
         table(reach),
         tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
-    )
-
-
-def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
-    prediction = plan.prediction
-    stalls_ms = sum(prediction.stalls_ms.values())
-    offloaded = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
-    again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
-    unbounded_ms = _unbounded_ms(prediction)
-    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
-    if plan.budget < float("inf"):
-        facts += f", budget {bytes_text(int(plan.budget))}"
-    bound = f"; lower bound: {ms_text(plan.least_ms)} ms"
-    return _piece(
-        SHEETS,
-        "A training step",
-        facts,
-        tag(
-            "div",
-            big_card(
-                "Peak memory",
-                bytes_text(plan.peak_bytes),
-                "on the device",
-                "parameters, workspaces and rounding included",
-            ),
-            *cards,
-            big_card(
-                "Predicted slowdown",
-                speedup_text(
-                    prediction.step_ms / unbounded_ms if unbounded_ms else None
-                ),
-                "the time of a step without a budget",
-                f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
-                f"{ms_text(stalls_ms)} ms{bound if plan.least_ms else ''}",
-            ),
-            big_card(
-                "Offloaded",
-                bytes_text(prediction.out_bytes),
-                "per step",
-                _names(offloaded, "nothing is offloaded"),
-            ),
-            big_card(
-                "Recomputed",
-                str(len(again)),
-                "nodes",
-                _names([origin(name) for name in again], "nothing is recomputed"),
-            ),
-            class_="cards",
-        ),
-        tag("div", stack_chart(plan), class_="wide"),
-        swatches(KINDS),
-    )
-
-
-def _unbounded_ms(prediction: Prediction) -> float:
-    """Return the time of every original node with its fastest plan, without stalls."""
-    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
-    return sum(
-        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
-        for name, ms in node_ms.items()
-        if origin(name) == name
     )
 
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from mucudnn.report.svg import Child, Markup, box, drawing, flat, tag
+from mucudnn.report.svg import Child, Markup, box, drawing, flat
 from mucudnn.report.text import (
     DIRECTIONS,
     Table,
@@ -40,24 +40,6 @@ def styles(*sheets: str) -> str:
 def header(title: str, facts: str, warnings: Iterable[str]) -> Markup:
     """Return the title, facts and warnings of a page."""
     return _part("header", title, facts, list(warnings))
-
-
-def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Markup:
-    """Return a box with one figure in large type and its description."""
-    return _part("big_card", head, big, small, foot, _joined(between))
-
-
-def panel(name: str, text: str, *content: Child) -> Markup:
-    """Return a section with a heading and a text; the last child may be wide."""
-    *above, picture = content
-    return tag(
-        "section",
-        tag("h2", name),
-        tag("p", text),
-        above,
-        tag("div", picture, class_="wide"),
-        class_="panel",
-    )
 
 
 def interrupted(done: int, asked: int) -> list[str]:
@@ -111,10 +93,6 @@ def rendered(name: str, **values: object) -> Markup:
 def _part(name: str, *values: object) -> Markup:
     """Render a macro of the parts' template."""
     return Markup(getattr(_template("parts.html.j2").module, name)(*values))
-
-
-def _joined(children: Iterable[Child]) -> Markup:
-    return Markup("".join(flat(children)))
 
 
 def _file(name: str) -> str:

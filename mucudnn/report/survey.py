@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.convolution.explain import counted
-from mucudnn.report.page import big_card, header, interrupted, page, table
-from mucudnn.report.svg import Markup, tag
+from mucudnn.report.page import header, interrupted, page, rendered
 from mucudnn.report.text import DIRECTIONS, NOTHING, Table, bytes_text
 from mucudnn.studies.algorithms import AlgorithmSurvey, SurveyedBatch
 
@@ -114,45 +113,26 @@ def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
 
 def survey_report(survey: AlgorithmSurvey, title: str) -> str:
     """Return the file as text."""
-    sizes, reach = survey_tables(survey)
+    tables = survey_tables(survey)
     facts = (
         f"{survey.backend} backend, {survey.fingerprint}; micro-batch sizes: "
         f"{survey.batch_policy}; numerics: {survey.numerics}; nothing was measured"
     )
     warnings = interrupted(len(survey.layers), survey.asked)
+    reaches = []
+    for limit in survey.limits:
+        reach = [(layer, layer.largest_batch(limit)) for layer in survey.layers]
+        whole = sum(batch == layer.problem.batch for layer, batch in reach)
+        reaches.append((limit, whole, sum(n is not None for _, n in reach) - whole))
+    by_limit = "Largest micro-batch of the first choice"
     return page(
         title,
         ("style.css", "memory.css"),
         header(f"Algorithms within a limit: {title}", facts, warnings),
-        tag(
-            "main",
-            tag("div", _cards(survey), class_="cards"),
-            _panel("Largest micro-batch of the first choice", reach, unfolded=True),
-            _panel("Every micro-batch size", sizes, unfolded=False),
+        rendered(
+            "survey",
+            every=len(survey.layers),
+            reaches=reaches,
+            tables=[(by_limit, tables[1]), ("Every micro-batch size", tables[0])],
         ),
-    )
-
-
-def _cards(survey: AlgorithmSurvey) -> Iterator[Markup]:
-    every = len(survey.layers)
-    for limit in survey.limits:
-        reach = [(layer, layer.largest_batch(limit)) for layer in survey.layers]
-        whole = sum(batch == layer.problem.batch for layer, batch in reach)
-        parts = sum(n is not None for _, n in reach) - whole
-        yield big_card(
-            f"Workspace limit {bytes_text(limit)}",
-            f"{whole} of {every}",
-            "first choices fit the whole mini-batch",
-            f"{parts} more fit a micro-batch; {every - whole - parts} fit none",
-        )
-
-
-def _panel(name: str, shown: Table, *, unfolded: bool) -> Markup:
-    notes = (tag("li", note) for note in shown.notes)
-    return tag(
-        "details",
-        tag("summary", tag("h2", name)),
-        tag("article", table(shown), tag("ul", notes, class_="notes")),
-        class_="layer",
-        open="" if unfolded else None,
     )
