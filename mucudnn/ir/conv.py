@@ -349,8 +349,7 @@ class ConvPlan:
         """Whether the plan has more than one micro-batch."""
         return len(self.steps) > 1
 
-    def _repr_html_(self) -> str:
-        return html_of("conv_plan", self)
+    _repr_html_ = html_of
 
     def slices(self) -> Iterator[tuple[slice, AlgoPerf]]:
         """Yield each micro-batch's slice of the batch axis and its algorithm."""

@@ -7,6 +7,7 @@ background, light or dark as the reader's system.
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import singledispatch
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapOut
@@ -58,7 +59,18 @@ _NAMED = 6
 _SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
 
 
-def conv_plan(plan: ConvPlan) -> str:
+@singledispatch
+def draw(value: object) -> str:
+    """Return a value as HTML for a notebook, by the function registered for its type.
+
+    Raises:
+        TypeError: There is no drawing of such values.
+    """
+    raise TypeError(f"there is no drawing of {type(value).__name__}")
+
+
+@draw.register
+def _conv_plan(plan: ConvPlan) -> str:
     """Return micro-batches as a bar, and times of each run of equal ones."""
     algorithms = dict.fromkeys(step.algo for step in plan.steps)
     colours = {algo: i for i, algo in enumerate(algorithms)}
@@ -83,7 +95,8 @@ def conv_plan(plan: ConvPlan) -> str:
     )
 
 
-def step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
+@draw.register
+def _step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
     """Return memory over the step, its peak, its arena, and the predicted slowdown."""
     prediction = plan.prediction
     fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
@@ -112,47 +125,45 @@ def step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
     return _piece(SHEETS, "A training step", facts, content)
 
 
-def placed_step(placed: PlacedStep) -> str:
+@draw.register
+def _placed_step(placed: PlacedStep) -> str:
     """Return the step's plan with its arena."""
-    return step_plan(placed.plan, placed)
+    return _step_plan(placed.plan, placed)
 
 
-def memory_study(study: MemoryStudy) -> str:
+@draw.register
+def _memory_study(study: MemoryStudy) -> str:
     """Return the report's cards, charts and table of techniques."""
     facts = f"{heading(study)}; budget {budget_text(study)}"
     return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
 
 
-def fleet_study(study: FleetStudy) -> str:
+@draw.register
+def _fleet_study(study: FleetStudy) -> str:
     """Return the report's cards, waiting chart and tables."""
     return _piece(
         FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
     )
 
 
-def described_study(asked: tuple[DescribedStep, int], *, whole: bool = False) -> str:
-    """Return another framework's step within a budget, compared with keeping all.
-
-    The result is a `whole` file, or a piece of a notebook.
-    """
+@draw.register(tuple)
+def _described_step(asked: tuple[DescribedStep, int], *, whole: bool = False) -> str:
+    """Return another framework's step within a budget, compared with keeping all."""
     step, budget = asked
     study = study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
-    return memory_report(study) if whole else memory_study(study)
+    return memory_report(study) if whole else _memory_study(study)
 
 
-def described_report(asked: tuple[DescribedStep, int]) -> str:
-    """Return `described_study` as a whole file."""
-    return described_study(asked, whole=True)
-
-
-def comparison(found: Comparison) -> str:
+@draw.register
+def _comparison(found: Comparison) -> str:
     """Return the report's cards, table of speed-ups and layers."""
     facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
     body = comparison_body(found, linked=False)
     return _piece(("style.css",), "Planned against undivided", facts, body)
 
 
-def algorithm_survey(survey: AlgorithmSurvey) -> str:
+@draw.register
+def _algorithm_survey(survey: AlgorithmSurvey) -> str:
     """Return how far each layer's first choice reaches, limit by limit."""
     _, reach = survey_tables(survey)
     return _piece(

@@ -191,8 +191,7 @@ class AlgorithmSurvey:
             "layers": [layer.to_json(self.limits) for layer in self.layers],
         }
 
-    def _repr_html_(self) -> str:
-        return html_of("algorithm_survey", self)
+    _repr_html_ = html_of
 
 
 class SurveyInterrupted(KeyboardInterrupt):

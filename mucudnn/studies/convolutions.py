@@ -537,8 +537,7 @@ class Comparison:
             "summary": [entry.to_json() for entry in self.summary],
         }
 
-    def _repr_html_(self) -> str:
-        return html_of("comparison", self)
+    _repr_html_ = html_of
 
     def _summarize(self, index: int) -> LimitSummary:
         speedups: list[float] = []

@@ -153,8 +153,7 @@ class FleetStudy:
             "speedup_over_fastest": fastest and fastest / self.plan.step_ms,
         }
 
-    def _repr_html_(self) -> str:
-        return html_of("fleet_study", self)
+    _repr_html_ = html_of
 
 
 def study_fleet(

@@ -258,8 +258,7 @@ class MemoryStudy:
             "interrupted": self.interrupted,
         }
 
-    def _repr_html_(self) -> str:
-        return html_of("memory_study", self)
+    _repr_html_ = html_of
 
     def _row(self, technique: Technique) -> dict[str, Any]:
         plan = technique.plan

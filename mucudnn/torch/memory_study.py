@@ -231,7 +231,7 @@ class MemoryStudy:
             budget: Bytes, or a size; by default half way from the least that works to
                 all that the whole step could use.
         """
-        return html_of("described_report", (self.described(), self._usual(budget)))
+        return html_of((self.described(), self._usual(budget)), whole=True)
 
     def __str__(self) -> str:
         lines = [
@@ -248,7 +248,7 @@ class MemoryStudy:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        return html_of("described_study", (self.described(), self._usual(None)))
+        return html_of((self.described(), self._usual(None)))
 
     @property
     def _where(self) -> str:

@@ -119,8 +119,7 @@ class PlacedStep:
         """Return a summary such as `PlacedStep(2.0 GiB: StepPlan(…))`."""
         return f"PlacedStep({format_bytes(self.nbytes)}: {self.plan!r})"
 
-    def _repr_html_(self) -> str:
-        return html_of("placed_step", self)
+    _repr_html_ = html_of
 
     @property
     def schedule(self) -> Schedule:

@@ -110,8 +110,7 @@ class StepPlan:
             + ")"
         )
 
-    def _repr_html_(self) -> str:
-        return html_of("step_plan", self)
+    _repr_html_ = html_of
 
     @property
     def recomputed(self) -> int:
