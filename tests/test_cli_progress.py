@@ -327,7 +327,10 @@ def test_a_limit_ends_it_at_the_latest():
 
 def test_training_knows_what_steps_take():
     lefts = []
-    show = progress.Show(lambda stage: lefts.append(stage.left_s))
+
+    def show(*stage, left_s, **more):
+        lefts.append(left_s)
+
     words = TrainingWords(show, 2, 10, steps=15, quiet=True)
     words(Position(epoch=0, batch=4, steps=4, ms=2000.0), None)
     words(Position(epoch=1, batch=5, steps=15, ms=2000.0), None)
