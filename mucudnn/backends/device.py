@@ -7,13 +7,9 @@ from typing import Any, Literal, Protocol
 from mucudnn.ir.tensor import TensorSpec
 
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
-
 Buffer = Any
-
 Event = Any
-
 Ticket = Any  # one copy that was started
-
 Way = Literal["out", "back"]
 
 
@@ -210,6 +206,15 @@ class Mapper(Protocol):
             OutOfMemoryError: There is not enough memory.
             UnsupportedError: This system cannot map memory.
         """
+
+
+def check_chunks(chunks: Sequence[int], count: int) -> None:
+    """Raise ValueError if a chunk is not one of `count`."""
+    for chunk in chunks:
+        if not 0 <= chunk < count:
+            raise ValueError(
+                f"chunk {chunk} of {count} cannot be mapped; they are counted from 0"
+            )
 
 
 def runs(chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -40,12 +40,8 @@ class _Copy:
 class CudaCopier:
     """Two non-blocking copy streams beside the compute stream.
 
-    Args:
-        cupy: The module.
-        index: Index of the GPU.
-        compute: Returns the address of the current compute stream, and makes the GPU
-            the thread's current device.
-        peer: Whether targets are CuPy arrays too, in the memory of another GPU.
+    `compute` returns the address of the current compute stream, and makes the GPU the
+    thread's current device. With `peer`, targets are CuPy arrays too, on another GPU.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from mucudnn.backends.cuda.libcudnn import (
     Attribute,
     AttributeType,
-    Calls,
     ConvolutionMode,
+    Cudnn,
     DataType,
     DescriptorType,
     HeurMode,
@@ -38,7 +38,7 @@ _C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
 class Descriptor:
     """An object of the library, destroyed with this one."""
 
-    def __init__(self, calls: Calls, kind: DescriptorType) -> None:
+    def __init__(self, calls: Cudnn, kind: DescriptorType) -> None:
         self._calls = calls
         self._kept: list[object] = []
         pointer = ctypes.c_void_p()
@@ -160,7 +160,7 @@ _LARGEST_INT = 2**31 - 1
 class Descriptors:
     """The descriptors of one call of the library, destroyed with this object."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Cudnn) -> None:
         self._calls = calls
         self._made: list[tuple[str, int]] = []
 
@@ -207,7 +207,7 @@ class Session(Protocol):
     """The library's environment, as the convolution libraries see it."""
 
     @property
-    def calls(self) -> Calls:
+    def calls(self) -> Cudnn:
         """The raw calls."""
 
     @property
@@ -221,7 +221,7 @@ class Session(Protocol):
 class _Handle:
     """A cuDNN handle, destroyed with this object; `stream` is its current stream."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Cudnn) -> None:
         self._calls, self._pointer, self.stream = calls, ctypes.c_void_p(), -1
         calls.call("cudnnCreate", ctypes.byref(self._pointer))
         self.address = self._pointer.value or 0
@@ -241,7 +241,7 @@ class LiveSession:
 
     description: Descriptor | None = None
 
-    def __init__(self, calls: Calls, current_stream: Callable[[], int]) -> None:
+    def __init__(self, calls: Cudnn, current_stream: Callable[[], int]) -> None:
         self.calls = calls
         self._current_stream = current_stream
         self._thread = _Thread()
@@ -260,14 +260,12 @@ class LiveSession:
 class PaperSession:
     """A session on an absent device, described by the JSON that cuDNN writes."""
 
-    def __init__(self, calls: Calls, text: str) -> None:
+    def __init__(self, calls: Cudnn, text: str) -> None:
         self.calls = calls
         try:
-            self.description = (
-                Descriptor(calls, DescriptorType.DEVICEPROP)
-                .set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, text)
-                .finalize()
-            )
+            made = Descriptor(calls, DescriptorType.DEVICEPROP)
+            made.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, text)
+            self.description = made.finalize()
         except MucudnnError as e:
             raise BackendUnavailableError(
                 f"cuDNN does not take this device description: {e}"
@@ -277,7 +275,7 @@ class PaperSession:
         """Return None: there is no device."""
 
 
-def describe_device(calls: Calls, index: int) -> str:
+def describe_device(calls: Cudnn, index: int) -> str:
     """Return the description of a present device, as JSON."""
     description = Descriptor(calls, DescriptorType.DEVICEPROP)
     description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)

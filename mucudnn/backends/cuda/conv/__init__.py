@@ -34,12 +34,8 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
 __all__ = ["CudaConv", "execute", "operands_of"]
-
-
 _LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
-
 _NO_GRAPH = "graph API"
-
 _NO_LEGACY = "first API"
 
 
@@ -125,16 +121,9 @@ class CudaConv:
     ) -> Sequence[Launch]:
         """Return the calls of one algorithm on given addresses.
 
+        A filter gradient adds to earlier micro-batches unless this is the `first`.
         Operands with less than the measured alignment get a plan for their true
         alignment.
-
-        Args:
-            problem: Problem at its micro-batch size.
-            algo: Name from `algorithms`.
-            operands: Addresses.
-            first: Whether this is the first micro-batch; a filter gradient adds to the
-                earlier ones otherwise.
-            accumulate: Whether the caller wants the result added to the output.
         """
         if self._absent is not None:
             raise BackendUnavailableError(f"nothing can be run: {self._absent}")
@@ -150,12 +139,10 @@ class CudaConv:
                 f"what {name} needs for {problem}, got {operands.nbytes}"
             )
         part = float32_sum.engine_operands(problem, operands)
-        return [
-            self._launch(problem, name, part, False),
-            float32_sum.add_launch(
-                problem, operands, first=first, accumulate=accumulate
-            ),
-        ]
+        added = float32_sum.add_launch(
+            problem, operands, first=first, accumulate=accumulate
+        )
+        return [self._launch(problem, name, part, False), added]
 
     def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
         """Return the engines fused with bias and ReLU, in heuristic order."""
@@ -232,8 +219,6 @@ def execute(session: Session, launches: Sequence[Launch]) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-
 _KNOWN = 64  # sets of addresses in the cache; at this number all are dropped
 
 
