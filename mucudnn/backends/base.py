@@ -101,13 +101,9 @@ class Epilogues(Protocol):
 
 
 _Arrays = Sequence[Array]
-
 _Specs = Sequence[TensorSpec]
-
 _Attrs = Mapping[str, Any]
-
 _Call = Callable[[], None]
-
 KernelArguments = tuple[_Arrays, _Arrays, _Attrs, Buffer | None]
 """Inputs, outputs, attributes and workspace of one call."""
 

@@ -27,9 +27,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 )
 
 _DTYPES = ("float32", "float64")
-
 _KERNELS = 512  # number of planned kernels in the cache; they hold no arrays
-
 _NOTHING = np.empty(0, np.uint8)
 
 

@@ -68,17 +68,14 @@ def max_pool_grad(call: KernelCall) -> None:
         for inner in parts:
             part_of_dy, count = dy[(some, *inner)], len(dx[some])
             call.scratch.restart()
-            number, where = (
-                call.scratch.take(part_of_dy.size, np.intp).reshape(part_of_dy.shape)
-                for _ in range(2)
-            )
+            room = (call.scratch.take(part_of_dy.size, np.intp) for _ in range(2))
+            number, where = (each.reshape(part_of_dy.shape) for each in room)
             np.copyto(number, index[(some, *inner)])
             np.take(steps, number, out=where, mode="clip")
-            where += (
-                _corners(spatial, inner, count, pixels)
-                if corners is None
-                else corners[:count]
-            )
+            if corners is None:
+                where += _corners(spatial, inner, count, pixels)
+            else:
+                where += corners[:count]
             np.add.at(target, where.reshape(-1), part_of_dy.reshape(-1))
 
     call.share(tiles((planes.size,), together), block)
@@ -184,11 +181,7 @@ class _CoveringWindows:
     """Results of all windows that cover a tile, including those that start before it.
 
     They are zero where no window exists, so gradients need no special case at borders.
-
-    Attributes:
-        image: A copy of the results, one element per window, of `windows.lengths`.
-        inside: The part of `image` that has windows.
-        source: The part of `results` that was copied.
+    `image` is a copy, one element per window, of `source` in its part `inside`.
     """
 
     def __init__(self, windows: "Windows", results: Any) -> None:
@@ -237,8 +230,6 @@ def _count(axis: Axis, padded: bool) -> Any:
 
 
 _INDEXED = 32768  # outputs whose positions are computed at a time, 16 bytes each
-
-
 Images = dict[tuple[int, ...], Any]
 
 
@@ -318,10 +309,8 @@ def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list
 class Windows:
     """Positions [start, stop) on every axis, plus those that windows reach beyond them.
 
-    Attributes:
-        axes: Axes of the whole tensor.
-        starts: First position of the tile on each axis.
-        counts: Number of positions of the tile on each axis.
+    `starts` and `counts` are the first position and the number of positions of the
+    tile.
     """
 
     axes: tuple[Axis, ...]
@@ -333,15 +322,11 @@ class Windows:
         cls, axes: Sequence[Axis], positions: Sequence[int], itemsize: int
     ) -> "list[Windows]":
         """Return tiles that cover all positions."""
-        parts = tiles(positions, _TILE_BYTES // itemsize)
-        return [
-            cls(
-                tuple(axes),
-                tuple(s.start for s in part),
-                tuple(s.stop - s.start for s in part),
-            )
-            for part in parts
-        ]
+        found = []
+        for part in tiles(positions, _TILE_BYTES // itemsize):
+            starts, counts = (s.start for s in part), (s.stop - s.start for s in part)
+            found.append(cls(tuple(axes), tuple(starts), tuple(counts)))
+        return found
 
     @classmethod
     def of_inputs(cls, axes: Sequence[Axis], itemsize: int) -> "list[Windows]":
