@@ -147,7 +147,7 @@ def test_the_gpus_updates_turn(op, together, folder):
     plain, turned = (list(updates(op, t, "f8", "f4")) for t in (False, True))
     for calls in (plain, turned):
         if together:
-            kernel.together([(inputs, [], attrs, None) for inputs, attrs in calls])()
+            kernel.run_batched([(inputs, [], attrs, None) for inputs, attrs in calls])()
         else:
             for inputs, attrs in calls:
                 kernel.run(inputs, [], attrs, None)
@@ -167,7 +167,7 @@ def test_those_that_turn_and_those_that_do_not_are_one_launch(folder):
     launches = []
     launch = emulator.launch
     emulator.launch = lambda one: (launches.append(one), launch(one))
-    bind(emulator)["momentum"].together([(i, [], a, None) for i, a in mixed])()
+    bind(emulator)["momentum"].run_batched([(i, [], a, None) for i, a in mixed])()
     assert len(launches) == 1
     for inputs, attrs in expected:
         bind_cpu(Workers(1))["momentum"].run(inputs, [], attrs, None)

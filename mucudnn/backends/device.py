@@ -152,7 +152,7 @@ class Copier(Protocol):
     ) -> Ticket:
         """Start a copy from the host."""
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts a repeated copy, with everything prepared.
 
         Its holder keeps source and target alive until the copy is done.
@@ -239,7 +239,7 @@ class Arriving(Protocol):
         """Whether the copy is complete."""
 
 
-class Transit(Protocol):
+class StepIO(Protocol):
     """Copies of inputs and results, ordered with kernels; the host does not wait."""
 
     def upload(self, source: Any, target: Any) -> None:

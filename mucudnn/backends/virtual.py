@@ -222,7 +222,7 @@ class VirtualCopier:
         self._check(source, target)
         return self._in.copy(source.nbytes, after)
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that simulates this copy."""
         return partial(self.out if way == "out" else self.back, source, target)
 

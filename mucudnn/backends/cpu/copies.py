@@ -89,7 +89,7 @@ class CpuCopier:
         """Copy from memory that represents the host."""
         return self._start("from the host", source, target, after)
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts this copy; nothing is prepared."""
         return partial(self.out if way == "out" else self.back, source, target)
 

@@ -82,14 +82,14 @@ def _present(index: int) -> Backend:
         ),
         index=index,
         split_alignment=ALIGNMENT,
-        fragile=_may_be_shared(_cupy(), index),
+        may_crash=_may_be_shared(_cupy(), index),
         epilogues=CudaEpilogues(conv),
-        plan_texts=conv,
+        plan_serializer=conv,
         mapper=CudaMapper(index, device.stream),
         kernels=own.beside(bind(CupyLauncher(device.stream))),
         library_kernels=own,
         capture=device.capture,
-        transit=device.transit,
+        step_io=device.step_io,
     )
 
 

@@ -66,7 +66,7 @@ class CudaCopier:
         """Copy host memory into a CuPy array; blocks the host unless pinned."""
         return self._once("back", source, target, after)
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts this copy with five CUDA calls."""
         return partial(
             self._launch, self._prepare(way, source, target, self._new_event)
@@ -225,8 +225,8 @@ class _Result:
         return self._value is not None or bool(self._slot[1].done)
 
 
-class CudaTransit:
-    """Copies of inputs and results beside the kernels of a GPU; see `Transit`.
+class CudaStepIO:
+    """Copies of inputs and results beside the kernels of a GPU; see `StepIO`.
 
     `compute` is as for `CudaCopier`; with `staged` inputs are staged in device memory.
     """
@@ -243,7 +243,7 @@ class CudaTransit:
         self._unread: dict[int, _Result] = {}
 
     def upload(self, source: Any, target: Any) -> None:
-        """See `Transit.upload`; the tensor has the array's shape and type."""
+        """See `StepIO.upload`; the tensor has the array's shape and type."""
         refuse_bits(target.dtype.name, "a copy from the host")
         if target.nbytes == 0:
             return

@@ -407,7 +407,7 @@ class CudnnKernels:
         return MappingProxyType({**kernels, **both})
 
     def _either(self, op: str, own: Kernel) -> Kernel:
-        def ready(*arguments: Any) -> Callable[[], None]:
+        def prebind(*arguments: Any) -> Callable[[], None]:
             attrs = arguments[2]
             if attrs.get(LIBRARY) != self.name:
                 return own.call(*arguments)
@@ -419,7 +419,7 @@ class CudnnKernels:
             else:
                 self._guarded(op, own, arguments)()
 
-        return Kernel(run, own.workspace, ready, own.together, own.flags)
+        return Kernel(run, own.workspace, prebind, own.run_batched, own.flags)
 
     def _guarded(
         self, op: str, own: Kernel, arguments: tuple[Any, ...]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Generic, NoReturn, TypeVar
 
-from mucudnn.backends.cuda.copies import CudaCopier, CudaTransit, pinned
+from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
 from mucudnn.backends.cuda.kernels.source import Program
 from mucudnn.backends.cuda.loading import refuse_bits, release_text, with_install_hints
 from mucudnn.backends.device import Copier, Device
@@ -194,9 +194,9 @@ class CudaDevice:
         """Return two copy streams beside the compute stream."""
         return CudaCopier(self._cupy, self._index, self.stream)
 
-    def transit(self, staged: bool) -> CudaTransit:
+    def step_io(self, staged: bool) -> CudaStepIO:
         """Return a stream for inputs, staged in device memory if `staged`."""
-        return CudaTransit(self._cupy, self._index, self.stream, staged=staged)
+        return CudaStepIO(self._cupy, self._index, self.stream, staged=staged)
 
     def peer(self, index: int, nbytes: int) -> "PeerMemory":
         """Return memory of another GPU, reached by peer copies."""

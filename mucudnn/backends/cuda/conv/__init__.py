@@ -160,14 +160,14 @@ class CudaConv:
     def dumps(
         self, problem: ConvProblem, algo: str, *, accumulate: bool = False
     ) -> str | None:
-        """See `PlanTexts.dumps`: an engine's execution plan as JSON."""
+        """See `PlanSerializer.dumps`: an engine's execution plan as JSON."""
         key = _plan_key(problem, algo, accumulate)
         return self._graph.dumps(key) if key.algo.startswith("eng") else None
 
     def loads(
         self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
     ) -> None:
-        """See `PlanTexts.loads`."""
+        """See `PlanSerializer.loads`."""
         self._graph.loads(_plan_key(problem, algo, accumulate), text)
 
     def _launch(

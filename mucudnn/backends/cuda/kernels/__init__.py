@@ -72,23 +72,23 @@ def bind(launcher: Preparer) -> Mapping[str, Kernel]:
 
 
 def _bound(launcher: Preparer, operation: Operation) -> Kernel:
-    def ready(*arguments: Any) -> Call:
+    def prebind(*arguments: Any) -> Call:
         recorder = Recorder(launcher)
         operation.run(KernelCall(recorder, *arguments))
         return recorder.recorded()
 
     def run(*arguments: Any) -> None:
-        call = ready(*arguments)
+        call = prebind(*arguments)
         launcher.enter()
         call()
 
-    joined = operation.together
+    joined = operation.run_batched
     if joined is None:
-        return Kernel(run, operation.workspace, ready)
+        return Kernel(run, operation.workspace, prebind)
 
-    def together(calls: Sequence[KernelArguments]) -> Call:
+    def run_batched(calls: Sequence[KernelArguments]) -> Call:
         recorder = Recorder(launcher)
         joined([KernelCall(recorder, *arguments) for arguments in calls])
         return recorder.recorded()
 
-    return Kernel(run, operation.workspace, ready, together, operation.flags)
+    return Kernel(run, operation.workspace, prebind, run_batched, operation.flags)

@@ -294,12 +294,12 @@ class KernelCall:
 class Operation:
     """A kernel without its launcher; see `Kernel` for `workspace` and `flags`.
 
-    `together` launches several consecutive calls, in fewer launches.
+    `run_batched` launches several consecutive calls, in fewer launches.
     """
 
     run: Callable[[KernelCall], None]
     workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
-    together: Callable[[Sequence[KernelCall]], None] | None = None
+    run_batched: Callable[[Sequence[KernelCall]], None] | None = None
     flags: tuple[int, ...] = ()
 
 

@@ -98,7 +98,7 @@ class _Update:
         arguments = w, dw, *others, *_turned(call), *scalars, w.size, *numbers
         call.launch(UPDATES, self.kernel, blocks, *arguments, beside=dw)
 
-    def together(self, calls: Sequence[KernelCall]) -> None:
+    def run_batched(self, calls: Sequence[KernelCall]) -> None:
         """Update many tensors, with one launch per type, scalars and weight decay."""
         groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
         for call in calls:
@@ -155,7 +155,7 @@ def _turned(call: KernelCall) -> tuple[int, int]:
 
 OPERATIONS: dict[str, Operation] = {
     **{
-        update.kernel: Operation(update.run, together=update.together)
+        update.kernel: Operation(update.run, run_batched=update.run_batched)
         for update in (
             _Update("adagrad", ("eps",)),
             _Update("adam", ("beta1", "beta2", "eps"), ("decoupled",), counted=True),
@@ -164,7 +164,9 @@ OPERATIONS: dict[str, Operation] = {
             _Update("sgd"),
         )
     },
-    "accumulate": Operation(accumulate, together=accumulate_all),
+    "accumulate": Operation(accumulate, run_batched=accumulate_all),
     "adjust_loss_scale": Operation(adjust_loss_scale),
-    "find_overflow": Operation(find_overflow, together=find_overflow_all, flags=(1,)),
+    "find_overflow": Operation(
+        find_overflow, run_batched=find_overflow_all, flags=(1,)
+    ),
 }
