@@ -165,8 +165,8 @@ def test_those_that_turn_and_those_that_do_not_are_one_launch(folder):
         inputs[2] = rate
     mixed = [*plain[::2], *turned[1::2]]
     launches = []
-    launch = emulator.launch
-    emulator.launch = lambda one: (launches.append(one), launch(one))
+    prepared = emulator.prepared
+    emulator.prepared = lambda one: (launches.append(one), prepared(one))[1]
     bind(emulator)["momentum"].run_batched([(i, [], a, None) for i, a in mixed])()
     assert len(launches) == 1
     for inputs, attrs in expected:

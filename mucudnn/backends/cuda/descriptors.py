@@ -5,7 +5,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import (
     Attribute,
@@ -64,13 +64,15 @@ class Descriptor:
             self._kept += values
             values = tuple(value.pointer for value in values)
         array = (_c_type(kind) * len(values))(*values)
-        self._set(attribute, kind, len(values), array)
+        arguments = self.pointer, attribute, kind, len(values), array
+        self._calls.call("cudnnBackendSetAttribute", *arguments)
         return self
 
     def set_text(self, attribute: Attribute, text: str) -> "Descriptor":
         """Set an attribute that is text; return self."""
         buffer = ctypes.create_string_buffer(text.encode())
-        self._set(attribute, AttributeType.CHAR, len(buffer), buffer)
+        arguments = self.pointer, attribute, AttributeType.CHAR, len(buffer), buffer
+        self._calls.call("cudnnBackendSetAttribute", *arguments)
         return self
 
     def finalize(self) -> "Descriptor":
@@ -114,13 +116,6 @@ class Descriptor:
         kind = AttributeType.BACKEND_DESCRIPTOR
         self._get(attribute, kind, len(targets), count, pointers)
         return count.value
-
-    def _set(
-        self, attribute: Attribute, kind: AttributeType, count: int, array: Any
-    ) -> None:
-        self._calls.call(
-            "cudnnBackendSetAttribute", self.pointer, attribute, kind, count, array
-        )
 
     def _get(
         self,
@@ -203,21 +198,6 @@ def ints(values: Sequence[int]) -> Any:
 # Library sessions: on a device, with one handle per thread, or on a description.
 
 
-class Session(Protocol):
-    """The library's environment, as the convolution libraries see it."""
-
-    @property
-    def calls(self) -> Cudnn:
-        """The raw calls."""
-
-    @property
-    def description(self) -> Descriptor | None:
-        """Description of the device, if the device itself is absent."""
-
-    def handle(self) -> int | None:
-        """Return the thread's handle, on its current stream; None without a device."""
-
-
 class _Handle:
     """A cuDNN handle, destroyed with this object; `stream` is its current stream."""
 
@@ -239,7 +219,7 @@ class _Thread(threading.local):
 class LiveSession:
     """A session on a device; `current_stream` returns the stream to launch on."""
 
-    description: Descriptor | None = None
+    description: Descriptor | None = None  # of the device, if it is absent
 
     def __init__(self, calls: Cudnn, current_stream: Callable[[], int]) -> None:
         self.calls = calls
@@ -247,7 +227,7 @@ class LiveSession:
         self._thread = _Thread()
 
     def handle(self) -> int:
-        """See `Session.handle`; a thread's handle is made at its first call."""
+        """Return the thread's handle, made at its first call, on its current stream."""
         stream = self._current_stream()  # first: it sets the thread's device
         if (handle := self._thread.handle) is None:
             handle = self._thread.handle = _Handle(self.calls)
@@ -273,6 +253,10 @@ class PaperSession:
 
     def handle(self) -> None:
         """Return None: there is no device."""
+
+
+Session = LiveSession | PaperSession
+"""The library's environment, as the convolution libraries see it."""
 
 
 def describe_device(calls: Cudnn, index: int) -> str:

@@ -296,27 +296,18 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 
 def load_stub_driver() -> None:
     """Make `libcuda.so.1` resolvable in this process, by a stub if necessary."""
-    try:
+    with suppress(OSError):
         ctypes.CDLL(_SONAME, ctypes.RTLD_GLOBAL)
-    except OSError:
-        _load(stub_image(_machine(platform.machine())))
-        _LOGGER.info("no driver: %s is a stub without devices", _SONAME)
-
-
-def _machine(name: str) -> Machine:
-    try:
-        return MACHINES[name]
-    except KeyError:
+        return
+    name = platform.machine()
+    if name not in MACHINES:
         raise BackendUnavailableError(
             f"there is no NVIDIA driver ({_SONAME}) on this machine, and no stub of it "
             f"for processors called {name!r}: only for {', '.join(MACHINES)}"
-        ) from None
-
-
-def _load(image: bytes) -> None:
+        )
     with tempfile.TemporaryDirectory(prefix="mucudnn-") as folder:
         path = Path(folder) / _SONAME
-        path.write_bytes(image)
+        path.write_bytes(stub_image(MACHINES[name]))
         try:
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         except OSError as e:
@@ -324,6 +315,7 @@ def _load(image: bytes) -> None:
                 f"the stub of {_SONAME} does not load ({e}); if that folder forbids "
                 "execution, set TMPDIR to one that does not"
             ) from e
+    _LOGGER.info("no driver: %s is a stub without devices", _SONAME)
 
 
 _PAGE = 0x10000  # the largest page of either processor
