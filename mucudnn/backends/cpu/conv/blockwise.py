@@ -156,9 +156,8 @@ class PatchBlock:
         for axis, taps in zip(gather.axes, block.taps, strict=True):
             start = axis.start + taps.start * axis.tap_step
             axes.append(replace(axis, start=start, taps=taps.stop - taps.start))
-        reads = [
-            axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)
-        ]
+        spans = zip(axes, tile, strict=True)
+        reads = [axis.reads(t.start, t.stop) for axis, t in spans]
         sizes = part.shape[3:]
         if all(r.start >= 0 and r.stop <= n for r, n in zip(reads, sizes, strict=True)):
             windows = tap_windows(part, axes, tile, (0,) * rank)
@@ -170,7 +169,18 @@ class PatchBlock:
             target[...] = 0
             self._by_tap = part, target, axes, tile
             return
-        self._pad(part, target, axes, tile, reads, buffers[1], room)
+        # Through a zero-padded copy of as many channels as fit.
+        groups, channels = part.shape[1:3]
+        have, want = overlap(reads, sizes)
+        some = min(room, channels)
+        elements = some * groups * math.prod(lengths)
+        padded = buffers[1][:elements].reshape(groups, some, *lengths)
+        padded[...] = 0  # kept from one sample to the next
+        for cut in cuts(channels, some):
+            copy = padded[:, : cut.stop - cut.start]
+            windows = tap_windows(copy, axes, tile, [-r.start for r in reads])
+            inner, inputs = copy[(..., *want)], part[(slice(None), slice(None), cut)]
+            self._steps.append((inner, inputs[(..., *have)], target[:, cut], windows))
 
     def fill(self, n: int) -> None:
         """Gather the patches of sample `n` into the block."""
@@ -180,38 +190,10 @@ class PatchBlock:
             else:
                 np.copyto(inner, source[n])
                 np.copyto(target, windows)
-        if self._by_tap is not None:
-            self._fill_by_tap(n, *self._by_tap)
-
-    def _pad(
-        self,
-        part: Any,
-        target: Any,
-        axes: Sequence[Axis],
-        tile: Sequence[slice],
-        reads: Sequence[range],
-        buffer: Any,
-        room: int,
-    ) -> None:
-        """Plan gathering through a zero-padded copy of as many channels as fit."""
-        groups, channels = part.shape[1:3]
-        lengths = [len(r) for r in reads]
-        have, want = overlap(reads, part.shape[3:])
-        each = groups * math.prod(lengths)
-        some = min(room, channels)
-        padded = buffer[: some * each].reshape(groups, some, *lengths)
-        padded[...] = 0  # kept from one sample to the next
-        for cut in cuts(channels, some):
-            copy = padded[:, : cut.stop - cut.start]
-            windows = tap_windows(copy, axes, tile, [-r.start for r in reads])
-            inner, source = copy[(..., *want)], part[(slice(None), slice(None), cut)]
-            self._steps.append((inner, source[(..., *have)], target[:, cut], windows))
-
-    @staticmethod
-    def _fill_by_tap(
-        n: int, part: Any, target: Any, axes: Sequence[Axis], tile: Sequence[slice]
-    ) -> None:
-        """Copy tap by tap, where a padded copy would not fit the buffer."""
+        if self._by_tap is None:
+            return
+        # Tap by tap, where a padded copy would not fit the buffer.
+        part, target, axes, tile = self._by_tap
         for tap in itertools.product(*(range(axis.taps) for axis in axes)):
             if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
                 written, read = hit

@@ -150,20 +150,15 @@ _FEW_CHANNELS = 16  # rows below which a product does not fill the vector units
 def _precomp_gemm_kernel(problem: ConvProblem, workers: int) -> Kernel:
     if problem.direction is Direction.BACKWARD_FILTER:
         return FilterGradient(problem, workers, _TILE_BYTES)
-    if problem.direction is Direction.BACKWARD_DATA and _scatters(problem):
-        return Scattering(problem, workers, _TILE_BYTES)
-    return Correlation(problem, workers, _TILE_BYTES)
-
-
-def _scatters(problem: ConvProblem) -> bool:
-    """Return whether to scatter patches of dx rather than to gather patches of dy.
-
-    With a stride, gathering takes one product per residue class of positions, with
-    short rows; if patches do not overlap, these products are all the work there is.
-    """
+    # Patches of dx are scattered rather than patches of dy gathered where the products
+    # are small: with a stride, gathering takes one per residue class of positions, with
+    # short rows. If patches do not overlap, these are all the work there is.
     _, channels, *kernel = problem.w_shape
     overlapping = math.prod(kernel) > math.prod(problem.stride) > 1
-    return problem.groups == 1 and (channels < _FEW_CHANNELS or overlapping)
+    scatters = problem.groups == 1 and (channels < _FEW_CHANNELS or overlapping)
+    if problem.direction is Direction.BACKWARD_DATA and scatters:
+        return Scattering(problem, workers, _TILE_BYTES)
+    return Correlation(problem, workers, _TILE_BYTES)
 
 
 IMPLICIT_PRECOMP_GEMM = Algorithm("IMPLICIT_PRECOMP_GEMM", _precomp_gemm_kernel)

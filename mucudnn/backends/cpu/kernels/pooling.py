@@ -124,7 +124,9 @@ def avg_pool_grad(call: KernelCall) -> None:
                     total = part.copy() if total is None else np.add(total, part, total)
             windows.scatter(phase, total, dx)
 
-    call.share(Windows.of_inputs(axes, dx.itemsize), tile)
+    # One of the tiles, in some phase, has each element.
+    positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
+    call.share(Windows.cover(axes, positions, dx.itemsize), tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +330,6 @@ class Windows:
             found.append(cls(tuple(axes), tuple(starts), tuple(counts)))
         return found
 
-    @classmethod
-    def of_inputs(cls, axes: Sequence[Axis], itemsize: int) -> "list[Windows]":
-        """Return tiles such that one of them, in some phase, has each element."""
-        positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
-        return cls.cover(axes, positions, itemsize)
-
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """Shape of an image of one phase: the positions and those beyond."""
@@ -391,9 +387,8 @@ class Windows:
         flat = scratch.take(self.size + self.spare, x.dtype)
         image = flat[: self.size].reshape(self.lengths)
         inside, source = self.overlap(phase, self.lengths)
-        if self.spare or any(
-            s.stop - s.start < n for s, n in zip(inside, self.lengths, strict=True)
-        ):
+        pairs = zip(inside, self.lengths, strict=True)
+        if self.spare or any(s.stop - s.start < n for s, n in pairs):
             flat[...] = fill
         image[inside] = x[source]
         return flat
@@ -416,11 +411,8 @@ class Windows:
             high = max(low, min(length, (axis.size - 1 - first) // axis.stride + 1))
             begin = first + low * axis.stride
             inside.append(slice(low, high))
-            source.append(
-                slice(begin, begin + (high - low) * axis.stride, axis.stride)
-                if high > low
-                else slice(0, 0)
-            )
+            reached = slice(begin, begin + (high - low) * axis.stride, axis.stride)
+            source.append(reached if high > low else slice(0, 0))
         return tuple(inside), tuple(source)
 
     def reduce(
@@ -428,10 +420,7 @@ class Windows:
     ) -> Any:
         """Combine each window's elements, one axis after the other, the last first.
 
-        Args:
-            images: Images made by `gather`, by phase; not modified.
-            combine: A ufunc such as `np.maximum`.
-            scratch: Memory for the result and for intermediate ones.
+        `images`, by phase, are made by `gather` and not modified; `combine` is a ufunc.
         """
         for i in reversed(range(len(self.axes))):
             axis, pitch = self.axes[i], self.pitches[i]
