@@ -109,14 +109,14 @@ def _may_be_shared(cupy: Any, index: int) -> bool:
 def _described(argument: str) -> Backend:
     from mucudnn.backends.cuda.conv import CudaConv
     from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
-    from mucudnn.backends.cuda.descriptors import PaperSession
+    from mucudnn.backends.cuda.descriptors import DescribedSession
     from mucudnn.backends.cuda.device import DescribedDevice
     from mucudnn.backends.cuda.libcudnn import Cudnn
     from mucudnn.backends.cuda.loading import load_library
 
     text = _description(argument)
     library = load_library(without_driver=True)
-    session = PaperSession(Cudnn(library.cdll), text)
+    session = DescribedSession(Cudnn(library.cdll), text)
     try:
         device = DescribedDevice(text, library.version)
     except (ValueError, KeyError, TypeError) as e:

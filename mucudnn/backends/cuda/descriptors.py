@@ -237,7 +237,7 @@ class LiveSession:
         return handle.address
 
 
-class PaperSession:
+class DescribedSession:
     """A session on an absent device, described by the JSON that cuDNN writes."""
 
     def __init__(self, calls: Cudnn, text: str) -> None:
@@ -255,7 +255,7 @@ class PaperSession:
         """Return None: there is no device."""
 
 
-Session = LiveSession | PaperSession
+Session = LiveSession | DescribedSession
 """The library's environment, as the convolution libraries see it."""
 
 

@@ -335,7 +335,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """A cache of up to `most` values that evicts the least recently used one."""
 
     def __init__(self, most: int) -> None:

@@ -193,10 +193,8 @@ def error_for(
     return BackendError(message)
 
 
-# Enumerators of cuDNN 9 that the binding uses, under their own names.
-#
-# `C_NAMES` gives each member's spelling in the headers, so that a test compares every
-# one with the compiler's reading.
+# Enumerators of cuDNN 9 that the binding uses, under their own names; a test compares
+# every one with the compiler's reading of the headers.
 
 
 class DataType(IntEnum):
@@ -466,44 +464,3 @@ class BehaviorNote(IntEnum):
     REQUIRES_BIAS_INT8x32_REORDER = 2
     SUPPORTS_CUDA_GRAPH_NATIVE_API = 3
     CUBLASLT_DEPENDENCY = 4
-
-
-C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
-    {
-        Status: "CUDNN_STATUS_{}",
-        DataType: "CUDNN_DATA_{}",
-        TensorFormat: "CUDNN_TENSOR_{}",
-        ConvolutionMode: "CUDNN_{}",
-        MathType: "CUDNN_{}",
-        Determinism: "CUDNN_{}",
-        ForwardAlgo: "CUDNN_CONVOLUTION_FWD_ALGO_{}",
-        BackwardDataAlgo: "CUDNN_CONVOLUTION_BWD_DATA_{}",
-        BackwardFilterAlgo: "CUDNN_CONVOLUTION_BWD_FILTER_{}",
-        DescriptorType: "CUDNN_BACKEND_{}_DESCRIPTOR",
-        AttributeType: "CUDNN_TYPE_{}",
-        Attribute: "CUDNN_ATTR_{}",
-        HeurMode: "CUDNN_HEUR_MODE_{}",
-        NanPropagation: "CUDNN_{}",
-        PointwiseMode: "CUDNN_POINTWISE_{}",
-        PoolingMode: "CUDNN_POOLING_{}",
-        LRNMode: "CUDNN_LRN_{}",
-        BatchNormMode: "CUDNN_BATCHNORM_{}",
-        SoftmaxAlgorithm: "CUDNN_SOFTMAX_{}",
-        SoftmaxMode: "CUDNN_SOFTMAX_MODE_{}",
-        NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
-        BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
-    }
-)
-"""Enumeration to the format of its enumerators' names in the header.
-
-The backward algorithms `ALGO_0` … are `…_ALGO_0` there, the others `…_ALGO_FFT`; see
-`c_name`.
-"""
-
-
-def c_name(member: IntEnum) -> str:
-    """Return the header's spelling of a member."""
-    name = member.name
-    if isinstance(member, BackwardDataAlgo | BackwardFilterAlgo):
-        name = name if name.startswith("ALGO_") else f"ALGO_{name}"
-    return C_NAMES[type(member)].format(name)

@@ -22,7 +22,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.legacy_api import LegacyLibrary
 from mucudnn.backends.cuda.descriptors import Session
-from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.device import LruCache
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -47,8 +47,8 @@ class CudaConv:
         self._absent = absent
         self._graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
-        self._launches: Recent[tuple[object, ...], Sequence[Launch]]
-        self._launches = Recent(_LAUNCHES)
+        self._launches: LruCache[tuple[object, ...], Sequence[Launch]]
+        self._launches = LruCache(_LAUNCHES)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""

@@ -13,7 +13,7 @@ from mucudnn.backends.cuda.conv.launch import (
     operand_order,
 )
 from mucudnn.backends.cuda.descriptors import Descriptor, Session
-from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     Attribute,
     AttributeType,
@@ -67,9 +67,9 @@ class GraphLibrary:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._listings: Recent[tuple[ConvProblem, str | None], dict[str, GraphRow]]
-        self._listings = Recent(_LISTINGS)
-        self._plans: Recent[PlanKey, Descriptor] = Recent(_PLANS)
+        self._listings: LruCache[tuple[ConvProblem, str | None], dict[str, GraphRow]]
+        self._listings = LruCache(_LISTINGS)
+        self._plans: LruCache[PlanKey, Descriptor] = LruCache(_PLANS)
 
     def rows(
         self, problem: ConvProblem, bias: str | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Geometry, Launch, Operands, operand_order
 from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
-from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     AlgoPerf,
     BackwardDataAlgo,
@@ -88,8 +88,8 @@ class LegacyLibrary:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._calls = session.calls
-        self._rows: Recent[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]]
-        self._rows = Recent(_LISTINGS)
+        self._rows: LruCache[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]]
+        self._rows = LruCache(_LISTINGS)
 
     def rows(
         self, problem: ConvProblem
