@@ -44,14 +44,11 @@ CHECKS = frozenset(
 )
 """Operations without results that raise depending on values; never removed."""
 
-
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations that return their operand."""
 
-
 _IGNORED = frozenset({"profiler"})
 """Namespaces of operations without an effect on values."""
-
 
 _SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}

@@ -31,12 +31,8 @@ def as_laid_out(
 
     `bernoulli_` draws in the memory order of its tensor. A graph has it as an operation
     that draws for a contiguous tensor, in another order. Dropout behind attention, for
-    example, is applied to tensors that are not contiguous.
-
-    Args:
-        function: The function that the graph calls.
-        result: Its result as captured.
-        first: Its first operand.
+    example, is applied to tensors that are not contiguous. `first` is the first
+    operand.
     """
     if function is torch.ops.aten.bernoulli.p:
         if not result.is_contiguous():
@@ -126,7 +122,6 @@ def _signature(function: Any) -> list[tuple[str, str]]:
 
 _aten = torch.ops.aten
 
-
 _NORMS: Mapping[Any, bool] = MappingProxyType(
     {
         _aten._native_batch_norm_legit.default: False,
@@ -140,15 +135,7 @@ _NORMS: Mapping[Any, bool] = MappingProxyType(
 
 
 def statistics_types(function: Any, args: Sequence[Any]) -> Mapping[int, torch.dtype]:
-    """Return the types of those results for which PyTorch's model may be wrong.
-
-    Args:
-        function: The operation.
-        args: Its operands, real or fake.
-
-    Returns:
-        Position of a result -> its type.
-    """
+    """Return the types, by position, of results for which the model may be wrong."""
     if function not in _NORMS:
         return {}
     found: dict[int, torch.dtype] = {}

@@ -263,7 +263,6 @@ COUNTED_LOSSES = frozenset(
 )
 """Losses whose mean divides by a count over the whole batch."""
 
-
 LOSSES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten.mse_loss.default": _pair(2),
@@ -472,7 +471,6 @@ _COUPLED = frozenset(
 )
 """Operations on all samples at once, whose first result has the split axis."""
 
-
 _POOLS = {
     f"aten.{name}.default": _samples(0)
     for name in (
@@ -490,7 +488,6 @@ _POOLS = {
     "aten.max_pool2d_with_indices_backward.default": _samples(0, 1, 7),
 }
 
-
 _RESIZED = {
     name: rule
     for kind, at in (("nearest2d", 2), ("bilinear2d", 2), ("bicubic2d", 2))
@@ -500,7 +497,6 @@ _RESIZED = {
         (f"aten.upsample_{kind}_backward.default", _samples(0, shaped=(at,))),
     )
 }
-
 
 _REDUCED: dict[str, Rule] = {
     "aten.sum.default": _reduced(linear=True),
@@ -516,13 +512,10 @@ _REDUCED: dict[str, Rule] = {
     )
 }
 
-
 _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
-
 
 UNDRAWN = frozenset({f"{_FLASH}.default", f"{_FLASH}_backward.default"})
 """Random operations that draw no numbers in the cases that their rule cuts."""
-
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
