@@ -74,8 +74,8 @@ class HostResidents:
         """Move tensors that share a storage."""
         if not tensors[0].is_cpu:
             raise UnsupportedError(
-                f"a parameter or state is on {tensors[0].device}; these leave the "
-                "device on the CPU so far"
+                f"a parameter or state is on {tensors[0].device}; these are offloaded "
+                "only if they are on the CPU"
             )
         whole = bytes_of(tensors[0].detach())
         host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()
@@ -90,8 +90,8 @@ class HostResidents:
 
 
 _AFTER = {
-    False: "nothing that is trained was changed: the step can be run again",
-    True: "the step had begun to change what is trained: go on from a checkpoint",
+    False: "no parameter or state was changed: the step can be run again",
+    True: "the step had begun to change parameters and state: go on from a checkpoint",
 }
 
 _HALF_DONE = (

@@ -384,13 +384,13 @@ def refuse(
     schema = getattr(function, "_schema", None)
     if schema is None:
         raise UnsupportedError(
-            f"{node.name} calls {function}{where}, which is no operation of PyTorch's; "
+            f"{node.name} calls {function}{where}, which is no operation of PyTorch; "
             "such calls cannot be planned"
         )
     if schema.is_mutable:
         raise UnsupportedError(
             f"{node.name} calls {function}{where}, which changes its operands; only "
-            "what is no view of something outside of the graph may be changed"
+            "tensors that are not views of outside tensors may be changed"
         )
     for _, name, value in outputs:
         if value.layout is not torch.strided:
@@ -401,5 +401,5 @@ def refuse(
         if any(not isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
                 f"the shape of {name} of {function}{where} depends on data: "
-                f"{tuple(value.shape)}; keep shapes, with torch.where or a mask"
+                f"{tuple(value.shape)}; keep the shape, with torch.where or a mask"
             )
