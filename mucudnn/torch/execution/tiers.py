@@ -51,8 +51,8 @@ def tiers_within(
     choices = parse_tiers(tiers)
     if choices and math.isinf(budget):
         raise ValueError(
-            f"tiers={tiers!r} names offload targets, and nothing is offloaded without "
-            "a budget; give budget=SIZE"
+            f"tiers={tiers!r} says where tensors go that leave, and nothing leaves "
+            "without a budget; give budget=SIZE"
         )
     return StepTiers(choices, shared=shared) if choices else None
 
