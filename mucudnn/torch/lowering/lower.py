@@ -29,7 +29,6 @@ from mucudnn.torch.lowering.overloads import (
     as_laid_out,
     corrected,
     in_place_variant,
-    statistics_types,
     without_masked,
     without_unread,
 )
@@ -174,7 +173,7 @@ class _Lowering:
             self._values[node] = Value(node.name)
         elif isinstance(value, tuple | list):
             given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-            value = corrected(value, statistics_types(node.target, given))
+            value = corrected(node.target, given, value)
             value = without_masked(node.target, node.args, value)
             self._kept_alive.append(value)  # `storage_of` compares addresses
             found = [
