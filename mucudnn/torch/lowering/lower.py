@@ -12,7 +12,7 @@ which operands it may overwrite.
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -196,7 +196,7 @@ class _Lowering:
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
             function = _SCALARS.get(node.target, node.target)
-            self._values[node] = Pending(function, args)
+            self._values[node] = Number(function, args)
 
     def _add(
         self,
@@ -210,7 +210,7 @@ class _Lowering:
         refuse(node, function, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
-            functools.partial(bound, inputs), (args, dict(kwargs)), is_leaf=is_leaf
+            functools.partial(_bind, inputs), (args, dict(kwargs)), is_leaf=_is_leaf
         )
         # A view of a constant has, as a fake tensor, a storage of its own.
         first = next(iter(self._resolved(node.args[:1])), None)
@@ -270,15 +270,12 @@ class _Lowering:
             for index, name in enumerate(inputs)
             if self._layouts[name] == self._layouts[result.name]
             and self._tensors[name].nbytes == result.nbytes
-            and times(call, index) == 1
+            and _count_uses(call, index) == 1
             and (not first or call.args[0] == Operand(index))
         )
         if not candidates:
             return call, ()
-        found = Call(
-            call.function, call.args, call.kwargs, (None,), call.random, into, first
-        )
-        return found, candidates
+        return replace(call, results=(None,), into=into, first=first), candidates
 
     def _declare(
         self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
@@ -318,33 +315,25 @@ class Value:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A number among the arguments, computed from tensors and numbers."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-def is_leaf(value: Any) -> bool:
+def _is_leaf(value: Any) -> bool:
     """Return whether a value is a leaf of the tree of arguments."""
-    return isinstance(value, Value | Pending)
+    return isinstance(value, Value | Number)
 
 
-def bound(inputs: list[str], value: Any) -> Any:
+def _bind(inputs: list[str], value: Any) -> Any:
     """Return an argument with tensors as operands; append new ones to `inputs`."""
     match value:
         case Value(name):
             if name not in inputs:
                 inputs.append(name)
             return Operand(inputs.index(name))
-        case Pending(function, args):
-            return Number(function, tuple(bound(inputs, a) for a in args))
+        case Number(function, args):
+            return Number(function, tuple(_bind(inputs, a) for a in args))
         case _:
             return value
 
 
-def times(call: Call, index: int) -> int:
+def _count_uses(call: Call, index: int) -> int:
     """Return how often a call names an operand."""
     found = 0
     pending: list[Any] = [call.args, dict(call.kwargs)]
