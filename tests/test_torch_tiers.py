@@ -135,7 +135,7 @@ def test_what_a_dead_owner_had_is_lost_for_one_step_only():
     before = copy.deepcopy(step.model.state_dict())
     os.kill(owner, signal.SIGKILL)
     os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
-    told = rf"process {owner}, which owned .*peer:1, ended .*lost; nothing that is tra"
+    told = rf"process {owner}, which owned .*peer:1, ended .*lost; no parameter"
     with pytest.raises(BackendError, match=told):
         step.run(*step.batch)
     after = step.model.state_dict()
