@@ -177,51 +177,29 @@ NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's codes of a loss's reduction."""
 
 
-def _pair(reduction: int, *more: int) -> Rule:
-    """Return the rule of a pointwise loss of two tensors.
+def _pair(reduction: int, *more: int, backward: bool = False) -> Rule:
+    """Return the rule of a pointwise loss of two tensors, or of its gradient.
 
     Args:
         reduction: Position of the argument `reduction`.
         more: Positions of further tensors of the same shape.
+        backward: Whether the tensors come behind the gradient of the loss.
     """
+    first = int(backward)
 
     def rule(site: Site) -> Cut | None:
-        axis = site.axis(0) or site.axis(1)
-        read = _alike(site, (0, 1, *more), axis)
+        axis = site.axis(first) or site.axis(first + 1)
         how = site.arg(reduction, MEAN)
-        if axis is None or read is None:
+        gradient = (0,) if backward and how == NONE else ()
+        tensors = (*gradient, first, first + 1, *more)
+        given = [p for p in tensors if site.operand(p) is not None]
+        if axis is None or len({site.shape(p) for p in given}) != 1:
             return None
-        output = axis if how == NONE else None
+        output = axis if backward or how == NONE else None
+        read = site.at(dict.fromkeys(given, axis))
         return Cut(read, (output,), averaged=how == MEAN)
 
     return rule
-
-
-def _pair_backward(reduction: int, *more: int) -> Rule:
-    """Return the rule of its gradient, whose first argument is the loss's gradient."""
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(1) or site.axis(2)
-        how = site.arg(reduction, MEAN)
-        tensors = (0, 1, 2, *more) if how == NONE else (1, 2, *more)
-        read = _alike(site, tensors, axis)
-        if axis is None or read is None:
-            return None
-        return Cut(read, (axis,), averaged=how == MEAN)
-
-    return rule
-
-
-def _alike(
-    site: Site, positions: tuple[int, ...], axis: Axis | None
-) -> dict[int, Axis] | None:
-    """Map the given tensors to the axis; None if their shapes differ."""
-    if axis is None:
-        return None
-    given = [p for p in positions if site.operand(p) is not None]
-    if len({site.shape(p) for p in given}) != 1:
-        return None
-    return site.at(dict.fromkeys(given, axis))
 
 
 def _classes(site: Site, scores: int, labels: int) -> tuple[Axis, Axis] | None:
@@ -266,13 +244,13 @@ COUNTED_LOSSES = frozenset(
 LOSSES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten.mse_loss.default": _pair(2),
-        "aten.mse_loss_backward.default": _pair_backward(3),
+        "aten.mse_loss_backward.default": _pair(3, backward=True),
         "aten.smooth_l1_loss.default": _pair(2),
-        "aten.smooth_l1_loss_backward.default": _pair_backward(3),
+        "aten.smooth_l1_loss_backward.default": _pair(3, backward=True),
         "aten.huber_loss.default": _pair(2),
-        "aten.huber_loss_backward.default": _pair_backward(3),
+        "aten.huber_loss_backward.default": _pair(3, backward=True),
         "aten.binary_cross_entropy.default": _pair(3, 2),
-        "aten.binary_cross_entropy_backward.default": _pair_backward(4, 3),
+        "aten.binary_cross_entropy_backward.default": _pair(4, 3, backward=True),
         "aten.nll_loss_forward.default": _nll,
         "aten.nll_loss2d_forward.default": _nll,
         "aten.nll_loss_backward.default": _nll_backward,
