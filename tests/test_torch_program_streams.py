@@ -82,7 +82,7 @@ def test_streams_compute_what_threads_do(offloading, reuse):
     found, wanted, copies = in_streams(offloading, cuda, reuse)
     assert found == wanted
     assert cuda.copies >= 3 * 6
-    assert len(cuda.lanes) == 2
+    assert len(cuda.streams) == 2
     assert not copies._pending
 
 
@@ -94,16 +94,16 @@ class Deaf(StandIn):
         self.which = which
 
     def Stream(self, device):  # noqa: N802  (its name there)
-        lane = super().Stream(device)
-        wait = lane.wait_event
+        stream = super().Stream(device)
+        wait = stream.wait_event
 
         def heard(event):
             of_compute = len(event.clocks) >= 1 and event_of(event) is self.compute
             if (self.which == "compute") != of_compute:
                 wait(event)
 
-        lane.wait_event = heard
-        return lane
+        stream.wait_event = heard
+        return stream
 
 
 def event_of(event):
@@ -111,7 +111,7 @@ def event_of(event):
 
 
 @pytest.mark.parametrize("which", ["compute", "copies"])
-def test_a_lane_that_does_not_wait_is_noticed(offloading, which):
+def test_a_stream_that_does_not_wait_is_noticed(offloading, which):
     with pytest.raises(OrderingError):
         in_streams(offloading, Deaf(which))
 
@@ -122,14 +122,14 @@ def test_a_program_that_does_not_wait_is_noticed(offloading, monkeypatch):
         in_streams(offloading, StandIn())
 
 
-def test_an_event_of_the_lane_itself_is_no_wait(offloading, monkeypatch):
-    def inside(self, lane, target, source, after):
-        with self._cuda.stream(lane):  # the mistake: current is the lane now
-            lane.wait_event(self._cuda.current_stream(self._device).record_event())
+def test_an_event_of_the_stream_itself_is_no_wait(offloading, monkeypatch):
+    def inside(self, stream, target, source, after):
+        with self._cuda.stream(stream):  # the mistake: it is the current stream now
+            stream.wait_event(self._cuda.current_stream(self._device).record_event())
             if after is not None:
-                lane.wait_event(after)
+                stream.wait_event(after)
             target.copy_(source, non_blocking=True)
-        return lane.record_event()
+        return stream.record_event()
 
     monkeypatch.setattr(StreamCopies, "_copy", inside)
     with pytest.raises(OrderingError, match="began before"):
@@ -171,7 +171,7 @@ def test_a_graph_runs_where_its_tensors_are():
         device_of({"x": layout("cuda:0", 3), "y": layout("cuda:1")})
 
 
-def test_lanes_follow_the_device():
+def test_copies_follow_the_device():
     assert isinstance(copies_for(CPU, reuse=True), ThreadCopies)
     cuda = torch.device("cuda", 0)
     assert isinstance(copies_for(cuda, reuse=True), StreamCopies)

@@ -224,12 +224,7 @@ _ROWS = re.compile(r"[@\[]")
 
 
 class _SliceCalls:
-    """Writes the calls and layouts of a graph that the passes have cut.
-
-    Args:
-        splittable: The whole step.
-        graph: Its graph, cut as its traits say.
-    """
+    """Writes the calls and layouts of a step's graph that the passes have cut."""
 
     def __init__(self, splittable: SplittableStep, graph: Graph) -> None:
         self._splittable, self._graph = splittable, graph
