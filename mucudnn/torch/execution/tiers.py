@@ -10,7 +10,6 @@ another process lost was only ever of one run. Parameters and state go only wher
 can be read between two steps, and have memory of their own there.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,35 +23,9 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.profile import MemoryTier, TierPlacement
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.executor.tiers import TierChoice
 from mucudnn.runtime.profiling.links import LINK_BYTES, measured_tiers
 from mucudnn.torch.execution.copies import bytes_of
-
-
-def tiers_within(
-    budget: float,
-    tiers: str | TierChoice | Sequence[str | TierChoice],
-    *,
-    shared: bool,
-) -> "StepTiers | None":
-    """Where to what leaves for a budget goes, as a user says it; None if he does not.
-
-    Args:
-        budget: Bytes, or infinity.
-        tiers: Such as `("host=4GiB", "disk:/scratch", "peer:1")`.
-        shared: As `StepTiers` takes it.
-
-    Raises:
-        ValueError: One is no tier, or is there twice; or there is no budget.
-        TypeError: One is something else.
-    """
-    choices = parse_tiers(tiers)
-    if choices and math.isinf(budget):
-        raise ValueError(
-            f"tiers={tiers!r} says where tensors go that leave, and nothing leaves "
-            "without a budget; give budget=SIZE"
-        )
-    return StepTiers(choices, shared=shared) if choices else None
 
 
 class StepTiers:

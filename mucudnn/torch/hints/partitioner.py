@@ -24,12 +24,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 from mucudnn.arguments import a_flag
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.devices import get_device
+from mucudnn.ir.profile import Profile
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.costs.measure import estimated
 from mucudnn.torch.hints.policies import ResultPolicies, policies_of, without_copies
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
+from mucudnn.torch.planning import parse_budget
 
 _KEY = "recompute"
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -58,8 +61,8 @@ def partitioner(
         ValueError: The device is not known, or the budget no size.
         TypeError: Something is of another type.
     """
-    get_device(device)
-    return HintedPartitioner(as_budget(budget), device, a_flag("offload", offload))
+    limit = parse_budget(budget)
+    return HintedPartitioner(limit, device, a_flag("offload", offload))
 
 
 class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch has no types here
@@ -76,8 +79,14 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
     """
 
     def __init__(self, budget: float, device: str, offload: bool) -> None:
+        figures = get_device(device)
+
+        def costs(lowered: Lowered) -> Profile:
+            profile = estimated(lowered, figures)
+            return profile if offload else without_copies(profile)
+
         self._budget = budget
-        self._device = device
+        self._options = PlanOptions(costs=costs)
         self._offload = offload
         self.plans: list[TorchPlan] = []
         self.policies: list[ResultPolicies] = []
@@ -98,16 +107,11 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
         _check(parts)
         own = list(static_lifetime_input_indices or ())
         with _disable_current_modes(), torch.no_grad():
-            lowered = parts.lowered()
-            resident = {lowered.inputs[i] for i in own}
-            given = {t for t in lowered.inputs if t is not None} - resident
-            profile = estimated(lowered, get_device(self._device))
-            if not self._offload:
-                profile = without_copies(profile)
-            plan = Planner(lowered, profile, given).plan(self._budget)
-        found = policies_of(lowered, plan)
+            step = LoweredStep.of_joint(parts, own)
+            program = plan_program(step, self._options, self._budget)
+        found = policies_of(program)
         tag(gm, found, offload=self._offload)
-        self.plans.append(plan)
+        self.plans.append(program.plan)
         self.policies.append(found)
         offloading = self._offload or config.enable_activation_offloading
         # At another budget than one PyTorch would choose again among what is saved.

@@ -15,8 +15,7 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.plan import TorchPlan
+from mucudnn.torch.plan_program import PlannedProgram
 
 _NO_LINK = 1e-3
 """Bytes a ms: whatever can be computed again is."""
@@ -43,13 +42,9 @@ class ResultPolicies:
         return frozenset(name for name, policy in self.of.items() if policy != again)
 
 
-def policies_of(lowered: Lowered, plan: TorchPlan) -> ResultPolicies:
-    """The policy of every result of a plan's forward pass.
-
-    Args:
-        lowered: What was planned.
-        plan: What was decided about it.
-    """
+def policies_of(program: PlannedProgram) -> ResultPolicies:
+    """Return the policy of every result of a planned forward pass."""
+    lowered, plan = program.lowered, program.plan
     graph = lowered.graph
     read = _read_late(plan.plan)
     planned = plan.plan.schedule.graph

@@ -62,10 +62,10 @@ def checkpoint_contexts(
             f"{torch.__version__}, whose selective checkpoints do not show what "
             "operations give"
         )
-    hint = study.hinted(budget, without_copies)
-    found = policies_of(hint.planner.lowered, hint.plan)
+    program, captured = study.hint(budget, without_copies)
+    found = policies_of(program)
     again = frozenset(found.of) - found.saved
-    policies = _by_call(hint.module, hint.forward, again)
+    policies = _by_call(captured.module, captured.forward, again)
 
     def contexts() -> tuple[Any, Any]:
         first, second = create_selective_checkpoint_contexts(

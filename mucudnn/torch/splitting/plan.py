@@ -146,37 +146,6 @@ def plan_in_parts(
 
 
 @dataclass(frozen=True)
-class PartedStep:
-    """A step that may run in parts, under any budget.
-
-    Attributes:
-        lowered: The step, without updates in place.
-        names: Of its inputs.
-        make: Costs a step, with its updates.
-        split: As `plan_in_parts` takes it.
-    """
-
-    lowered: Lowered
-    names: Sequence[str]
-    make: Callable[[Lowered], Planner]
-    split: Split
-
-    def plan(self, budget: float) -> TorchPlan:
-        """The fastest way within a budget; raises as `plan_in_parts` does."""
-        _, plan = plan_in_parts(self.lowered, self.names, self.make, budget, self.split)
-        return plan
-
-    def least_budget(self) -> int:
-        """The least bytes that it is planned in, by any of the ways it may run."""
-        try:
-            return self.plan(0).peak_bytes
-        except PlanningError as e:
-            if e.least_bytes is None:
-                raise
-            return e.least_bytes
-
-
-@dataclass(frozen=True)
 class _Planned:
     graph: Graph
     planner: Planner
@@ -200,7 +169,7 @@ class _Candidates:
         try:
             found = plan_splitting(self.step(budget), split)
         except PlanningError as e:
-            given = self._made[0].planner.given_bytes
+            given = self._made[0].planner.caller_bytes
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - given
@@ -215,9 +184,10 @@ class _Candidates:
         if chosen.request is None or chosen.plan is None:
             raise PlanningError("the step has no plan")
         planner = self._planner(chosen.request.graph)
-        plan = chosen.plan if not planner.tiers else planner.decided(chosen.request)
-        told = planner.described(plan, budget)
-        return planner, replace(told, splitting=found)
+        plan = chosen.plan
+        if planner.tiers:
+            plan = planner.plan_request(chosen.request)
+        return planner, replace(planner.describe(plan, budget), splitting=found)
 
     def step(self, budget: float) -> SplitStep:
         """What is planned, and how it is asked for."""
