@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from mucudnn.arguments import a_flag
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.runtime.environment import USERS
@@ -32,7 +31,6 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
-from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.execution.bound_step import Halves, bind_halves, runner_of
 from mucudnn.torch.internals import (
@@ -163,12 +161,11 @@ def compile_graph(
         )
     try:
         budget = parse_budget(given.pop("budget", None))
-        if refused := {name: given[name] for name in _REFUSED if name in given}:
-            PlanOptions.of("backend", budget, **refused)
-        tuner = ConvolutionChoice(given.get("tuner")).tuner  # which checks it
-        inductor = a_flag("inductor", given.get("inductor", False))
-        tiers = parse_tiers(given.get("tiers", ()))
-        named = _backend_of(budget, tuner, inductor, tiers)
+        PlanOptions.of("backend", budget, **given)  # which checks them
+        tuner, inductor = given.get("tuner"), given.get("inductor", False)
+        named = _backend_of(
+            budget, tuner, inductor, parse_tiers(given.get("tiers", ()))
+        )
     except (TypeError, ValueError) as e:
         return _raiser(e)
     return named(module, inputs)

@@ -31,11 +31,11 @@ TESTED: Mapping[str, str] = MappingProxyType(
 
 
 OLDEST = "2.11"
-"""The oldest that is tried."""
+"""The oldest version that is not refused."""
 
 
 def installed_version() -> str | None:
-    """PyTorch's version, without importing it; None if it is not there."""
+    """Return PyTorch's version, without importing it; None if it is not installed."""
     loaded = sys.modules.get("torch")
     if loaded is not None:
         return str(loaded.__version__)
@@ -46,10 +46,10 @@ def installed_version() -> str | None:
 
 
 def check_version(version: str | None) -> None:
-    """Refuse a version that cannot work, and say of one that it is not tested.
+    """Refuse a version that cannot work; warn of one that is not tested.
 
     Raises:
-        BackendUnavailableError: There is none, or it is too old.
+        BackendUnavailableError: PyTorch is not installed, or too old.
     """
     tested = ", ".join(TESTED)
     advice = f"it is tested with {tested}: pip install 'mucudnn[torch]'"
@@ -68,5 +68,5 @@ def check_version(version: str | None) -> None:
 
 
 def _order(version: str) -> tuple[int, ...]:
-    """A version's two leading numbers; those of "2.13.0+cpu" are 2 and 13."""
+    """Return a version's two leading numbers: 2 and 13 of "2.13.0+cpu"."""
     return tuple(int(part) for part in version.split(".")[:2])
