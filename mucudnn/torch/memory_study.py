@@ -217,7 +217,7 @@ class MemoryStudy:
             request=self._request,
         )
 
-    def hint(
+    def hinted(
         self,
         budget: float | str | None,
         change_costs: Callable[[Profile], Profile],

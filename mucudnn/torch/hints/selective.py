@@ -62,7 +62,7 @@ def checkpoint_contexts(
             f"{torch.__version__}, whose selective checkpoints do not show what "
             "operations give"
         )
-    program, captured = study.hint(budget, without_copies)
+    program, captured = study.hinted(budget, without_copies)
     found = policies_of(program)
     again = frozenset(found.of) - found.saved
     policies = _by_call(captured.module, captured.forward, again)
