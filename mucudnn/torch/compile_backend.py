@@ -216,8 +216,9 @@ class CompileBackend:
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
         self._warned = False
-        self._eager = LeftEager()
         self._plans: list[TorchPlan] = []
+        self._reasons_before = break_reasons()
+        self._warned_of_eager = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy budget and options; a copy plans for itself."""
@@ -231,21 +232,42 @@ class CompileBackend:
 
         Each names its graph, the user's line where that begins, and sizes.
         """
-        if not self._plans:
-            self._eager.warn()
+        self._warn_if_eager()
         return self._plans
 
     @property
     def peak_bytes(self) -> int:
         """Peak memory while every graph is under way once, at its largest size."""
-        if not self._plans:
-            self._eager.warn()
+        self._warn_if_eager()
         return self._budget.peak_bytes
 
     @property
     def left_eager(self) -> tuple[str, ...]:
-        """Dynamo's reasons for what it left eager since this backend was made."""
-        return self._eager.reasons
+        """Dynamo's reasons for what it left eager since this backend was made.
+
+        Dynamo only gives a backend what it has captured: a model with full backward
+        hooks, with recurrent cells or with a function that is not to be compiled runs
+        without it, and PyTorch logs that at most. But Dynamo counts its reasons.
+        """
+        before = self._reasons_before
+        return tuple(
+            why for why, n in break_reasons().items() if n > before.get(why, 0)
+        )
+
+    def _warn_if_eager(self) -> None:
+        """Warn, once, if nothing was planned because nothing was captured."""
+        reasons = () if self._plans else self.left_eager
+        if self._warned_of_eager or not reasons:
+            return
+        self._warned_of_eager = True
+        more = f" ({len(reasons) - _SHOWN} more)" if len(reasons) > _SHOWN else ""
+        warnings.warn(
+            "nothing was planned, so that no budget is kept: Dynamo has left to eager "
+            f"mode what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
+            "torch.compile(..., fullgraph=True) raises there and says at which line; "
+            "train_step plans without Dynamo",
+            stacklevel=3,
+        )
 
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any]
@@ -338,19 +360,17 @@ class CompileBackend:
                 halves = bind_halves(
                     program.lowered, schedule, parts.count, program.copies
                 )
-            self._note(source, program.plan, halves)
             self._planned[key] = halves
+            code = f"{halves.forward.source}\n{halves.backward.source}"
+            found = replace(program.plan, source=code, name=source.name)
+            self._plans.append(found)
+            _log.info("%s", found)
+            self._budget.note(source, found.peak_bytes)
+            message = self._budget.exceeded_by_models(source)
+            if message and not self._warned:
+                self._warned = True
+                warnings.warn(message, stacklevel=2)
         return self._planned[key]
-
-    def _note(self, source: GraphSource, plan: TorchPlan, halves: Halves) -> None:
-        program = f"{halves.forward.source}\n{halves.backward.source}"
-        self._plans.append(replace(plan, source=program, name=source.name))
-        _log.info("%s", self._plans[-1])
-        shared = self._budget
-        shared.note(source, plan.peak_bytes)
-        if not self._warned and (message := shared.exceeded_by_models(source)):
-            self._warned = True
-            warnings.warn(message, stacklevel=2)
 
 
 def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:
@@ -374,44 +394,6 @@ def _raiser(error: Exception) -> Callable[..., Any]:
         raise copy.copy(error)
 
     return refuse
-
-
-# What Dynamo leaves to eager mode.
-#
-# Dynamo only gives a backend what it has captured: a model with full backward hooks,
-# with recurrent cells or with a function that is not to be compiled runs without it,
-# and PyTorch logs that at most. But Dynamo counts its reasons.
-
-
-class LeftEager:
-    """Dynamo's reasons from now on, of all compiled functions of this process."""
-
-    def __init__(self) -> None:
-        self._before: Mapping[str, int] = break_reasons()
-        self._warned = False
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why something runs in no graph, each reason once; empty if nothing does."""
-        before = self._before
-        return tuple(
-            why for why, n in break_reasons().items() if n > before.get(why, 0)
-        )
-
-    def warn(self) -> None:
-        """Warn, once, that nothing was planned because nothing was captured."""
-        reasons = self.reasons
-        if self._warned or not reasons:
-            return
-        self._warned = True
-        more = f" ({len(reasons) - _SHOWN} more)" if len(reasons) > _SHOWN else ""
-        warnings.warn(
-            "nothing was planned, so that no budget is kept: Dynamo has left to eager "
-            f"mode what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
-            "torch.compile(..., fullgraph=True) raises there and says at which line; "
-            "train_step plans without Dynamo",
-            stacklevel=3,
-        )
 
 
 # One budget for the graphs that a model falls into where Dynamo breaks it.

@@ -184,9 +184,13 @@ class MemoryStudy:
             ValueError: There is no axis that all tensors of the example share.
         """
         limit, start = parse_budget(budget), self._step.batch
-        most = largest_batch_within(self._least, int(limit), start=start)
+
+        def least_of(size: int) -> int:
+            return least_budget(self._at(size), self._options)
+
+        most = largest_batch_within(least_of, int(limit), start=start)
         if most == 0:
-            least = self._least(1)
+            least = least_of(1)
             raise PlanningError(
                 f"a batch of one needs {exact_bytes(least)}; the budget is "
                 f"{exact_bytes(int(limit))}",
@@ -243,8 +247,10 @@ class MemoryStudy:
         return drawn("described_report", (self.described(), self._usual(budget)))
 
     def __str__(self) -> str:
+        here = self._device == _CPU
+        where = "this machine's CPU" if here else get_device(self._device).title
         lines = [
-            f"{self._title} on {self._where}: "
+            f"{self._title} on {where}: "
             f"{format_bytes(self.unlimited_bytes, self.least_budget)} "
             f"without a limit, at least "
             f"{format_bytes(self.least_budget, self.unlimited_bytes)}"
@@ -259,12 +265,6 @@ class MemoryStudy:
         """Return HTML for notebooks."""
         return drawn("described_study", (self.described(), self._usual(None)))
 
-    @property
-    def _where(self) -> str:
-        if self._device == _CPU:
-            return "this machine's CPU"
-        return get_device(self._device).title
-
     def _usual(self, budget: float | str | None) -> int:
         """Return a budget in bytes; by default half way from the least to all."""
         if budget is not None:
@@ -273,19 +273,15 @@ class MemoryStudy:
         most = plan_program(step, whole).plan.peak_bytes
         return (least_budget(step, whole) + most) // 2
 
-    def _least(self, size: int) -> int:
-        return least_budget(self._at(size), self._options)
-
     @exclusive_capture()
     def _at(self, size: int | None) -> LoweredStep:
         """Return the step at a batch size; it is captured and measured once."""
         if size == self._step.size_or_none:
             size = None
+        capture = partial(self._capture, size, cpu_kernels=self._device == _CPU)
         while size not in self._steps:
             try:
-                self._steps[size] = self._results.settled(
-                    lambda: self._captured(size), self._lowered
-                )
+                self._steps[size] = self._results.settled(capture, self._lowered)
             except UpdateNotRecordedError as e:
                 self._settings = replace(self._settings, recorded=False)
                 self._update_reason = str(e)
@@ -317,28 +313,23 @@ class MemoryStudy:
         self._usage = None if update is None else update.usage
         return replace(lowered, update=update)
 
-    def _captured(self, size: int | None) -> CapturedStep:
-        """Capture the step; another device's without kernels that only the CPU has."""
-        if self._device == _CPU:
-            return self._capture(size)
+    def _capture(self, size: int | None, *, cpu_kernels: bool = True) -> CapturedStep:
+        """Capture the step, with or without kernels that only the CPU has."""
+        step = self._step
         enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_mkldnn_enabled(enabled and cpu_kernels)
         try:
-            return self._capture(size)
+            return capture_step(
+                step.model,
+                step.loss_fn,
+                step.optimizer,
+                step.example,
+                size=size,
+                settings=self._settings,
+                results=self._results,
+            )
         finally:
             torch._C._set_mkldnn_enabled(enabled)
-
-    def _capture(self, size: int | None) -> CapturedStep:
-        step = self._step
-        return capture_step(
-            step.model,
-            step.loss_fn,
-            step.optimizer,
-            step.example,
-            size=size,
-            settings=self._settings,
-            results=self._results,
-        )
 
     def _request(self, size: int) -> StepRequest:
         """Return what a planner is asked, the caller's tensors without bytes."""

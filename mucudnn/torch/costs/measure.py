@@ -363,7 +363,7 @@ def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
         if is_view(lowered, node):
             return 0.0
         names = dict.fromkeys((*node.tensors, *node.mutates))
-        traffic = sum(_nbytes(lowered.layouts[name]) for name in names)
+        traffic = sum(touched_bytes(lowered.layouts[name]) for name in names)
         seconds = max(
             _flops(lowered, node) / (device.flops.value * ASSUMED.matmul),
             traffic / (device.bandwidth.value * ASSUMED.memory),
@@ -379,7 +379,8 @@ def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
     )
 
 
-def _nbytes(layout: Layout) -> int:
+def touched_bytes(layout: Layout) -> int:
+    """Return the bytes that a kernel reads of a tensor, broadcast axes once."""
     sizes = zip(layout.shape, layout.stride, strict=True)
     count = math.prod(size for size, stride in sizes if stride)
     return count * int(layout.dtype.itemsize)

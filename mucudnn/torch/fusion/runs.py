@@ -11,16 +11,16 @@ only if its inputs and outputs together are not larger than the peak of its memb
 after another. So fusing never delays the freeing of a tensor where that matters.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import live_ranges
+from mucudnn.torch.costs.measure import touched_bytes
 from mucudnn.torch.fusion.groups import Group, Grouping
 from mucudnn.torch.fusion.members import fusible, passes_through
-from mucudnn.torch.lowering.lowered import Layout, Lowered
+from mucudnn.torch.lowering.lowered import Lowered
 
 _LONGEST = 24
 _LAUNCH = 1 << 16
@@ -119,7 +119,7 @@ class _Cutting:
     def _traffic(self, tensors: Sequence[str]) -> int:
         layouts = self.lowered.layouts
         names = dict.fromkeys(tensors)
-        return _LAUNCH + sum(_dense(layouts[name]) for name in names)
+        return _LAUNCH + sum(touched_bytes(layouts[name]) for name in names)
 
 
 def _runs(lowered: Lowered) -> Iterator[list[Node]]:
@@ -157,9 +157,3 @@ def _parts(lowered: Lowered, run: Sequence[Node]) -> list[list[Node]]:
 
 def _bytes(graph: Graph, storages: set[str]) -> int:
     return sum(graph.tensors[s].nbytes for s in storages)
-
-
-def _dense(layout: Layout) -> int:
-    sizes = zip(layout.shape, layout.stride, strict=True)
-    count = math.prod(size for size, stride in sizes if stride)
-    return count * int(layout.dtype.itemsize)
