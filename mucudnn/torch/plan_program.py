@@ -164,16 +164,14 @@ class PlanOptions:
         choices, plans = parse_tiers(tiers), open_plans(cache)
         check_split(split)
         options = {
-            "budget": (budget, not math.isinf(budget)),
-            "tuner": (tuner, tuner is not None),
-            "offload_state": (True, a_flag("offload_state", offload_state)),
-            "split": (split, split != WHOLE),
-            "inductor": (True, a_flag("inductor", inductor)),
-            "tiers": (tiers, bool(choices)),
+            "budget": None if math.isinf(budget) else budget,
+            "tuner": tuner,
+            "offload_state": a_flag("offload_state", offload_state) or None,
+            "split": None if split == WHOLE else split,
+            "inductor": a_flag("inductor", inductor) or None,
+            "tiers": tiers if choices else None,
         }
-        check_combination(
-            face, {name: value for name, (value, given) in options.items() if given}
-        )
+        check_combination(face, {n: v for n, v in options.items() if v is not None})
         fusing = None
         if inductor:
             from mucudnn.torch.fusion.fusing import Fusing  # which imports Inductor
