@@ -1,4 +1,4 @@
-"""The third act of the demonstration: a PyTorch model within a budget."""
+"""The third act of the demonstration: somebody else's model, in a budget."""
 
 import copy
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from mucudnn.torch.step import train_step
 _BATCH, _IMAGE, _WARM = 8, 64, 2
 _TURNS = StoppingRule(min_samples=8, max_samples=30, budget_ms=2500.0)
 _SHARE = 0.25
-"""Share of the way from the least budget to the peak without a budget."""
+"""Of the way from the least budget that works to what no limit would take."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchAct:
-    """A PyTorch step in eager mode, planned, and planned within a budget.
+    """A PyTorch step by eager mode, and within a budget.
 
     Attributes:
-        name: Model and batch in words.
-        whole: Plan without a budget.
-        bounded: Plan within the budget.
+        name: What was trained.
+        whole: The step without a limit, planned.
+        bounded: The step within its budget, planned.
         budget: Bytes.
         eager: Time of a step of PyTorch's own loop.
-        without: Time of a planned step without a budget.
-        within: Time of a planned step within the budget.
+        without: Of the planned one without a limit.
+        within: Of the one within the budget.
         same: Whether all losses of the three were equal to the last bit.
     """
 
@@ -104,7 +104,7 @@ def small_torch_step(say: Callable[[str], None]) -> TorchAct:
 
 
 def _model() -> tuple[str, nn.Module]:
-    """Return torchvision's ResNet-18 where it is installed, else a small network."""
+    """torchvision's ResNet-18 where it is installed, else a small network."""
     torch.manual_seed(0)
     try:
         models = import_module("torchvision.models")

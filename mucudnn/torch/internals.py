@@ -1,7 +1,7 @@
-"""Every use of a private name of PyTorch, in a function of its own.
+"""Private names of PyTorch that are used.
 
-Each docstring says what PyTorch would have to offer instead. `torch.compile` itself,
-`torch.fx` and `torch.compiler.disable` are public.
+Each function is one such thing, and says what PyTorch would have to offer instead.
+Public are `torch.compile` itself, `torch.fx` and `torch.compiler.disable`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +34,10 @@ def aot_compiled(
     *,
     static: bool,
 ) -> Callable[..., Any]:
-    """Compile forward and backward of a captured graph by AOTAutograd.
+    """Forward and backward of a captured graph by AOTAutograd.
 
-    PyTorch's guide to backends names `aot_autograd`; `partition_fn`, which gets both
-    halves as one graph, is documented only in its source.
+    `aot_autograd` is what PyTorch's guide to backends names; `partition_fn`, which is
+    given both halves as one graph, is documented only in its source.
 
     Args:
         module: As Dynamo captured it.
@@ -59,11 +59,11 @@ def aot_compiled(
 
 @contextmanager
 def _checks_in_place() -> Iterator[None]:
-    """Keep operations that only raise in graphs as they are, without tokens.
+    """Operations that only raise are in graphs as they are, not threaded by tokens.
 
-    AOTAutograd would add tokens to the inputs and results of both halves; there is no
-    public way to make it leave an operation where it is. Nor is there one to make it
-    keep, for a time, an operation whose result nobody reads.
+    AOTAutograd would have tokens among the inputs and results of both halves; there is
+    no public way to have it leave an operation where it is. Nor is there one to have it
+    take an operation for needed that nobody reads, but for good.
     """
     held = getattr(singleton.find(_CHECK._schema.name), "effect", None)
     before = None if held is None else held.effect
@@ -82,10 +82,10 @@ def _checks_in_place() -> Iterator[None]:
 
 @contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Run with real tensors, without gradients and automatic casts.
+    """Tensors are real and without gradients, operations as they are called.
 
-    While a graph is traced, a dispatch mode makes fake tensors; there is no public way
-    to leave it. Casts are part of the graph.
+    While a graph is traced, fake tensors are made by a dispatch mode; there is no
+    public way to step out of it. Automatic casts are off: what is cast is in the graph.
     """
     with (
         _disable_current_modes(),
@@ -97,12 +97,12 @@ def outside_of_tracing() -> Iterator[None]:
 
 @contextmanager
 def while_compiling() -> Iterator[None]:
-    """Compile as Dynamo does: one thread at a time, in no dispatch mode of the user's.
+    """As Dynamo compiles: one thread at a time, in no dispatch mode of the user's.
 
-    Random numbers that are drawn meanwhile are drawn again. Dynamo has a lock, but no
-    public way to compile a captured graph once more. Nor is there one to mark a trace
-    as a compilation: compiled functions that other threads call meanwhile would refuse
-    to be traced.
+    Random numbers that are drawn meanwhile are drawn again. Dynamo has a lock, and no
+    public way to compile what it has captured once more. Nor is there one to say that
+    what is traced is compiled: compiled functions that other threads call meanwhile
+    would refuse to be traced.
     """
     session = getattr(torch.compiler, "_compile_session_context", nullcontext)
     with (
@@ -118,14 +118,14 @@ def while_compiling() -> Iterator[None]:
 def kernels_corrected(
     inputs: Sequence[Any], correct: Callable[[Any, Any, Any, Any], Any]
 ) -> Iterator[None]:
-    """Correct the fake tensors of PyTorch's models of its kernels.
+    """Fake tensors come from PyTorch's models of its kernels, corrected.
 
     Dynamo makes the mode that has these models, and AOTAutograd traces with it; neither
     lets a backend choose another.
 
     Args:
         inputs: Fake tensors, whose mode it is.
-        correct: Called with the mode, an operation, its arguments and fake results.
+        correct: Given the mode, an operation, its arguments and what the model says.
     """
     mode = detect_fake_mode(inputs)
     if mode is None:
@@ -145,10 +145,10 @@ def kernels_corrected(
 
 
 def examples_of(given: Sequence[Any]) -> list[Any]:
-    """Return fake tensors like those given, without symbolic sizes.
+    """Fake tensors like those given, of sizes that are no symbols.
 
-    Tracing itself makes such ones of real tensors, but they do not allow for numbers
-    that depend on data: Python numbers that come from tensors.
+    Tracing itself makes such ones of real tensors, but without a place for numbers that
+    depend on data: Python numbers that come from tensors.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     return [
@@ -160,10 +160,10 @@ def examples_of(given: Sequence[Any]) -> list[Any]:
 
 
 def break_reasons() -> dict[str, int]:
-    """Count Dynamo's reasons not to capture something, a line each.
+    """Why Dynamo has not captured something, a line each, and how often.
 
-    PyTorch's guide to graph breaks names these counters; there is no other access, and
-    `torch._dynamo.reset` keeps them.
+    PyTorch's guide to graph breaks names these counters; they are nowhere else, and
+    `torch._dynamo.reset` leaves them.
     """
     found: dict[str, int] = {}
     for kind in ("graph_break", "unimplemented"):
@@ -174,10 +174,10 @@ def break_reasons() -> dict[str, int]:
 
 
 def refresh_values(module: torch.fx.GraphModule) -> None:
-    """Make example values of a graph share storages as its operations say.
+    """Have example values of a graph share storages as its operations say.
 
-    Dynamo makes tensors of Python numbers that change from call to call, and does not
-    update the example values that are computed from them.
+    Dynamo makes tensors of the Python numbers that change from call to call, and leaves
+    the values of what is computed from them as they were.
     """
     if any(map(_is_stale_view, module.graph.nodes)):
         given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
@@ -206,9 +206,9 @@ def _is_stale_view(node: torch.fx.Node) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Return whether the backward pass under way was called with `retain_graph`.
+    """Whether the backward pass under way was asked to `retain_graph`.
 
-    AOTAutograd asks the same way whether it may free what was saved.
+    AOTAutograd asks the same way whether it may let go of what was saved.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
@@ -216,9 +216,9 @@ def graph_is_kept() -> bool:
 def mutated_inputs(
     output: torch.fx.Node, inputs: Sequence[torch.fx.Node]
 ) -> Sequence[int]:
-    """Return the inputs that AOTAutograd changes between the halves.
+    """Inputs that AOTAutograd changes between the halves.
 
-    Its descriptors of inputs and outputs have them; their classes are private.
+    Its descriptors of inputs and outputs tell; their classes are of a private module.
     """
     changed = [
         result.mutated_input
@@ -230,20 +230,20 @@ def mutated_inputs(
 
 
 def written_back(output: torch.fx.Node) -> Sequence[int]:
-    """Return the results that are new values of inputs.
+    """Results that are new values of inputs.
 
-    AOTAutograd copies them there behind the first half, and frees them.
+    AOTAutograd copies them there behind the first half, and lets go of them.
     """
     described = enumerate(output.meta.get("desc", ()))
     return [i for i, d in described if isinstance(d, InputMutationAOTOutput)]
 
 
 def breaks_of(module: torch.fx.GraphModule) -> tuple[str | None, bool]:
-    """Return where a graph break ends a captured graph, and whether it resumes one.
+    """Where a break ends a graph that Dynamo captured, and whether one is before it.
 
-    Dynamo stores its reason to end a graph on the module, with the user's stack. Code
-    behind a break is in a function that Dynamo makes, known by its name. The only
-    public way to ask for either is `torch._dynamo.explain`, which runs a model.
+    Dynamo leaves its reason to end a graph on the module, with the user's stack. Where
+    it goes on behind a break is a function of its own making, known by its name. There
+    is no public way to ask for either but `torch._dynamo.explain`, which runs a model.
     """
     stacks = (node.meta.get("stack_trace") or "" for node in module.graph.nodes)
     resumes = any("torch_dynamo_resume_in_" in stack for stack in stacks)
@@ -258,8 +258,8 @@ def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
     """Return the bytes of all tensors of a part that Dynamo's DDPOptimizer split off.
 
     It cuts the graph of a model in DistributedDataParallel at gradient buckets and has
-    each part compiled on its own; the reason text tells. None for other graphs.
-    Symbolic sizes count as they were when they were traced.
+    each part compiled on its own; what it writes as the reason tells. None for graphs
+    that are no such part. Symbolic sizes count as they were when they were traced.
     """
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.reason.startswith("DDPOptimizer"):
@@ -270,9 +270,17 @@ def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
 
 
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:
-    """Return Dynamo's number of a graph's function, "0", and of the graph, "0/1".
+    """Dynamo's number of the function that a graph is of, and of the graph, "0/1".
 
     They are those of `TORCH_LOGS=recompiles` and of `tlparse`.
     """
     number = module.meta.get("dynamo_compile_id")
     return ("", "") if number is None else (str(number).split("/")[0], str(number))
+
+
+# Which versions of PyTorch this works with, and what each lacks.
+#
+# A version is called tested if the tests' quick part for PyTorch ran on it, whole or
+# the tests of each face (`train_step`, `backend`, `convolutions`, `memory`), on a CPU.
+# `TESTED` says what each lacks. Older ones than `OLDEST` lack names that are needed and
+# are refused; newer ones than those tested are tried, with a warning.

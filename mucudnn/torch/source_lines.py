@@ -51,40 +51,40 @@ def line_of_function(code: CodeType) -> str:
 
 
 def line_of_traceback(traceback: TracebackType | None) -> str:
-    """Return the user's line of an error, " (FILE:LINE, in FUNCTION)", or nothing."""
+    """Where an error came from: " (FILE:LINE, in FUNCTION)", or nothing."""
     found = ""
     while traceback is not None:
-        found = _line_of(traceback.tb_frame, traceback.tb_lineno) or found
+        found = _said(traceback.tb_frame, traceback.tb_lineno) or found
         traceback = traceback.tb_next
     return found
 
 
 def line_now() -> str:
-    """Return the innermost line of the user's that is being run."""
+    """The innermost line of the user's that is being run."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if found := _line_of(frame, frame.f_lineno):
+        if found := _said(frame, frame.f_lineno):
             return found
         frame = frame.f_back
     return ""
 
 
 def line_of_stack(stack: str | None) -> str:
-    """Return the innermost line of the user's in a stack that PyTorch wrote as text."""
+    """The innermost line of the user's in a stack that PyTorch recorded as text."""
     for file, line, function in reversed(_FRAME.findall(stack or "")):
-        if _is_users(file):
+        if _theirs(file):
             return f" ({file}:{line}, in {function})"
     return ""
 
 
-def _line_of(frame: FrameType, line: int) -> str:
+def _said(frame: FrameType, line: int) -> str:
     code = frame.f_code
-    if not _is_users(code.co_filename):
+    if not _theirs(code.co_filename):
         return ""
     return f" ({code.co_filename}:{line}, in {code.co_name})"
 
 
-def _is_users(file: str) -> bool:
+def _theirs(file: str) -> bool:
     if file.startswith("<"):
         return False
     if file.startswith((_PACKAGE, _TORCH)):
@@ -92,21 +92,21 @@ def _is_users(file: str) -> bool:
     return not file.startswith(_STANDARD) or "site-packages" in file
 
 
-# The identity of a tensor's storage.
+# Which bytes a tensor lies in.
 #
-# PyTorch has no public one: `data_ptr` is zero for tensors without data, and
-# `untyped_storage()` is another object every time.
+# PyTorch has no public name for a storage: `data_ptr` is zero for tensors without data,
+# and `untyped_storage()` is another object every time.
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the same number for tensors that share memory, with data or without.
+    """The same number for tensors that share memory, with data or without.
 
-    It may be reused once no tensor has the memory any more.
+    It may be another's as soon as no tensor has the memory any more.
     """
     return int(tensor.untyped_storage()._cdata)
 
 
 def bytes_in_storages(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of all storages of tensors, rounded as an allocator does."""
+    """Bytes of all that tensors lie in, each storage once, as an allocator has them."""
     storages = {storage_of(t): t.untyped_storage() for t in tensors}
     return sum(rounded(int(storage.nbytes())) for storage in storages.values())

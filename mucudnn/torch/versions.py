@@ -31,11 +31,11 @@ TESTED: Mapping[str, str] = MappingProxyType(
 
 
 OLDEST = "2.11"
-"""The oldest version that is not refused."""
+"""The oldest that is tried."""
 
 
 def installed_version() -> str | None:
-    """Return PyTorch's version, without importing it; None if it is not installed."""
+    """PyTorch's version, without importing it; None if it is not there."""
     loaded = sys.modules.get("torch")
     if loaded is not None:
         return str(loaded.__version__)
@@ -46,10 +46,10 @@ def installed_version() -> str | None:
 
 
 def check_version(version: str | None) -> None:
-    """Refuse a version that cannot work; warn of one that is not tested.
+    """Refuse a version that cannot work, and say of one that it is not tested.
 
     Raises:
-        BackendUnavailableError: PyTorch is not installed, or too old.
+        BackendUnavailableError: There is none, or it is too old.
     """
     tested = ", ".join(TESTED)
     advice = f"it is tested with {tested}: pip install 'mucudnn[torch]'"
@@ -68,5 +68,5 @@ def check_version(version: str | None) -> None:
 
 
 def _order(version: str) -> tuple[int, ...]:
-    """Return a version's two leading numbers: 2 and 13 of "2.13.0+cpu"."""
+    """A version's two leading numbers; those of "2.13.0+cpu" are 2 and 13."""
     return tuple(int(part) for part in version.split(".")[:2])
