@@ -11,6 +11,7 @@ kernels and frees tensors by itself, and recomputes at most once.
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mucudnn.arguments import a_flag
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.devices import get_device
+from mucudnn.ir.devices import DeviceFigures, get_device
 from mucudnn.ir.profile import Profile
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.joint import Joint
@@ -77,12 +78,8 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
     """
 
     def __init__(self, budget: float, device: str, offload: bool) -> None:
-        figures = get_device(device)
-
-        def costs(lowered: Lowered) -> Profile:
-            profile = estimated(lowered, figures)
-            return profile if offload else without_copies(profile)
-
+        # Inductor may pickle its settings, so that this is no local function.
+        costs = partial(_costs, device=get_device(device), offload=offload)
         self._budget = budget
         self._options = PlanOptions(costs=costs)
         self._offload = offload
@@ -163,6 +160,11 @@ def tag(
             node.meta["should_offload"] = True
         if node.target is operator.getitem and policy is again:
             node.args[0].meta[_KEY] = again  # a tuple cannot be saved itself
+
+
+def _costs(lowered: Lowered, device: DeviceFigures, offload: bool) -> Profile:
+    profile = estimated(lowered, device)
+    return profile if offload else without_copies(profile)
 
 
 def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
