@@ -28,7 +28,7 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.plan_step import DescribedStep, largest_batch_within
 from mucudnn.passes.planning.request import StepRequest
@@ -244,7 +244,7 @@ class MemoryStudy:
             budget: Bytes, or a size; by default half way from the least that works to
                 all that the whole step could use.
         """
-        return drawn("described_report", (self.described(), self._usual(budget)))
+        return html_of((self.described(), self._usual(budget)), whole=True)
 
     def __str__(self) -> str:
         here = self._device == _CPU
@@ -263,7 +263,7 @@ class MemoryStudy:
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks."""
-        return drawn("described_study", (self.described(), self._usual(None)))
+        return html_of((self.described(), self._usual(None)))
 
     def _usual(self, budget: float | str | None) -> int:
         """Return a budget in bytes; by default half way from the least to all."""
