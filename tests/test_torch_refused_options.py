@@ -12,7 +12,11 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.plan_program import REFUSALS, PlanOptions  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # what Inductor imports
+]
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "torch_refusals.md"
 
