@@ -34,7 +34,6 @@ from mucudnn.torch.source_lines import bytes_in_storages, storage_of
 
 _PlannerT = TypeVar("_PlannerT")
 
-
 _UPDATE = "the optimizer's update"
 
 
@@ -188,11 +187,8 @@ class EagerUpdate:
 
 
 _UPDATES = 3
-
 _SMALL = 1e-2
 """Scale of made-up gradients."""
-
-
 _MOST_OF_A_SEARCH = 4
 """Gradients that a line search holds beside those it returns."""
 

@@ -52,8 +52,8 @@ from mucudnn.torch.lowering.lowered import Lowered
 
 _log = logging.getLogger(__name__)
 
-
 PlanCacheChoice = str | os.PathLike[str] | Users | None
+"""What a `cache` argument may be."""
 
 
 def default_folder() -> Path:
@@ -193,13 +193,9 @@ class PlanStore:
 
 
 _SCHEMA = 2
-
 _MEMBERS = ("schema", "key", "sha256", "value")
-
-_LARGEST = 16 << 20
-
-_MOST = 64 << 20
-
+_LARGEST, _MOST = 16 << 20, 64 << 20
+"""Bytes of an entry, and of all, at most."""
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
@@ -304,15 +300,10 @@ _PROFILE = (
     *("node_ms", "workspaces", "fronts"),
     *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
 )
-
 _SLOWEST, _FASTEST = 1e-3, 1e15
 """Bytes that a copy may move in a millisecond; all bounds keep sums finite."""
-
-
 _LARGEST_SHARE = 1e6
-
 _MOST_BYTES = 1 << 42
-
 _DECISION = ("residency", "scheduler", "schedule")
 
 

@@ -84,28 +84,16 @@ def meter_of(device: torch.device) -> Meter:
 # with the copy engine of a step.
 
 
-_CPU_REPEATS = 5
-
-_ENOUGH_S = 0.5
-
+_CPU_REPEATS, _ENOUGH_S = 5, 0.5
 _CPU_COPIED = 2 << 20
-
 _PIECES = 8
 """Pieces of memory that are copied in turns: together larger than caches."""
 
-
-_FEWEST, _ROUNDS = 4, 24
-
-_ROUND_S = 0.003
-
-
+_FEWEST, _ROUNDS, _ROUND_S = 4, 24, 0.003
 _HANDED, _TURNS = 8, 16
 """Round trips that are timed together, and how often."""
-
-
 _SHORT = (64, 64)
 """Shape of a matrix whose product runs beside copies of few bytes."""
-
 
 _Clock = Callable[[], float]
 
@@ -247,16 +235,9 @@ def _seconds(call: Callable[[], object], count: int, clock: _Clock) -> float:
 # peaks.
 
 
-_REPEATS = 3
-
-_BURST = 8
-
-_LONG_MS = 5.0
-
+_REPEATS, _BURST, _LONG_MS = 3, 8, 5.0
 _COPIED = 64 << 20
-
 _CURRENT = "requested_bytes.all.current"
-
 _PEAK = "requested_bytes.all.peak"
 
 
