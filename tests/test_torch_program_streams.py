@@ -14,14 +14,13 @@ from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution import cuda_copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import StreamCopies  # noqa: E402
 from mucudnn.torch.execution.devices import copies_for, device_of  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.lowering.lowered import Layout  # noqa: E402
-from mucudnn.torch.plan_program import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.cuda_streams import OrderingError, StandIn  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
@@ -46,7 +45,7 @@ def offloading():
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     parts = StepParts.of(model, optimizer)
     captured = capture_step(model, loss_fn, optimizer, batch)
-    planner = planner_of(captured, parts, measured)
+    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
     graph = planner.lowered.graph
     leave = {saved.name: Residency.OFFLOAD for saved in saved_tensors(graph)}
     plan = plan_residency(planner.request().scheduled("on_demand"), leave)

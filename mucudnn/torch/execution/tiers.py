@@ -11,7 +11,6 @@ another process lost belonged to one run only. Parameters and state are offloade
 to tiers that can be read between two steps, and have memory of their own there.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,35 +25,9 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.profile import MemoryTier
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.executor.tiers import TierChoice
 from mucudnn.runtime.profiling.links import LINK_BYTES, measured_tiers
 from mucudnn.torch.execution.copies import bytes_of
-
-
-def tiers_within(
-    budget: float,
-    tiers: str | TierChoice | Sequence[str | TierChoice],
-    *,
-    shared: bool,
-) -> "StepTiers | None":
-    """Return the offload targets that a user names; None if there are none.
-
-    Args:
-        budget: Bytes, or infinity.
-        tiers: Such as `("host=4GiB", "disk:/scratch", "peer:1")`.
-        shared: See `StepTiers`.
-
-    Raises:
-        ValueError: A text is no tier, or a tier is there twice; or there is no budget.
-        TypeError: An entry is something else.
-    """
-    choices = parse_tiers(tiers)
-    if choices and math.isinf(budget):
-        raise ValueError(
-            f"tiers={tiers!r} says where tensors go that leave, and nothing leaves "
-            "without a budget; give budget=SIZE"
-        )
-    return StepTiers(choices, shared=shared) if choices else None
 
 
 class StepTiers:
