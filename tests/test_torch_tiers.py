@@ -15,14 +15,15 @@ torch = pytest.importorskip("torch")
 
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError  # noqa: E402
+from mucudnn.runtime.executor.tiers import parse_tiers  # noqa: E402
 from mucudnn.torch import (  # noqa: E402
     CompileBackend,
     TrainStep,
 )
 from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.execution.bound_step import at_home  # noqa: E402
-from mucudnn.torch.execution.tiers import TierCopies, tiers_within  # noqa: E402
-from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
+from mucudnn.torch.execution.tiers import StepTiers, TierCopies  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
@@ -65,10 +66,11 @@ class Step:
     def __init__(self, budget, tiers, name="mlp", **options):
         self.model, self.loss_fn, self.batch = build(name)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        away = tiers_within(budget, tiers, shared=True)
-        planning = StepPlanning(budget, costs, self.plans, tiers=away, **options)
-        self.run = TrainStep(self.model, self.loss_fn, self.optimizer, planning)
-        self.rooms = away and away._rooms
+        choices = parse_tiers(tiers)
+        targets = StepTiers(choices, shared=True) if choices else None
+        options = PlanOptions(costs, self.plans, tiers=targets, **options)
+        self.run = TrainStep(self.model, self.loss_fn, self.optimizer, budget, options)
+        self.arenas = targets and targets._arenas
 
     def losses(self, count=3):
         return [self.run(*self.batch).item() for _ in range(count)]
@@ -115,8 +117,12 @@ def test_a_step_leaves_to_three_memories(tmp_path, offload_state):
     assert step.losses() == wanted
     away = plan.plan.schedule.hosted
     assert bool(away) == offload_state
-    assert sum(map(at_home, step.tensors())) >= len(away)
-    here = sum(t.untyped_storage().nbytes() for t in step.tensors() if not at_home(t))
+    assert sum(map(is_outside_allocator, step.tensors())) >= len(away)
+    here = sum(
+        t.untyped_storage().nbytes()
+        for t in step.tensors()
+        if not is_outside_allocator(t)
+    )
     beyond = real_peak(lambda: step.run(*step.batch))
     assert here + beyond <= plan.peak_bytes <= budget
     assert not list(tmp_path.iterdir())
@@ -127,29 +133,29 @@ def test_what_a_dead_owner_had_is_lost_for_one_step_only():
     step = Step(least(), PEER)
     wanted = step.eager(4)
     assert step.losses(2) == wanted[:2]
-    owner = step.rooms._open[0]._tiers[0].owner
+    owner = step.arenas._open[0]._tiers[0].owner
     before = copy.deepcopy(step.model.state_dict())
     os.kill(owner, signal.SIGKILL)
     os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
-    told = rf"process {owner}, which owned .*peer:1, ended .*lost; nothing that is tra"
+    told = rf"process {owner}, which owned .*peer:1, ended .*lost; no parameter"
     with pytest.raises(BackendError, match=told):
         step.run(*step.batch)
     after = step.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert step.losses(2) == wanted[2:]
     gc.collect()
-    assert len(step.rooms._open) == 1
+    assert len(step.arenas._open) == 1
 
 
 def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
-    home, failing = TierCopies.home, []
+    home, failing = TierCopies.write_back, []
 
     def fails(*args):
         home(*args)
         if failing and not failing.pop():
             raise BackendError("a copy to the host failed")
 
-    monkeypatch.setattr(TierCopies, "home", fails)
+    monkeypatch.setattr(TierCopies, "write_back", fails)
     step = Step(least(offload_state=True), f"disk:{tmp_path}@1GiB", offload_state=True)
     wanted = step.eager(4)
     assert step.losses(1) == wanted[:1]
@@ -166,7 +172,7 @@ def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
             error = str(e)
         if error is not None:
             begun = re.search("had begun to change .* from a checkpoint", error)
-            assert begun or "nothing that is trained was changed" in error
+            assert begun or "no parameter or state was changed" in error
             told.add(bool(begun))
             if begun:
                 with pytest.raises(BackendError, match=r"half done by .*reset"):
@@ -205,7 +211,7 @@ def test_batches_of_two_sizes_share_a_room(tmp_path):
     x, y = step.batch
     for size in (4, 8, 4, 8):
         step.run(x[:size], y[:size])
-    assert len(step.rooms._open) == len(step.rooms._free) == 1
+    assert len(step.arenas._open) == len(step.arenas._free) == 1
 
 
 def test_a_step_in_parts_leaves_to_a_file(tmp_path):
@@ -224,12 +230,12 @@ def test_a_compiled_model_leaves_to_tiers_with_two_passes_under_way(tmp_path, pl
     model, loss_fn, (x, y) = build("conv")
     eager = copy.deepcopy(model)
     with pytest.raises(PlanningError) as caught:
-        torch.compile(model, backend=CompileBackend(0, costs, plans=plans))(x)
+        torch.compile(model, backend=CompileBackend(0, PlanOptions(costs, plans)))(x)
     torch.compiler.reset()
     budget = caught.value.least_bytes
     tiers = ["peer:1=132KiB@2GiB", f"disk:{tmp_path}@1GiB"]
-    away = tiers_within(budget, tiers, shared=False)
-    backend = CompileBackend(budget, costs, plans=plans, tiers=away)
+    away = StepTiers(parse_tiers(tiers), shared=False)
+    backend = CompileBackend(budget, PlanOptions(costs, plans, tiers=away))
     compiled = torch.compile(model, backend=backend)
     for run in (compiled, eager):
         losses = [loss_fn(run(part), y) for part in (x, x.flip(0), x * 2)]
