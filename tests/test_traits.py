@@ -269,7 +269,7 @@ def test_foreign_nodes_keep_the_rules(data):
     copies = {origin(node.name) for node in final.nodes if "~" in node.name}
     assert all(graph.by_name[name].recomputable for name in copies)
     moves = {i.tensor for i in schedule.instructions if isinstance(i, SwapOut | SwapIn)}
-    assert not moves & final.pinned
+    assert not moves & final.immovable
     there = {i.tensor for i in schedule.instructions if isinstance(i, Alloc | Free)}
     assert not there & {spec.name for spec in final.with_role(Role.BORROWED)}
     for name in final.inputs:
@@ -341,7 +341,7 @@ def test_every_policy_plans_foreign_nodes(policy):
             for i in plan.schedule.instructions
             if isinstance(i, SwapOut | SwapIn)
         }
-        assert not moved & plan.schedule.graph.pinned
+        assert not moved & plan.schedule.graph.immovable
     placed = place_step(request.within(2 * least))
     assert "image" not in placed.layout.offsets
 
@@ -354,7 +354,7 @@ def test_the_program_leaves_alone_what_must_stay():
     assert found.residency
     for name, choice in found.residency.items():
         if choice is Residency.OFFLOAD:
-            assert name not in graph.pinned
+            assert name not in graph.immovable
         else:
             assert graph.producers[name].recomputable
 
@@ -364,7 +364,7 @@ def test_memory_of_the_caller_is_there_all_the_time():
     live = live_ranges(graph)["image"]
     assert (live.first, live.last) == (0, len(graph.nodes))
     assert uses_of(graph)["image"].persistent
-    assert "image" in graph.pinned
+    assert "image" in graph.immovable
 
 
 def test_a_view_in_the_backward_pass_follows_what_is_computed_again():

@@ -238,7 +238,7 @@ class Graph:
         return found
 
     @cached_property
-    def pinned(self) -> frozenset[str]:
+    def immovable(self) -> frozenset[str]:
         """Storages that are never offloaded: borrowed ones, immovable results."""
         fixed = (node for node in self.nodes if not node.traits.movable)
         results = (name for node in fixed for name in node.outputs)
@@ -260,7 +260,7 @@ class Graph:
             storages: Storages of these tensors, if known.
         """
         found = copy(self)
-        for name in ("storages", "reads", "overwritten", "pinned"):
+        for name in ("storages", "reads", "overwritten", "immovable"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
         if storages is not None:

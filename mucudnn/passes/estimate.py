@@ -48,9 +48,8 @@ def estimate(
         assumed: Efficiencies relative to the device's peaks.
 
     Raises:
-            ValueError: The device is unknown, or its figures do not cover the dtype of
-            a
-                convolution.
+        ValueError: The device is unknown, or its figures do not cover the dtype of a
+            convolution.
     """
     figures = get_device(device) if isinstance(device, str) else device
     known = dict(fronts or {})

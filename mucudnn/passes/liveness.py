@@ -251,14 +251,9 @@ def written(graph: Graph, node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
 
 
-def last_writes(graph: Graph) -> dict[str, int]:
-    """Return the position of the last node that changes each storage."""
-    return {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
-
-
 def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
     """Return the position of each tensor's last change; -1 if no node changes it."""
-    writes = last_writes(graph)
+    writes = {s: i for i, n in enumerate(graph.nodes) for s in written(graph, n)}
     made = {t: i for i, node in enumerate(graph.nodes) for t in node.outputs}
     return {
         name: max(writes.get(graph.storages[name], -1), made.get(name, -1))

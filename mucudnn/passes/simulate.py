@@ -53,10 +53,13 @@ class Prediction:
         compute_ms: Sum of the nodes' times.
         stalls_ms: Stalls of compute by cause: `operand` (prefetches), `memory`
             (offloads), and `copies` (slowdown by copies), if there is any.
-        out_bytes: Offloaded bytes. in_bytes: Prefetched bytes. lanes: All operations,
-        in program order. schedule: The simulated schedule. profile: Times of nodes, and
-        link rates. placement: Tier of each storage; None for a single tier with the
-        profile's links.
+        out_bytes: Offloaded bytes.
+        in_bytes: Prefetched bytes.
+        lanes: All operations, in program order.
+        schedule: The simulated schedule.
+        profile: Times of nodes, and link rates.
+        placement: Tier of each storage; None for a single tier with the profile's
+            links.
     """
 
     step_ms: float

@@ -114,7 +114,7 @@ def offload_gaps(
 
 def _of_activation(graph: Graph, use: Use, windows: NodeGroups) -> Iterator[OffloadGap]:
     producer = graph.producers.get(use.storage)
-    stuck = use.storage in graph.pinned
+    stuck = use.storage in graph.immovable
     for after, before in use.gaps():
         if before >= windows.count:
             continue
@@ -216,8 +216,9 @@ class RecomputeChains:
 
     Attributes:
         chains: Nodes of each saved tensor's chain if all other saved tensors are
-        resident. parents: Saved tensors that each saved tensor's chain reads. shared:
-        Nodes in several chains.
+            resident.
+        parents: Saved tensors that each saved tensor's chain reads.
+        shared: Nodes in several chains.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -240,12 +241,13 @@ class RecomputeChains:
 # every storage and every gap between two uses, variables are the fraction that is
 # resident in each window, the fractions copied out and in, and the fraction recomputed:
 #
-#     minimise    sum of the windows' times     subject to  a window's time >= its nodes
-# and recomputation,                                    bytes out / B_out,  bytes in /
-# B_in                 at every node: operands + resident fractions + workspace <=
-# budget                 an absent fraction was copied out before, or is recomputed
-# a restored fraction was copied in or recomputed since                 recomputation
-# has its saved inputs resident
+#     minimize    sum of the windows' times
+#     subject to  a window's time >= its nodes and recomputation,
+#                                    bytes out / B_out,  bytes in / B_in
+#                 at every node: operands + resident fractions + workspace <= budget
+#                 an absent fraction was copied out before, or is recomputed
+#                 a restored fraction was copied in or recomputed since
+#                 recomputation has its saved inputs resident
 #
 # Every plan gives a feasible solution that takes no longer: let a fraction be the part
 # of a storage that is on the device at the worst moment of a window. A plan copies,

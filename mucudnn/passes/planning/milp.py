@@ -1,6 +1,6 @@
 """Choose residencies and convolution plans together by a mixed-integer linear program.
 
-    minimise    T_forward + T_backward
+    minimize    T_forward + T_backward
     subject to  T_forward  >= compute of the forward pass,  offloaded bytes / B_out
                 T_backward >= compute of the backward pass and recomputation,
                               offloaded bytes / B_in
@@ -124,7 +124,7 @@ class _Program:
             self._model += self._offload[name] + self._recompute[name] <= 1
             if math.isinf(candidate.recompute_ms):
                 self._model += self._recompute[name] == 0
-            if name in request.graph.pinned:
+            if name in request.graph.immovable:
                 self._model += self._offload[name] == 0
         self._add_memory(self._residency_variables())
 

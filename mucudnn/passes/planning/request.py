@@ -130,8 +130,7 @@ class StepRequest:
         hosted: Names of exactly those parameters and state that are host-resident, if
             another step that shares them has decided. Unknown names are ignored.
         seed: Further residencies that the search of `planned` starts from, such as
-        those
-            of a previous plan. Other policies ignore it.
+            those of a previous plan. Other policies ignore it.
         placement: One of `PLACEMENTS`; `virtual` needs the profile of a device with
             mappable memory.
 
@@ -193,7 +192,7 @@ class StepRequest:
     def persistent(self) -> frozenset[str]:
         """Names of the parameters and state that may be host-resident."""
         names = frozenset(spec.name for spec in self.graph.with_role(*PERSISTENT))
-        return names - self.graph.pinned
+        return names - self.graph.immovable
 
     @property
     def grows(self) -> bool:
@@ -308,7 +307,7 @@ class Rewriter:
             return self._last[1]
         ready = self._rematerialized(residency).rewritten
         swaps = _swaps(ready, residency, hosted)
-        away = (hosted or frozenset()) - ready.graph.pinned
+        away = (hosted or frozenset()) - ready.graph.immovable
         found = replace(ready, swaps=swaps, away=away)
         self._last = key, found
         return found
@@ -373,7 +372,7 @@ class _Rematerialized:
     def rewritten(self) -> Rewritten:
         """The step with in-place results and no offload."""
         final, uses = in_place_with_uses(self.graph)
-        fixed = final.pinned
+        fixed = final.immovable
         idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
         return Rewritten(
             graph=final,

@@ -45,9 +45,9 @@ class WindowPlan:
     """Residency intervals, and the fill levels of both windows over time.
 
     Attributes:
-        intervals: Intervals of all storages that are not always resident. in_bytes:
-        Bytes of the swap-in window when each node was planned, and at the end;
-            prefetches that were cancelled later are included.
+        intervals: Intervals of all storages that are not always resident.
+        in_bytes: Bytes of the swap-in window when each node was planned, and at the
+            end; prefetches that were cancelled later are included.
         out_bytes: Bytes of the swap-out window at the same times.
         prefetch_bytes: Bytes of the swap-in window, unwritten results included.
     """
@@ -81,11 +81,11 @@ def windows(problem: SchedulingProblem) -> WindowPlan:
 
 
 def _every_gap(problem: SchedulingProblem) -> Swaps:
-    n, pinned = len(problem.graph.nodes), problem.graph.pinned
+    n, immovable = len(problem.graph.nodes), problem.graph.immovable
     return {
         use.storage: gaps
         for use in problem.uses.values()
-        if not use.persistent and use.storage not in pinned
+        if not use.persistent and use.storage not in immovable
         if (gaps := [(i, j) for i, j in use.gaps() if j < n])
     }
 
