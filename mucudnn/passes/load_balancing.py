@@ -472,8 +472,8 @@ def measured_table(
 
 # Split a mini-batch among ranks such that the slowest rank ends as early as possible.
 #
-#     minimise    max of t_i(n_i) + all-reduce     subject to  sum of n_i = N,  at_least
-# <= n_i <= what rank i can take
+#     minimize    max of t_i(n_i) + all-reduce
+#     subject to  sum of n_i = N,  at_least <= n_i <= what rank i can take
 #
 # Oyama et al., "Accelerating Deep Learning Frameworks with Micro-batches", CLUSTER
 # 2018, train on unequal devices this way, but do not publish how they divide. Times
