@@ -316,17 +316,17 @@ def test_bits_are_never_taken_for_numbers(without_ml_dtypes, folder, monkeypatch
     device.randomize(bits)  # it may be filled, and convolved
     floats = StrictArray(np.ones((2, 2), np.float32))
     for misread in (
-        lambda: launcher.copy(floats, bits),
-        lambda: launcher.copy(bits, floats),
-        lambda: launcher.copy(0.5, bits),
-        lambda: launcher.matmul(bits, bits, bits),
+        lambda: launcher.prepared_copy(floats, bits)(),
+        lambda: launcher.prepared_copy(bits, floats)(),
+        lambda: launcher.prepared_copy(0.5, bits)(),
+        lambda: launcher.prepared_matmul(bits, bits, bits)(),
         lambda: device.upload(floats.host, bits),
         lambda: device.download(bits),
     ):
         with pytest.raises(UnsupportedError, match="bfloat16 needs ml_dtypes"):
             misread()
     other = StrictArray(np.zeros((2, 2), np.uint16))
-    launcher.copy(bits, other)
+    launcher.prepared_copy(bits, other)()
     assert np.array_equal(other.host, bits.host)
 
 
@@ -335,7 +335,7 @@ def test_matrices_of_whole_numbers_have_no_product(dtype, folder, monkeypatch):
     stand_in(monkeypatch, folder)
     whole = StrictArray(np.zeros((2, 2), dtype))
     with pytest.raises(UnsupportedError, match=f"no product of matrices of {dtype}"):
-        CupyLauncher(lambda: None).matmul(whole, whole, whole)
+        CupyLauncher(lambda: None).prepared_matmul(whole, whole, whole)
 
 
 # A machine with a driver and no toolkit.
@@ -364,8 +364,8 @@ def test_what_cupy_lacks_is_told_with_what_to_install(said, folder, monkeypatch)
     monkeypatch.setattr(cupy, "ascontiguousarray", fails)
     monkeypatch.setattr(cupy, "RawKernel", fails)
     for meets in (
-        lambda: launcher.copy(0.0, x),
-        lambda: launcher.matmul(x, x, x),
+        lambda: launcher.prepared_copy(0.0, x)(),
+        lambda: launcher.prepared_matmul(x, x, x)(),
         lambda: gpu.kernels["relu"].run([x], [x], {}, None),
         lambda: gpu.device.randomize(x),
         lambda: gpu.device.dense(x.T),
