@@ -30,7 +30,7 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.precision import lowered
 from mucudnn.passes.graph.split import split_batch
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.runtime.training.measured_choices import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -94,7 +94,7 @@ def test_a_bias_is_cast_only_where_nothing_takes_it_as_it_is():
         expected = "float32" if "float32" in kinds else "float16"
         assert {made.tensors[n.inputs[2]].dtype for n in taken} == {expected}
     made = fused(graph, lambda problem, bias: bias == "float16")
-    (step,) = step_graphs(made, Momentum(), keep_copies=lambda step: True)
+    (step,) = build_step(made, StepRecipe(optimizer=Momentum(), fuse=False)).steps
     assert step.tensors["conv/bias:float16"].role is Role.STATE
     assert step.tensors[step.gradients["conv/bias"]].dtype == "float16"
 

@@ -14,7 +14,7 @@ from mucudnn.passes.graph.layouts import (
     layout_trials,
     with_channels_last,
 )
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import Layouts
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -109,7 +109,11 @@ def test_a_gradient_that_is_a_view_is_there_before_it_is_used(when, parts):
     label = g.input("label", (2,), "int64")
     graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
     turned = with_channels_last(graph, able(graph))
-    for step in step_graphs(turned, Momentum(), when=when, parts=parts):
+    recipe = StepRecipe(
+        optimizer=Momentum(), update_when=when, micro_batches=parts, fuse=False
+    )
+    choices = StepChoices(keep_copies=lambda step: False)
+    for step in build_step(turned, recipe, choices).steps:
         assert any(node.op == "reshape" for node in step.nodes)
 
 

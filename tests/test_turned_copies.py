@@ -15,7 +15,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.layouts import stored
 from mucudnn.passes.graph.precision import copies_of_parameters
-from mucudnn.passes.graph.training_step import training_graphs
+from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.parameters import StateStore
 from tests.cuda_emulator import COMPILER, Emulator
@@ -37,18 +37,16 @@ SHAPES = (
 )
 
 
-def step(forward, precision="float16", **more):
-    return training_graphs(
-        forward,
-        None,
-        OPTIMIZERS["momentum"],
-        when="late",
-        parts=more.pop("parts", 1),
+def step(forward, precision="float16", *, parts=1, shared=False, **choices):
+    recipe = StepRecipe(
+        optimizer=OPTIMIZERS["momentum"],
+        update_when="late",
+        micro_batches=parts,
         precision=precision,
-        loss_scale=None,
-        layout=lambda graph, trains: stored(graph, "NHWC"),
-        **more,
-    ).steps[-1]
+        shared_gradients=shared,
+    )
+    last = StepChoices(layout=lambda graph, trains: stored(graph, "NHWC"), **choices)
+    return build_step(forward, recipe, last).steps[-1]
 
 
 def turns(graph):

@@ -145,7 +145,7 @@ class Planner:
             budget=budget + self.given_bytes,
             hosted=None if self.offload else frozenset(),
         )
-        return over_fastest(request, self.tiers) if self.tiers else request
+        return over_fastest(request, self.tiers)
 
     def _lent(self) -> Graph:
         """The graph with it said which inputs stay: the caller's and small ones."""

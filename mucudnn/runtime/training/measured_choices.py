@@ -14,12 +14,11 @@ from mucudnn.codecs import problem_key
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, operands_of
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import EPILOGUE, LIBRARY, make_node, with_library
-from mucudnn.ir.optimizers import DynamicLossScale, Optimizer
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.layouts import (
     able,
     cheapest_layouts,
@@ -27,8 +26,7 @@ from mucudnn.passes.graph.layouts import (
     stored,
     with_channels_last,
 )
-from mucudnn.passes.graph.updates import When, with_updates
-from mucudnn.passes.liveness import rounded
+from mucudnn.passes.graph.training_step import Complete
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.cutting import (
     Segment,
@@ -37,6 +35,7 @@ from mucudnn.passes.planning.cutting import (
     check_split,
     cutting_of,
 )
+from mucudnn.passes.planning.place_step import fits_resident
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import Splitting, plan_splitting
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -46,10 +45,8 @@ from mucudnn.runtime.profiling.profiler import OnNode, profile
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.planned_steps import (
     Plans,
-    plan_convolutions,
-    resident_step,
 )
-from mucudnn.runtime.training.sizes import WorkingSet
+from mucudnn.runtime.training.sizes import WorkingSet, size_profile
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -408,10 +405,7 @@ class SplitChooser:
         split: Split,
         tuner: Tuner,
         budget: MemoryBudget | None,
-        optimizer: Optimizer,
         *,
-        when: When,
-        scaling: DynamicLossScale | None,
         order: str | Order,
         progress: OnNode | None,
     ) -> None:
@@ -421,64 +415,64 @@ class SplitChooser:
         self.plan: StepPlan | None = None
         self.segments: tuple[Segment, ...] = ()
         self._split, self._tuner, self._budget = split, tuner, budget
-        self._optimizer, self._when, self._order = optimizer, when, order
-        self._scaling, self._progress = scaling, progress
-        self._unmeasured: OutOfMemoryError | PlanningError | None = None
+        self._order, self._progress = order, progress
 
-    def __call__(self, graph: Graph) -> Graph:
+    def __call__(self, graph: Graph, complete: Complete) -> Graph:
         """Return the graph in parts, or unchanged.
 
         Raises:
             PlanningError: The step does not fit the budget, whole or in parts.
         """
-        cutting = cutting_of(graph, self._split)
+        cutting, budget = cutting_of(graph, self._split), self._budget
         if cutting is None:
-            if self._budget is None:
+            if budget is None:
                 return graph
-            step = SplitStep(graph, self._with_updates, self._costs, self._request)
+            unmeasured: list[OutOfMemoryError | PlanningError] = []
+
+            def costs(step: Graph) -> Profile | None:
+                try:
+                    return profile(
+                        self._tuner,
+                        step,
+                        memory=budget.nbytes,
+                        progress=self._progress,
+                    )
+                except (OutOfMemoryError, PlanningError) as e:
+                    unmeasured.append(e)
+                    return None
+
+            step = SplitStep(
+                graph,
+                lambda graph: ordered(self._order, complete(graph)),
+                costs,
+                partial(_request_within, budget),
+            )
             try:
                 self.decision = plan_splitting(step, self._split)
             except PlanningError as e:
-                if e.least_bytes is not None or self._unmeasured is None:
+                if e.least_bytes is not None or not unmeasured:
                     raise
-                words = f"{e}, whole or in parts; in the last way that was tried"
+                last = unmeasured[-1]
                 raise PlanningError(
-                    f"{words}, {self._unmeasured}"
-                ) from self._unmeasured
+                    f"{e}, whole or in parts; in the last way that was tried, {last}"
+                ) from last
             chosen = self.decision.chosen
             cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan
             self.profile = None if request is None else request.profile
         self.segments = cutting.segments(graph)
         return cutting.cut(graph)
 
-    def _with_updates(self, graph: Graph) -> Graph:
-        step = with_updates(
-            graph, self._optimizer, when=self._when, scaling=self._scaling
-        )
-        return ordered(self._order, step)
 
-    def _costs(self, graph: Graph) -> Profile | None:
-        memory = None if self._budget is None else self._budget.nbytes
-        try:
-            return profile(self._tuner, graph, memory=memory, progress=self._progress)
-        except (OutOfMemoryError, PlanningError) as e:
-            self._unmeasured = e
-            return None
-
-    def _request(self, graph: Graph, costs: Profile) -> StepRequest:
-        budget = self._budget
-        asked = StepRequest(graph, costs)
-        if budget is None:
-            return asked
-        return replace(
-            asked,
-            budget=budget.nbytes,
-            policy=budget.policy,
-            scheduler=budget.scheduler,
-            convolutions=(
-                "dynamic" if budget.convolutions == "fixed" else budget.convolutions
-            ),
-        )
+def _request_within(budget: MemoryBudget, graph: Graph, costs: Profile) -> StepRequest:
+    dynamic = budget.convolutions == "fixed"
+    return StepRequest(
+        graph,
+        costs,
+        budget=budget.nbytes,
+        policy=budget.policy,
+        scheduler=budget.scheduler,
+        convolutions="dynamic" if dynamic else budget.convolutions,
+    )
 
 
 # Optional uses of memory that make steps faster: parameter copies, input buffers.
@@ -487,25 +481,14 @@ class SplitChooser:
 
 
 def copies_fit(
-    tuner: Tuner,
-    budget: MemoryBudget | None,
-    order: str | Order,
-    plans: Plans | None,
-    step: Graph,
+    tuner: Tuner, budget: MemoryBudget | None, order: str | Order, step: Graph
 ) -> bool:
-    """Return whether a step with low-precision copies of parameters fits the budget.
-
-    Where tensors must be offloaded, copies are not worth their memory: converting a
-    resident parameter is faster than fetching its copy.
-    """
+    """Return whether a step with low-precision copies of parameters fits the budget."""
     if budget is None:
         return True
-    state = sum(rounded(spec.nbytes) for spec in step.with_role(*PERSISTENT))
-    if state >= budget.nbytes:
-        return False
-    known = plan_convolutions(tuner, (step,), plans)
-    placed = resident_step(tuner, step, order, known, STATIC)
-    return placed.nbytes <= budget.nbytes
+    sizes = size_profile(tuner, in_place(step))
+    request = StepRequest(ordered(order, step), sizes, budget=budget.nbytes)
+    return fits_resident(request)
 
 
 def transit_of(

@@ -193,7 +193,7 @@ class BoundedStep:
         return self._place(request)
 
     def _is_of(self, profile: Profile) -> bool:
-        return {node.name for node in self.graph.nodes} <= profile.node_ms.keys()
+        return {node.name for node in self.graph.nodes} == profile.node_ms.keys()
 
     def _place(self, request: StepRequest) -> PlacedStep:
         if not self.tiers:

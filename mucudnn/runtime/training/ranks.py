@@ -1,15 +1,17 @@
 """Data-parallel training: one trainer per rank, gradients summed over all ranks."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mucudnn.arguments import one_of
+from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import Rows
 from mucudnn.models import IMAGE
-from mucudnn.passes.graph.training_step import Divided, drawing_rows, in_pieces
+from mucudnn.passes.graph.training_step import Complete, drawing_rows, in_pieces
 from mucudnn.passes.graph.updates import updates_last
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.runtime.distributed.collectives import (
@@ -33,6 +35,8 @@ from mucudnn.runtime.tuning.tuner import Tuner
 _HOST, _BUILDER = "cpu", "builder"
 
 T = TypeVar("T")
+
+Split = Callable[[Graph, Complete], Graph]
 
 _REMEMBERED = 21
 """Number of recent steps, few enough that a rank that becomes slow is soon seen."""
@@ -100,17 +104,38 @@ class Ranks:
                 return found
             tuner.forget()
 
-    def part(self, divided: Divided) -> Divided:
-        """Return a function that divides a training graph of this rank's rows.
+    def first_that_fits(self, plan: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """Plan a step, or in another way on all ranks if any has too little memory.
 
-        The division decomposes normalizations that it cuts. All others are decomposed
+        If a step fits in neither way, the error has the lesser sufficient budget.
+        """
+        refused: PlanningError | OutOfMemoryError | None = None
+        try:
+            found = plan()
+        except (PlanningError, OutOfMemoryError) as e:
+            refused = e
+        if not self.any_rank(refused is not None):
+            return found
+        try:
+            return fallback()
+        except PlanningError as e:
+            if refused is None:
+                raise
+            raise min(refused, e, key=_sufficient_bytes) from None
+
+    def part(
+        self, split: Callable[[Graph, Complete], Graph]
+    ) -> Callable[[Graph, Complete], Graph]:
+        """Return a function that splits a training graph of this rank's rows.
+
+        Splitting decomposes normalizations that it cuts. All others are decomposed
         afterwards, so that planners see them whole.
         """
         if self._together is None:
-            return divided
+            return split
 
-        def cut(graph: Graph) -> Graph:
-            found = divided(drawing_rows(graph, self._rows))
+        def cut(graph: Graph, complete: Complete) -> Graph:
+            found = split(drawing_rows(graph, self._rows), complete)
             return in_pieces(found) if self._synchronised else found
 
         return cut
@@ -193,6 +218,11 @@ class Ranks:
         if not self._synchronised:
             return sums
         return joint_statistics(graph, array, self._together, share).then(sums)
+
+
+def _sufficient_bytes(error: PlanningError | OutOfMemoryError) -> float:
+    least = error.least_bytes if isinstance(error, PlanningError) else None
+    return math.inf if least is None else least
 
 
 def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from mucudnn.backends import Device
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import Event, Transit
 from mucudnn.models import IMAGE, LABEL, class_count
-from mucudnn.passes.graph.training_step import TrainingGraphs, input_bytes
+from mucudnn.passes.graph.training_step import StepGraphs
 from mucudnn.passes.graph.updates import LEARNING_RATE, STEP
 from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.cutting import trains
@@ -110,7 +110,7 @@ class SharedArena:
 class Stepper:
     """Takes the steps of a trainer."""
 
-    def __init__(self, graphs: TrainingGraphs, arena: SharedArena) -> None:
+    def __init__(self, graphs: StepGraphs, arena: SharedArena) -> None:
         self._graph = graphs.steps[-1]
         self._arena = arena
         self._last = len(graphs.steps) - 1
@@ -193,7 +193,7 @@ class StepMemory:
 
 def allocate_step_memory(
     backend: Backend,
-    graphs: TrainingGraphs,
+    graphs: StepGraphs,
     placed: Sequence[PlacedStep],
     budget: MemoryBudget | None,
     seed: int,
@@ -211,7 +211,7 @@ def allocate_step_memory(
         backend.device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
     )
     held = shared_bytes([p.layout for p in placed]) + state.nbytes
-    transit, staged = transit_of(backend, budget, held, input_bytes(graphs))
+    transit, staged = transit_of(backend, budget, held, graphs.input_bytes)
     arena = SharedArena(backend, placed, state, tiers, replay, around, transit)
     return StepMemory(state, arena, held + staged)
 
