@@ -154,12 +154,14 @@ def train_step(
     or runs in eager mode where `fallback` or the budget allow it; either is announced
     by a warning. Prints and log lines appear when a step is captured.
 
-    Results are those of eager mode, bit for bit, with three exceptions: what is
-    computed in place into a part of a tensor is computed into memory of its own, and
-    kernels may round strided memory otherwise than dense one, as the sigmoids of
-    `nn.GRU` do where its width is no multiple of their vectors (32 always is); the
-    gradient of a product (`prod`) is always computed as if there were zeros in it; and
-    an optimizer with `fused=True` updates by PyTorch's plain operations.
+    Under `torch.autocast` the model and the loss are cast; gradients and the update are
+    computed outside of it, as PyTorch recommends. Results are those of eager mode, bit
+    for bit, with three exceptions: what is computed in place into a part of a tensor is
+    computed into memory of its own, and kernels may round strided memory otherwise than
+    dense one, as the sigmoids of `nn.GRU` do where its width is no multiple of their
+    vectors (32 always is); the gradient of a product (`prod`) is always computed as if
+    there were zeros in it; and an optimizer with `fused=True` updates by PyTorch's
+    plain operations.
 
     Args:
         model: What is trained.

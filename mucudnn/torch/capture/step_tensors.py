@@ -499,12 +499,17 @@ class LiveParts:
             for path in names:
                 module, _, own = path.rpartition(".")
                 terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
-        groups = self._optimizer.param_groups
+        groups, lines = self._optimizer.param_groups, []
+        of_parameter: dict[tuple[int, int], str] = {}
         for i, j, key in self.parts.state:
-            terms.append(f"state[{name(groups[i]['params'][j])}][{key!r}]")
+            if (i, j) not in of_parameter:  # a parameter's hash is slow: once for each
+                of_parameter[i, j] = f"s{len(of_parameter)}"
+                parameter = name(groups[i]["params"][j])
+                lines.append(f"  {of_parameter[i, j]} = state[{parameter}]\n")
+            terms.append(f"{of_parameter[i, j]}[{key!r}]")
         defaults = "".join(f", {key}={key}" for key in held)
         values = "".join(f"{term}, " for term in terms)
-        source = f"def lookup(state{defaults}):\n  return ({values})\n"
+        source = f"def lookup(state{defaults}):\n{''.join(lines)}  return ({values})\n"
         exec(compile(source, "<mucudnn lookup>", "exec"), held)
         return held["lookup"]  # type: ignore[no-any-return]
 
