@@ -40,7 +40,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.models import get_model
-from mucudnn.passes.graph.layouts import stored
+from mucudnn.passes.graph.layouts import with_layout
 from mucudnn.passes.graph.precision import copies_of_parameters
 from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 
@@ -210,7 +210,7 @@ def _step(
         optimizer=Momentum(0.1), update_when="late", precision=precision, fuse=fuse
     )
     choices = StepChoices(
-        layout=lambda graph, trains: stored(graph, layout), epilogue=_listed
+        layout=lambda graph, trains: with_layout(graph, layout), epilogue=_listed
     )
     (graph,) = build_step(get_model(model)(batch), recipe, choices).steps
     found = traffic_of(graph, rates_of(precision))

@@ -16,7 +16,7 @@ from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import IMAGE, get_model, network_name
 from mucudnn.notebook import drawn
-from mucudnn.passes.graph.layouts import stored
+from mucudnn.passes.graph.layouts import with_layout
 from mucudnn.passes.graph.precision import copies_of_parameters
 from mucudnn.passes.graph.training_step import (
     StepChoices,
@@ -98,7 +98,7 @@ class StepSpec:
     def choices(self) -> StepChoices:
         """How the step is computed without a budget."""
         return StepChoices(
-            layout=lambda g, _: stored(g, self.layout, self.channels_last)
+            layout=lambda g, _: with_layout(g, self.layout, self.channels_last)
         )
 
     def graph(self, batch: int | None = None) -> Graph:

@@ -12,7 +12,11 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.graph.layouts import able, cheapest_layouts, layout_trials
+from mucudnn.passes.graph.layouts import (
+    channels_last_nodes,
+    cheapest_layouts,
+    layout_trials,
+)
 from mucudnn.runtime.store.recordings import read_fronts
 
 CPU = "cpu"
@@ -127,7 +131,7 @@ def fastest_layouts(
             "layouts have to be measured on the CPU; a Trainer does it: "
             "Trainer(…, layout='auto')"
         )
-    trials = layout_trials(forward, able(forward), trains=trains)
+    trials = layout_trials(forward, channels_last_nodes(forward), trains=trains)
     costs = StepCosts(trials.graph, device, recordings=recordings)
     return cheapest_layouts(forward, trials.costs(costs.profile.node_ms))
 

@@ -15,7 +15,7 @@ from mucudnn.ir.tensor import INTEGERS, Role, TensorSpec
 from mucudnn.passes.graph.autodiff import RULES, Tape, fed_by_parameters
 
 
-def able(graph: Graph) -> frozenset[str]:
+def channels_last_nodes(graph: Graph) -> frozenset[str]:
     """Return the nodes with images that support channels last."""
     return frozenset(
         node.name for node in graph.nodes if _supports_channels_last(graph, node)
@@ -39,18 +39,18 @@ def _images(graph: Graph, node: Node) -> list[TensorSpec]:
     return [s for name in node.tensors if is_image(s := graph.tensors[name])]
 
 
-def alone(graph: Graph, node: Node) -> Graph:
+def single_node_graph(graph: Graph, node: Node) -> Graph:
     """Return a graph of a single node, with the tensors that it touches."""
     tensors = {t: replace(graph.tensors[t], alias=None, offset=0) for t in node.tensors}
     return Graph(MappingProxyType(tensors), (node,), ())
 
 
-def alone_channels_last(
+def channels_last_graph(
     graph: Graph, node: Node, names: Mapping[str, str] = MappingProxyType({})
 ) -> Graph:
     """Return a graph of a single node, with channels last."""
     specs = {}
-    for name, spec in alone(graph, node).tensors.items():
+    for name, spec in single_node_graph(graph, node).tensors.items():
         own = names.get(name, name)
         specs[own] = last(spec, own) if is_image(spec) else spec
     images = _images(graph, node)
@@ -69,14 +69,16 @@ def alone_channels_last(
     return Graph(MappingProxyType(specs), (made,), ())
 
 
-def turn(tensors: Mapping[str, TensorSpec], source: str, made: TensorSpec) -> Node:
+def transpose_node(
+    tensors: Mapping[str, TensorSpec], source: str, made: TensorSpec
+) -> Node:
     """Return the node that transposes an image to the other layout."""
     op = "to_channels_last" if made.layout == "NHWC" else "to_channels_first"
     op = op if made.alias is None else "reshape"
     return make_node(tensors, f"{made.name}:turn", op, (source,), (made.name,))
 
 
-def free(spec: TensorSpec) -> bool:
+def same_bytes(spec: TensorSpec) -> bool:
     """Return whether an image has the same bytes in both layouts."""
     _, c, *spatial = spec.shape
     return c == 1 or set(spatial) == {1}
@@ -118,7 +120,7 @@ class _LayoutRewriter:
         made = [name for name in node.outputs if is_image(graph.tensors[name])]
         names = {name: self._with_channels_last(name) for name in read}
         names |= {name: f"{name}:NHWC" for name in made if name in graph.outputs}
-        one = alone_channels_last(graph, node, names)
+        one = channels_last_graph(graph, node, names)
         self._nodes += one.nodes
         self._tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
         for name in made:
@@ -146,10 +148,10 @@ class _LayoutRewriter:
         return self._first.get(name, name)
 
     def _turn(self, of: str, source: str, made: TensorSpec) -> str:
-        if free(self._graph.tensors[of]):
+        if same_bytes(self._graph.tensors[of]):
             made = replace(made, alias=source)
         self._tensors[made.name] = made
-        self._nodes.append(turn(self._tensors, source, made))
+        self._nodes.append(transpose_node(self._tensors, source, made))
         return made.name
 
 
@@ -209,7 +211,7 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
 
 def convolutions_last(graph: Graph) -> frozenset[str]:
     """Return all convolutions, and further nodes that minimise transposed bytes."""
-    nodes = able(graph)
+    nodes = channels_last_nodes(graph)
     turned = transposed_bytes(graph)
     most = 1 + sum(turned.values())
     kinds = {name: graph.by_name[name].traits.convolution for name in nodes}
@@ -218,7 +220,9 @@ def convolutions_last(graph: Graph) -> frozenset[str]:
     return cheapest_layouts(graph, costs)
 
 
-def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> Graph:
+def with_layout(
+    graph: Graph, layout: str, chosen: frozenset[str] | None = None
+) -> Graph:
     """Convert a forward graph with channels first to another layout.
 
     Args:
@@ -242,7 +246,7 @@ def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> G
 def transposed_bytes(graph: Graph) -> dict[str, float]:
     """Return the bytes that transposing each image reads and writes."""
     images = (spec for spec in graph.tensors.values() if is_image(spec))
-    return {s.name: 0.0 if free(s) else 2.0 * s.nbytes for s in images}
+    return {s.name: 0.0 if same_bytes(s) else 2.0 * s.nbytes for s in images}
 
 
 def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
@@ -316,14 +320,14 @@ def layout_trials(
     other: dict[str, int] = {}
     for node in graph.nodes:
         if node.name in nodes:
-            one = _with_wanted_gradients(alone(graph, node), fed)
+            one = _with_wanted_gradients(single_node_graph(graph, node), fed)
             first[node.name] = trials.add(one)
-            one = _with_wanted_gradients(alone_channels_last(graph, node), fed)
+            one = _with_wanted_gradients(channels_last_graph(graph, node), fed)
             other[node.name] = trials.add(one)
     images = (graph.tensors[name] for name in image_edges(graph, nodes))
     fed = fed - _weights(graph)
     turned = {
-        spec.name: None if free(spec) else trials.add(_transposition(spec, fed))
+        spec.name: None if same_bytes(spec) else trials.add(_transposition(spec, fed))
         for spec in images
         if spec.layout == "NCHW"
     }
@@ -396,7 +400,7 @@ def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
     source = replace(spec, alias=None, offset=0)
     made = last(spec, f"{spec.name}:NHWC")
     tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
-    node = turn(tensors, source.name, made)
+    node = transpose_node(tensors, source.name, made)
     return _with_wanted_gradients(Graph(MappingProxyType(tensors), (node,), ()), fed)
 
 

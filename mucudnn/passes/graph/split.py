@@ -28,15 +28,15 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Batch, Interval, NodeTraits, Operands, Rows, Strip
 from mucudnn.passes.graph.split_axis import (
     SAMPLES,
-    Along,
     Parts,
+    SplitAxis,
     along_batch,
     along_height,
     asked_of,
-    cut_as,
     cuttable,
     interleave_slices,
     pieces_of,
+    split_rule,
 )
 
 
@@ -81,18 +81,18 @@ def split_height(graph: Graph, parts: Parts) -> Graph:
     return split_along(graph, parts, along_height(graph))
 
 
-def split_along(graph: Graph, parts: Parts, along: Along) -> Graph:
+def split_along(graph: Graph, parts: Parts, along: SplitAxis) -> Graph:
     """Split the nodes of a step along an axis."""
     return _Splitter(graph, asked_of(parts), along).run()
 
 
 class _Splitter:
     def __init__(
-        self, graph: Graph, parts: Callable[[Node], int], along: Along
+        self, graph: Graph, parts: Callable[[Node], int], along: SplitAxis
     ) -> None:
         self._graph, self._parts, self._along = graph, parts, along
         self._cuttable = cuttable(graph, along)
-        self._slices = Slices(graph, along.unit)
+        self._slices = SplitTensors(graph, along.unit)
         self._emitter = Emitter(self._slices)
         self._phase: list[Cut] = []
         self._sums: set[str] = set()
@@ -121,14 +121,14 @@ class _Splitter:
     def _expanded(self, node: Node) -> Iterator[Cut]:
         """Yield a node, or its decomposition, with the parts of each."""
         parts = self._parts(node) if node.name in self._cuttable else 1
-        splittable = cut_as(self._graph.tensors, node, self._along) is not None
+        splittable = split_rule(self._graph.tensors, node, self._along) is not None
         for piece in (node,) if splittable or parts == 1 else self._pieces(node):
             yield self._cut(piece, parts)
 
     def _cut(self, node: Node, parts: int) -> Cut:
         """Return a node with at most as many parts as its tensors have rows."""
         tensors = self._slices.tensors
-        how = cut_as(tensors, node, self._along) if parts > 1 else None
+        how = split_rule(tensors, node, self._along) if parts > 1 else None
         if how is None:
             return Cut(node, 1, _WHOLE)
         most = self._along.size
@@ -208,7 +208,7 @@ class _Splitter:
 class Emitter:
     """Emitter of the nodes of a split graph into `slices`."""
 
-    def __init__(self, slices: "Slices") -> None:
+    def __init__(self, slices: "SplitTensors") -> None:
         self._slices = slices
         self._totals: dict[str, str] = {}
         """Name of the running sum of each result that is accumulated."""
@@ -376,7 +376,7 @@ class _Held:
     stop: int
 
 
-class Slices:
+class SplitTensors:
     """Tensors and nodes of a step that is being split.
 
     Args:

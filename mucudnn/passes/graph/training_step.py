@@ -16,10 +16,10 @@ from mucudnn.ir.optimizers import DynamicLossScale, Optimizer, loss_scale_of
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import Rows
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import Offers, fused
+from mucudnn.passes.graph.fusion import Offers, fuse_elementwise
 from mucudnn.passes.graph.precision import (
     LOSS_SCALES,
-    lowered,
+    to_mixed_precision,
     with_copies_of_parameters,
     with_scale_as_state,
 )
@@ -27,7 +27,7 @@ from mucudnn.passes.graph.split_axis import pieces_of
 from mucudnn.passes.graph.updates import (
     STEP,
     When,
-    accumulating,
+    accumulation_graphs,
     with_computed_gradients,
     with_updates,
 )
@@ -187,7 +187,7 @@ def complete_step(
     turned = parts == 1 and not recipe.shared_gradients
     graph = with_computed_gradients(graph, turned=turned)
     if parts > 1:
-        both = accumulating(graph, mini_batches=parts, **updates)
+        both = accumulation_graphs(graph, mini_batches=parts, **updates)
         return both.micro_step, both.last_step
     copied = with_copies_of_parameters(graph)
     if copied.nodes != graph.nodes:
@@ -203,7 +203,7 @@ def can_fuse(forward: Graph, recipe: StepRecipe) -> bool:
     That step may fit a smaller budget: a fused node needs its operands at once, and
     saves other tensors for its gradient.
     """
-    return recipe.fuse and fused(forward) is not forward
+    return recipe.fuse and fuse_elementwise(forward) is not forward
 
 
 def _loss_scale(recipe: StepRecipe) -> DynamicLossScale | float:
@@ -217,9 +217,9 @@ def _rewritten(
 ) -> Graph:
     """Return a forward graph in its precision and layout, fused."""
     if recipe.precision is not None:
-        forward = lowered(forward, recipe.precision)
+        forward = to_mixed_precision(forward, recipe.precision)
     forward = choices.layout(forward, trains)
-    return fused(forward, choices.epilogue) if recipe.fuse else forward
+    return fuse_elementwise(forward, choices.epilogue) if recipe.fuse else forward
 
 
 def check_network(graph: Graph) -> None:
@@ -293,13 +293,13 @@ def up_to_answers(forward: Graph) -> Graph:
 # be merged in between.
 
 
-def drawing_rows(graph: Graph, rows: Rows) -> Graph:
+def draw_rows(graph: Graph, rows: Rows) -> Graph:
     """Return a step that draws the random numbers of a row range of a larger batch."""
     nodes = tuple(_drawing(graph, node, rows) for node in graph.nodes)
     return replace(graph, nodes=nodes)
 
 
-def in_pieces(graph: Graph) -> Graph:
+def decompose(graph: Graph) -> Graph:
     """Return a step whose cross-sample operations are decomposed."""
     tensors = dict(graph.tensors)
     nodes: list[Node] = []

@@ -27,9 +27,9 @@ from mucudnn.passes.graph.autodiff import LOSS_SCALE
 from mucudnn.passes.graph.precision import (
     COUNTS,
     LOSS_SCALES,
-    adjusting,
     copies_of_parameters,
-    looking_for_overflow,
+    overflow_checks,
+    scale_adjustment,
 )
 from mucudnn.passes.liveness import finished, with_nodes_after
 
@@ -160,11 +160,9 @@ class _Draft:
         updates = tuple(node for _, _, node in self._updates)
         if self._scaling is None:
             return (*self._graph.nodes, *updates)
-        overflow_checks = looking_for_overflow(
-            self._graph, (g for _, g, _ in self._updates)
-        )
-        last = adjusting(self._graph, self._scaling)
-        return (*self._graph.nodes, *overflow_checks, *updates, last)
+        checks = overflow_checks(self._graph, (g for _, g, _ in self._updates))
+        last = scale_adjustment(self._graph, self._scaling)
+        return (*self._graph.nodes, *checks, *updates, last)
 
     def _early(self) -> tuple[Node, ...]:
         storages, nodes = self._graph.storages, self._graph.nodes
@@ -200,7 +198,7 @@ class _Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulating:
+class AccumulationGraphs:
     """The two graphs of gradient accumulation.
 
     Attributes:
@@ -213,7 +211,7 @@ class Accumulating:
     last_step: Graph
 
 
-def accumulating(
+def accumulation_graphs(
     graph: Graph,
     optimizer: Optimizer,
     mini_batches: int,
@@ -221,7 +219,7 @@ def accumulating(
     when: When = "early",
     gradient_scale: float = 1.0,
     scaling: DynamicLossScale | None = None,
-) -> Accumulating:
+) -> AccumulationGraphs:
     """Build the graphs that update by the mean gradient of several mini-batches.
 
     The other arguments are those of `with_updates`.
@@ -244,7 +242,7 @@ def accumulating(
         scaling=scaling,
     )
     last = replace(_with_clearing(updated), gradients=graph.gradients)
-    return Accumulating(micro, last)
+    return AccumulationGraphs(micro, last)
 
 
 def updated_by(graph: Graph) -> tuple[str, ...]:

@@ -20,11 +20,11 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.layouts import (
-    able,
+    channels_last_nodes,
     cheapest_layouts,
     layout_trials,
-    stored,
     with_channels_last,
+    with_layout,
 )
 from mucudnn.passes.graph.training_step import Complete
 from mucudnn.passes.ordering import Order, ordered
@@ -75,7 +75,7 @@ class Layouts:
         Where `auto` cannot be measured within the budget, channels stay first.
         """
         measured = self._layout == AUTO
-        return stored(
+        return with_layout(
             graph, self._layout, self._fastest(graph, trains) if measured else None
         )
 
@@ -94,7 +94,7 @@ class Layouts:
     def _possible(self, graph: Graph) -> frozenset[str]:
         """Return nodes that can run channels last, gradients included."""
         conv = self._tuner.backend.conv
-        last = with_channels_last(graph, nodes := able(graph))
+        last = with_channels_last(graph, nodes := channels_last_nodes(graph))
         without = {
             node.name
             for node in last.nodes

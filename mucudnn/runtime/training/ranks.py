@@ -11,7 +11,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import Rows
 from mucudnn.models import IMAGE
-from mucudnn.passes.graph.training_step import Complete, drawing_rows, in_pieces
+from mucudnn.passes.graph.training_step import Complete, decompose, draw_rows
 from mucudnn.passes.graph.updates import updates_last
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.runtime.distributed.collectives import (
@@ -135,8 +135,8 @@ class Ranks:
             return split
 
         def cut(graph: Graph, complete: Complete) -> Graph:
-            found = split(drawing_rows(graph, self._rows), complete)
-            return in_pieces(found) if self._synchronised else found
+            found = split(draw_rows(graph, self._rows), complete)
+            return decompose(found) if self._synchronised else found
 
         return cut
 
