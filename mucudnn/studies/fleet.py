@@ -202,7 +202,8 @@ def study_fleet(
     kinds = [parse_device(text) for text in devices]
     largest = step.batch if most is None else most
     reduce, words = _all_reduce(kinds, link, step.graph(1))
-    found = []
+    found: list[tuple[Fleet, FleetPlan]] = []
+    refused: PlanningError | None = None
     for by_plan in (False, True)[: 1 + planned]:
         ranks = []
         for i, kind in enumerate(kinds):
@@ -210,8 +211,17 @@ def study_fleet(
             ranks += ranks_of(kind, step, largest, limit=memory, planned=by_plan)
         fleet = Fleet(tuple(ranks), reduce)
         progress("shares", 0, 1)
-        found.append((fleet, _try_split(fleet, step.batch, most, at_least)))
-    fleet, plan = _select_fastest(found)
+        try:
+            if most is None:
+                plan = split_batch(fleet, step.batch, at_least=at_least)
+            else:
+                plan = best_batch(fleet, step.batch, most, at_least=at_least)
+            found.append((fleet, plan))
+        except PlanningError as e:
+            refused = e
+    if not found and refused is not None:
+        raise refused
+    fleet, plan = max(found, key=lambda one: one[1].samples_per_s)
     return FleetStudy(
         title=step.title,
         fleet=fleet,
@@ -223,31 +233,6 @@ def study_fleet(
         alone=_times_alone(fleet, plan.batch),
         bound_ms=step_bound_ms(fleet, plan.batch),
     )
-
-
-SplitOrError = FleetPlan | PlanningError
-
-
-def _try_split(
-    fleet: Fleet, batch: int, most: int | None, at_least: int
-) -> SplitOrError:
-    """Return the best split of a batch, or the error if there is none."""
-    try:
-        if most is None:
-            return split_batch(fleet, batch, at_least=at_least)
-        return best_batch(fleet, batch, most, at_least=at_least)
-    except PlanningError as e:
-        return e
-
-
-def _select_fastest(
-    found: Sequence[tuple[Fleet, SplitOrError]],
-) -> tuple[Fleet, FleetPlan]:
-    """Return the plan with the most samples per second, or raise its error."""
-    fitting = [(f, plan) for f, plan in found if isinstance(plan, FleetPlan)]
-    if fitting:
-        return max(fitting, key=lambda one: one[1].samples_per_s)
-    raise next(error for _, error in found[::-1] if isinstance(error, PlanningError))
 
 
 def _split_or_none(

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -91,7 +91,8 @@ def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
     rewriter = _LayoutRewriter(graph)
     for node in graph.nodes:
         rewriter.add(node, node.name in nodes)
-    return rewriter.graph()
+    tensors = MappingProxyType(rewriter.tensors)
+    return replace(graph, tensors=tensors, nodes=tuple(rewriter.nodes))
 
 
 class _LayoutRewriter:
@@ -99,8 +100,8 @@ class _LayoutRewriter:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self._nodes: list[Node] = []
+        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self.nodes: list[Node] = []
         self._last: dict[str, str] = {}  # tensor -> its form with channels last
         self._first: dict[str, str] = {}  # the same, first; "" if not yet made
 
@@ -109,11 +110,11 @@ class _LayoutRewriter:
         if not channels_last:
             now = {name: self._with_channels_first(name) for name in node.inputs}
             inputs = tuple(now[name] for name in node.inputs)
-            self._nodes.append(replace(node, inputs=inputs))
+            self.nodes.append(replace(node, inputs=inputs))
             for name in node.outputs:
-                spec = self._tensors[name]
+                spec = self.tensors[name]
                 if spec.alias in now:  # a view of the form that is read
-                    self._tensors[name] = replace(spec, alias=now[spec.alias])
+                    self.tensors[name] = replace(spec, alias=now[spec.alias])
             return
         graph = self._graph
         read = [name for name in node.inputs if is_image(graph.tensors[name])]
@@ -121,19 +122,14 @@ class _LayoutRewriter:
         names = {name: self._with_channels_last(name) for name in read}
         names |= {name: f"{name}:NHWC" for name in made if name in graph.outputs}
         one = channels_last_graph(graph, node, names)
-        self._nodes += one.nodes
-        self._tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
+        self.nodes += one.nodes
+        self.tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
         for name in made:
             own = self._last[name] = names.get(name, name)
             if own == name:
                 self._first[name] = ""
             else:  # outputs of the graph keep their name and channels first
                 self._turn(name, own, graph.tensors[name])
-
-    def graph(self) -> Graph:
-        """Return the rewritten graph."""
-        tensors, nodes = MappingProxyType(self._tensors), tuple(self._nodes)
-        return replace(self._graph, tensors=tensors, nodes=nodes)
 
     def _with_channels_last(self, name: str) -> str:
         if name not in self._last:
@@ -150,8 +146,8 @@ class _LayoutRewriter:
     def _turn(self, of: str, source: str, made: TensorSpec) -> str:
         if same_bytes(self._graph.tensors[of]):
             made = replace(made, alias=source)
-        self._tensors[made.name] = made
-        self._nodes.append(transpose_node(self._tensors, source, made))
+        self.tensors[made.name] = made
+        self.nodes.append(transpose_node(self.tensors, source, made))
         return made.name
 
 
@@ -356,19 +352,26 @@ class _Trials:
         key = _signature(one)
         if key not in self._known:
             self._known[key] = len(self._known)
-            self._put(_with_gradients(one), f"{self._known[key]}:")
+            (node,) = one.nodes
+            tape = Tape(one)
+            if tape.wants(node.outputs[0]) and node.op in RULES:
+                tape.seed(node.outputs[0], None)
+                RULES[node.op](tape, node)
+            self._put(tape.tensors, tape.nodes, f"{self._known[key]}:")
         return self._known[key]
 
     def graph(self) -> Graph:
         """Return all trials as one graph."""
         return Graph(MappingProxyType(self._tensors), tuple(self._nodes), ())
 
-    def _put(self, trial: Graph, prefix: str) -> None:
-        for name, spec in trial.tensors.items():
+    def _put(
+        self, tensors: Mapping[str, TensorSpec], nodes: Iterable[Node], prefix: str
+    ) -> None:
+        for name, spec in tensors.items():
             alias = None if spec.alias is None else prefix + spec.alias
             own = replace(spec, name=prefix + name, alias=alias)
             self._tensors[own.name] = own
-        for node in trial.nodes:
+        for node in nodes:
             reads, writes, mutates = (
                 tuple(prefix + name for name in names)
                 for names in (node.inputs, node.outputs, node.mutates)
@@ -402,15 +405,6 @@ def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
     tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
     node = transpose_node(tensors, source.name, made)
     return _with_wanted_gradients(Graph(MappingProxyType(tensors), (node,), ()), fed)
-
-
-def _with_gradients(one: Graph) -> Graph:
-    (node,) = one.nodes
-    tape = Tape(one)
-    if tape.wants(node.outputs[0]) and node.op in RULES:
-        tape.seed(node.outputs[0], None)
-        RULES[node.op](tape, node)
-    return Graph(MappingProxyType(tape.tensors), tuple(tape.nodes), ())
 
 
 def _signature(one: Graph) -> Hashable:

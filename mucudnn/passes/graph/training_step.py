@@ -187,8 +187,7 @@ def complete_step(
     turned = parts == 1 and not recipe.shared_gradients
     graph = with_computed_gradients(graph, turned=turned)
     if parts > 1:
-        both = accumulation_graphs(graph, mini_batches=parts, **updates)
-        return both.micro_step, both.last_step
+        return accumulation_graphs(graph, mini_batches=parts, **updates)
     copied = with_copies_of_parameters(graph)
     if copied.nodes != graph.nodes:
         step = with_updates(copied, **updates)

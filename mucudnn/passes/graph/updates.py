@@ -6,7 +6,7 @@ gradients are alive together, which a global norm and dynamic loss scaling requi
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -197,20 +197,6 @@ class _Draft:
 # other adds the last gradients, updates by the mean, and clears the totals.
 
 
-@dataclass(frozen=True, slots=True)
-class AccumulationGraphs:
-    """The two graphs of gradient accumulation.
-
-    Attributes:
-        micro_step: Adds to the totals; runs for all mini-batches but the last.
-        last_step: Adds the last gradients, updates the parameters, clears the totals.
-            It declares all persistent tensors of both graphs and of the optimizer.
-    """
-
-    micro_step: Graph
-    last_step: Graph
-
-
 def accumulation_graphs(
     graph: Graph,
     optimizer: Optimizer,
@@ -219,10 +205,15 @@ def accumulation_graphs(
     when: When = "early",
     gradient_scale: float = 1.0,
     scaling: DynamicLossScale | None = None,
-) -> AccumulationGraphs:
+) -> tuple[Graph, Graph]:
     """Build the graphs that update by the mean gradient of several mini-batches.
 
     The other arguments are those of `with_updates`.
+
+    Returns:
+        The graph that adds to the totals, for all mini-batches but the last; and the
+        one that adds the last gradients, updates the parameters and clears the totals.
+        It declares all persistent tensors of both graphs and of the optimizer.
 
     Raises:
         ValueError: As `with_updates`, or fewer than 2 mini-batches.
@@ -241,8 +232,7 @@ def accumulation_graphs(
         gradient_scale=scale,
         scaling=scaling,
     )
-    last = replace(_with_clearing(updated), gradients=graph.gradients)
-    return AccumulationGraphs(micro, last)
+    return micro, replace(_with_clearing(updated), gradients=graph.gradients)
 
 
 def updated_by(graph: Graph) -> tuple[str, ...]:

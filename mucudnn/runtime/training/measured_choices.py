@@ -74,12 +74,8 @@ class Layouts:
 
         Where `auto` cannot be measured within the budget, channels stay first.
         """
-        measured = self._layout == AUTO
-        return with_layout(
-            graph, self._layout, self._fastest(graph, trains) if measured else None
-        )
-
-    def _fastest(self, graph: Graph, trains: bool) -> frozenset[str]:
+        if self._layout != AUTO:
+            return with_layout(graph, self._layout)
         trials = layout_trials(graph, self._possible(graph), trains=trains)
         memory = None if self._budget is None else self._budget.nbytes
         try:
@@ -88,8 +84,9 @@ class Layouts:
             )
         except OutOfMemoryError as e:
             logger.warning("layouts are not compared, channels come first: %s", e)
-            return frozenset()
-        return cheapest_layouts(graph, trials.costs(times.node_ms))
+            return with_layout(graph, AUTO, frozenset())
+        fastest = cheapest_layouts(graph, trials.costs(times.node_ms))
+        return with_layout(graph, AUTO, fastest)
 
     def _possible(self, graph: Graph) -> frozenset[str]:
         """Return nodes that can run channels last, gradients included."""
@@ -149,21 +146,22 @@ class EpilogueRace:
             plan = self._plan(problem)
             times = None
             if plan is not None:
-                measure = partial(self._measured, problem, bias)
-                used, raced = self._used, _raced_epilogues(plan, bias)
+                raced = {
+                    "ways": ["within", "behind"],
+                    "op": EPILOGUE[1],
+                    "problem": problem_key(problem),
+                    "batch": problem.batch,
+                    "bias": bias,
+                    "steps": [
+                        (step.algo, step.batch, step.math_mode, step.workspace)
+                        for step in plan.steps
+                    ],
+                }
+                measure = partial(self.times, problem, bias)
+                used = self._used
                 times = raced_once(self._tuner, raced, used, used, measure)
             self._wins[key] = times is None or times[0] <= times[1]
         return self._wins[key]
-
-    def _measured(self, problem: ConvProblem, bias: str) -> Times | None:
-        times = self.times(problem, bias)
-        if times is not None:
-            logger.info(
-                "bias and ReLU of %s: %.3g ms within, %.3g ms behind it",
-                problem,
-                *times,
-            )
-        return times
 
     def _plan(self, problem: ConvProblem) -> ConvPlan | None:
         try:
@@ -190,19 +188,12 @@ class EpilogueRace:
 
         otherwise = f"bias and ReLU of {problem} are not timed"
         times = timed_within(backend, needed.pool_bytes, memory, otherwise, both)
-        return (times[0], times[1]) if times else None
-
-
-def _raced_epilogues(plan: ConvPlan, bias: str) -> dict[str, Any]:
-    """Return everything that determines both times, as the key of the race."""
-    return {
-        "ways": ["within", "behind"],
-        "op": EPILOGUE[1],
-        "problem": problem_key(plan.problem),
-        "batch": plan.problem.batch,
-        "bias": bias,
-        "steps": [(s.algo, s.batch, s.math_mode, s.workspace) for s in plan.steps],
-    }
+        if not times:
+            return None
+        logger.info(
+            "bias and ReLU of %s: %.3g ms within, %.3g ms behind it", problem, *times
+        )
+        return times[0], times[1]
 
 
 def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
@@ -266,13 +257,18 @@ class LibraryRace:
             return False
         if not library.offers(graph, node):
             return False
-        times = raced_once(
-            self._tuner,
-            _raced_libraries(graph, node, library.name),
-            library.times_ms,
-            self._used,
-            partial(self._measured, graph, node),
-        )
+        storages = [graph.storages[name] for name in node.tensors]
+        inputs, outputs, attrs = operands_of(graph, node)
+        raced = {
+            "ways": ["own", library.name],
+            "op": node.op,
+            "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
+            "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
+            "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
+            "shared": [storages.index(storage) for storage in storages],
+        }
+        measure = partial(self._measured, graph, node)
+        times = raced_once(self._tuner, raced, library.times_ms, self._used, measure)
         return times is not None and times[1] < times[0]
 
     def _measured(self, graph: Graph, node: Node) -> Times | None:
@@ -301,20 +297,6 @@ class LibraryRace:
 
         otherwise = f"{node.name} is not timed by {library.name}"
         return timed_within(backend, size, self._memory, otherwise, both)
-
-
-def _raced_libraries(graph: Graph, node: Node, library: str) -> dict[str, Any]:
-    """Return everything that determines a node's times, as the key of the race."""
-    storages = [graph.storages[name] for name in node.tensors]
-    inputs, outputs, attrs = operands_of(graph, node)
-    return {
-        "ways": ["own", library],
-        "op": node.op,
-        "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
-        "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
-        "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
-        "shared": [storages.index(storage) for storage in storages],
-    }
 
 
 # Time two implementations of the same function before a step is planned.

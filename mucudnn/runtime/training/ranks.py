@@ -118,10 +118,10 @@ class Ranks:
             return found
         try:
             return fallback()
-        except PlanningError as e:
+        except (PlanningError, OutOfMemoryError) as e:
             if refused is None:
                 raise
-            raise min(refused, e, key=_sufficient_bytes) from None
+            raise min(e, refused, key=_sufficient_bytes) from None
 
     def part(
         self, split: Callable[[Graph, Complete], Graph]

@@ -102,7 +102,8 @@ class Trainer:
             within the budget. Sums are then added in another order; masks, losses and
             statistics are those of the whole batch.
         fuse: Compute a ReLU, and a sum before it, within the kernel of their input, and
-            likewise their gradients; equal up to rounding.
+            likewise their gradients; equal up to rounding. Given up where the budget
+            fits the step only without.
         placement: "static", each tensor at one offset of the arena, or "virtual", also
             in chunks mapped to contiguous addresses, where that needs less or is
             faster.
@@ -165,7 +166,16 @@ class Trainer:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
-        check_arguments(tuner, order, seed, plans, progress, precision, placement)
+        of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+        ORDERS.resolve(order)
+        an_integer("seed", seed, least=0)
+        if precision is not None:
+            one_of("precision", precision, LOSS_SCALES)
+        one_of("placement", placement, PLACEMENTS)
+        if plans is not None:
+            of_type("plans", plans, Mapping, "a mapping from problems to plans")
+        if progress is not None:
+            a_function("progress", progress, "a function of (name, done, total)")
         for graph in (training,) if evaluation is None else (training, evaluation):
             check_network(graph)
         if together is not None:
@@ -390,25 +400,3 @@ class Trainer:
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
-
-
-def check_arguments(
-    tuner: object,
-    order: str | Order,
-    seed: int,
-    plans: object,
-    progress: object,
-    precision: str | None,
-    placement: str,
-) -> None:
-    """Raise `TypeError` or `ValueError` for invalid arguments of `Trainer`."""
-    of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
-    ORDERS.resolve(order)
-    an_integer("seed", seed, least=0)
-    if precision is not None:
-        one_of("precision", precision, LOSS_SCALES)
-    one_of("placement", placement, PLACEMENTS)
-    if plans is not None:
-        of_type("plans", plans, Mapping, "a mapping from problems to plans")
-    if progress is not None:
-        a_function("progress", progress, "a function of (name, done, total)")
