@@ -219,7 +219,7 @@ class MemoryTrials:
         self._unbounded = unbounded(whole.graph, whole.profile)
         self._budget = _device_memory(spec.device) if budget is None else budget
         self._least_of: dict[tuple[int, str, str], tuple[Graph, int]] = {}
-        self._planned: dict[int, list[StepRequest]] = defaultdict(list)
+        self._planned: dict[int, list[Graph]] = defaultdict(list)
         self._techniques: list[Technique] = []
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._splitting: Splitting | None = None
@@ -303,7 +303,7 @@ class MemoryTrials:
         request = next((form for form in preferred if self._fits(form)), last)
         technique = try_technique(request)
         if technique.fits:
-            self._planned[technique.budget].append(request)
+            self._planned[technique.budget].append(request.graph)
         elif technique.least_bytes is not None:
             least = min(map(self._least, forms))
             technique = replace(technique, least_bytes=least)
@@ -334,9 +334,10 @@ class MemoryTrials:
         if budget in self._least_ms or budget in self._bound_note:
             return
         self._say("the bound of any plan", 0, 1)
-        planned = self._planned[budget] or self._costed.forms(budget)
-        forms = {id(request.graph): request for request in planned}
-        found = min(map(lower_bound, forms.values()), key=lambda bound: bound.step_ms)
+        forms, planned = self._costed.forms(budget), self._planned[budget]
+        used = [f for f in forms if any(f.graph is graph for graph in planned)]
+        bounds = map(lower_bound, used or forms)
+        found = min(bounds, key=lambda bound: bound.step_ms)
         if math.isfinite(found.step_ms):
             self._least_ms[budget] = found.step_ms
         if found.reason:

@@ -1,6 +1,7 @@
 """Inputs and results of a memory study: `StepSpec`, `CostedStep`, `MemoryStudy`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -362,7 +363,7 @@ def costed_step(
 
     own_forms = StepForms(spec, spec.batch, costs.of, request)
     return CostedStep(
-        forms=own_forms.within,
+        forms=functools.cache(own_forms.within),
         at=lambda batch: StepForms(spec, batch, costs.at_another_batch, request).within(
             0
         ),

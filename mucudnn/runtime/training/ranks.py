@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -29,7 +30,12 @@ from mucudnn.runtime.distributed.sum_gradients import (
 )
 from mucudnn.runtime.executor.tasks import HookFactory, NodeHooks, TensorLookup
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.stepping import StepResult, StepTimes, Times, known_result
+from mucudnn.runtime.training.stepping import (
+    StepResult,
+    StepTimes,
+    known_result,
+    warm_median_ms,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _HOST, _BUILDER = "cpu", "builder"
@@ -70,7 +76,7 @@ class Ranks:
     ) -> None:
         one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
         self._together = None if together is None else TimedCollectives(together)
-        self._times: Times[float] = Times(_REMEMBERED)
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._synchronised = batch_norm == SYNCHRONISED
         self._begun = False
         self.around: HookFactory | None = None
@@ -162,7 +168,7 @@ class Ranks:
 
         The first step warms up and counts only while it is the only one.
         """
-        return self._times.median(float)
+        return warm_median_ms(self._times)
 
     def result(self, own: StepResult, times: StepTimes) -> StepResult:
         """Return the result over the whole mini-batch: the mean over all labels.
@@ -171,7 +177,7 @@ class Ranks:
         """
         if self._together is None:
             return own
-        self._times.add(max(0.0, times.last_ms - self._together.waited_ms()))
+        self._times.append(max(0.0, times.last_ms - self._together.waited_ms()))
         found = self._together.all_gather(own)
         if any(one.learning_rate != own.learning_rate for one in found):
             rates = ", ".join(f"{one.learning_rate:g}" for one in found)

@@ -8,9 +8,9 @@ batch, in one part or several.
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -304,28 +304,10 @@ _REMEMBERED = 101
 T = TypeVar("T")
 
 
-class Times(Generic[T]):
-    """Records of the most recent steps."""
-
-    def __init__(self, capacity: int) -> None:
-        self._noted: deque[T] = deque(maxlen=capacity)
-
-    def add(self, noted: T) -> None:
-        """Add the record of a step."""
-        self._noted.append(noted)
-
-    def median(self, ms: Callable[[T], float]) -> float:
-        """Return the median time, without the first step if there are others; or 0.
-
-        `ms` returns the time of a record.
-        """
-        times = [ms(noted) for noted in self._noted]
-        return statistics.median(times[1:] or times or [0.0])
-
-    @property
-    def last(self) -> T:
-        """Record of the last step."""
-        return self._noted[-1]
+def warm_median_ms(times_ms: Iterable[float]) -> float:
+    """Return the median time, without the first step if there are others; or 0."""
+    times = [*times_ms]
+    return statistics.median(times[1:] or times or [0.0])
 
 
 class StepTimes:
@@ -333,17 +315,17 @@ class StepTimes:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._marks: Times[tuple[Event, Event]] = Times(_REMEMBERED)
+        self._marks: deque[tuple[Event, Event]] = deque(maxlen=_REMEMBERED)
 
     @property
     def median_ms(self) -> float:
         """Median of recent steps without the first; waits for the last of them."""
-        return self._marks.median(self._ms)
+        return warm_median_ms(map(self._ms, self._marks))
 
     @property
     def last_ms(self) -> float:
         """Time of the last step; waits for the step."""
-        return self._ms(self._marks.last)
+        return self._ms(self._marks[-1])
 
     def timed(self, take: Callable[[], T]) -> tuple[T, float]:
         """Take a step; return its result and its ms."""
@@ -355,7 +337,7 @@ class StepTimes:
         """Launch a step and keep its time; does not wait for the step."""
         start = self._device.record()
         found = take()
-        self._marks.add((start, self._device.record()))
+        self._marks.append((start, self._device.record()))
         return found
 
     def _ms(self, marks: tuple[Event, Event]) -> float:

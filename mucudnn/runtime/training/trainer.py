@@ -233,7 +233,9 @@ class Trainer:
             )
 
         def planned_within() -> tuple[StepGraphs, Sequence[PlacedStep]]:
-            if budget is None or not can_fuse(training, recipe):
+            # Ranks have budgets of their own, but agree about fusion.
+            limited = budget is not None or together is not None
+            if not limited or not can_fuse(training, recipe):
                 return planned(recipe)
             return self._ranks.first_that_fits(
                 partial(planned, recipe), partial(planned, replace(recipe, fuse=False))
