@@ -19,7 +19,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.load_balancing import (
     FleetPlan,
     best_batch,
@@ -63,7 +63,6 @@ class FleetDevice:
 
 _LATENCY_MS = 0.02
 """Assumed latency of a message between devices."""
-
 
 _ELEMENT = 4
 
@@ -122,14 +121,7 @@ class FleetStudy:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        rows = zip(
-            self.fleet.ranks,
-            self.plan.shares,
-            self.plan.idle_ms,
-            self.alone,
-            strict=True,
-        )
-        fastest = self.fastest_alone_ms
+        plan, fastest = self.plan, self.fastest_alone_ms
         return {
             "schema": 1,
             "model": self.title,
@@ -146,7 +138,9 @@ class FleetStudy:
                     "idle_ms": idle,
                     "alone_ms": alone,
                 }
-                for rank, share, idle, alone in rows
+                for rank, share, idle, alone in zip(
+                    self.fleet.ranks, plan.shares, plan.idle_ms, self.alone, strict=True
+                )
             ],
             "planned_ms": self.plan.step_ms,
             "equal_ms": self.equal and self.equal.step_ms,
@@ -158,8 +152,7 @@ class FleetStudy:
             "speedup_over_fastest": fastest and fastest / self.plan.step_ms,
         }
 
-    def _repr_html_(self) -> str:
-        return drawn("fleet_study", self)
+    _repr_html_ = html_of
 
 
 def study_fleet(
@@ -203,7 +196,6 @@ def study_fleet(
     largest = step.batch if most is None else most
     reduce, words = _all_reduce(kinds, link, step.graph(1))
     found: list[tuple[Fleet, FleetPlan]] = []
-    refused: PlanningError | None = None
     for by_plan in (False, True)[: 1 + planned]:
         ranks = []
         for i, kind in enumerate(kinds):
@@ -216,11 +208,12 @@ def study_fleet(
                 plan = split_batch(fleet, step.batch, at_least=at_least)
             else:
                 plan = best_batch(fleet, step.batch, most, at_least=at_least)
-            found.append((fleet, plan))
         except PlanningError as e:
-            refused = e
-    if not found and refused is not None:
-        raise refused
+            error = e
+        else:
+            found.append((fleet, plan))
+    if not found:
+        raise error
     fleet, plan = max(found, key=lambda one: one[1].samples_per_s)
     return FleetStudy(
         title=step.title,
@@ -246,15 +239,13 @@ def _split_or_none(
 
 def _times_alone(fleet: Fleet, batch: int) -> tuple[float | None, ...]:
     """Return the time of the whole batch on each rank; equal ranks share it."""
+    kinds = [(rank.table, rank.memory, rank.accumulates) for rank in fleet.ranks]
     known: dict[Any, float | None] = {}
-    for i, rank in enumerate(fleet.ranks):
-        kind = rank.table, rank.memory, rank.accumulates
+    for i, kind in enumerate(kinds):
         if kind not in known:
             found = _split_or_none(split_batch, fleet.alone(i), batch)
             known[kind] = None if found is None else found.step_ms
-    return tuple(
-        known[rank.table, rank.memory, rank.accumulates] for rank in fleet.ranks
-    )
+    return tuple(known[kind] for kind in kinds)
 
 
 def _all_reduce(
@@ -281,14 +272,14 @@ def _all_reduce(
 
 # Parse the devices of a fleet: published figures, recordings, tables of steps.
 #
-# h100             estimated from published figures 4xh100           four of them
-# p100=k.json.gz   the same, its convolutions as that recording has them
-# p100.json.gz     the same, of a recording that is called as its device table.json
-# a table of step times, as `save_step_table` writes it
+# h100             estimated from published figures
+# 4xh100           four of them
+# p100=k.json.gz   estimated, with convolutions from a recording
+# p100.json.gz     the same, for a recording named after its device
+# table.json       a table of step times, written by `save_step_table`
 
 
 _COUNT = re.compile(r"([0-9]{1,6})[x×](.+)")
-
 _MOST = 65_536
 
 

@@ -174,11 +174,8 @@ _CHANGES_OF_DICT = 2
 
 def _is_versioned(read: Read) -> bool:
     """Return whether state is unchanged while the version of its holder is."""
-    return read.kind in (Kind.ENTRY, Kind.SIZE) and type(read.holder) in (
-        dict,
-        defaultdict,
-        OrderedDict,
-    )
+    entry = read.kind is Kind.ENTRY or (read.kind is Kind.SIZE and read.value)
+    return bool(entry) and type(read.holder) in (dict, defaultdict, OrderedDict)
 
 
 def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
@@ -202,7 +199,7 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
         kind = read.kind
         if kind is Kind.CLASS:
             kind, holder = Kind.ENTRY, holder.__dict__
-        if kind is Kind.CONTENTS and not value:
+        if kind in (Kind.CONTENTS, Kind.SIZE) and not value:
             empty.append(holder)  # most are dicts of hooks: one call looks at all
         elif _is_unhooked(read):
             hooked.setdefault(key, []).append(holder)
