@@ -28,7 +28,7 @@ from mucudnn.torch import cpu_backend  # noqa: E402
 from mucudnn.torch.conv import fronts  # noqa: E402
 from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts  # noqa: E402
 from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import (  # noqa: E402
     Entries,
     Places,
@@ -93,7 +93,7 @@ def planned(folder, budget=None, net=residual_net):
     counted = Counted()
     plans = open_plans(folder)
     limit = float("inf") if budget is None else budget
-    step = mt.TrainStep(model, loss_fn, optimizer, StepPlanning(limit, counted, plans))
+    step = mt.TrainStep(model, loss_fn, optimizer, limit, PlanOptions(counted, plans))
     return step.prepare(*batch), counted.times
 
 
@@ -426,9 +426,8 @@ def captured(net):
         model,
         loss_fn,
         optimizer,
-        StepPlanning(
-            float("inf"), lambda lowered: found.append(lowered) or measured(lowered)
-        ),
+        float("inf"),
+        PlanOptions(lambda lowered: found.append(lowered) or measured(lowered)),
     ).prepare(*batch)
     return found[0]
 

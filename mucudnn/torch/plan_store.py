@@ -1,4 +1,10 @@
-"""Measurements and plans of PyTorch steps, kept from process to process."""
+"""Measurements and plans of PyTorch steps, remembered from process to process.
+
+Measurements of a graph are one entry: they serve every budget. The decision for one
+request is another: residencies, and the scheduler of the copies. A schedule follows
+from a decision in no time, and is used only if it is, instruction by instruction, the
+one that was planned. So a wrong entry never breaks a plan's promise.
+"""
 
 import contextlib
 import dataclasses
@@ -8,8 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -45,52 +50,22 @@ from mucudnn.runtime.environment import USERS, Users
 from mucudnn.runtime.store.sqlite_file import warn
 from mucudnn.torch.lowering.lowered import Lowered
 
-
-@dataclass(frozen=True)
-class Decision:
-    """What a schedule follows from.
-
-    Attributes:
-        residency: Of tensors.
-        scheduler: Who times the copies.
-        schedule: A hash of what comes of it.
-    """
-
-    residency: Mapping[str, Residency]
-    scheduler: str
-    schedule: str
-
-
-def refuse_fronts(profile: Profile) -> None:
-    """Raise `ValueError` where convolutions may run in ways nobody looked for."""
-    if profile.fronts:
-        raise ValueError("fronts: convolutions are PyTorch's here")
-
-
-# What was measured and decided before, in this process or another.
-#
-# Measurements of a graph are one entry: they serve every budget. What was decided for
-# one request is another: the residencies, and who timed the copies. A schedule follows
-# from these in no time, and is taken only if it is, instruction by instruction, the one
-# that was decided then. So whatever became of an entry, a plan keeps its promise.
-
-
-logger = logging.getLogger(__name__)
-
+_log = logging.getLogger(__name__)
 
 PlanCacheChoice = str | os.PathLike[str] | Users | None
+"""What a `cache` argument may be."""
 
 
 def default_folder() -> Path:
-    """The folder in the user's cache directory, as the platform defines it."""
+    """Return the folder in the user's cache directory, as the platform defines it."""
     return platformdirs.user_cache_path("mucudnn") / "torch-plans-v1"
 
 
 def open_plans(choice: PlanCacheChoice) -> "PlanStore":
-    """What a `cache` argument stands for.
+    """Open what a `cache` argument names: a folder, the user's, or none.
 
     Raises:
-        TypeError: It is none of the things that a cache can be told by.
+        TypeError: It names none of these.
         ValueError: The path is empty, or has a null character.
     """
     if choice is None:
@@ -100,11 +75,17 @@ def open_plans(choice: PlanCacheChoice) -> "PlanStore":
     return PlanStore(Entries(a_path("cache", choice).expanduser()))
 
 
+def refuse_fronts(profile: Profile) -> None:
+    """Raise `ValueError` for ways to run convolutions where there is no tuner."""
+    if profile.fronts:
+        raise ValueError("fronts: convolutions are PyTorch's here")
+
+
 class PlanStore:
-    """Measures and plans what is not remembered.
+    """Remembered measurements and plans; what is missing is measured and planned.
 
     Args:
-        entries: What is; None remembers nothing.
+        entries: Where they are; None remembers nothing.
     """
 
     def __init__(self, entries: "Entries | None" = None) -> None:
@@ -117,12 +98,12 @@ class PlanStore:
         settings: str = "",
         check: Callable[[Profile], None] = refuse_fronts,
     ) -> Profile:
-        """What a graph costs on this machine, as it is set up.
+        """Return a graph's costs on this machine, with PyTorch's present settings.
 
         Args:
             lowered: The graph.
-            measured: What measures it.
-            settings: What else it measures by.
+            measured: Measures it if it is not remembered.
+            settings: Other settings of the measurement.
             check: Raises `ValueError` for remembered ways to run convolutions that the
                 graph or its backend does not have.
         """
@@ -144,7 +125,7 @@ class PlanStore:
         return profile
 
     def plan(self, lowered: Lowered, request: StepRequest) -> StepPlan:
-        """The plan of a request about a graph.
+        """Return the plan of a request about a graph.
 
         Raises:
             PlanningError: It cannot fit.
@@ -156,17 +137,15 @@ class PlanStore:
         data = self._entries.get(key)
         if data is not None:
             try:
-                return _replayed(decision_from(data, places), request, places)
+                return replay_decision(data, request, places)
             except (PlanningError, ValueError) as e:
                 self._entries.refused(key, str(e))
         plan = plan_step(request)
-        digest = schedule_digest(plan.schedule, places)
-        decision = Decision(plan.residency, plan.scheduler, digest)
         try:
-            data = decision_to(decision, places)
-            _replayed(decision_from(data, places), request, places)
+            data = decision_to(plan, places)
+            replay_decision(data, request, places)
         except (PlanningError, ValueError) as e:
-            logger.debug("a plan is not remembered: %s", e)
+            _log.debug("a plan is not remembered: %s", e)
         else:
             self._entries.put(key, data)
         return plan
@@ -178,13 +157,13 @@ class PlanStore:
         places: "Places",
         request: StepRequest | None = None,
     ) -> str | None:
-        """A hash of all that a measurement, or a plan, depends on."""
+        """Return a hash of all that a measurement, or a plan, depends on."""
         if self._entries is None:
             return None
         try:
             structure = structure_of(lowered, places)
         except Unnameable as e:
-            logger.info("a graph is not remembered: %s", e)
+            _log.info("a graph is not remembered: %s", e)
             return None
         parts = [kind, installed_version(), structure]
         if request is None:
@@ -204,46 +183,28 @@ class PlanStore:
         return digest_of([*parts, profile_to(request.profile, places), asked])
 
 
-def _replayed(decision: Decision, request: StepRequest, places: "Places") -> StepPlan:
-    """The schedule that follows from a decision.
-
-    Raises:
-        ValueError: It is another one than then.
-        PlanningError: It does not fit.
-    """
-    plan = plan_residency(request.scheduled(decision.scheduler), decision.residency)
-    if schedule_digest(plan.schedule, places) != decision.schedule:
-        raise ValueError("another schedule follows from it than was decided")
-    return plan
-
-
 # A folder of remembered values, one file each.
 #
 # Remembering never stops work. An entry that cannot be read, or is not what was
 # written, counts as none, with one warning, and is written anew; where nothing can be
 # written, as on a full disk, nothing is remembered. Files appear whole, so processes
 # may share the folder: of two that write the same entry the later wins, and both are
-# right. What was not asked for the longest goes when the folder has grown beyond its
-# size.
+# right. The least recently used entries are deleted when the folder exceeds its size.
 
 
 _SCHEMA = 2
-
 _MEMBERS = ("schema", "key", "sha256", "value")
-
-_LARGEST = 16 << 20
-
-_MOST = 64 << 20
-
+_LARGEST, _MOST = 16 << 20, 64 << 20
+"""Bytes of an entry, and of all, at most."""
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
 class Entries:
-    """Values by key.
+    """Values by key, in files.
 
     Args:
-        folder: Where; made when it is first written to.
-        most: Bytes that it may have.
+        folder: Made when it is first written to.
+        most: Bytes of all files.
     """
 
     def __init__(self, folder: Path, most: int = _MOST) -> None:
@@ -253,7 +214,7 @@ class Entries:
         self._unwritable = False
 
     def get(self, key: str) -> Any | None:
-        """The value of a key, which is a hash; None if there is none."""
+        """Return the value of a key, which is a hash; None if there is none."""
         path = self._path(key)
         try:
             text = read_whole(path, most=_LARGEST).decode()
@@ -301,24 +262,22 @@ class Entries:
         return self._folder / f"{key}.json"
 
     def _shrink(self) -> None:
-        """Delete what was not asked for the longest; others may do so, too."""
-        found = sorted(self._files())
-        total = sum(size for _, size, _ in found)
-        for _, size, path in found:
-            if total <= self._most:
-                return
-            with contextlib.suppress(OSError):
-                path.unlink()
-            total -= size
-
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """When it was asked for, bytes, and path of every entry."""
+        """Delete the least recently used entries; other processes may do so, too."""
+        found: list[tuple[float, int, Path]] = []
         with contextlib.suppress(OSError), os.scandir(self._folder) as rows:
             for row in rows:
                 if _NAME.fullmatch(row.name):
                     with contextlib.suppress(OSError):
                         status = row.stat(follow_symlinks=False)
-                        yield status.st_mtime, status.st_size, Path(row.path)
+                        entry = status.st_mtime, status.st_size, Path(row.path)
+                        found.append(entry)
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self._most:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            total -= size
 
 
 def _checked(key: str, text: str) -> Any:
@@ -332,29 +291,24 @@ def _checked(key: str, text: str) -> Any:
     return value
 
 
-# Profiles and decisions as JSON, nodes and tensors by their places; and back.
+# Profiles and decisions as JSON, with the places of nodes and tensors for their names.
 #
-# Reading is strict: what is missing, unknown or out of bounds is a `ValueError`.
+# Reading is strict: a missing, unknown or out-of-bounds value is a `ValueError`.
 
 
 _PROFILE = (
     *("node_ms", "workspaces", "fronts"),
     *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
 )
-
 _SLOWEST, _FASTEST = 1e-3, 1e15
-"""Bytes in a millisecond that a copy may move; all bounds keep sums finite."""
-
-
+"""Bytes that a copy may move in a millisecond; all bounds keep sums finite."""
 _LARGEST_SHARE = 1e6
-
 _MOST_BYTES = 1 << 42
-
 _DECISION = ("residency", "scheduler", "schedule")
 
 
 def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
-    """A profile as JSON."""
+    """Return a profile as JSON."""
     index = {name: i for i, name in enumerate(places.nodes)}
     return {
         "node_ms": [profile.node_ms[name] for name in places.nodes],
@@ -371,10 +325,10 @@ def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
 
 
 def profile_from(data: object, places: "Places") -> Profile:
-    """The inverse of `profile_to`.
+    """Read a profile of `profile_to`.
 
     Raises:
-        ValueError: It is none, or of another graph; says what is wrong.
+        ValueError: It is no profile, or of another graph; says what is wrong.
     """
     found = members_of("profile", data, _PROFILE)
     times, workspaces, fronts, out, back, share, overhead = found
@@ -384,7 +338,10 @@ def profile_from(data: object, places: "Places") -> Profile:
     sizes = list_of("workspaces", workspaces)
     if len(sizes) != len(places.nodes):
         raise ValueError(f"workspaces: {len(sizes)} for {len(places.nodes)} nodes")
-    plans = _by_place("fronts", fronts, places.nodes)
+    pairs = [_pair("fronts", row) for row in list_of("fronts", fronts)]
+    plans = {_at("fronts", place, places.nodes): front for place, front in pairs}
+    if len(plans) < len(pairs):
+        raise ValueError("fronts: a place is named twice")
     return Profile(
         node_ms=dict(zip(places.nodes, node_ms, strict=True)),
         workspaces={
@@ -401,7 +358,7 @@ def profile_from(data: object, places: "Places") -> Profile:
 
 
 def _front(rows: object) -> tuple[ConvPlan, ...]:
-    """Plans of which each takes more workspace than the one before, and less time."""
+    """Read plans, each with more workspace and less time than the one before."""
     front = tuple(plan_from_dict(plan) for plan in list_of("fronts", rows))
     for plan in front:
         _amount("fronts", plan.time_ms, LONGEST_MS)
@@ -414,23 +371,24 @@ def _front(rows: object) -> tuple[ConvPlan, ...]:
     return front
 
 
-def decision_to(decision: Decision, places: "Places") -> dict[str, Any]:
-    """A decision as JSON."""
+def decision_to(plan: StepPlan, places: "Places") -> dict[str, Any]:
+    """Return as JSON the decisions that a plan's schedule follows from."""
     return {
         "residency": [
             [places.tensor(name), residency.value]
-            for name, residency in decision.residency.items()
+            for name, residency in plan.residency.items()
         ],
-        "scheduler": decision.scheduler,
-        "schedule": decision.schedule,
+        "scheduler": plan.scheduler,
+        "schedule": schedule_digest(plan.schedule, places),
     }
 
 
-def decision_from(data: object, places: "Places") -> Decision:
-    """The inverse of `decision_to`.
+def replay_decision(data: object, request: StepRequest, places: "Places") -> StepPlan:
+    """Return the plan that follows from the decisions of `decision_to`.
 
     Raises:
-        ValueError: It is none, or of another graph; says what is wrong.
+        ValueError: They are none, of another graph, or lead to another schedule.
+        PlanningError: It does not fit.
     """
     rows, scheduler, schedule = members_of("decision", data, _DECISION)
     residency = {}
@@ -444,11 +402,15 @@ def decision_from(data: object, places: "Places") -> Decision:
         residency[name] = decode("residency", Residency, value)
     named = decode("scheduler", str, scheduler)
     SCHEDULERS.resolve(named)
-    return Decision(residency, named, decode("schedule", str, schedule))
+    digest = decode("schedule", str, schedule)
+    plan = plan_residency(request.scheduled(named), residency)
+    if schedule_digest(plan.schedule, places) != digest:
+        raise ValueError("another schedule follows from it than was decided")
+    return plan
 
 
 def schedule_digest(schedule: Schedule, places: "Places") -> str:
-    """A hash of a schedule, without names."""
+    """Return a hash of a schedule, without names."""
     instructions = [
         [
             type(step).__name__,
@@ -462,14 +424,6 @@ def schedule_digest(schedule: Schedule, places: "Places") -> str:
     hosted = [places.tensor(name) for name in schedule.hosted]
     across = [places.tensor(name) for name in schedule.live_across]
     return digest_of([instructions, workspaces, schedule.peak_bytes, hosted, across])
-
-
-def _by_place(where: str, rows: object, names: Sequence[str]) -> dict[str, Any]:
-    pairs = [_pair(where, row) for row in list_of(where, rows)]
-    found = {_at(where, place, names): value for place, value in pairs}
-    if len(found) < len(pairs):
-        raise ValueError(f"{where}: a place is named twice")
-    return found
 
 
 def _pair(where: str, row: object) -> tuple[Any, Any]:
@@ -497,34 +451,25 @@ def _bytes(where: str, value: object) -> int:
     return int(found)
 
 
-# What makes two lowered graphs the same to whoever measures and plans them.
+# The identity of a lowered graph: equal graphs share measurements and plans.
 #
-# Names do not: tensors and nodes are their places. Layouts, attributes, traits and the
-# functions that are called do, and all that may be said of a function is its name.
-# Where a name does not tell what runs, the graph is remembered by nobody.
+# Names do not count: tensors and nodes are known by their places. Layouts, attributes,
+# traits and the called functions do, and a function is known by its name. A graph with
+# a function whose name does not tell what runs is not remembered.
 
 
-_TORCH = (
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+_TORCH = torch.dtype, torch.device, torch.layout, torch.memory_format
 
 _NAMESPACES = frozenset({"aten", "mucudnn", "prim", "prims"})
-"""Of operations that the versions of PyTorch and of ours tell all about."""
+"""Namespaces of operations that the versions of PyTorch and mucudnn determine."""
 
 
 class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
-    """Something in a graph is not told by its name."""
+    """A function of a graph whose name does not tell what runs."""
 
 
 class Places:
-    """Names of a graph as numbers, and back.
-
-    Args:
-        lowered: Whose graph.
-    """
+    """The names of a graph's tensors and nodes as numbers."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.tensors = tuple(lowered.graph.tensors)
@@ -533,11 +478,11 @@ class Places:
         self._node = {name: i for i, name in enumerate(self.nodes)}
 
     def tensor(self, name: str) -> int | str:
-        """The place of a tensor; of a copy, with what is added to it; else the name."""
+        """Return the place of a tensor; of a copy, with its suffix; else the name."""
         return _place(self._tensor, name)
 
     def node(self, name: str) -> int | str:
-        """The same of a node."""
+        """Return the place of a node; of a copy, with its suffix; else the name."""
         return _place(self._node, name)
 
 
@@ -550,16 +495,16 @@ def _place(places: Mapping[str, int], name: str) -> int | str:
 
 
 def digest_of(value: Any) -> str:
-    """A hash of what can be written as JSON."""
+    """Return a hash of a value that JSON can write."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def structure_of(lowered: Lowered, places: Places) -> str:
-    """A hash of everything but names.
+    """Return a hash of everything but names.
 
     Raises:
-        Unnameable: A function or an argument is not told by its name.
+        Unnameable: The name of a function does not tell what runs.
     """
     graph = lowered.graph
     tensors = [
@@ -594,10 +539,10 @@ def structure_of(lowered: Lowered, places: Places) -> str:
 
 
 def described(value: Any) -> Any:
-    """A value as one that JSON can write, other for other values.
+    """Return what JSON can write of a value, different for different values.
 
     Raises:
-        Unnameable: A function is not told by its name.
+        Unnameable: The name of a function does not tell what runs.
     """
     match value:
         case enum.Enum():
@@ -632,7 +577,7 @@ def _named(function: Any) -> str:
 
 
 def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
-    """Devices that a graph runs on, and settings that change what its nodes cost."""
+    """Return a graph's devices and the settings that change what its nodes cost."""
     found = {
         "torch": torch.__version__,
         "host": CpuDevice().fingerprint,
@@ -642,25 +587,17 @@ def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul": torch.get_float32_matmul_precision(),
     }
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     devices = {layout.device for layout in lowered.layouts.values()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
-            found[str(device)] = _cuda(device)
-    return found
-
-
-def _cuda(device: torch.device) -> str:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    return "/".join(
-        map(
-            str,
-            (
+            facts = (
                 torch.cuda.get_device_name(device),
                 torch.cuda.get_device_capability(device),
                 torch.version.cuda,
                 cudnn.version(),
                 (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
                 matmul.allow_tf32,
-            ),
-        )
-    )
+            )
+            found[str(device)] = "/".join(map(str, facts))
+    return found

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from mucudnn.arguments import a_flag
 from mucudnn.backends import Device
-from mucudnn.backends.base import Backend, PlanTexts, Runner
+from mucudnn.backends.base import Backend, PlanSerializer, Runner
 from mucudnn.backends.device import Array, Buffer
 from mucudnn.errors import (
     BackendError,
@@ -345,7 +345,7 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
 
     A text that the library rejects is replaced.
     """
-    texts = backend.plan_texts
+    texts = backend.plan_serializer
     if texts is None:
         return
     for step in dict.fromkeys(_kernels(plan)):
@@ -360,7 +360,7 @@ def _kernels(plan: ConvPlan) -> Iterator[_Kernel]:
 
 
 def _restore(
-    fingerprint: str, texts: PlanTexts, cache: BenchmarkCache, kernel: _Kernel
+    fingerprint: str, texts: PlanSerializer, cache: BenchmarkCache, kernel: _Kernel
 ) -> None:
     problem, algo, add = kernel
     name = f"{algo}{_ADDING}" if add else algo

@@ -47,7 +47,7 @@ _FALSE_STARTS = 3
 class Isolation:
     """Chooses between measuring in this process and in one child per device.
 
-    By default, children are used for fragile backends.
+    By default, children are used for backends that may crash.
     """
 
     def __init__(self, wanted: bool | None = None) -> None:
@@ -57,7 +57,7 @@ class Isolation:
     def bench(self, task: BenchTask) -> KernelBench:
         """Return a bench for one convolution on one device."""
         backend = task.backend
-        if not (backend.fragile if self._wanted is None else self._wanted):
+        if not (backend.may_crash if self._wanted is None else self._wanted):
             return KernelBench(task)
         device = backend.name, backend.index
         if device not in self._processes:

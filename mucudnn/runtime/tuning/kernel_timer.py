@@ -241,7 +241,7 @@ class LocalTimer:
         def run() -> None:
             backend.conv.run(problem, kernel.algo, *arrays, scratch)
 
-        if backend.plan_texts is not None:  # the first run builds the plan
+        if backend.plan_serializer is not None:  # the first run builds the plan
             run()
         return measure(
             run,

@@ -73,7 +73,7 @@ class Workers:
     Args:
         executor: The executor; the caller shuts it down.
         isolate: Whether workers measure in child processes of theirs; None does so for
-            fragile backends.
+            backends that may crash.
     """
 
     def __init__(
