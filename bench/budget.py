@@ -17,7 +17,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.passes.microbatch import BatchPolicy
 from mucudnn.runtime.profiling.profiler import profile
 from mucudnn.runtime.training.budget import MemoryBudget
@@ -83,7 +83,8 @@ def _network(
     tuner = Tuner(batch_policy=sizes, validate=False, cache=None)
     optimizer = Momentum(learning_rate=0.01)
     forward = get_model(name)(batch, image=image)
-    measured = profile(tuner, in_place(step_graphs(forward, optimizer)[0]))
+    (step,) = build_step(forward, StepRecipe(optimizer=optimizer)).steps
+    measured = profile(tuner, in_place(step))
     unbounded = Trainer(forward, tuner=tuner, optimizer=optimizer)
     rng = np.random.default_rng(0)
     images = rng.standard_normal((batch, 3, image, image)).astype("f4")

@@ -40,9 +40,9 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.models import get_model
-from mucudnn.passes.graph.layouts import stored
+from mucudnn.passes.graph.layouts import with_layout
 from mucudnn.passes.graph.precision import copies_of_parameters
-from mucudnn.passes.graph.training_step import training_graphs
+from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 
 __all__ = ["BATCHES", "run", "table", "traffic_of"]
 
@@ -206,18 +206,13 @@ def turned_inside(graph: Graph) -> int:
 def _step(
     model: str, batch: int, precision: str | None, fuse: bool, layout: str = "NCHW"
 ) -> dict[str, Any]:
-    graph = training_graphs(
-        get_model(model)(batch),
-        None,
-        Momentum(0.1),
-        when="late",
-        parts=1,
-        precision=precision,
-        loss_scale=None,
-        fuse=fuse,
-        offers=_listed,
-        layout=lambda graph, trains: stored(graph, layout),
-    ).steps[0]
+    recipe = StepRecipe(
+        optimizer=Momentum(0.1), update_when="late", precision=precision, fuse=fuse
+    )
+    choices = StepChoices(
+        layout=lambda graph, trains: with_layout(graph, layout), epilogue=_listed
+    )
+    (graph,) = build_step(get_model(model)(batch), recipe, choices).steps
     found = traffic_of(graph, rates_of(precision))
     updates = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
     return {

@@ -15,8 +15,8 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.autodiff import RULES, training_graph
-from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.layouts import able, with_channels_last
+from mucudnn.passes.graph.fusion import fuse_elementwise
+from mucudnn.passes.graph.layouts import channels_last_nodes, with_channels_last
 from tests.model_cases import random_feeds
 
 torch = pytest.importorskip("torch")
@@ -132,8 +132,8 @@ def forward(name: str) -> Graph:
         return g.build(y)
     graph = g.build(g.mean_squared_error(y, g.input("target", g.shape(y))))
     if name == "turned":
-        return with_channels_last(graph, able(graph))
-    return fused(graph) if name.startswith("fused") else graph
+        return with_channels_last(graph, channels_last_nodes(graph))
+    return fuse_elementwise(graph) if name.startswith("fused") else graph
 
 
 def product(transpose_a: bool, transpose_b: bool) -> Graph:

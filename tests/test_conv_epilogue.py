@@ -27,10 +27,10 @@ from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.precision import lowered
+from mucudnn.passes.graph.fusion import fuse_elementwise
+from mucudnn.passes.graph.precision import to_mixed_precision
 from mucudnn.passes.graph.split import split_batch
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.runtime.training.measured_choices import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -75,26 +75,31 @@ def network(batch, training=True):
 
 def test_what_a_convolution_takes_in():
     graph = network(4)
-    made = fused(graph, Nothing().offers)
+    made = fuse_elementwise(graph, Nothing().offers)
     kinds = Counter((node.op, len(node.inputs)) for node in made.nodes)
     assert kinds["conv", 3] == 2
     assert kinds["conv", 2] == 2
     assert kinds["bias_relu", 2] == 1  # of the transposed one
-    assert fused(graph, lambda problem, bias: False).nodes == fused(graph).nodes
-    assert ("conv", 3) not in {(n.op, len(n.inputs)) for n in fused(graph).nodes}
+    assert (
+        fuse_elementwise(graph, lambda problem, bias: False).nodes
+        == fuse_elementwise(graph).nodes
+    )
+    assert ("conv", 3) not in {
+        (n.op, len(n.inputs)) for n in fuse_elementwise(graph).nodes
+    }
 
 
 def test_a_bias_is_cast_only_where_nothing_takes_it_as_it_is():
     """And its gradient is what the update reads: both as those of the filter."""
-    graph = lowered(network(4), "float16")
+    graph = to_mixed_precision(network(4), "float16")
     for kinds in (["float16"], ["float32"], ["float16", "float32"]):
-        made = fused(graph, lambda problem, bias, kinds=kinds: bias in kinds)
+        made = fuse_elementwise(graph, lambda problem, bias, kinds=kinds: bias in kinds)
         taken = [n for n in made.nodes if n.op == "conv" and len(n.inputs) == 3]
         assert len(taken) == 2
         expected = "float32" if "float32" in kinds else "float16"
         assert {made.tensors[n.inputs[2]].dtype for n in taken} == {expected}
-    made = fused(graph, lambda problem, bias: bias == "float16")
-    (step,) = step_graphs(made, Momentum(), keep_copies=lambda step: True)
+    made = fuse_elementwise(graph, lambda problem, bias: bias == "float16")
+    (step,) = build_step(made, StepRecipe(optimizer=Momentum(), fuse=False)).steps
     assert step.tensors["conv/bias:float16"].role is Role.STATE
     assert step.tensors[step.gradients["conv/bias"]].dtype == "float16"
 
@@ -103,7 +108,9 @@ def test_a_result_that_others_read_stays():
     g = GraphBuilder()
     x = g.conv(g.input("image", (2, 3, 4, 4)), 3, 1, bias=False)
     graph = g.build(g.add(g.relu(g.bias(x)), x))
-    assert fused(graph, Nothing().offers).nodes == fused(graph).nodes
+    assert (
+        fuse_elementwise(graph, Nothing().offers).nodes == fuse_elementwise(graph).nodes
+    )
 
 
 # Trainers, without an engine: what stands in for it is what was there before.
@@ -154,7 +161,9 @@ def test_nothing_is_fused_where_that_is_not_wanted():
 
 
 def test_slices_of_the_batch_take_the_bias_whole():
-    step = split_batch(training_graph(fused(network(4), Nothing().offers)), 2)
+    step = split_batch(
+        training_graph(fuse_elementwise(network(4), Nothing().offers)), 2
+    )
     convs = [n for n in step.nodes if n.op == "conv" and len(n.inputs) == 3]
     forward = [n for n in convs if n.attrs["problem"].direction is Direction.FORWARD]
     assert len(forward) == 4

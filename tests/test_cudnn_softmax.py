@@ -14,7 +14,7 @@ from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.backends.cuda.libcudnn import Status
 from mucudnn.ir.operations import LIBRARY
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.precision import lowered
+from mucudnn.passes.graph.precision import to_mixed_precision
 from tests.cuda_emulator import COMPILER
 from tests.cudnn_fake import FakeCudnn
 from tests.cupy_fake import StrictArray, StrictCupy
@@ -145,7 +145,11 @@ def test_what_the_library_refuses_is_all_ours(beside):
 def test_logits_that_are_narrower_than_the_loss_stay_ours():
     found = {}
     for precision in (None, "float16"):
-        graph = network(4) if precision is None else lowered(network(4), precision)
+        graph = (
+            network(4)
+            if precision is None
+            else to_mixed_precision(network(4), precision)
+        )
         made, graph = CudnnKernels(LiveSession(FakeCudnn(), int)), training_graph(graph)
         (node,) = (n for n in graph.nodes if n.op == OP)
         found[precision] = made.offers(graph, node)

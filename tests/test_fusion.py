@@ -13,9 +13,9 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.precision import lowered
+from mucudnn.passes.graph.precision import to_mixed_precision
 from mucudnn.passes.graph.split import split_batch
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, compute
@@ -57,7 +57,7 @@ def one(write):
     ],
 )
 def test_what_becomes_one_node(write, expected):
-    assert ops(fused(one(write))) == expected
+    assert ops(fuse_elementwise(one(write))) == expected
 
 
 def read_twice(g, x):
@@ -84,11 +84,11 @@ def kept_sum(g, x):
 @pytest.mark.parametrize("write", [read_twice, returned, kept_sum])
 def test_what_others_read_stays(write):
     graph = one(write)
-    assert fused(graph) is graph
+    assert fuse_elementwise(graph) is graph
 
 
 def test_a_sum_of_one_normalisation_with_itself_keeps_it():
-    assert ops(fused(one(normed_twice))) == {"batch_norm": 1, "add_relu": 1}
+    assert ops(fuse_elementwise(one(normed_twice))) == {"batch_norm": 1, "add_relu": 1}
 
 
 def statistics_between(g, x):
@@ -110,17 +110,17 @@ def statistics_between(g, x):
 
 def test_running_statistics_move_in_the_order_of_the_network():
     graph = one(statistics_between)
-    assert fused(graph) is graph
+    assert fuse_elementwise(graph) is graph
 
 
 def test_tensors_between_are_gone_and_names_are_the_first_nodes():
     graph = one(lambda g, x: g.relu(g.add(g.batch_norm(x), x)))
-    (node,) = fused(graph).nodes
+    (node,) = fuse_elementwise(graph).nodes
     norm, add, relu = graph.nodes
     assert node.name == norm.name
     assert node.outputs == (relu.outputs[0], *norm.outputs[1:])
     assert node.mutates == norm.mutates
-    gone = set(graph.tensors) - set(fused(graph).tensors)
+    gone = set(graph.tensors) - set(fuse_elementwise(graph).tensors)
     assert gone == {norm.outputs[0], add.outputs[0]}
 
 
@@ -153,7 +153,7 @@ def computed(graph, given):
 )
 def test_networks_compute_what_they_did(name):
     forward = model(name)
-    whole, short = training_graph(forward), training_graph(fused(forward))
+    whole, short = training_graph(forward), training_graph(fuse_elementwise(forward))
     assert ops(short)["relu"] == ops(short)["relu_grad"] == 0
     assert set(ops(short)) & FUSED
     given = random_feeds(whole)
@@ -169,7 +169,7 @@ def test_they_fall_into_pieces_where_the_batch_is_cut(parts):
     forward = model("resnet20")
     given = random_feeds(forward)
     whole = training_graph(forward)
-    cut = split_batch(training_graph(fused(forward)), parts)
+    cut = split_batch(training_graph(fuse_elementwise(forward)), parts)
     assert not FUSED & {op for op in ops(cut) if op.startswith("batch_norm")}
     error, where = furthest(computed(cut, given), computed(whole, given))
     assert error <= 1e-11, where
@@ -177,7 +177,7 @@ def test_they_fall_into_pieces_where_the_batch_is_cut(parts):
 
 def test_a_fused_node_may_be_whole_where_its_gradient_is_cut():
     forward = model("resnet20", "float32")
-    short = training_graph(fused(forward))
+    short = training_graph(fuse_elementwise(forward))
     given = random_feeds(forward)
     cut = split_batch(short, lambda node: 2 if node.op.endswith("_grad") else 1)
     error, where = furthest(computed(cut, given), computed(short, given))
@@ -185,7 +185,9 @@ def test_a_fused_node_may_be_whole_where_its_gradient_is_cut():
 
 
 def test_a_biased_layer_of_narrow_activations_is_fused_as_well():
-    graph = training_graph(fused(lowered(get_model("vgg16")(2, image=32), "float16")))
+    graph = training_graph(
+        fuse_elementwise(to_mixed_precision(get_model("vgg16")(2, image=32), "float16"))
+    )
     nodes = [node for node in graph.nodes if node.op == "bias_relu_grad"]
     assert len(nodes) == 15
     for node in nodes:

@@ -17,14 +17,14 @@ from mucudnn.ir.operations import OPERATIONS, make_node
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.layouts import (
     SINK,
     SOURCE,
     FlowNetwork,
     LayoutCosts,
-    able,
-    alone_channels_last,
+    channels_last_graph,
+    channels_last_nodes,
     cheapest_layouts,
     convolutions_last,
     layout_trials,
@@ -94,10 +94,10 @@ def agree_in_both_layouts(kernels):
     ones, seen = bind_cpu(Workers(1)), set()
     for case in cases("f8"):
         graph, values = graph_of(case)
-        if not able(graph):
+        if not channels_last_nodes(graph):
             continue
         seen.add(case.op)
-        turned = alone_channels_last(graph, graph.nodes[0])
+        turned = channels_last_graph(graph, graph.nodes[0])
         is_last = {t for t, s in turned.tensors.items() if s.layout == "NHWC"}
         fed = {t: last(a) if t in is_last else a for t, a in values.items()}
         expected = computed(ones, graph, values)
@@ -140,7 +140,7 @@ def test_groups_of_channels_are_not_turned():
 def test_an_element_s_own_scale_keeps_channels_first():
     g = GraphBuilder()
     x = g.layer_norm(g.input("image", (2, 3, 4, 4)))
-    assert able(g.build(x)) == frozenset()
+    assert channels_last_nodes(g.build(x)) == frozenset()
 
 
 # Networks.
@@ -212,13 +212,13 @@ def the_same(one, other):
 @settings(max_examples=25)
 @given(networks(), st.data())
 def test_a_network_computes_the_same_in_any_layout(graph, data):
-    nodes = sorted(able(graph))
+    nodes = sorted(channels_last_nodes(graph))
     chosen = data.draw(st.sets(st.sampled_from(nodes)))
     turned = with_channels_last(graph, chosen)
     for name in graph.outputs:
         one, other = turned.tensors[name], graph.tensors[name]
         assert (one.shape, one.layout) == (other.shape, "NCHW")
-    for fuse in (fused, lambda graph: graph):
+    for fuse in (fuse_elementwise, lambda graph: graph):
         the_same(training_graph(fuse(graph)), training_graph(fuse(turned)))
 
 
@@ -234,7 +234,7 @@ def test_what_has_one_pixel_or_one_channel_is_turned_for_nothing():
     x = g.conv(g.input("image", (2, 1, 4, 4)), 3, 1, bias=False)
     x = g.global_avg_pool(x)
     graph = g.build(g.conv(x, 2, 1, bias=False))
-    turned = with_channels_last(graph, able(graph))
+    turned = with_channels_last(graph, channels_last_nodes(graph))
     assert [node.op for node in turned.nodes if node.name.endswith("turn")] == [
         *["reshape"] * 4
     ]
@@ -244,7 +244,7 @@ def test_what_has_one_pixel_or_one_channel_is_turned_for_nothing():
 def test_strips_need_channels_first():
     g = GraphBuilder()
     x = g.conv(g.input("image", (2, 3, 8, 8)), 3, 3, padding=1)
-    graph = with_channels_last(graph := g.build(g.relu(x)), able(graph))
+    graph = with_channels_last(graph := g.build(g.relu(x)), channels_last_nodes(graph))
     with pytest.raises(ValueError, match="give it the layout NCHW"):
         along_height(graph)
 
@@ -280,7 +280,7 @@ def test_a_cheapest_cut_is_found(data):
 @settings(max_examples=60, deadline=None)
 @given(networks(), st.data())
 def test_no_choice_of_layouts_is_cheaper(graph, data):
-    nodes = sorted(able(graph))[:7]
+    nodes = sorted(channels_last_nodes(graph))[:7]
     prices = st.integers(0, 9).map(float)
     costs = LayoutCosts(
         {name: data.draw(prices) for name in nodes},
@@ -304,7 +304,7 @@ def test_what_layouts_cost_is_what_the_steps_take():
     x = g.add(g.conv(x, 8, 3, padding=1, bias=False), x)
     label = g.input("label", (4,), "int64")
     graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
-    trials = layout_trials(graph, able(graph), trains=True)
+    trials = layout_trials(graph, channels_last_nodes(graph), trains=True)
     costs = trials.costs(estimate(trials.graph, "h200").node_ms)
 
     def step_ms(chosen):
@@ -312,7 +312,7 @@ def test_what_layouts_cost_is_what_the_steps_take():
         step = with_computed_gradients(step)
         return sum(estimate(step, "h200").node_ms.values())
 
-    nodes = able(graph)
+    nodes = channels_last_nodes(graph)
     none = frozenset()
     for chosen in (none, nodes, *(frozenset({name}) for name in sorted(nodes))):
         price = costs.of(graph, chosen) - costs.of(graph, none)

@@ -9,12 +9,12 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.layouts import (
-    able,
+    channels_last_nodes,
     cheapest_layouts,
     layout_trials,
     with_channels_last,
 )
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import Layouts
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -108,8 +108,12 @@ def test_a_gradient_that_is_a_view_is_there_before_it_is_used(when, parts):
     x = g.conv(g.input("image", (2, 3, 4, 4)), 3, 1, bias=False)
     label = g.input("label", (2,), "int64")
     graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
-    turned = with_channels_last(graph, able(graph))
-    for step in step_graphs(turned, Momentum(), when=when, parts=parts):
+    turned = with_channels_last(graph, channels_last_nodes(graph))
+    recipe = StepRecipe(
+        optimizer=Momentum(), update_when=when, micro_batches=parts, fuse=False
+    )
+    choices = StepChoices(keep_copies=lambda step: False)
+    for step in build_step(turned, recipe, choices).steps:
         assert any(node.op == "reshape" for node in step.nodes)
 
 
@@ -204,7 +208,7 @@ def test_times_of_both_layouts_decide():
     forward = spec.network()
     graphs = (
         training_graph(forward),
-        training_graph(with_channels_last(forward, able(forward))),
+        training_graph(with_channels_last(forward, channels_last_nodes(forward))),
     )
     rows = {
         problem: 0.5 if problem.layout == "NHWC" else 50.0
@@ -216,7 +220,7 @@ def test_times_of_both_layouts_decide():
         for problem, ms in rows.items()
     }
     fronts = {problem: (ConvPlan(problem, (p,)),) for problem, p in perfs.items()}
-    trials = layout_trials(forward, able(forward), trains=True)
+    trials = layout_trials(forward, channels_last_nodes(forward), trains=True)
     times = estimate(trials.graph, "h200", fronts=fronts).node_ms
     chosen = cheapest_layouts(forward, trials.costs(times))
     turned = with_channels_last(forward, chosen)
@@ -231,7 +235,7 @@ def test_only_images_that_several_touch_are_timed_in_both_layouts():
     x = g.conv(x, 3, 1)
     labels = g.input("label", (2, *g.shape(x)[2:]), "int64")
     graph = g.build(g.softmax_cross_entropy(x, labels))
-    trials = layout_trials(graph, able(graph), trains=True)
+    trials = layout_trials(graph, channels_last_nodes(graph), trains=True)
     turned = {
         trials.graph.tensors[n].dtype
         for t in trials.graph.nodes

@@ -10,7 +10,7 @@ from mucudnn.ir.optimizers import Adam, DynamicLossScale, Momentum, Sgd, loss_sc
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.precision import COUNTS
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit
@@ -90,9 +90,8 @@ def test_a_type_holds_the_scale_it_starts_from():
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_gradient_is_looked_at_before_the_first_update(parts):
     scaling = DynamicLossScale(64.0)
-    *first, last = step_graphs(
-        network(4), Momentum(), when="early", parts=parts, loss_scale=scaling
-    )
+    recipe = StepRecipe(optimizer=Momentum(), micro_batches=parts, loss_scale=scaling)
+    *first, last = build_step(network(4), recipe).steps
     looked = [n.inputs[0] for n in last.nodes if n.op == "find_overflow"]
     updates = [n for n in last.nodes if n.op == "momentum"]
     assert looked == [n.inputs[1] for n in updates]

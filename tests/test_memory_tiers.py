@@ -71,7 +71,7 @@ def test_the_fastest_is_filled_first_and_slower_ones_cost_more(budget, tmp_path)
 def test_no_room_says_so(budget):
     found = study(budget, "host=1KiB")
     assert found.placed is None
-    assert "host" in found.unplaced
+    assert "host" in found.placement_error
 
 
 def test_the_command_says_what_goes_where(budget, tmp_path):

@@ -12,7 +12,7 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.precision import lowered
+from mucudnn.passes.graph.precision import to_mixed_precision
 from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
@@ -28,7 +28,7 @@ def network(**options):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_activations_are_narrow_and_nothing_else(dtype):
-    graph = training_graph(lowered(network(), dtype), loss_scale=256.0)
+    graph = training_graph(to_mixed_precision(network(), dtype), loss_scale=256.0)
     for node in graph.nodes:
         types = [graph.tensors[t].dtype for t in node.inputs]
         results = [graph.tensors[t].dtype for t in node.outputs]
@@ -49,7 +49,7 @@ def test_activations_are_narrow_and_nothing_else(dtype):
 
 def test_casts_are_few():
     """Weights to the narrow type, the images, what the loss reads; and back."""
-    graph = training_graph(lowered(network(), "bfloat16"))
+    graph = training_graph(to_mixed_precision(network(), "bfloat16"))
     read = {node.inputs[0] for node in graph.nodes if node.op == "cast"}
     sizes = [graph.tensors[name].nbytes for name in read]
     weights = [s.nbytes for s in graph.with_role(Role.PARAMETER) if len(s.shape) > 1]
@@ -61,7 +61,7 @@ def test_what_a_graph_returns_keeps_its_type():
     x = g.input("x", (2, 3, 8, 8))
     y = g.relu(g.conv(x, 4, 3))
     z = g.max_pool(g.reshape(y, (2, 4, 36)), 2)
-    graph = lowered(g.build(y, z), "bfloat16")
+    graph = to_mixed_precision(g.build(y, z), "bfloat16")
     assert [graph.tensors[name].dtype for name in (y, z)] == WIDE * 2
     relu = graph.tensors[f"{y}:bfloat16"]
     assert relu.dtype == "bfloat16"
@@ -71,7 +71,7 @@ def test_what_a_graph_returns_keeps_its_type():
 
 def test_other_types_are_refused():
     with pytest.raises(ValueError, match="float16, bfloat16"):
-        lowered(network(), "float64")
+        to_mixed_precision(network(), "float64")
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_narrow_gradients_are_near_the_wide_ones():
     wide = network()
     feeds = random_feeds(wide)
     found = []
-    for forward in (wide, lowered(wide, "bfloat16")):
+    for forward in (wide, to_mixed_precision(wide, "bfloat16")):
         graph = training_graph(forward)
         values = {name: torch.from_numpy(np.array(v)) for name, v in feeds.items()}
         with torch.no_grad():
@@ -135,7 +135,7 @@ def test_narrow_gradients_are_near_the_wide_ones():
 
 def test_updates_read_gradients_as_they_were_computed():
     """Weights of products get narrow ones, uncast; what is returned or shared stays."""
-    before = training_graph(lowered(network(), "float16"))
+    before = training_graph(to_mixed_precision(network(), "float16"))
     graph = with_computed_gradients(before)
     changed = {w for w, g in graph.gradients.items() if g != before.gradients[w]}
     products = {s.name for s in graph.with_role(Role.PARAMETER) if len(s.shape) > 1}

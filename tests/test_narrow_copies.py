@@ -13,7 +13,7 @@ from mucudnn.ir.optimizers import OPTIMIZERS, DynamicLossScale
 from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.precision import copies_of_parameters
-from mucudnn.passes.graph.training_step import training_graphs
+from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 from mucudnn.passes.liveness import dependencies
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.parameters import StateStore
@@ -28,16 +28,15 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g+
 
 
 def step(forward, optimizer="momentum", *, keep=True, parts=1, scale=None, when="late"):
-    return training_graphs(
-        forward,
-        None,
-        OPTIMIZERS[optimizer],
-        when=when,
-        parts=parts,
+    recipe = StepRecipe(
+        optimizer=OPTIMIZERS[optimizer],
+        update_when=when,
+        micro_batches=parts,
         precision="float16",
         loss_scale=scale,
-        keep_copies=lambda step: keep,
-    ).steps[-1]
+    )
+    choices = StepChoices(keep_copies=lambda step: keep)
+    return build_step(forward, recipe, choices).steps[-1]
 
 
 @pytest.mark.parametrize("scale", [None, DynamicLossScale()])
@@ -77,15 +76,8 @@ def test_totals_of_several_parts_are_wide_so_nothing_is_kept():
 
 
 def test_a_network_in_one_precision_has_none():
-    graph = training_graphs(
-        network(4),
-        None,
-        OPTIMIZERS["sgd"],
-        when="late",
-        parts=1,
-        precision=None,
-        loss_scale=None,
-    ).steps[0]
+    recipe = StepRecipe(optimizer=OPTIMIZERS["sgd"], update_when="late")
+    (graph,) = build_step(network(4), recipe).steps
     assert not any(isinstance(i, CopyOf) for i in graph.initializers.values())
 
 

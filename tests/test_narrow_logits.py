@@ -10,7 +10,7 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
 from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.precision import lowered
+from mucudnn.passes.graph.precision import to_mixed_precision
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import StrictArray, StrictCupy
 from tests.training_cases import network
@@ -19,7 +19,7 @@ SHAPES = ((5, 8), (9, 7), (3, 4, 5, 6), (2, 1000), (2, 3, 1))
 
 
 def test_logits_are_not_cast():
-    graph = training_graph(lowered(network(4), "float16"))
+    graph = training_graph(to_mixed_precision(network(4), "float16"))
     for op, results in (
         ("softmax_cross_entropy", {"float32"}),
         ("accuracy", {"float32"}),

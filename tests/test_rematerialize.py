@@ -8,7 +8,7 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.inplace import in_place, in_place_with_uses
 from mucudnn.passes.graph.rematerialize import Rematerializer, rematerialize
 from mucudnn.passes.liveness import uses_of
@@ -90,7 +90,7 @@ def block(*, fuse=False):
     x = g.dropout(g.relu(g.batch_norm(x)), 0.5)
     label = g.input("label", (3,), "int64")
     graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
-    return training_graph(fused(graph) if fuse else graph)
+    return training_graph(fuse_elementwise(graph) if fuse else graph)
 
 
 @pytest.mark.parametrize("mode", RECOMPUTED)

@@ -15,7 +15,7 @@ from mucudnn.models.unet import narrow_unet2d
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.split import split_batch, split_height
 from mucudnn.passes.graph.split_axis import along_height, cuttable, interleave_slices
-from mucudnn.passes.graph.training_step import answers_of, up_to
+from mucudnn.passes.graph.training_step import up_to_answers
 from mucudnn.passes.liveness import peak_bytes
 from mucudnn.passes.planning.cutting import Cutting, couples_batch
 from tests.examples import examples
@@ -308,7 +308,7 @@ def test_a_network_answers_patch_by_patch(name, throughout):
     """Its largest layers or all are in strips, so that little is there at once."""
     sizes = {"image": 32 if name == "resnet20" else 8}
     forward = get_model(name)(1, dtype="float64", training=False, **sizes)
-    graph = up_to(forward, answers_of(forward))
+    graph = up_to_answers(forward)
     assert [spec.name for spec in graph.with_role(Role.INPUT)] == ["image"]
     given = random_feeds(graph)
     expected = computed(graph, given)
@@ -324,9 +324,11 @@ def test_a_network_answers_patch_by_patch(name, throughout):
         assert patches < 0.9 * whole
 
 
-def test_what_is_not_there_is_no_answer():
-    with pytest.raises(ValueError, match="no tensor"):
-        up_to(get_model("lenet")(1), "nothing")
+def test_a_network_without_answers_is_refused():
+    g = GraphBuilder()
+    graph = g.build(g.relu(g.input("image", (1, 3))))
+    with pytest.raises(ValueError, match="which tensors are answers is not known"):
+        up_to_answers(graph)
 
 
 def smooth(dtype="float32"):

@@ -11,7 +11,7 @@ from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
 from mucudnn.models import get_model
-from mucudnn.passes.graph.training_step import step_graphs
+from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints import Checkpoints
@@ -136,7 +136,7 @@ def test_a_step_against_numpy():
 
 
 def test_every_schedule_it_runs_is_valid():
-    graphs = step_graphs(network(4), Adam(), parts=3)
+    graphs = build_step(network(4), StepRecipe(optimizer=Adam(), micro_batches=3)).steps
     tuner = Tuner(backend="null", rule=QUICK)
     for graph in graphs:
         for order in ("builder", "least_peak"):

@@ -13,9 +13,9 @@ from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.layouts import stored
+from mucudnn.passes.graph.layouts import with_layout
 from mucudnn.passes.graph.precision import copies_of_parameters
-from mucudnn.passes.graph.training_step import training_graphs
+from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.parameters import StateStore
 from tests.cuda_emulator import COMPILER, Emulator
@@ -37,18 +37,18 @@ SHAPES = (
 )
 
 
-def step(forward, precision="float16", **more):
-    return training_graphs(
-        forward,
-        None,
-        OPTIMIZERS["momentum"],
-        when="late",
-        parts=more.pop("parts", 1),
+def step(forward, precision="float16", *, parts=1, shared=False, **choices):
+    recipe = StepRecipe(
+        optimizer=OPTIMIZERS["momentum"],
+        update_when="late",
+        micro_batches=parts,
         precision=precision,
-        loss_scale=None,
-        layout=lambda graph, trains: stored(graph, "NHWC"),
-        **more,
-    ).steps[-1]
+        shared_gradients=shared,
+    )
+    last = StepChoices(
+        layout=lambda graph, trains: with_layout(graph, "NHWC"), **choices
+    )
+    return build_step(forward, recipe, last).steps[-1]
 
 
 def turns(graph):
@@ -98,7 +98,7 @@ def test_gradients_that_are_added_up_have_the_layout_of_parameters(more):
 
 
 def test_a_gradient_that_is_returned_is_turned_back():
-    plain = training_graph(stored(network(4), "NHWC"))
+    plain = training_graph(with_layout(network(4), "NHWC"))
     found = with_computed_gradients(plain)
     turned = {w for w, g in found.gradients.items() if g != plain.gradients[w]}
     assert turned

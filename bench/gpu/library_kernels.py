@@ -7,7 +7,7 @@ from bench.gpu.job import Job
 from bench.gpu.verdicts import geomean
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.runtime.profiling.profiler import signature
 from mucudnn.runtime.training.measured_choices import LibraryRace
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -27,7 +27,7 @@ def library_kernels(job: Job) -> Mapping[str, Any]:
     rows: list[dict[str, Any]] = []
     seen = set()
     for name in _NETWORKS:
-        graph = training_graph(fused(get_model(name)(job.batch or _BATCH)))
+        graph = training_graph(fuse_elementwise(get_model(name)(job.batch or _BATCH)))
         for node in graph.nodes:
             key = signature(graph, node)
             if key in seen or not library.offers(graph, node) or job.left_s < 1:

@@ -1,7 +1,8 @@
 """`mucudnn memory`: memory of a training step, and the cost of using less."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ from mucudnn.passes.planning.plan_step import DescribedStep
 
 if TYPE_CHECKING:
     from mucudnn.cli.progress import Show
+    from mucudnn.ir.graph import Graph
     from mucudnn.ir.profile import Profile
     from mucudnn.studies.memory_results import MemoryStudy, StepSpec
 
@@ -282,7 +284,11 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
     names = _expand_all(settings["policies"], policies)
     if _ALL in settings["policies"]:
         names = tuple(sorted(names, key=lambda name: name == PLANNED))
-    with progress_display(1) as show, bad_input():
+    with (
+        progress_display(1) as show,
+        _measuring(spec, settings["cache_path"], show) as measured,
+        bad_input(),
+    ):
         return study_memory(
             spec,
             policies=names,
@@ -291,7 +297,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
             min_budget=settings["min_budget"],
-            profile=_measure_profile(spec, settings["cache_path"], show),
+            profile=measured,
             recordings=settings["recordings"],
             progress=show,
             split=split,
@@ -304,12 +310,14 @@ def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
     return names_of_all(table) if _ALL in asked else asked
 
 
-def _measure_profile(
+@contextmanager
+def _measuring(
     spec: "StepSpec | DescribedStep", cache_path: str | None, progress: "Show"
-) -> "Profile | None":
-    """Return a measured profile on the CPU; None if costs are known otherwise."""
+) -> "Iterator[Callable[[Graph], Profile] | None]":
+    """Yield a function that measures a step on the CPU; None for other costs."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
-        return None
+        yield None
+        return
     from mucudnn.runtime.profiling.links import mapping_costs
     from mucudnn.runtime.profiling.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
@@ -319,10 +327,14 @@ def _measure_profile(
     def measuring(name: str, done: int, total: int) -> None:
         progress(f"measuring {name}", done, total)
 
-    graph = spec.graph()
     with Tuner.from_env(backend=_CPU, **given) as tuner, tuner.cache:
-        costs = profile(tuner, graph, progress=measuring)
-        if spec.placement == STATIC:
-            return costs
-        with bad_input():
-            return replace(costs, mapping_costs=mapping_costs(tuner.backend))
+        chunks = None
+        if spec.placement != STATIC:
+            with bad_input():
+                chunks = mapping_costs(tuner.backend)
+
+        def measured(graph: "Graph") -> "Profile":
+            costs = profile(tuner, graph, progress=measuring)
+            return replace(costs, mapping_costs=chunks)
+
+        yield measured

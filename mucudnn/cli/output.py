@@ -207,6 +207,6 @@ def write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
         from mucudnn.report.trace import snapshot_bytes
 
         if found.placed is None:
-            why = found.unplaced or "interrupted before places were looked for"
+            why = found.placement_error or "interrupted before places were looked for"
             raise BadInputError(f"--snapshot {path}: {why}")
         write_file(path, snapshot_bytes(found.placed))

@@ -87,7 +87,7 @@ def least_words(study: MemoryStudy) -> str:
     least = study.least_ms.get(study.budget)
     if least is None:
         return ""
-    why = study.loose.get(study.budget, "")
+    why = study.bound_note.get(study.budget, "")
     reason = f" (compute alone: {why})" if why else ""
     return f"no plan within the budget takes less than {ms_text(least)} ms{reason}"
 

@@ -7,9 +7,10 @@ and a lower bound on the step time.
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ from mucudnn.passes.load_balancing import (
     step_bound_ms,
 )
 from mucudnn.passes.planning.plan_step import plan_step, unbounded
-from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.store.recordings import is_step_table, load_step_table
-from mucudnn.studies.memory_results import StepSpec
-from mucudnn.studies.step_costs import StepCosts
+from mucudnn.studies.memory_results import StepSpec, costed_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +194,13 @@ def study_fleet(
     """
     kinds = [parse_device(text) for text in devices]
     largest = step.batch if most is None else most
-    graph = functools.cache(step.graph)
-    reduce, words = _all_reduce(kinds, link, graph(1))
+    reduce, words = _all_reduce(kinds, link, step.graph(1))
     found: list[tuple[Fleet, FleetPlan]] = []
     for by_plan in (False, True)[: 1 + planned]:
         ranks = []
         for i, kind in enumerate(kinds):
             progress(f"what a step takes on {kind.title}", i, len(kinds))
-            ranks += ranks_of(kind, step, largest, graph, limit=memory, planned=by_plan)
+            ranks += ranks_of(kind, step, largest, limit=memory, planned=by_plan)
         fleet = Fleet(tuple(ranks), reduce)
         progress("shares", 0, 1)
         try:
@@ -311,7 +309,6 @@ def ranks_of(
     device: FleetDevice,
     spec: StepSpec,
     most: int,
-    graph: Callable[[int], Graph],
     *,
     limit: int | None = None,
     planned: bool = False,
@@ -329,7 +326,7 @@ def ranks_of(
         memory = int(figures.memory.value)
         memory = memory if limit is None else min(memory, limit)
         within = memory if planned else None
-        measure = functools.partial(_estimate_step, device, graph, within)
+        measure = functools.partial(_estimate_step, device, spec, within)
         table = measured_table(figures.title, 1, most, measure)
     return [
         Rank(f"{device.title} {i}" if device.count > 1 else device.title, table, memory)
@@ -338,19 +335,21 @@ def ranks_of(
 
 
 def _estimate_step(
-    device: FleetDevice, graph: Callable[[int], Graph], within: int | None, batch: int
+    device: FleetDevice, spec: StepSpec, within: int | None, batch: int
 ) -> StepPoint:
     """Estimate a step without a budget, or planned within one.
 
     If no plan fits, the result is the step without a budget, which needs too much
     memory.
     """
-    step = graph(batch)
     files = () if device.file is None else (device.file,)
-    costs = StepCosts(step, device.name or "", recordings=files)
-    plan = unbounded(step, costs.profile)
+    spec = replace(spec, batch=batch, device=device.name or "")
+    step = costed_step(spec, recordings=files)
+    whole, *_ = step.forms(math.inf)
+    plan = unbounded(whole.graph, whole.profile)
     if within is not None and plan.peak_bytes > within:
-        request = StepRequest(step, costs.profile, budget=within)
-        with contextlib.suppress(PlanningError):
-            plan = plan_step(request)
+        for request in step.forms(within):
+            with contextlib.suppress(PlanningError):
+                plan = plan_step(request)
+                break
     return StepPoint(batch, plan.prediction.step_ms, plan.peak_bytes)

@@ -8,13 +8,13 @@ results so far.
 import functools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device, name_computing
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE
@@ -23,14 +23,13 @@ from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.cutting import (
     WHOLE,
     Split,
-    SplitStep,
     check_split,
     cuttings,
 )
 from mucudnn.passes.planning.place_step import (
-    over_fastest,
     place_step,
     place_tiered_step,
+    placeable_budget,
 )
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
@@ -52,7 +51,6 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
-from mucudnn.runtime.profiling.links import forecast_tiers
 from mucudnn.studies.memory_results import (
     CostedStep,
     MemoryStudy,
@@ -60,7 +58,7 @@ from mucudnn.studies.memory_results import (
     costed_step,
     with_layouts,
 )
-from mucudnn.studies.step_costs import CPU
+from mucudnn.studies.step_costs import CPU, Measured
 
 
 def study_memory(
@@ -73,7 +71,7 @@ def study_memory(
     curve: bool = False,
     max_batch: bool = False,
     min_budget: bool = False,
-    profile: Profile | None = None,
+    profile: Measured | None = None,
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
     split: Split = WHOLE,
@@ -99,7 +97,9 @@ def study_memory(
         curve: Whether to plan for several budgets, too.
         max_batch: Whether to search the largest mini-batch of every policy.
         min_budget: Whether to search the minimum feasible budget of every policy.
-        profile: Measured profile of the step; required for the CPU.
+        profile: Measured profile of `StepSpec.graph()`, or a function that measures a
+            graph; required for the CPU. A function also serves the step without fusion,
+            which may fit smaller budgets.
         recordings: Files with measurements of the device, used instead of estimates for
             the convolutions they cover.
         progress: Called with the current activity, the work done, and its total.
@@ -146,14 +146,8 @@ def study_memory(
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
         spec = with_layouts(_use_precision_figures(spec), recordings)
-    costed = costed_step(spec, profile, recordings, say)
-    found: tuple[MemoryTier, ...] = ()
-    if choices:
-        profile = costed.step.profile
-        found = forecast_tiers(choices, profile, measured=spec.device == CPU)
-        costed = over_links(costed, found)
-    asked = policies, schedulers, nbytes, say, split, found
-    return MemoryTrials(spec, costed, *asked).run(
+    costed = costed_step(spec, profile, recordings, choices, say)
+    return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
@@ -204,7 +198,7 @@ class MemoryTrials:
     """The trials of one step by every requested policy and scheduler.
 
     Without schedulers, each policy uses its own. Without a budget, it is the device's
-    memory. Without tiers, host memory is unlimited.
+    memory.
     """
 
     def __init__(
@@ -216,26 +210,25 @@ class MemoryTrials:
         budget: int | None,
         say: Callable[[str, int, int], None],
         split: Split,
-        tiers: Sequence[MemoryTier] = (),
     ) -> None:
-        self._spec, self._costed, self._split = spec, costed, split
-        self._tiers = tiers
-        self._splitting: SplitDecision | None = None
-        self._least_in_parts: int | None = None
+        self._spec, self._costed, self._split, self._say = spec, costed, split, say
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
-        self._say = say
-        self._step = costed.step
         say("the step without a budget", 0, 1)
-        self._unbounded = unbounded(costed.step.graph, costed.step.profile)
+        whole, *_ = costed.forms(math.inf)
+        self._unbounded = unbounded(whole.graph, whole.profile)
         self._budget = _device_memory(spec.device) if budget is None else budget
-        self._minimum: int | None = None
+        self._least_of: dict[tuple[int, str, str], tuple[Graph, int]] = {}
+        self._planned: dict[int, list[Graph]] = defaultdict(list)
         self._techniques: list[PolicyResult] = []
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
+        self._splitting: SplitDecision | None = None
+        self._least_in_parts: int | None = None
         self._placed: PlacedStep | None = None
-        self._unplaced = ""
+        self._placement_error = ""
+        self._minimum: int | None = None
         self._least_ms: dict[int, float] = {}
-        self._loose: dict[int, str] = {}
+        self._bound_note: dict[int, str] = {}
         self._curve: list[PolicyResult] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
@@ -272,9 +265,9 @@ class MemoryTrials:
             convolutions=self._costed.convolutions,
             techniques=tuple(self._techniques),
             placed=self._placed,
-            unplaced=self._unplaced,
+            placement_error=self._placement_error,
             least_ms=self._least_ms,
-            loose=self._loose,
+            bound_note=self._bound_note,
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
@@ -282,56 +275,107 @@ class MemoryTrials:
             interrupted=interrupted,
         )
 
-    def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
+    def _requests(self, form: StepRequest, policy: str) -> list[StepRequest]:
         """Return a request per scheduler, or one with the policy's own."""
-        asked = replace(step, policy=self._policies[policy])
+        asked = replace(form, policy=self._policies[policy])
         return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
 
+    def _trials(self, budget: int, policy: str) -> list[tuple[StepRequest, ...]]:
+        """Return the forms of a step, for every scheduler."""
+        forms = self._costed.forms(budget)
+        return list(zip(*(self._requests(f, policy) for f in forms), strict=True))
+
     def _try_techniques(self) -> None:
-        step = self._step.within(self._budget)
-        asked = [r for policy in self._policies for r in self._requests(step, policy)]
-        for i, request in enumerate(asked):
-            self._say(_describe_request(request), i, len(asked))
-            found = try_technique(request)
+        trials = [
+            forms
+            for policy in self._policies
+            for forms in self._trials(self._budget, policy)
+        ]
+        for i, forms in enumerate(trials):
+            self._say(_describe_request(forms[0]), i, len(trials))
+            found, request = self._try(forms)
             self._techniques.append(found)
             self._requests_of[found.policy, found.scheduler] = request
 
+    def _try(self, forms: Sequence[StepRequest]) -> tuple[PolicyResult, StepRequest]:
+        """Plan the first form that fits, as `Trainer` does; return its request, too."""
+        *preferred, last = forms
+        request = next((form for form in preferred if self._fits(form)), last)
+        technique = try_technique(request)
+        if technique.fits:
+            self._planned[technique.budget].append(request.graph)
+        elif technique.least_bytes is not None:
+            least = min(map(self._least, forms))
+            technique = replace(technique, least_bytes=least)
+        return technique, request
+
+    def _fits(self, request: StepRequest) -> bool:
+        """Return whether a step can be planned and placed within its budget."""
+        try:
+            if self._least(request) <= request.budget:
+                return True
+            place_step(request)  # it may do with less than it is sure to
+        except PlanningError:
+            return False
+        return True
+
+    def _least(self, request: StepRequest) -> int:
+        """Return the least budget of a request, in an arena if the step has one."""
+        scheduler = "" if request.scheduler is None else name_of(request.scheduler)
+        key = id(request.graph), name_of(request.policy), scheduler
+        if key not in self._least_of:
+            least = placeable_budget if self._costed.placed else minimum_budget
+            # The graph is held, as the identity of a freed one could be reused.
+            self._least_of[key] = request.graph, least(request)
+        return self._least_of[key][1]
+
     def _bound(self, budget: int) -> None:
         """Find the lower bound on the step time within a budget."""
-        if budget not in self._least_ms:
-            self._say("the bound of any plan", 0, 1)
-            found = lower_bound(self._step.within(budget))
-            if math.isfinite(found.step_ms):
-                self._least_ms[budget] = found.step_ms
-            if found.reason:
-                self._loose[budget] = found.reason
+        if budget in self._least_ms or budget in self._bound_note:
+            return
+        self._say("the bound of any plan", 0, 1)
+        forms, planned = self._costed.forms(budget), self._planned[budget]
+        used = [f for f in forms if any(f.graph is graph for graph in planned)]
+        bounds = map(lower_bound, used or forms)
+        found = min(bounds, key=lambda bound: bound.step_ms)
+        if math.isfinite(found.step_ms):
+            self._least_ms[budget] = found.step_ms
+        if found.reason:
+            self._bound_note[budget] = found.reason
 
     def _in_parts(self, budget: int) -> tuple[PolicyResult, SplitDecision | None]:
         """Plan the step in parts, or whole if that is faster."""
-        step = self._costed.in_parts
-        assert step is not None, "study_memory has refused what cannot be split"
-        try:
-            found = plan_splitting(step(budget), self._split)
-        except PlanningError as e:
-            self._least_in_parts = e.least_bytes or self._least_in_parts
-            return PolicyResult(IN_PARTS, "any", budget, None, e.least_bytes), None
-        plan = found.chosen.plan
-        name = "any" if plan is None else plan.scheduler
-        return PolicyResult(IN_PARTS, name, budget, plan), found
+        assert self._costed.in_parts is not None, "what cannot be split was refused"
+        least: list[int] = []
+        for step in self._costed.in_parts(budget):
+            try:
+                found = plan_splitting(step, self._split)
+            except PlanningError as e:
+                least += [] if e.least_bytes is None else [e.least_bytes]
+                continue
+            plan = found.chosen.plan
+            name = "any" if plan is None else plan.scheduler
+            return PolicyResult(IN_PARTS, name, budget, plan), found
+        self._least_in_parts = min(least, default=self._least_in_parts)
+        return PolicyResult(
+            IN_PARTS, "any", budget, None, min(least, default=None)
+        ), None
 
     def _least_of_parts(self, found: SplitDecision) -> int:
         """Return the least budget of all splits, untried ones included."""
         assert self._costed.in_parts is not None
-        step = self._costed.in_parts(self._budget)
-        least = {c.cutting: c.least_bytes for c in found.tried}
-        for cutting in cuttings(step.graph, self._split):
-            if cutting not in least:
-                self._say(f"the least budget of {cutting}", 0, 1)
-                graph = step.in_parts(cutting)
-                costs = step.costs(graph)
-                asked = None if costs is None else step.request(graph, costs)
-                least[cutting] = None if asked is None else minimum_budget(asked)
-        return min(nbytes for nbytes in least.values() if nbytes is not None)
+        tried = {c.cutting: c.least_bytes for c in found.tried}
+        least: list[int | None] = list(tried.values())
+        for step in self._costed.in_parts(self._budget):
+            for cutting in cuttings(step.graph, self._split):
+                if cutting not in tried:
+                    self._say(f"the least budget of {cutting}", 0, 1)
+                    graph = step.in_parts(cutting)
+                    costs = step.costs(graph)
+                    if costs is not None:
+                        least.append(minimum_budget(step.request(graph, costs)))
+            tried = {}
+        return min(nbytes for nbytes in least if nbytes is not None)
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
@@ -339,58 +383,64 @@ class MemoryTrials:
             return
         self._say("places in the arena", 0, 1)
         if best.policy == IN_PARTS and self._splitting is not None:
-            step = self._step.within(self._budget)
-            request = self._splitting.chosen.request or step
+            request = self._splitting.chosen.request
+            assert request is not None, "a split with a plan has a request"
         else:
             request = self._requests_of[best.policy, best.scheduler]
         try:
-            if self._tiers:
-                self._placed = place_tiered_step(request, self._tiers)
+            if self._costed.tiers:
+                self._placed = place_tiered_step(request, self._costed.tiers)
             else:
                 self._placed = place_step(request, best.plan)
         except PlanningError as e:
-            self._unplaced = str(e)
+            self._placement_error = str(e)
 
     def _try_budgets(self) -> None:
         most = self._unbounded.peak_bytes
         shares = [int(share * most) for share in _SHARES]
         least = self._minimum or 0
         budgets = sorted({*(b for b in shares if b > least), least}, reverse=True)
-        pairs = [(budget, policy) for budget in budgets for policy in self._policies]
-        for i, (budget, policy) in enumerate(pairs):
-            self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
-            request, *_ = self._requests(self._step.within(budget), policy)
-            self._curve.append(try_technique(request))
+        done, total = 0, len(budgets) * len(self._policies)
+        for budget in budgets:
+            for policy in self._policies:
+                self._say(f"{policy} within {budget / most:.0%}", done, total)
+                forms, *_ = self._trials(budget, policy)
+                self._curve.append(self._try(forms)[0])
+                done += 1
             self._bound(budget)
         for budget in budgets if self._split != WHOLE else ():
             self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
             self._curve.append(self._in_parts(budget)[0])
 
-    def _least(self, step: StepRequest, policy: str) -> int:
+    def _least_of_policy(self, forms: Sequence[StepRequest], policy: str) -> int:
         """Return the least budget of a policy with any of its schedulers."""
-        return min(map(minimum_budget, self._requests(step, policy)))
+        return min(
+            self._least(r) for form in forms for r in self._requests(form, policy)
+        )
 
     def _least_of_all(self) -> int:
         """Return the least budget; the planner's own search needs the least."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
-        whole = min(self._least(self._step, policy) for policy in ours)
+        forms = self._costed.forms(0)
+        whole = min(self._least_of_policy(forms, policy) for policy in ours)
         if self._splitting is not None:
             self._least_in_parts = self._least_of_parts(self._splitting)
         return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:
+        forms = self._costed.forms(0)
         for i, policy in enumerate(self._policies):
             self._say(f"least budget of {policy}", i, len(self._policies))
-            self._min_budget[policy] = self._least(self._step, policy)
+            self._min_budget[policy] = self._least_of_policy(forms, policy)
         if self._least_in_parts is not None:
             self._min_budget[IN_PARTS] = self._least_in_parts
 
     def _find_max_batches(self) -> None:
-        step = functools.cache(self._costed.at)
+        forms = functools.cache(self._costed.at)
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
-            return self._least(step(batch), policy)
+            return self._least_of_policy(forms(batch), policy)
 
         for i, policy in enumerate(self._policies):
 
@@ -416,30 +466,3 @@ def _device_memory(device: str) -> int:
     if device != CPU:
         return int(get_device(device).memory.value)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def over_links(costed: CostedStep, tiers: Sequence[MemoryTier]) -> CostedStep:
-    """Return the step with the rates of its fastest tier, as if it had room for all."""
-
-    def linked(step: StepRequest) -> StepRequest:
-        return over_fastest(step, tiers)
-
-    def asked_over(step: SplitStep) -> SplitStep:
-        return replace(
-            step, request=lambda graph, costs: linked(step.request(graph, costs))
-        )
-
-    parts = costed.in_parts
-    return replace(
-        costed,
-        figures={**costed.figures, "tiers": "; ".join(map(_describe_tier, tiers))},
-        step=linked(costed.step),
-        at=lambda batch: linked(costed.at(batch)),
-        in_parts=None if parts is None else lambda nbytes: asked_over(parts(nbytes)),
-    )
-
-
-def _describe_tier(tier: MemoryTier) -> str:
-    """Return text such as `disk:/scratch 1.2 GB/s out, 2.5 GB/s back`."""
-    out_rate, in_rate = tier.out_bytes_per_ms / 1e6, tier.in_bytes_per_ms / 1e6
-    return f"{tier.name} {out_rate:.3g} GB/s out, {in_rate:.3g} GB/s back"

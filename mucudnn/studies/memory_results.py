@@ -1,6 +1,7 @@
-"""Inputs and results of a memory study: `StepSpec` and `MemoryStudy`."""
+"""Inputs and results of a memory study: `StepSpec`, `CostedStep`, `MemoryStudy`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -11,19 +12,25 @@ from mucudnn.ir.conv import Ints
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
-from mucudnn.ir.profile import Profile
+from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import IMAGE, get_model, network_name
 from mucudnn.notebook import html_of
-from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.layouts import stored
-from mucudnn.passes.graph.precision import LOSS_SCALES, lowered
-from mucudnn.passes.graph.training_step import answers_of, up_to
-from mucudnn.passes.graph.updates import with_computed_gradients, with_updates
+from mucudnn.passes.graph.layouts import with_layout
+from mucudnn.passes.graph.precision import copies_of_parameters
+from mucudnn.passes.graph.training_step import (
+    StepChoices,
+    StepRecipe,
+    build_gradients,
+    build_step,
+    can_fuse,
+    complete_step,
+)
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.cutting import SplitStep
+from mucudnn.passes.planning.place_step import fits_resident, over_fastest
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
     PolicyResult,
@@ -34,7 +41,15 @@ from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.problem import state_bytes
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.studies.step_costs import CPU, Coverage, StepCosts, fastest_layouts
+from mucudnn.runtime.executor.tiers import TierChoice
+from mucudnn.runtime.profiling.links import forecast_tiers
+from mucudnn.studies.step_costs import (
+    CPU,
+    Coverage,
+    Measured,
+    StepCosts,
+    fastest_layouts,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,66 +90,42 @@ class StepSpec:
         """Name of the network."""
         return "graph" if isinstance(self.model, Graph) else network_name(self.model)
 
+    @property
+    def recipe(self) -> StepRecipe:
+        """What the step computes."""
+        return StepRecipe(
+            optimizer=optimizer_of(self.optimizer),
+            precision=self.precision,
+            inference=self.inference,
+        )
+
+    @property
+    def choices(self) -> StepChoices:
+        """How the step is computed without a budget."""
+        return StepChoices(
+            layout=lambda g, _: with_layout(g, self.layout, self.channels_last)
+        )
+
     def graph(self, batch: int | None = None) -> Graph:
-        """Return the training step with updates, or the network for inference.
+        """Return the step that `Trainer` runs without a budget, its nodes in order.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
         """
-        return self.finished(self.gradients(batch))
-
-    def gradients(self, batch: int | None = None) -> Graph:
-        """Return the network with its backward pass, before updates are added.
-
-        Raises:
-            ValueError: A name is not known, or a size out of range.
-        """
-        forward = stored(self.network(batch), self.layout, self.channels_last)
-        if self.inference:
-            return forward
-        return training_graph(forward, loss_scale=self._loss_scale)
+        step = build_step(self.network(batch), self.recipe, self.choices).steps[-1]
+        return ordered(self.order, step)
 
     def network(self, batch: int | None = None) -> Graph:
-        """Return the network in its precision, cut at its answers for inference.
+        """Return the network with its loss.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
         """
         if isinstance(self.model, Graph):
-            forward = self.model
-        else:
-            forward = get_model(self.model)(
-                batch or self.batch, image=self.image, training=not self.inference
-            )
-        if self.inference:
-            forward = _cut_at_answers(forward)
-        return forward if self.precision is None else lowered(forward, self.precision)
-
-    def finished(self, gradients: Graph) -> Graph:
-        """Add updates to a graph with gradients, and order its nodes."""
-        if self.inference:
-            return ordered(self.order, gradients)
-        step = with_updates(
-            with_computed_gradients(gradients),
-            optimizer_of(self.optimizer),
-            gradient_scale=1 / self._loss_scale,
+            return self.model
+        return get_model(self.model)(
+            batch or self.batch, image=self.image, training=not self.inference
         )
-        return ordered(self.order, step)
-
-    @property
-    def _loss_scale(self) -> float:
-        return 1.0 if self.precision is None else LOSS_SCALES[self.precision]
-
-
-def _cut_at_answers(forward: Graph) -> Graph:
-    """Return a network up to the tensor that the loss compares with labels."""
-    answers = answers_of(forward)
-    if answers is None:
-        raise ValueError(
-            "nothing is compared with the labels: which tensors are answers is not "
-            "known"
-        )
-    return up_to(forward, answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +144,9 @@ class MemoryStudy:
         techniques: One result per policy and scheduler.
         placed: The best of them with fixed offsets in one arena, if placement
             succeeded.
-        unplaced: Why placement of the best one failed.
+        placement_error: Why placement of the best one failed.
         least_ms: Budget -> lower bound on the step time of any plan.
-        loose: Budget -> why its bound is only the compute time, if it is.
+        bound_note: Budget -> why its bound is only the compute time, if it is.
         curve: Results for several budgets, with the first scheduler.
         max_batch: Policy -> largest mini-batch within the budget, if requested.
         min_budget: Policy -> minimum feasible budget, if requested.
@@ -174,9 +165,9 @@ class MemoryStudy:
     convolutions: Coverage
     techniques: tuple[PolicyResult, ...]
     placed: PlacedStep | None = None
-    unplaced: str = ""
+    placement_error: str = ""
     least_ms: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    loose: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    bound_note: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     curve: tuple[PolicyResult, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -311,20 +302,29 @@ def _placement_row(placed: PlacedStep) -> dict[str, Any]:
 class CostedStep:
     """A step with its costs.
 
+    A budget decides between forms of a step, as it does in `Trainer`: the fused one is
+    preferred, the one without fusion may need less, and converted copies of parameters
+    are kept where everything fits. Forms are listed in the order of preference.
+
     Attributes:
-        step: The step at its own batch, without a budget.
-        at: Batch -> the step at another batch, precise enough to decide what fits.
-        in_parts: Budget -> request to choose a split of its batch; None if it runs
-            whole.
+        forms: Budget -> the forms of the step, as planning requests.
+        at: Batch -> the forms with the least memory at another batch, precise enough to
+            decide what fits.
+        in_parts: Budget -> the forms, to choose a split of their batch; None if the
+            step runs whole.
+        tiers: Offload targets; none means unlimited host memory.
+        placed: Whether the step runs in an arena, which may be larger than its peak.
         image: Shape of a sample.
         parameters: Number of elements of all parameters.
         figures: Sources of the costs in words.
         convolutions: Number of measured convolutions.
     """
 
-    step: StepRequest
-    at: Callable[[int], StepRequest]
-    in_parts: Callable[[int], SplitStep] | None
+    forms: Callable[[float], Sequence[StepRequest]]
+    at: Callable[[int], Sequence[StepRequest]]
+    in_parts: Callable[[float], Sequence[SplitStep]] | None
+    tiers: tuple[MemoryTier, ...]
+    placed: bool
     image: tuple[int, ...]
     parameters: int
     figures: Mapping[str, str]
@@ -333,57 +333,157 @@ class CostedStep:
 
 def costed_step(
     spec: StepSpec | DescribedStep,
-    profile: Profile | None = None,
+    measured: Measured | None = None,
     recordings: Sequence[str] = (),
+    tiers: Sequence[TierChoice] = (),
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> CostedStep:
     """Return a step with its costs: measured, recorded, estimated, or its own."""
     if isinstance(spec, DescribedStep):
+        own = spec.request(spec.batch)
+        found = _tiers(spec, tiers, own.profile)
+        own = over_fastest(own, found)
         return CostedStep(
-            spec.request(spec.batch),
-            spec.request,
-            None,
-            spec.image,
-            spec.parameters,
-            spec.figures,
-            Coverage(0, 0),
+            forms=lambda budget: [own.within(budget)],
+            at=lambda batch: [over_fastest(spec.request(batch), found)],
+            in_parts=None,
+            tiers=found,
+            placed=False,
+            image=spec.image,
+            parameters=spec.parameters,
+            figures={**spec.figures, **_tier_words(found)},
+            convolutions=Coverage(0, 0),
         )
     graph = spec.graph()
     progress("what its operations cost", 0, 1)
-    costs = StepCosts(graph, spec.device, profile, recordings)
+    costs = StepCosts(graph, spec.device, measured, recordings)
+    found = _tiers(spec, tiers, costs.profile)
 
-    def at(batch: int) -> StepRequest:
-        other = spec.graph(batch)
-        return StepRequest(other, costs.at_another_batch(other))
-
-    def in_parts(budget: int) -> SplitStep:
-        return SplitStep(
-            spec.gradients(),
-            spec.finished,
-            costs.of,
-            lambda graph, costs: StepRequest(
-                graph, costs, budget=budget, placement=spec.placement
-            ),
+    def request(graph: Graph, profile: Profile) -> StepRequest:
+        return over_fastest(
+            StepRequest(graph, profile, placement=spec.placement), found
         )
 
+    own_forms = StepForms(spec, spec.batch, costs.of, request)
     return CostedStep(
-        StepRequest(graph, costs.profile, placement=spec.placement),
-        at,
-        in_parts,
-        tuple(graph.tensors[IMAGE].shape[1:]),
-        graph.parameter_count,
-        {**_precision_words(spec), **_layout_words(spec, graph), **costs.figures},
-        costs.coverage,
+        forms=functools.cache(own_forms.within),
+        at=lambda batch: StepForms(spec, batch, costs.at_another_batch, request).within(
+            0
+        ),
+        in_parts=own_forms.in_parts,
+        tiers=found,
+        placed=True,
+        image=tuple(graph.tensors[IMAGE].shape[1:]),
+        parameters=graph.parameter_count,
+        figures={
+            **_precision_words(spec),
+            **_layout_words(spec, graph),
+            **costs.figures,
+            **_tier_words(found),
+        },
+        convolutions=costs.coverage,
     )
+
+
+def _tiers(
+    spec: StepSpec | DescribedStep, choices: Sequence[TierChoice], profile: Profile
+) -> tuple[MemoryTier, ...]:
+    if not choices:
+        return ()
+    return forecast_tiers(choices, profile, measured=spec.device == CPU)
+
+
+class StepForms:
+    """The forms of one of our steps, each built and costed once.
+
+    Args:
+        spec: The step.
+        batch: Images in a mini-batch.
+        costs: Graph -> its profile; None if there is none.
+        request: Makes the planning request of a graph and its profile.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        batch: int,
+        costs: Callable[[Graph], Profile | None],
+        request: Callable[[Graph, Profile], StepRequest],
+    ) -> None:
+        self._spec, self._costs, self._request = spec, costs, request
+        self._network = spec.network(batch)
+        recipe = spec.recipe
+        self._recipes = [recipe]
+        if can_fuse(self._network, recipe):
+            self._recipes.append(replace(recipe, fuse=False))
+        self._known: dict[tuple[bool, bool], StepRequest | None] = {}
+
+    def within(self, budget: float) -> Sequence[StepRequest]:
+        """Return the forms within a budget, the preferred one first."""
+        found = []
+        for recipe in self._recipes:
+            request = self._form(recipe, keep_copies=True)
+            if (
+                request is not None
+                and copies_of_parameters(request.graph)
+                and not fits_resident(request.within(budget))
+            ):
+                request = self._form(recipe, keep_copies=False)
+            if request is not None:
+                found.append(request.within(budget))
+        if not found:
+            raise ValueError(
+                "the profile is of another step; pass one of StepSpec.graph(), or a "
+                "function that measures a graph"
+            )
+        return found
+
+    def in_parts(self, budget: float) -> Sequence[SplitStep]:
+        """Return the forms within a budget, to choose a split of their batch."""
+        return [self._in_parts(recipe, budget) for recipe in self._recipes]
+
+    def _in_parts(self, recipe: StepRecipe, budget: float) -> SplitStep:
+        spec = self._spec
+
+        def fits(step: Graph) -> bool:
+            graph = ordered(spec.order, step)
+            profile = self._costs(graph)
+            return profile is not None and fits_resident(
+                self._request(graph, profile).within(budget)
+            )
+
+        choices = replace(spec.choices, keep_copies=fits)
+        return SplitStep(
+            build_gradients(self._network, recipe, choices),
+            lambda g: ordered(spec.order, complete_step(g, recipe, choices)[-1]),
+            self._costs,
+            lambda graph, costs: self._request(graph, costs).within(budget),
+        )
+
+    def _form(self, recipe: StepRecipe, *, keep_copies: bool) -> StepRequest | None:
+        key = recipe.fuse, keep_copies
+        if key not in self._known:
+            choices = replace(self._spec.choices, keep_copies=lambda step: keep_copies)
+            step = build_step(self._network, recipe, choices).steps[-1]
+            graph = ordered(self._spec.order, step)
+            costs = self._costs(graph)
+            self._known[key] = None if costs is None else self._request(graph, costs)
+        return self._known[key]
 
 
 def with_layouts(spec: StepSpec, recordings: Sequence[str] = ()) -> StepSpec:
     """Decide which images of a step have channels last, if its layout is `auto`."""
     if spec.layout != AUTO or spec.channels_last is not None:
         return spec
-    trains = not spec.inference
-    nodes = fastest_layouts(spec.network(), spec.device, recordings, trains=trains)
-    return replace(spec, channels_last=nodes)
+    chosen: frozenset[str] = frozenset()
+
+    def choose(graph: Graph, trains: bool) -> Graph:
+        nonlocal chosen
+        chosen = fastest_layouts(graph, spec.device, recordings, trains=trains)
+        return graph
+
+    build_gradients(spec.network(), spec.recipe, StepChoices(layout=choose))
+    return replace(spec, channels_last=chosen)
 
 
 def _precision_words(spec: StepSpec) -> Mapping[str, str]:
@@ -405,3 +505,13 @@ def _layout_words(spec: StepSpec, graph: Graph) -> Mapping[str, str]:
         "layout": f"channels last in {kinds.count('NHWC')} of {len(kinds)} "
         f"convolutions; {format_bytes(moved)} are turned, in {len(turned)} copies"
     }
+
+
+def _tier_words(tiers: Sequence[MemoryTier]) -> Mapping[str, str]:
+    """Describe tiers, such as `disk:/scratch 1.2 GB/s out, 2.5 GB/s back`."""
+    words = (
+        f"{tier.name} {tier.out_bytes_per_ms / 1e6:.3g} GB/s out, "
+        f"{tier.in_bytes_per_ms / 1e6:.3g} GB/s back"
+        for tier in tiers
+    )
+    return {"tiers": "; ".join(words)} if tiers else {}

@@ -4,7 +4,7 @@ Costs on the CPU are measured node by node. For other devices they are estimated
 published figures, except for convolutions covered by recordings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem
@@ -12,11 +12,18 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.graph.layouts import able, cheapest_layouts, layout_trials
+from mucudnn.passes.graph.layouts import (
+    channels_last_nodes,
+    cheapest_layouts,
+    layout_trials,
+)
 from mucudnn.runtime.store.recordings import read_fronts
 
 CPU = "cpu"
 """The device that is measured."""
+
+Measured = Profile | Callable[[Graph], Profile]
+"""A measured profile of a step, or a function that measures a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +46,10 @@ class Coverage:
 class StepCosts:
     """Costs of a step on one device, and their sources.
 
-    The CPU requires a measured `profile`; `recordings` are of an estimated device.
+    The CPU has to be `measured`; `recordings` are of an estimated device.
 
     Attributes:
-        profile: Times, workspaces and Pareto fronts.
+        profile: Times, workspaces and Pareto fronts of the graph.
         coverage: Number of measured fronts.
     """
 
@@ -50,24 +57,29 @@ class StepCosts:
         self,
         graph: Graph,
         device: str,
-        profile: Profile | None = None,
+        measured: Measured | None = None,
         recordings: Sequence[str] = (),
     ) -> None:
-        if device == CPU and profile is None:
+        if device == CPU and measured is None:
             raise ValueError("the CPU is measured: pass a profile of the step")
         if device == CPU and recordings:
             raise ValueError(
                 "the CPU is measured: recordings are for devices that are estimated"
             )
-        self._device = device
+        self._device, self._measured = device, measured
         problems = _conv_problems(graph)
         self._recorded = read_fronts(recordings, problems) if recordings else None
-        fronts = self._fronts(problems)
-        self.profile = profile or estimate(graph, device, fronts=fronts)
-        known = problems if device == CPU else [p for p in problems if p in fronts]
-        measured = len(known)
+        if isinstance(measured, Profile):
+            self.profile = measured
+        else:
+            self.profile = self._costs(graph)
+        self._known = graph
+        known = len(problems)
+        if device != CPU:
+            fronts = self._fronts(problems)
+            known = sum(problem in fronts for problem in problems)
         where = None if self._recorded is None else self._recorded.device
-        self.coverage = Coverage(measured, len(problems) - measured, where)
+        self.coverage = Coverage(known, len(problems) - known, where)
 
     @property
     def figures(self) -> Mapping[str, str]:
@@ -83,13 +95,18 @@ class StepCosts:
         )
         return {"convolutions": share, **sources}
 
-    def of(self, graph: Graph) -> Profile:
-        """Return the costs of the same step as another graph: in parts."""
-        if self._device == CPU:
-            raise ValueError(
-                "a step in parts has to be measured on the CPU; a Trainer does it: "
-                "Trainer(…, split='auto')"
-            )
+    def of(self, graph: Graph) -> Profile | None:
+        """Return the costs of a graph of the same step; None without a measurement."""
+        if graph == self._known:
+            return self.profile
+        if isinstance(self._measured, Profile):
+            names = {node.name for node in graph.nodes}
+            return self._measured if names == self._measured.node_ms.keys() else None
+        return self._costs(graph)
+
+    def _costs(self, graph: Graph) -> Profile:
+        if callable(self._measured):
+            return self._measured(graph)
         fronts = self._fronts(_conv_problems(graph))
         return estimate(graph, self._device, fronts=fronts)
 
@@ -114,7 +131,7 @@ def fastest_layouts(
             "layouts have to be measured on the CPU; a Trainer does it: "
             "Trainer(…, layout='auto')"
         )
-    trials = layout_trials(forward, able(forward), trains=trains)
+    trials = layout_trials(forward, channels_last_nodes(forward), trains=trains)
     costs = StepCosts(trials.graph, device, recordings=recordings)
     return cheapest_layouts(forward, trials.costs(costs.profile.node_ms))
 

@@ -158,4 +158,4 @@ class Planner:
             budget=budget + self.caller_bytes,
             hosted=None if self.offload_state else frozenset(),
         )
-        return over_fastest(request, self.tiers) if self.tiers else request
+        return over_fastest(request, self.tiers)

@@ -257,57 +257,30 @@ def _matmul(tape: Tape, node: Node) -> None:
         tape.emit("matmul", (dy, b), a, transpose_a=False, transpose_b=not tb)
 
 
-def _single_node_rule(op: str, *operands: str) -> Rule:
-    """Return a rule with one node, for the gradient of the first input.
+def _rule(op: str, reads: str, of: str = "x0", *, with_attrs: bool = True) -> Rule:
+    """Return a rule with one node.
 
     Args:
-        op: Operation of the node, with the attributes of the forward node.
-        operands: Inputs: `dy`, a forward input (`x0`, `x1`) or result (`y0`, `y1`).
+        op: Operation of the node.
+        reads: Its inputs: `dy`, a forward input (`x0`, `x1`) or result (`y0`, `y1`).
+        of: Forward inputs whose gradients it computes.
+        with_attrs: Whether the node has the attributes of the forward node.
     """
 
     def rule(tape: Tape, node: Node) -> None:
         known = {"dy": tape.of(node)}
         known |= {f"x{i}": name for i, name in enumerate(node.inputs)}
         known |= {f"y{i}": name for i, name in enumerate(node.outputs)}
-        reads = tuple(known[operand] for operand in operands)
-        tape.emit(op, reads, node.inputs[0], **node.attrs)
+        inputs = tuple(known[operand] for operand in reads.split())
+        targets = tuple(known[operand] for operand in of.split())
+        tape.emit(op, inputs, targets, **(node.attrs if with_attrs else {}))
 
     return rule
-
-
-def _norm_rule(op: str) -> Rule:
-    def rule(tape: Tape, node: Node) -> None:
-        x, gamma, beta = node.inputs[:3]
-        _, mean, inv_std = node.outputs
-        inputs = (x, tape.of(node), gamma, mean, inv_std)
-        attrs = node.attrs if op == "group_norm_grad" else {}
-        tape.emit(op, inputs, (x, gamma, beta), **attrs)
-
-    return rule
-
-
-def _batch_norm_relu(tape: Tape, node: Node) -> None:
-    # The ReLU's mask is computed from the input again: the result is not saved.
-    x, gamma, beta = node.inputs[:3]
-    inputs = (x, tape.of(node), gamma, beta, *node.outputs[1:])
-    tape.emit("batch_norm_relu_grad", inputs, (x, gamma, beta))
-
-
-def _batch_norm_add_relu(tape: Tape, node: Node) -> None:
-    x, gamma, beta, _, _, term = node.inputs
-    y, mean, inv_std = node.outputs
-    inputs = (x, tape.of(node), y, gamma, mean, inv_std)
-    tape.emit("batch_norm_add_relu_grad", inputs, (term, x, gamma, beta))
 
 
 def _add_relu(tape: Tape, node: Node) -> None:
     inputs = (node.outputs[0], tape.of(node))
     tape.emit_shared("relu_grad", inputs, node.inputs)
-
-
-def _bias_relu(tape: Tape, node: Node) -> None:
-    inputs = (node.outputs[0], tape.of(node))
-    tape.emit("bias_relu_grad", inputs, node.inputs)
 
 
 def _add(tape: Tape, node: Node) -> None:
@@ -368,38 +341,46 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": _add,
         "add_relu": _add_relu,
-        "avg_pool": _single_node_rule("avg_pool_grad", "dy"),
-        "batch_norm": _norm_rule("batch_norm_grad"),
-        "batch_norm_add_relu": _batch_norm_add_relu,
-        "batch_norm_relu": _batch_norm_relu,
+        "avg_pool": _rule("avg_pool_grad", "dy"),
+        "batch_norm": _rule(
+            "batch_norm_grad", "x0 dy x1 y1 y2", "x0 x1 x2", with_attrs=False
+        ),
+        "batch_norm_add_relu": _rule(
+            "batch_norm_add_relu_grad",
+            "x0 dy y0 x1 y1 y2",
+            "x5 x0 x1 x2",
+            with_attrs=False,
+        ),
+        # The ReLU's mask is computed from the input again: the result is not saved.
+        "batch_norm_relu": _rule(
+            "batch_norm_relu_grad", "x0 dy x1 x2 y1 y2", "x0 x1 x2", with_attrs=False
+        ),
         "bias": _bias,
-        "bias_relu": _bias_relu,
-        "cast": _single_node_rule("cast", "dy"),
+        "bias_relu": _rule("bias_relu_grad", "y0 dy", "x0 x1", with_attrs=False),
+        "cast": _rule("cast", "dy"),
         "concat": _concat,
         "conv": _conv,
-        "dropout": _single_node_rule("dropout", "dy", "x1"),
-        "gelu": _single_node_rule("gelu_grad", "x0", "dy"),
-        "group_norm": _norm_rule("group_norm_grad"),
-        "leaky_relu": _single_node_rule("leaky_relu_grad", "y0", "dy"),
-        "lrn": _single_node_rule("lrn_grad", "x0", "y0", "dy"),
+        "dropout": _rule("dropout", "dy x1"),
+        "gelu": _rule("gelu_grad", "x0 dy"),
+        "group_norm": _rule("group_norm_grad", "x0 dy x1 y1 y2", "x0 x1 x2"),
+        "leaky_relu": _rule("leaky_relu_grad", "y0 dy"),
+        "lrn": _rule("lrn_grad", "x0 y0 dy"),
         "matmul": _matmul,
-        "max_pool": _single_node_rule("max_pool_grad", "dy", "y1"),
+        "max_pool": _rule("max_pool_grad", "dy y1"),
         "mean_squared_error": _mean_squared_error,
         "multiply": _multiply,
         "pad": _pad,
-        "relu": _single_node_rule("relu_grad", "y0", "dy"),
+        "relu": _rule("relu_grad", "y0 dy"),
         "reshape": _reshape,
-        "scale": _single_node_rule("scale", "dy"),
-        "sigmoid": _single_node_rule("sigmoid_grad", "y0", "dy"),
+        "scale": _rule("scale", "dy"),
+        "sigmoid": _rule("sigmoid_grad", "y0 dy"),
         "slice": _slice,
-        "softmax_cross_entropy": _single_node_rule(
-            "softmax_cross_entropy_grad", "y1", "x1", "dy"
-        ),
-        "tanh": _single_node_rule("tanh_grad", "y0", "dy"),
-        "to_channels_first": _single_node_rule("to_channels_last", "dy"),
-        "to_channels_last": _single_node_rule("to_channels_first", "dy"),
-        "upsample_bilinear": _single_node_rule("upsample_bilinear_grad", "dy"),
-        "upsample_nearest": _single_node_rule("upsample_nearest_grad", "dy"),
+        "softmax_cross_entropy": _rule("softmax_cross_entropy_grad", "y1 x1 dy"),
+        "tanh": _rule("tanh_grad", "y0 dy"),
+        "to_channels_first": _rule("to_channels_last", "dy"),
+        "to_channels_last": _rule("to_channels_first", "dy"),
+        "upsample_bilinear": _rule("upsample_bilinear_grad", "dy"),
+        "upsample_nearest": _rule("upsample_nearest_grad", "dy"),
     }
 )
 """Gradient rule of each operation; operations without one end the backward pass."""

@@ -26,7 +26,7 @@ Chain = tuple[Node, ...]
 """Nodes that each read the first result of the node before."""
 
 
-def fused(graph: Graph, offers: Offers | None = None) -> Graph:
+def fuse_elementwise(graph: Graph, offers: Offers | None = None) -> Graph:
     """Return the network with chains of operations fused.
 
     Results are equal up to rounding; a fused node has the name of its chain's first.

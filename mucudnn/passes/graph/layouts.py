@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from mucudnn.ir.tensor import INTEGERS, Role, TensorSpec
 from mucudnn.passes.graph.autodiff import RULES, Tape, fed_by_parameters
 
 
-def able(graph: Graph) -> frozenset[str]:
+def channels_last_nodes(graph: Graph) -> frozenset[str]:
     """Return the nodes with images that support channels last."""
     return frozenset(
         node.name for node in graph.nodes if _supports_channels_last(graph, node)
@@ -39,18 +39,18 @@ def _images(graph: Graph, node: Node) -> list[TensorSpec]:
     return [s for name in node.tensors if is_image(s := graph.tensors[name])]
 
 
-def alone(graph: Graph, node: Node) -> Graph:
+def single_node_graph(graph: Graph, node: Node) -> Graph:
     """Return a graph of a single node, with the tensors that it touches."""
     tensors = {t: replace(graph.tensors[t], alias=None, offset=0) for t in node.tensors}
     return Graph(MappingProxyType(tensors), (node,), ())
 
 
-def alone_channels_last(
+def channels_last_graph(
     graph: Graph, node: Node, names: Mapping[str, str] = MappingProxyType({})
 ) -> Graph:
     """Return a graph of a single node, with channels last."""
     specs = {}
-    for name, spec in alone(graph, node).tensors.items():
+    for name, spec in single_node_graph(graph, node).tensors.items():
         own = names.get(name, name)
         specs[own] = last(spec, own) if is_image(spec) else spec
     images = _images(graph, node)
@@ -69,14 +69,16 @@ def alone_channels_last(
     return Graph(MappingProxyType(specs), (made,), ())
 
 
-def turn(tensors: Mapping[str, TensorSpec], source: str, made: TensorSpec) -> Node:
+def transpose_node(
+    tensors: Mapping[str, TensorSpec], source: str, made: TensorSpec
+) -> Node:
     """Return the node that transposes an image to the other layout."""
     op = "to_channels_last" if made.layout == "NHWC" else "to_channels_first"
     op = op if made.alias is None else "reshape"
     return make_node(tensors, f"{made.name}:turn", op, (source,), (made.name,))
 
 
-def free(spec: TensorSpec) -> bool:
+def same_bytes(spec: TensorSpec) -> bool:
     """Return whether an image has the same bytes in both layouts."""
     _, c, *spatial = spec.shape
     return c == 1 or set(spatial) == {1}
@@ -89,7 +91,8 @@ def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
     rewriter = _LayoutRewriter(graph)
     for node in graph.nodes:
         rewriter.add(node, node.name in nodes)
-    return rewriter.graph()
+    tensors = MappingProxyType(rewriter.tensors)
+    return replace(graph, tensors=tensors, nodes=tuple(rewriter.nodes))
 
 
 class _LayoutRewriter:
@@ -97,8 +100,8 @@ class _LayoutRewriter:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self._nodes: list[Node] = []
+        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self.nodes: list[Node] = []
         self._last: dict[str, str] = {}  # tensor -> its form with channels last
         self._first: dict[str, str] = {}  # the same, first; "" if not yet made
 
@@ -107,31 +110,26 @@ class _LayoutRewriter:
         if not channels_last:
             now = {name: self._with_channels_first(name) for name in node.inputs}
             inputs = tuple(now[name] for name in node.inputs)
-            self._nodes.append(replace(node, inputs=inputs))
+            self.nodes.append(replace(node, inputs=inputs))
             for name in node.outputs:
-                spec = self._tensors[name]
+                spec = self.tensors[name]
                 if spec.alias in now:  # a view of the form that is read
-                    self._tensors[name] = replace(spec, alias=now[spec.alias])
+                    self.tensors[name] = replace(spec, alias=now[spec.alias])
             return
         graph = self._graph
         read = [name for name in node.inputs if is_image(graph.tensors[name])]
         made = [name for name in node.outputs if is_image(graph.tensors[name])]
         names = {name: self._with_channels_last(name) for name in read}
         names |= {name: f"{name}:NHWC" for name in made if name in graph.outputs}
-        one = alone_channels_last(graph, node, names)
-        self._nodes += one.nodes
-        self._tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
+        one = channels_last_graph(graph, node, names)
+        self.nodes += one.nodes
+        self.tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
         for name in made:
             own = self._last[name] = names.get(name, name)
             if own == name:
                 self._first[name] = ""
             else:  # outputs of the graph keep their name and channels first
                 self._turn(name, own, graph.tensors[name])
-
-    def graph(self) -> Graph:
-        """Return the rewritten graph."""
-        tensors, nodes = MappingProxyType(self._tensors), tuple(self._nodes)
-        return replace(self._graph, tensors=tensors, nodes=nodes)
 
     def _with_channels_last(self, name: str) -> str:
         if name not in self._last:
@@ -146,10 +144,10 @@ class _LayoutRewriter:
         return self._first.get(name, name)
 
     def _turn(self, of: str, source: str, made: TensorSpec) -> str:
-        if free(self._graph.tensors[of]):
+        if same_bytes(self._graph.tensors[of]):
             made = replace(made, alias=source)
-        self._tensors[made.name] = made
-        self._nodes.append(turn(self._tensors, source, made))
+        self.tensors[made.name] = made
+        self.nodes.append(transpose_node(self.tensors, source, made))
         return made.name
 
 
@@ -209,7 +207,7 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
 
 def convolutions_last(graph: Graph) -> frozenset[str]:
     """Return all convolutions, and further nodes that minimise transposed bytes."""
-    nodes = able(graph)
+    nodes = channels_last_nodes(graph)
     turned = transposed_bytes(graph)
     most = 1 + sum(turned.values())
     kinds = {name: graph.by_name[name].traits.convolution for name in nodes}
@@ -218,7 +216,9 @@ def convolutions_last(graph: Graph) -> frozenset[str]:
     return cheapest_layouts(graph, costs)
 
 
-def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> Graph:
+def with_layout(
+    graph: Graph, layout: str, chosen: frozenset[str] | None = None
+) -> Graph:
     """Convert a forward graph with channels first to another layout.
 
     Args:
@@ -242,7 +242,7 @@ def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> G
 def transposed_bytes(graph: Graph) -> dict[str, float]:
     """Return the bytes that transposing each image reads and writes."""
     images = (spec for spec in graph.tensors.values() if is_image(spec))
-    return {s.name: 0.0 if free(s) else 2.0 * s.nbytes for s in images}
+    return {s.name: 0.0 if same_bytes(s) else 2.0 * s.nbytes for s in images}
 
 
 def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
@@ -316,14 +316,14 @@ def layout_trials(
     other: dict[str, int] = {}
     for node in graph.nodes:
         if node.name in nodes:
-            one = _with_wanted_gradients(alone(graph, node), fed)
+            one = _with_wanted_gradients(single_node_graph(graph, node), fed)
             first[node.name] = trials.add(one)
-            one = _with_wanted_gradients(alone_channels_last(graph, node), fed)
+            one = _with_wanted_gradients(channels_last_graph(graph, node), fed)
             other[node.name] = trials.add(one)
     images = (graph.tensors[name] for name in image_edges(graph, nodes))
     fed = fed - _weights(graph)
     turned = {
-        spec.name: None if free(spec) else trials.add(_transposition(spec, fed))
+        spec.name: None if same_bytes(spec) else trials.add(_transposition(spec, fed))
         for spec in images
         if spec.layout == "NCHW"
     }
@@ -352,19 +352,26 @@ class _Trials:
         key = _signature(one)
         if key not in self._known:
             self._known[key] = len(self._known)
-            self._put(_with_gradients(one), f"{self._known[key]}:")
+            (node,) = one.nodes
+            tape = Tape(one)
+            if tape.wants(node.outputs[0]) and node.op in RULES:
+                tape.seed(node.outputs[0], None)
+                RULES[node.op](tape, node)
+            self._put(tape.tensors, tape.nodes, f"{self._known[key]}:")
         return self._known[key]
 
     def graph(self) -> Graph:
         """Return all trials as one graph."""
         return Graph(MappingProxyType(self._tensors), tuple(self._nodes), ())
 
-    def _put(self, trial: Graph, prefix: str) -> None:
-        for name, spec in trial.tensors.items():
+    def _put(
+        self, tensors: Mapping[str, TensorSpec], nodes: Iterable[Node], prefix: str
+    ) -> None:
+        for name, spec in tensors.items():
             alias = None if spec.alias is None else prefix + spec.alias
             own = replace(spec, name=prefix + name, alias=alias)
             self._tensors[own.name] = own
-        for node in trial.nodes:
+        for node in nodes:
             reads, writes, mutates = (
                 tuple(prefix + name for name in names)
                 for names in (node.inputs, node.outputs, node.mutates)
@@ -396,17 +403,8 @@ def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
     source = replace(spec, alias=None, offset=0)
     made = last(spec, f"{spec.name}:NHWC")
     tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
-    node = turn(tensors, source.name, made)
+    node = transpose_node(tensors, source.name, made)
     return _with_wanted_gradients(Graph(MappingProxyType(tensors), (node,), ()), fed)
-
-
-def _with_gradients(one: Graph) -> Graph:
-    (node,) = one.nodes
-    tape = Tape(one)
-    if tape.wants(node.outputs[0]) and node.op in RULES:
-        tape.seed(node.outputs[0], None)
-        RULES[node.op](tape, node)
-    return Graph(MappingProxyType(tape.tensors), tuple(tape.nodes), ())
 
 
 def _signature(one: Graph) -> Hashable:

@@ -35,7 +35,7 @@ def with_scale_as_state(graph: Graph, scaling: DynamicLossScale) -> Graph:
     )
 
 
-def looking_for_overflow(graph: Graph, gradients: Iterable[str]) -> tuple[Node, ...]:
+def overflow_checks(graph: Graph, gradients: Iterable[str]) -> tuple[Node, ...]:
     """Return the nodes that check gradients for overflow."""
     return tuple(
         make_node(
@@ -52,7 +52,7 @@ def looking_for_overflow(graph: Graph, gradients: Iterable[str]) -> tuple[Node, 
     )
 
 
-def adjusting(graph: Graph, scaling: DynamicLossScale) -> Node:
+def scale_adjustment(graph: Graph, scaling: DynamicLossScale) -> Node:
     """Return the node that adjusts the scale for the next step."""
     least, most = scaling.range_in(graph.tensors[LOSS_SCALE].dtype)
     attrs = {
@@ -90,7 +90,7 @@ LOSS_SCALES: Mapping[str, float] = MappingProxyType(
 """Static loss scale of each low-precision dtype, which avoids gradient underflow."""
 
 
-def lowered(graph: Graph, dtype: str) -> Graph:
+def to_mixed_precision(graph: Graph, dtype: str) -> Graph:
     """Return a forward graph with activations in `float16` or `bfloat16`."""
     if dtype not in LOSS_SCALES:
         valid = ", ".join(LOSS_SCALES)

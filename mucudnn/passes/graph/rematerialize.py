@@ -11,7 +11,7 @@ Nodes that cannot run again, or whose inputs were overwritten since, are not rec
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -51,10 +51,10 @@ class Rematerializer:
             return self.graph
         rewriter, done = _Rewriter(self, residency), 0
         for position in rewriter.reader_positions():
-            rewriter.pass_over(self.graph.nodes[done:position])
+            rewriter.nodes += self.graph.nodes[done:position]
             rewriter.visit(self.graph.nodes[position], position)
             done = position + 1
-        rewriter.pass_over(self.graph.nodes[done:])
+        rewriter.nodes += self.graph.nodes[done:]
         return rewriter.build()
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
@@ -158,7 +158,7 @@ class _Rewriter:
         self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
         self._storages: dict[str, str] = dict(graph.storages)
         self._same_views = True
-        self._nodes: list[Node] = []
+        self.nodes: list[Node] = []
         self._graph = graph
         self._residency = residency
         self._facts = known
@@ -179,15 +179,11 @@ class _Rewriter:
             found.update(*(readers.get(name, ()) for name in self._dropped))
         return sorted(found)
 
-    def pass_over(self, nodes: Iterable[Node]) -> None:
-        """Append nodes unchanged."""
-        self._nodes += nodes
-
     def build(self) -> Graph:
         """Return the rewritten graph after all nodes were visited."""
         storages = self._storages if self._same_views else None
         tensors = MappingProxyType(self._tensors)
-        return self._graph.with_more_nodes(tensors, tuple(self._nodes), storages)
+        return self._graph.with_more_nodes(tensors, tuple(self.nodes), storages)
 
     def visit(self, node: Node, now: int) -> None:
         """Append a node that reads dropped tensors, behind their recomputation."""
@@ -195,15 +191,12 @@ class _Rewriter:
         if node.phase is Phase.BACKWARD:
             node = self._with_recomputed_inputs(node, self._dropped)
         else:
-            if not self._always.isdisjoint(read) and self._own_bytes(node):
+            aliases = (self._tensors[output].alias for output in node.outputs)
+            own_bytes = not node.mutates and not any(aliases)
+            if own_bytes and not self._always.isdisjoint(read):
                 node = self._with_recomputed_inputs(node, self._always)
             self._read.update(self._dropped.intersection(read))
-        self._nodes.append(node)
-
-    def _own_bytes(self, node: Node) -> bool:
-        """Return whether a node mutates nothing and its results share no bytes."""
-        aliases = (self._tensors[output].alias for output in node.outputs)
-        return not node.mutates and not any(aliases)
+        self.nodes.append(node)
 
     def _with_recomputed_inputs(self, node: Node, dropped: Collection[str]) -> Node:
         """Return a node that reads copies of dropped tensors, emitted before it."""
@@ -301,7 +294,7 @@ class _Rewriter:
         attrs = node.attrs
         if node.traits.replay:
             attrs = MappingProxyType({**attrs, **dict(node.traits.replay)})
-        self._nodes.append(
+        self.nodes.append(
             Node(
                 node.name + suffix,
                 node.op,
@@ -378,20 +371,17 @@ def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bo
             return True
         if node.traits.expensive or node.traits.joins_branches:
             return True
-        source = _source(graph, node, tensor)
-        if source is None or saved(source):
+        # Go on with the input whose bytes the result shares, or could share.
+        if node.traits.view:
+            storages = graph.storages
+            same = (t for t in node.inputs if storages[t] == storages[tensor])
+            tensor = next(same)
+        elif node.traits.overwrites and tensor == node.outputs[0]:
+            tensor = node.inputs[node.traits.overwrites[0]]
+        else:
             return False
-        tensor = source
-
-
-def _source(graph: Graph, node: Node, tensor: str) -> str | None:
-    """Return the input whose bytes a result shares, or could share."""
-    if node.traits.view:
-        storages = graph.storages
-        return next(t for t in node.inputs if storages[t] == storages[tensor])
-    if node.traits.overwrites and tensor == node.outputs[0]:
-        return node.inputs[node.traits.overwrites[0]]
-    return None
+        if saved(tensor):
+            return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ the order of sums; every plan of the split graph computes the same bits.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -28,15 +28,15 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Batch, Interval, NodeTraits, Operands, Rows, Strip
 from mucudnn.passes.graph.split_axis import (
     SAMPLES,
-    Along,
     Parts,
+    SplitAxis,
     along_batch,
     along_height,
     asked_of,
-    cut_as,
     cuttable,
     interleave_slices,
     pieces_of,
+    split_rule,
 )
 
 
@@ -81,18 +81,18 @@ def split_height(graph: Graph, parts: Parts) -> Graph:
     return split_along(graph, parts, along_height(graph))
 
 
-def split_along(graph: Graph, parts: Parts, along: Along) -> Graph:
+def split_along(graph: Graph, parts: Parts, along: SplitAxis) -> Graph:
     """Split the nodes of a step along an axis."""
     return _Splitter(graph, asked_of(parts), along).run()
 
 
 class _Splitter:
     def __init__(
-        self, graph: Graph, parts: Callable[[Node], int], along: Along
+        self, graph: Graph, parts: Callable[[Node], int], along: SplitAxis
     ) -> None:
         self._graph, self._parts, self._along = graph, parts, along
         self._cuttable = cuttable(graph, along)
-        self._slices = Slices(graph, along.unit)
+        self._slices = SplitTensors(graph, along.unit)
         self._emitter = Emitter(self._slices)
         self._phase: list[Cut] = []
         self._sums: set[str] = set()
@@ -101,11 +101,16 @@ class _Splitter:
         """Unsplit nodes that run right after the open phase."""
 
     def run(self) -> Graph:
-        for node in self._graph.nodes:
-            for cut in self._expanded(node):
-                self._visit(cut)
-        self._close()
         graph, slices = self._graph, self._slices
+        for node in graph.nodes:
+            parts = self._parts(node) if node.name in self._cuttable else 1
+            pieces: tuple[Node, ...] = (node,)
+            if parts > 1 and split_rule(graph.tensors, node, self._along) is None:
+                between, pieces = pieces_of(graph.tensors, node)
+                slices.tensors.update((spec.name, spec) for spec in between)
+            for piece in pieces:
+                self._visit(self._cut(piece, parts))
+        self._close()
         for name in (*graph.outputs, *graph.gradients.values()):
             slices.whole(name, graph.nodes[-1].phase)
         used = {t for node in slices.nodes for t in node.tensors} | set(graph.inputs)
@@ -118,17 +123,10 @@ class _Splitter:
             graph, tensors=MappingProxyType(used_tensors), nodes=tuple(slices.nodes)
         )
 
-    def _expanded(self, node: Node) -> Iterator[Cut]:
-        """Yield a node, or its decomposition, with the parts of each."""
-        parts = self._parts(node) if node.name in self._cuttable else 1
-        splittable = cut_as(self._graph.tensors, node, self._along) is not None
-        for piece in (node,) if splittable or parts == 1 else self._pieces(node):
-            yield self._cut(piece, parts)
-
     def _cut(self, node: Node, parts: int) -> Cut:
         """Return a node with at most as many parts as its tensors have rows."""
         tensors = self._slices.tensors
-        how = cut_as(tensors, node, self._along) if parts > 1 else None
+        how = split_rule(tensors, node, self._along) if parts > 1 else None
         if how is None:
             return Cut(node, 1, _WHOLE)
         most = self._along.size
@@ -137,11 +135,6 @@ class _Splitter:
             rows = (tensors[t].shape[axis] for t, axis in axes if axis is not None)
             most = min(rows)
         return Cut(node, min(parts, most), how) if most > 1 else Cut(node, 1, _WHOLE)
-
-    def _pieces(self, node: Node) -> tuple[Node, ...]:
-        between, pieces = pieces_of(self._graph.tensors, node)
-        self._slices.tensors.update((spec.name, spec) for spec in between)
-        return pieces
 
     def _visit(self, cut: Cut) -> None:
         if cut.parts == 1:
@@ -196,7 +189,9 @@ class _Splitter:
         self._emitter.phase(phase)
         for node in deferred:
             self._emitter.whole(node)
-        self._slices.forget_copies()
+        # Halo rows that were copied in one phase are not reused in the next.
+        self._slices.copies.clear()
+        self._slices.begun = len(self._slices.nodes)
 
 
 # Emit the nodes of a split graph: slices of a phase interleaved, other nodes whole.
@@ -208,7 +203,7 @@ class _Splitter:
 class Emitter:
     """Emitter of the nodes of a split graph into `slices`."""
 
-    def __init__(self, slices: "Slices") -> None:
+    def __init__(self, slices: "SplitTensors") -> None:
         self._slices = slices
         self._totals: dict[str, str] = {}
         """Name of the running sum of each result that is accumulated."""
@@ -288,7 +283,10 @@ class Emitter:
             elif position in how.gathered:
                 outputs.append(slices.gather(name, index))
             elif how.accumulates:
-                outputs.append(self._accumulate(name, cut, index, inputs))
+                before = self._totals.get(name)
+                if before is not None:
+                    inputs.append(before)  # the node adds to the sum so far
+                outputs.append(self._total(name, cut, index, before))
             else:
                 outputs.append(slices.partial(name, index))
                 added.append(name)
@@ -305,13 +303,6 @@ class Emitter:
         slices.crop(node.phase)
         for name in added:
             self._add(name, cut, index)
-
-    def _accumulate(self, name: str, cut: Cut, index: int, inputs: list[str]) -> str:
-        """Declare a sum that the node accumulates; the sum so far is an input."""
-        before = self._totals.get(name)
-        if before is not None:
-            inputs.append(before)
-        return self._total(name, cut, index, before)
 
     def _add(self, name: str, cut: Cut, index: int) -> None:
         """Emit the in-place addition of a slice's result to the sum so far."""
@@ -378,7 +369,7 @@ class _Held:
     stop: int
 
 
-class Slices:
+class SplitTensors:
     """Tensors and nodes of a step that is being split.
 
     Args:
@@ -388,6 +379,8 @@ class Slices:
     Attributes:
         tensors: Tensors declared so far.
         nodes: Nodes emitted so far.
+        copies: Copies of rows that the open phase may reuse.
+        begun: Position of the first node of the open phase.
     """
 
     def __init__(self, graph: Graph, unit: int) -> None:
@@ -399,10 +392,9 @@ class Slices:
         """Split axis of each tensor in `_held`."""
         self._gathered: dict[str, list[str]] = {}
         self._views: dict[tuple[str, int, int], str] = {}
-        self._copies: dict[tuple[str, int, int], str] = {}
+        self.copies: dict[tuple[str, int, int], str] = {}
         self._copied = 0
-        self._begun = 0
-        """Position of the first node of the open phase."""
+        self.begun = 0
         self._to_crop: list[tuple[str, Interval, str, int]] = []
 
     def storages(self, name: str) -> str:
@@ -445,11 +437,6 @@ class Slices:
         for wide, part, own_name, axis in self._to_crop:
             self._join(((wide, part),), own_name, axis, 0, phase)
         self._to_crop.clear()
-
-    def forget_copies(self) -> None:
-        """Start a phase: halo rows copied before are not reused."""
-        self._copies.clear()
-        self._begun = len(self.nodes)
 
     def gather(self, name: str, index: int) -> str:
         """Declare a slice's own result, to be read together with the other slices'."""
@@ -501,9 +488,11 @@ class Slices:
         held = self._held.get(name, [_Held(name, 0, size)])
         these = [p for p in held if p.start < stop and start < p.stop]
         inside = start >= 0 and stop <= size
-        if inside and len(these) == 1 and self._viewable(name, axis, these[0], rows):
-            return self._part_or_view(name, axis, these[0], rows, phase)
-        for known in (self._views, self._copies):
+        if inside and len(these) == 1:
+            contiguous = math.prod(self.tensors[name].shape[:axis]) == 1
+            if contiguous or (these[0].start, these[0].stop) == rows:
+                return self._part_or_view(name, axis, these[0], rows, phase)
+        for known in (self._views, self.copies):
             if (name, start, stop) in known:
                 return known[name, start, stop]
         exact = bool(these) and (these[0].start, these[-1].stop) == rows
@@ -520,7 +509,7 @@ class Slices:
             joined = f"{joined}#{self._copied}"
         self.tensors[joined] = self._like(name, joined, axis, rows)
         self._join(sources, joined, axis, max(0, -start), phase)
-        (self._views if replaced else self._copies)[name, start, stop] = joined
+        (self._views if replaced else self.copies)[name, start, stop] = joined
         if replaced:
             rest = [p for p in held if p not in these]
             rest.append(_Held(joined, start, stop))
@@ -538,24 +527,18 @@ class Slices:
         count = rows[1] - rows[0]
         if count == self.tensors[held].shape[axis]:
             return held, rows
-        if (held, *rows) not in self._copies:
+        if (held, *rows) not in self.copies:
             self._copied += 1
             halo = f"{held}[{rows[0]}:{rows[1]}]#{self._copied}"
             self.tensors[halo] = self._like(name, halo, axis, rows)
             at = len(self.nodes)
             self._join(((held, rows),), halo, axis, 0, phase)
-            while at > self._begun and held not in self.nodes[at - 1].tensors:
+            while at > self.begun and held not in self.nodes[at - 1].tensors:
                 at -= 1
-            if at > self._begun:
+            if at > self.begun:
                 self.nodes.insert(at, self.nodes.pop())
-            self._copies[held, *rows] = halo
-        return self._copies[held, *rows], (0, count)
-
-    def _viewable(self, name: str, axis: int, held: _Held, rows: Interval) -> bool:
-        """Return whether rows are a whole tensor or contiguous in it."""
-        if (held.start, held.stop) == rows:
-            return True
-        return math.prod(self.tensors[name].shape[:axis]) == 1
+            self.copies[held, *rows] = halo
+        return self.copies[held, *rows], (0, count)
 
     def _part_or_view(
         self, name: str, axis: int, held: _Held, rows: Interval, phase: Phase

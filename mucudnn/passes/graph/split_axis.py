@@ -49,7 +49,7 @@ SAMPLES = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class SplitAxis:
     """Axis that a step is split along.
 
     Attributes:
@@ -80,13 +80,13 @@ class Along:
         return len(spec.shape) > HEIGHT
 
 
-def along_batch(graph: Graph, batch: int | None = None) -> Along:
+def along_batch(graph: Graph, batch: int | None = None) -> SplitAxis:
     """Return the batch axis of a graph, with `batch` samples if given."""
     size = batch_of(graph) if batch is None else an_integer("batch", batch, least=1)
-    return Along(SAMPLES, size, size)
+    return SplitAxis(SAMPLES, size, size)
 
 
-def along_height(graph: Graph) -> Along:
+def along_height(graph: Graph) -> SplitAxis:
     """Return the height axis of a graph's images, or the depth of its volumes.
 
     Raises:
@@ -97,11 +97,15 @@ def along_height(graph: Graph) -> Along:
             "images are cut along their height where channels come first; this step "
             "has channels last: give it the layout NCHW"
         )
-    any_size = Along(HEIGHT, 1, 1)
+    any_size = SplitAxis(HEIGHT, 1, 1)
     splittable = cuttable(graph, any_size)
     heights = set()
     for node in graph.nodes:
-        how = cut_as(graph.tensors, node, any_size) if node.name in splittable else None
+        how = (
+            split_rule(graph.tensors, node, any_size)
+            if node.name in splittable
+            else None
+        )
         axes = (
             zip(node.tensors, (*how.inputs, *how.outputs), strict=True) if how else ()
         )
@@ -113,7 +117,7 @@ def along_height(graph: Graph) -> Along:
             "the graph has no images, (N, C, *spatial), that can be cut into strips; "
             "ask for a number of parts of its batch"
         )
-    return Along(HEIGHT, max(heights), math.gcd(*heights))
+    return SplitAxis(HEIGHT, max(heights), math.gcd(*heights))
 
 
 def batch_of(graph: Graph) -> int:
@@ -124,7 +128,7 @@ def batch_of(graph: Graph) -> int:
     raise ValueError("no input of the graph has a batch; say how many samples it has")
 
 
-def cuttable(graph: Graph, along: Along) -> frozenset[str]:
+def cuttable(graph: Graph, along: SplitAxis) -> frozenset[str]:
     """Return the nodes that can be split, whole or decomposed, and depend on the data.
 
     Tensors derived from weights alone may have as many rows, but not one per sample.
@@ -136,7 +140,7 @@ def cuttable(graph: Graph, along: Along) -> frozenset[str]:
         fed = [name for name in node.inputs if name in carrying]
         if not fed:
             continue
-        how = cut_as(graph.tensors, node, along)
+        how = split_rule(graph.tensors, node, along)
         if how is not None:
             axes = zip(node.inputs, how.inputs, strict=True)
             if any(axis is not None and name in carrying for name, axis in axes):
@@ -148,7 +152,7 @@ def cuttable(graph: Graph, along: Along) -> frozenset[str]:
 
 
 def _carried(
-    graph: Graph, node: Node, fed: list[str], how: Batch | None, along: Along
+    graph: Graph, node: Node, fed: list[str], how: Batch | None, along: SplitAxis
 ) -> set[str]:
     """Return the results that have rows of the data."""
     tensors = graph.tensors
@@ -166,7 +170,9 @@ def _carried(
     }
 
 
-def cut_as(tensors: Mapping[str, TensorSpec], node: Node, along: Along) -> Batch | None:
+def split_rule(
+    tensors: Mapping[str, TensorSpec], node: Node, along: SplitAxis
+) -> Batch | None:
     """Return the rule by which a node is split; None if it stays whole.
 
     Rows of the batch must be contiguous, so the batch is the first axis of dense
@@ -269,7 +275,7 @@ def parts_by_bytes(
     *,
     most: int | None = None,
     window: int | None = None,
-    along: Along | None = None,
+    along: SplitAxis | None = None,
 ) -> Mapping[str, int]:
     """Return the number of parts of each node that keeps slices below a limit in bytes.
 
@@ -318,7 +324,7 @@ def asked_of(parts: Parts) -> Callable[[Node], int]:
     return lambda node: number
 
 
-def largest_rows(graph: Graph, along: Along | None = None) -> int:
+def largest_rows(graph: Graph, along: SplitAxis | None = None) -> int:
     """Return the bytes of the largest tensor that a node that can be split touches."""
     along = along_batch(graph) if along is None else along
     return max(_rows_bytes(graph, cuttable(graph, along), along), default=0)
@@ -331,12 +337,14 @@ def _parts(size: int, limit: float, most: int) -> int:
     return parts
 
 
-def _rows_bytes(graph: Graph, splittable: frozenset[str], along: Along) -> list[int]:
+def _rows_bytes(
+    graph: Graph, splittable: frozenset[str], along: SplitAxis
+) -> list[int]:
     """Return the bytes of each node's largest tensor with rows; 0 for other nodes."""
     tensors = graph.tensors
 
     def rows(node: Node) -> Iterator[TensorSpec]:
-        how = cut_as(tensors, node, along)
+        how = split_rule(tensors, node, along)
         if how is None:  # the node is decomposed
             yield from filter(along.cuts, (tensors[name] for name in node.tensors))
             return

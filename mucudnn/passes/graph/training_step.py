@@ -1,13 +1,14 @@
-"""Derive the graphs of a training step from a network's forward graphs.
+"""Derive the graphs of a training step from a network's forward graph.
 
-A training step gets gradients and updates. Evaluation returns the network's answers,
-the tensor that is compared with the labels, beside loss and accuracy.
+`build_step` is the only derivation: `Trainer` runs what it returns, memory studies plan
+it. A training step gets gradients and updates. Evaluation returns the network's
+answers, the tensor that is compared with the labels, beside loss and accuracy.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from mucudnn.arguments import an_integer, of_type, one_of
 from mucudnn.ir.graph import IMAGE, LABEL, PERSISTENT, Graph, Node
@@ -15,10 +16,10 @@ from mucudnn.ir.optimizers import DynamicLossScale, Optimizer, loss_scale_of
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import Rows
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import Offers, fused
+from mucudnn.passes.graph.fusion import Offers, fuse_elementwise
 from mucudnn.passes.graph.precision import (
     LOSS_SCALES,
-    lowered,
+    to_mixed_precision,
     with_copies_of_parameters,
     with_scale_as_state,
 )
@@ -26,31 +27,76 @@ from mucudnn.passes.graph.split_axis import pieces_of
 from mucudnn.passes.graph.updates import (
     STEP,
     When,
-    accumulating,
+    accumulation_graphs,
     with_computed_gradients,
     with_updates,
 )
 
-Divided = Callable[[Graph], Graph]
-"""A training graph without updates -> the same graph, perhaps split."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecipe:
+    """What a step computes, whatever the device and its memory.
+
+    Attributes:
+        optimizer: Update rule.
+        update_when: Whether updates come "early" or "late"; a dynamic loss scale makes
+            them late.
+        micro_batches: Number of batches of the graph in one step. Several need another
+            graph, for all of them but the last.
+        precision: Narrow type of convolutions and products, in `LOSS_SCALES`; None for
+            the network's own.
+        loss_scale: Factor of the loss's gradient, divided out by the updates; None for
+            the usual one of the precision.
+        fuse: Whether chains of elementwise operations become single kernels.
+        shared_gradients: Whether gradients are summed with those of other ranks, which
+            may have other layouts; they then have the layouts of parameters.
+        inference: Whether the step ends at the network's answers, without gradients.
+    """
+
+    optimizer: Optimizer
+    update_when: When = "early"
+    micro_batches: int = 1
+    precision: str | None = None
+    loss_scale: DynamicLossScale | float | str | None = None
+    fuse: bool = True
+    shared_gradients: bool = False
+    inference: bool = False
 
 
-Layout = Callable[[Graph, bool], Graph]
-"""(forward graph, whether it is trained) -> the same graph with images in a layout."""
+Complete = Callable[[Graph], Graph]
+"""A graph with gradients -> the (last part of the) step, with updates."""
 
 
-Libraries = Callable[[Graph], Graph]
-"""A graph -> the same graph, some nodes marked for a library's kernels."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChoices:
+    """Choices that depend on a device and a budget: measured, estimated, or fixed.
+
+    Attributes:
+        layout: (forward graph, whether it is trained) -> the same graph with images in
+            a layout.
+        epilogue: Selects convolutions with fused bias and ReLU.
+        library: Marks nodes of a graph for a library's kernels.
+        split: Splits a graph with gradients, which the given function completes.
+        keep_copies: Decides whether a step keeps converted copies of parameters, so
+            that no step converts them; not called for several micro-batches, whose
+            totals are wide.
+    """
+
+    layout: Callable[[Graph, bool], Graph] = lambda graph, trains: graph
+    epilogue: Offers | None = None
+    library: Callable[[Graph], Graph] = lambda graph: graph
+    split: Callable[[Graph, Complete], Graph] = lambda graph, complete: graph
+    keep_copies: Callable[[Graph], bool] = lambda step: True
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingGraphs:
-    """The graphs of one network.
+class StepGraphs:
+    """The graphs of one network, before nodes are ordered and results in place.
 
     Attributes:
-        steps: Graphs of a training step: one, or one for all parts but the last and one
+        steps: Graphs of a step: one, or one for all micro-batches but the last and one
             for the last.
-        parts: Number of batches of the graphs in one step.
+        parts: Number of micro-batches in one step.
         evaluation: Graph for evaluation, if any.
         weights: Names of parameters and running statistics, without optimizer state.
     """
@@ -65,142 +111,118 @@ class TrainingGraphs:
         """Graphs of the step, then that for evaluation."""
         return self.steps if self.evaluation is None else (*self.steps, self.evaluation)
 
-
-def training_graphs(
-    training: Graph,
-    evaluation: Graph | None,
-    optimizer: Optimizer,
-    *,
-    when: When,
-    parts: int,
-    precision: str | None,
-    loss_scale: DynamicLossScale | float | str | None,
-    divided: Divided | None = None,
-    fuse: bool = True,
-    offers: Offers | None = None,
-    layout: Layout | None = None,
-    libraries: Libraries | None = None,
-    keep_copies: Callable[[Graph], bool] = lambda step: True,
-    shared: bool = False,
-) -> TrainingGraphs:
-    """Build all graphs of a trainer; see `Trainer` for the arguments.
-
-    `divided` splits a training graph without updates, `layout` sets the layout of
-    images, `offers` selects convolutions with fused epilogues, `libraries` marks nodes
-    for a library. `keep_copies` decides whether a step keeps converted copies of
-    parameters, so that no step converts them. Gradients that are `shared` with other
-    ranks, which may have other layouts, have the layouts of parameters.
-
-    Raises:
-        ValueError: The graphs do not belong together, or a setting is out of range.
-        TypeError: A graph is no `Graph`.
-    """
-    one_of("update_when", when, ("early", "late"))
-    forward = [training] if evaluation is None else [training, evaluation]
-    for graph in forward:
-        _check_inputs(graph)
-    if precision is not None:
-        one_of("precision", precision, LOSS_SCALES)
-        forward = [lowered(graph, precision) for graph in forward]
-    if layout is not None:
-        forward = [layout(graph, graph is forward[0]) for graph in forward]
-    if fuse:
-        forward = [fused(graph, offers) for graph in forward]
-    usual = 1.0 if precision is None else LOSS_SCALES[precision]
-    steps = step_graphs(
-        forward[0],
-        optimizer,
-        when=when,
-        parts=parts,
-        loss_scale=loss_scale_of(loss_scale, usual),
-        divided=divided,
-        libraries=libraries,
-        keep_copies=keep_copies,
-        shared=shared,
-    )
-    weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
-    if evaluation is not None:
-        _check_same_network(forward[1], steps[0])
-        evaluation = forward[1]
-        answers = answers_of(evaluation)
-        if answers is not None and answers not in evaluation.outputs:
-            evaluation = replace(evaluation, outputs=(*evaluation.outputs, answers))
-        if libraries is not None:
-            evaluation = libraries(evaluation)
-    return TrainingGraphs(steps, parts, evaluation, weights)
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of all graphs of a step."""
+        return sum(s.nbytes for g in self.steps for s in g.with_role(Role.INPUT))
 
 
-def step_graphs(
+def build_step(
     forward: Graph,
-    optimizer: Optimizer,
-    *,
-    when: When = "early",
-    parts: int = 1,
-    loss_scale: DynamicLossScale | float = 1.0,
-    divided: Divided | None = None,
-    libraries: Libraries | None = None,
-    keep_copies: Callable[[Graph], bool] = lambda step: False,
-    shared: bool = False,
-) -> tuple[Graph, ...]:
-    """Build the graphs of a training step, before the in-place pass.
+    recipe: StepRecipe,
+    choices: StepChoices = StepChoices(),
+    evaluation: Graph | None = None,
+) -> StepGraphs:
+    """Build all graphs of a step.
 
     Args:
         forward: A network with its loss.
-        optimizer: Optimizer of the step.
-        when: Whether updates come "early" or "late".
-        parts: Number of batches in one step; several need another graph, for all parts
-            but the last.
-        loss_scale: Factor of the loss's gradient, divided out by the updates. A dynamic
-            one makes updates late.
-        divided: Splits the graph before it gets updates.
-        libraries: Marks nodes for a library, before the graph is split.
-        keep_copies: Decides whether a step keeps converted copies of parameters; not
-            called for several parts, whose totals are wide.
-        shared: Whether gradients are summed with those of other ranks.
+        recipe: What the step computes.
+        choices: How it computes that.
+        evaluation: The same network for evaluation, with the same names.
 
     Raises:
-        ValueError: A name is unknown, there is not one part, or the scale is not
-            positive, or more than the type of the loss holds.
+        ValueError: The graphs do not belong together, a name is unknown, or a number is
+            out of range: there is not one micro-batch, or the loss scale is not
+            positive or more than the type of the loss holds.
     """
-    if an_integer("the number of parts of a step", parts) < 1:
-        raise ValueError(f"a step has at least one part, got {parts}")
-    found = loss_scale_of(loss_scale, 1.0)
-    if isinstance(found, DynamicLossScale):
-        scaling: DynamicLossScale | None = found
-        back = 1.0
-        graph = with_scale_as_state(training_graph(forward, loss_scale=None), found)
+    graph = build_gradients(forward, recipe, choices)
+    graph = choices.split(graph, lambda g: complete_step(g, recipe, choices)[-1])
+    steps = complete_step(graph, recipe, choices)
+    if evaluation is not None:
+        evaluation = _rewritten(evaluation, recipe, choices, trains=False)
+        _check_same_network(evaluation, steps[0])
+        answers = answers_of(evaluation)
+        if answers is not None and answers not in evaluation.outputs:
+            evaluation = replace(evaluation, outputs=(*evaluation.outputs, answers))
+        evaluation = choices.library(evaluation)
+    weights = tuple(spec.name for spec in forward.with_role(*PERSISTENT))
+    return StepGraphs(steps, recipe.micro_batches, evaluation, weights)
+
+
+def build_gradients(
+    forward: Graph, recipe: StepRecipe, choices: StepChoices = StepChoices()
+) -> Graph:
+    """Build the part of a step that can be split: all but the updates."""
+    one_of("update_when", recipe.update_when, ("early", "late"))
+    if recipe.inference:
+        forward = up_to_answers(forward)
+        return choices.library(_rewritten(forward, recipe, choices, trains=False))
+    forward = _rewritten(forward, recipe, choices, trains=True)
+    scale = _loss_scale(recipe)
+    if isinstance(scale, DynamicLossScale):
+        graph = with_scale_as_state(training_graph(forward, loss_scale=None), scale)
     else:
-        scaling, back = None, 1 / found
-        graph = training_graph(forward, loss_scale=found)
-    if libraries is not None:
-        graph = libraries(graph)
-    if divided is not None:
-        graph = divided(graph)
-    graph = with_computed_gradients(graph, turned=parts == 1 and not shared)
-    if parts == 1:
-        updated = partial(
-            with_updates,
-            optimizer=optimizer,
-            when=when,
-            gradient_scale=back,
-            scaling=scaling,
-        )
-        copied = with_copies_of_parameters(graph)
-        if copied.nodes != graph.nodes and keep_copies(step := updated(copied)):
+        graph = training_graph(forward, loss_scale=scale)
+    return choices.library(graph)
+
+
+def complete_step(
+    graph: Graph, recipe: StepRecipe, choices: StepChoices = StepChoices()
+) -> tuple[Graph, ...]:
+    """Return the graphs of a step from what `build_gradients` built, perhaps split."""
+    if recipe.inference:
+        return (graph,)
+    parts = an_integer("the number of parts of a step", recipe.micro_batches)
+    if parts < 1:
+        raise ValueError(f"a step has at least one part, got {parts}")
+    scale = _loss_scale(recipe)
+    scaling = scale if isinstance(scale, DynamicLossScale) else None
+    updates: dict[str, Any] = {
+        "optimizer": recipe.optimizer,
+        "when": recipe.update_when,
+        "gradient_scale": 1.0 if isinstance(scale, DynamicLossScale) else 1 / scale,
+        "scaling": scaling,
+    }
+    turned = parts == 1 and not recipe.shared_gradients
+    graph = with_computed_gradients(graph, turned=turned)
+    if parts > 1:
+        return accumulation_graphs(graph, mini_batches=parts, **updates)
+    copied = with_copies_of_parameters(graph)
+    if copied.nodes != graph.nodes:
+        step = with_updates(copied, **updates)
+        if choices.keep_copies(step):
             return (step,)
-        return (updated(graph),)
-    both = accumulating(
-        graph, optimizer, parts, when=when, gradient_scale=back, scaling=scaling
+    return (with_updates(graph, **updates),)
+
+
+def can_fuse(forward: Graph, recipe: StepRecipe) -> bool:
+    """Return whether a step without fusion is another step.
+
+    That step may fit a smaller budget: a fused node needs its operands at once, and
+    saves other tensors for its gradient.
+    """
+    return recipe.fuse and fuse_elementwise(forward) is not forward
+
+
+def _loss_scale(recipe: StepRecipe) -> DynamicLossScale | float:
+    return loss_scale_of(
+        recipe.loss_scale, LOSS_SCALES.get(recipe.precision or "", 1.0)
     )
-    return both.micro_step, both.last_step
 
 
-def input_bytes(graphs: TrainingGraphs) -> int:
-    """Return the bytes of the inputs of all graphs of a step."""
-    return sum(s.nbytes for g in graphs.steps for s in g.with_role(Role.INPUT))
+def _rewritten(
+    forward: Graph, recipe: StepRecipe, choices: StepChoices, *, trains: bool
+) -> Graph:
+    """Return a forward graph in its precision and layout, fused."""
+    if recipe.precision is not None:
+        forward = to_mixed_precision(forward, recipe.precision)
+    forward = choices.layout(forward, trains)
+    return fuse_elementwise(forward, choices.epilogue) if recipe.fuse else forward
 
 
-def _check_inputs(graph: Graph) -> None:
+def check_network(graph: Graph) -> None:
+    """Raise `TypeError` or `ValueError` if `Trainer` cannot feed a network's inputs."""
     of_type(
         "a network to train",
         graph,
@@ -238,24 +260,27 @@ def answers_of(graph: Graph) -> str | None:
     return None
 
 
-def up_to(graph: Graph, *outputs: str) -> Graph:
-    """Return the part of a forward graph that computes some of its tensors."""
-    for name in outputs:
-        if name not in graph.tensors:
-            raise ValueError(f"the graph has no tensor {name!r}")
-    wanted, nodes = set(outputs), []
-    for node in reversed(graph.nodes):
+def up_to_answers(forward: Graph) -> Graph:
+    """Return a network up to the tensor that the loss compares with labels."""
+    answers = answers_of(forward)
+    if answers is None:
+        raise ValueError(
+            "nothing is compared with the labels: which tensors are answers is not "
+            "known"
+        )
+    wanted, nodes = {answers}, []
+    for node in reversed(forward.nodes):
         if not wanted.isdisjoint(node.outputs):
             nodes.append(node)
             wanted.update(node.inputs)
-    used = {name for node in nodes for name in node.tensors} | set(outputs)
-    used |= {graph.storages[name] for name in used}
-    tensors = {name: spec for name, spec in graph.tensors.items() if name in used}
+    used = {name for node in nodes for name in node.tensors} | {answers}
+    used |= {forward.storages[name] for name in used}
+    tensors = {name: spec for name, spec in forward.tensors.items() if name in used}
     return replace(
-        graph,
+        forward,
         tensors=MappingProxyType(tensors),
         nodes=tuple(reversed(nodes)),
-        outputs=outputs,
+        outputs=(answers,),
     )
 
 
@@ -267,13 +292,13 @@ def up_to(graph: Graph, *outputs: str) -> Graph:
 # be merged in between.
 
 
-def drawing_rows(graph: Graph, rows: Rows) -> Graph:
+def draw_rows(graph: Graph, rows: Rows) -> Graph:
     """Return a step that draws the random numbers of a row range of a larger batch."""
     nodes = tuple(_drawing(graph, node, rows) for node in graph.nodes)
     return replace(graph, nodes=nodes)
 
 
-def in_pieces(graph: Graph) -> Graph:
+def decompose(graph: Graph) -> Graph:
     """Return a step whose cross-sample operations are decomposed."""
     tensors = dict(graph.tensors)
     nodes: list[Node] = []

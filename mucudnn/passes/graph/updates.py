@@ -6,7 +6,7 @@ gradients are alive together, which a global norm and dynamic loss scaling requi
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,9 +27,9 @@ from mucudnn.passes.graph.autodiff import LOSS_SCALE
 from mucudnn.passes.graph.precision import (
     COUNTS,
     LOSS_SCALES,
-    adjusting,
     copies_of_parameters,
-    looking_for_overflow,
+    overflow_checks,
+    scale_adjustment,
 )
 from mucudnn.passes.liveness import finished, with_nodes_after
 
@@ -160,11 +160,9 @@ class _Draft:
         updates = tuple(node for _, _, node in self._updates)
         if self._scaling is None:
             return (*self._graph.nodes, *updates)
-        overflow_checks = looking_for_overflow(
-            self._graph, (g for _, g, _ in self._updates)
-        )
-        last = adjusting(self._graph, self._scaling)
-        return (*self._graph.nodes, *overflow_checks, *updates, last)
+        checks = overflow_checks(self._graph, (g for _, g, _ in self._updates))
+        last = scale_adjustment(self._graph, self._scaling)
+        return (*self._graph.nodes, *checks, *updates, last)
 
     def _early(self) -> tuple[Node, ...]:
         storages, nodes = self._graph.storages, self._graph.nodes
@@ -199,21 +197,7 @@ class _Draft:
 # other adds the last gradients, updates by the mean, and clears the totals.
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulating:
-    """The two graphs of gradient accumulation.
-
-    Attributes:
-        micro_step: Adds to the totals; runs for all mini-batches but the last.
-        last_step: Adds the last gradients, updates the parameters, clears the totals.
-            It declares all persistent tensors of both graphs and of the optimizer.
-    """
-
-    micro_step: Graph
-    last_step: Graph
-
-
-def accumulating(
+def accumulation_graphs(
     graph: Graph,
     optimizer: Optimizer,
     mini_batches: int,
@@ -221,10 +205,15 @@ def accumulating(
     when: When = "early",
     gradient_scale: float = 1.0,
     scaling: DynamicLossScale | None = None,
-) -> Accumulating:
+) -> tuple[Graph, Graph]:
     """Build the graphs that update by the mean gradient of several mini-batches.
 
     The other arguments are those of `with_updates`.
+
+    Returns:
+        The graph that adds to the totals, for all mini-batches but the last; and the
+        one that adds the last gradients, updates the parameters and clears the totals.
+        It declares all persistent tensors of both graphs and of the optimizer.
 
     Raises:
         ValueError: As `with_updates`, or fewer than 2 mini-batches.
@@ -243,8 +232,7 @@ def accumulating(
         gradient_scale=scale,
         scaling=scaling,
     )
-    last = replace(_with_clearing(updated), gradients=graph.gradients)
-    return Accumulating(micro, last)
+    return micro, replace(_with_clearing(updated), gradients=graph.gradients)
 
 
 def updated_by(graph: Graph) -> tuple[str, ...]:

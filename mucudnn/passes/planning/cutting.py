@@ -10,14 +10,14 @@ from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.split import split_along
 from mucudnn.passes.graph.split_axis import (
-    Along,
+    SplitAxis,
     along_batch,
     along_height,
     batch_of,
-    cut_as,
     cuttable,
     largest_rows,
     parts_by_bytes,
+    split_rule,
 )
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -96,7 +96,7 @@ class Cutting:
         """Return whether another cutting differs only in the number of parts."""
         return replace(other, parts=self.parts) == self
 
-    def axis(self, graph: Graph) -> Along:
+    def axis(self, graph: Graph) -> SplitAxis:
         """Return the axis of a graph to split along."""
         return along_batch(graph) if self.along == BATCH else along_height(graph)
 
@@ -218,7 +218,7 @@ def couples_batch(graph: Graph) -> bool:
     batch = along_batch(graph)
     splittable = cuttable(graph, batch)
     coupled = any(
-        cut_as(graph.tensors, node, batch) is None
+        split_rule(graph.tensors, node, batch) is None
         for node in graph.nodes
         if node.name in splittable
     )

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import MemoryTier, TierPlacement
-from mucudnn.ir.schedule import VIRTUAL
+from mucudnn.ir.schedule import STATIC, VIRTUAL
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.fit_to_arena import (
@@ -32,7 +32,7 @@ from mucudnn.passes.placement.fit_to_arena import (
 from mucudnn.passes.placement.layout import Layout, PlacedStep, lay_out
 from mucudnn.passes.placement.paging import place_virtually
 from mucudnn.passes.placement.tiers import fill_tiers, place_state
-from mucudnn.passes.planning.plan_step import plan_of_least, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_of_least, plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import PLANNED, VDNN_DYN
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
@@ -91,6 +91,31 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
             raise _advised(e, request) from None
     placed = _place_within(request, plan)
     return replace(placed, plan=replace(placed.plan, least_ms=plan.least_ms))
+
+
+def placeable_budget(request: StepRequest) -> int:
+    """Return the least budget in which `place_step` is sure to place a step.
+
+    The request's budget is ignored. Less may do by chance, but not less than
+    `minimum_budget`.
+    """
+    return max(minimum_budget(request), _smallest(request).nbytes)
+
+
+def fits_resident(request: StepRequest) -> bool:
+    """Return whether all tensors fit the budget, with the least workspaces."""
+    if math.isinf(request.budget):
+        return True
+    kept = replace(
+        request,
+        budget=math.inf,
+        policy="keep_all",
+        scheduler=None,
+        convolutions="least",
+        plans=None,
+        placement=STATIC,
+    )
+    return place_step(kept).nbytes <= request.budget
 
 
 def _place_within(request: StepRequest, plan: StepPlan) -> PlacedStep:
@@ -351,7 +376,9 @@ def plan_tiered_step(
 
 
 def over_fastest(request: StepRequest, tiers: Sequence[MemoryTier]) -> StepRequest:
-    """Return the request with the links of the fastest tier."""
+    """Return the request with the links of the fastest tier, if there are tiers."""
+    if not tiers:
+        return request
     return _with_links(request, min(tiers, key=lambda tier: tier.round_trip_ms))
 
 

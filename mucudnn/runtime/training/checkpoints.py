@@ -158,7 +158,7 @@ class Checkpoints:
             arrays = read_arrays(path, header)
         else:
             path = path.with_suffix(".json")
-            header = read_first_header(path)
+            header = _json_object(path, read_whole(path))
             _check_schema(path, header, _FIRST_SCHEMA)
             arrays = read_first_arrays(path, header)
         for name, kind in _HEADER.items():
@@ -178,10 +178,14 @@ class Checkpoints:
         for name in dict.fromkeys([*asked, *found.words]):
             mine, theirs = asked.get(name), found.words.get(name)
             if mine != theirs:
+                was, now = (
+                    "not stated" if value is None else repr(value)
+                    for value in (theirs, mine)
+                )
                 raise CheckpointError(
                     f"the checkpoint in {self.folder} is of another training: its "
-                    f"{name} is {_word(theirs)}, this one's is {_word(mine)}; go on "
-                    "with the same settings or name another folder"
+                    f"{name} is {was}, this one's is {now}; go on with the same "
+                    "settings or name another folder"
                 )
 
     def _delete_old(self, newest: int) -> None:
@@ -252,10 +256,6 @@ def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
     )
 
 
-def _word(value: Any) -> str:
-    return "not stated" if value is None else repr(value)
-
-
 # Read and write named arrays in a safetensors file with checksums.
 #
 # Every reader of the format can read the arrays. The file's metadata has one additional
@@ -281,7 +281,11 @@ def write_arrays(
         OSError: The file cannot be written.
         ValueError: The format does not support a data type.
     """
-    dense = {name: _dense(np.asarray(array)) for name, array in arrays.items()}
+    dense = {}  # contiguous, in native byte order
+    for name, value in arrays.items():
+        array = np.asarray(value)
+        native = array.dtype.newbyteorder("=")
+        dense[name] = array.astype(native, order="C", copy=False)
     checksums = {name: _checksum(array) for name, array in dense.items()}
     body = {**header, "tensors": checksums}
     text = json.dumps({"crc32": seal(body), **body})
@@ -324,11 +328,6 @@ def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"{name!r} of {path.name} does not have the checksum it had"
             )
     return arrays
-
-
-def read_first_header(path: Path) -> dict[str, Any]:
-    """Return the contents of a `step-N.json` of schema 1, unverified."""
-    return _json_object(path, read_whole(path))
 
 
 def read_first_arrays(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,6 +377,11 @@ def _checksum(array: Any) -> int:
     return zlib.crc32(array.reshape(-1).view(np.uint8), kind)
 
 
+def _tensors(file: Any) -> dict[str, Any]:
+    names = file.keys()
+    return {name: file.get_tensor(name) for name in names}
+
+
 def _read_with(path: Path, read: Callable[[Any], T]) -> T:
     check_file(path)
     try:
@@ -385,13 +389,3 @@ def _read_with(path: Path, read: Callable[[Any], T]) -> T:
             return read(file)
     except (SafetensorError, AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"{path.name} cannot be read as arrays: {e}") from e
-
-
-def _tensors(file: Any) -> dict[str, Any]:
-    names = file.keys()
-    return {name: file.get_tensor(name) for name in names}
-
-
-def _dense(array: Any) -> Any:
-    """Return an array in native byte order and contiguous."""
-    return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)

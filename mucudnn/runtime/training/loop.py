@@ -106,16 +106,32 @@ def fit(
         "checkpoint_every": checkpoint_every,
         "eval_every": eval_every,
     }
-    check_arguments(
-        trainer,
-        batches,
-        test,
-        counts,
-        words=words,
-        checkpoints=checkpoints,
-        resume=resume,
-        functions={"progress": progress, "log": log, "between": between},
-    )
+    functions = {
+        "progress": (progress, "a function of (position, report)"),
+        "log": (log, "a function of a LogEntry, such as a LogFile"),
+        "between": (between, "a function of nothing"),
+    }
+    of_type("trainer", trainer, Trainer, "a Trainer")
+    check_batches("batches", batches)
+    if test is not None:
+        check_batches("test", test)
+    for name, count in counts.items():
+        if count is not None or name == "epochs":
+            an_integer(name, count, least=1)
+    if eval_every is not None and test is None:
+        raise ValueError("eval_every needs test: images to evaluate on")
+    if len(batches) == 0:
+        raise ValueError("there is no batch to train on")
+    for name, value, kind, wanted in (
+        ("words", words, Mapping, "a mapping from names to settings"),
+        ("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)"),
+        ("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has"),
+    ):
+        if value is not None:
+            of_type(name, value, kind, wanted)
+    for name, (function, wanted) in functions.items():
+        if function is not None:
+            a_function(name, function, wanted)
     trainer.check_alike({**counts, "batches": len(batches), **(words or {})})
     run = _Run(
         trainer,
@@ -302,45 +318,3 @@ class _Run:
         self.reports = [*found.epochs]
         self.trainer.steps = self.at.steps
         self._saved = self.at
-
-
-_FUNCTIONS = {
-    "progress": "a function of (position, report)",
-    "log": "a function of a LogEntry, such as a LogFile",
-    "between": "a function of nothing",
-}
-
-
-def check_arguments(
-    trainer: object,
-    batches: Batches,
-    test: Batches | None,
-    counts: Mapping[str, int | None],
-    *,
-    words: object,
-    checkpoints: object,
-    resume: object,
-    functions: Mapping[str, object],
-) -> None:
-    """Raise `TypeError` or `ValueError` for invalid arguments of `fit`."""
-    of_type("trainer", trainer, Trainer, "a Trainer")
-    check_batches("batches", batches)
-    if test is not None:
-        check_batches("test", test)
-    for name, count in counts.items():
-        if count is not None or name == "epochs":
-            an_integer(name, count, least=1)
-    if counts["eval_every"] is not None and test is None:
-        raise ValueError("eval_every needs test: images to evaluate on")
-    if len(batches) == 0:
-        raise ValueError("there is no batch to train on")
-    for name, value, kind, wanted in (
-        ("words", words, Mapping, "a mapping from names to settings"),
-        ("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)"),
-        ("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has"),
-    ):
-        if value is not None:
-            of_type(name, value, kind, wanted)
-    for name, function in functions.items():
-        if function is not None:
-            a_function(name, function, _FUNCTIONS[name])

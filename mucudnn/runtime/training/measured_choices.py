@@ -14,21 +14,19 @@ from mucudnn.codecs import problem_key
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, operands_of
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import EPILOGUE, LIBRARY, make_node, with_library
-from mucudnn.ir.optimizers import DynamicLossScale, Optimizer
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.layouts import (
-    able,
+    channels_last_nodes,
     cheapest_layouts,
     layout_trials,
-    stored,
     with_channels_last,
+    with_layout,
 )
-from mucudnn.passes.graph.updates import When, with_updates
-from mucudnn.passes.liveness import rounded
+from mucudnn.passes.graph.training_step import Complete
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.cutting import (
     Segment,
@@ -37,6 +35,7 @@ from mucudnn.passes.planning.cutting import (
     check_split,
     cutting_of,
 )
+from mucudnn.passes.planning.place_step import fits_resident
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import SplitDecision, plan_splitting
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -46,10 +45,8 @@ from mucudnn.runtime.profiling.profiler import OnNode, profile
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.planned_steps import (
     Plans,
-    plan_convolutions,
-    resident_step,
 )
-from mucudnn.runtime.training.sizes import WorkingSet
+from mucudnn.runtime.training.sizes import WorkingSet, size_profile
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -77,12 +74,8 @@ class Layouts:
 
         Where `auto` cannot be measured within the budget, channels stay first.
         """
-        measured = self._layout == AUTO
-        return stored(
-            graph, self._layout, self._fastest(graph, trains) if measured else None
-        )
-
-    def _fastest(self, graph: Graph, trains: bool) -> frozenset[str]:
+        if self._layout != AUTO:
+            return with_layout(graph, self._layout)
         trials = layout_trials(graph, self._possible(graph), trains=trains)
         memory = None if self._budget is None else self._budget.nbytes
         try:
@@ -91,13 +84,14 @@ class Layouts:
             )
         except OutOfMemoryError as e:
             logger.warning("layouts are not compared, channels come first: %s", e)
-            return frozenset()
-        return cheapest_layouts(graph, trials.costs(times.node_ms))
+            return with_layout(graph, AUTO, frozenset())
+        fastest = cheapest_layouts(graph, trials.costs(times.node_ms))
+        return with_layout(graph, AUTO, fastest)
 
     def _possible(self, graph: Graph) -> frozenset[str]:
         """Return nodes that can run channels last, gradients included."""
         conv = self._tuner.backend.conv
-        last = with_channels_last(graph, nodes := able(graph))
+        last = with_channels_last(graph, nodes := channels_last_nodes(graph))
         without = {
             node.name
             for node in last.nodes
@@ -152,21 +146,22 @@ class EpilogueRace:
             plan = self._plan(problem)
             times = None
             if plan is not None:
-                measure = partial(self._measured, problem, bias)
-                used, raced = self._used, _raced_epilogues(plan, bias)
+                raced = {
+                    "ways": ["within", "behind"],
+                    "op": EPILOGUE[1],
+                    "problem": problem_key(problem),
+                    "batch": problem.batch,
+                    "bias": bias,
+                    "steps": [
+                        (step.algo, step.batch, step.math_mode, step.workspace)
+                        for step in plan.steps
+                    ],
+                }
+                measure = partial(self.times, problem, bias)
+                used = self._used
                 times = raced_once(self._tuner, raced, used, used, measure)
             self._wins[key] = times is None or times[0] <= times[1]
         return self._wins[key]
-
-    def _measured(self, problem: ConvProblem, bias: str) -> Times | None:
-        times = self.times(problem, bias)
-        if times is not None:
-            logger.info(
-                "bias and ReLU of %s: %.3g ms within, %.3g ms behind it",
-                problem,
-                *times,
-            )
-        return times
 
     def _plan(self, problem: ConvProblem) -> ConvPlan | None:
         try:
@@ -193,19 +188,12 @@ class EpilogueRace:
 
         otherwise = f"bias and ReLU of {problem} are not timed"
         times = timed_within(backend, needed.pool_bytes, memory, otherwise, both)
-        return (times[0], times[1]) if times else None
-
-
-def _raced_epilogues(plan: ConvPlan, bias: str) -> dict[str, Any]:
-    """Return everything that determines both times, as the key of the race."""
-    return {
-        "ways": ["within", "behind"],
-        "op": EPILOGUE[1],
-        "problem": problem_key(plan.problem),
-        "batch": plan.problem.batch,
-        "bias": bias,
-        "steps": [(s.algo, s.batch, s.math_mode, s.workspace) for s in plan.steps],
-    }
+        if not times:
+            return None
+        logger.info(
+            "bias and ReLU of %s: %.3g ms within, %.3g ms behind it", problem, *times
+        )
+        return times[0], times[1]
 
 
 def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
@@ -269,13 +257,18 @@ class LibraryRace:
             return False
         if not library.offers(graph, node):
             return False
-        times = raced_once(
-            self._tuner,
-            _raced_libraries(graph, node, library.name),
-            library.times_ms,
-            self._used,
-            partial(self._measured, graph, node),
-        )
+        storages = [graph.storages[name] for name in node.tensors]
+        inputs, outputs, attrs = operands_of(graph, node)
+        raced = {
+            "ways": ["own", library.name],
+            "op": node.op,
+            "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
+            "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
+            "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
+            "shared": [storages.index(storage) for storage in storages],
+        }
+        measure = partial(self._measured, graph, node)
+        times = raced_once(self._tuner, raced, library.times_ms, self._used, measure)
         return times is not None and times[1] < times[0]
 
     def _measured(self, graph: Graph, node: Node) -> Times | None:
@@ -304,20 +297,6 @@ class LibraryRace:
 
         otherwise = f"{node.name} is not timed by {library.name}"
         return timed_within(backend, size, self._memory, otherwise, both)
-
-
-def _raced_libraries(graph: Graph, node: Node, library: str) -> dict[str, Any]:
-    """Return everything that determines a node's times, as the key of the race."""
-    storages = [graph.storages[name] for name in node.tensors]
-    inputs, outputs, attrs = operands_of(graph, node)
-    return {
-        "ways": ["own", library],
-        "op": node.op,
-        "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
-        "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
-        "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
-        "shared": [storages.index(storage) for storage in storages],
-    }
 
 
 # Time two implementations of the same function before a step is planned.
@@ -408,10 +387,7 @@ class SplitChooser:
         split: Split,
         tuner: Tuner,
         budget: MemoryBudget | None,
-        optimizer: Optimizer,
         *,
-        when: When,
-        scaling: DynamicLossScale | None,
         order: str | Order,
         progress: OnNode | None,
     ) -> None:
@@ -421,64 +397,64 @@ class SplitChooser:
         self.plan: StepPlan | None = None
         self.segments: tuple[Segment, ...] = ()
         self._split, self._tuner, self._budget = split, tuner, budget
-        self._optimizer, self._when, self._order = optimizer, when, order
-        self._scaling, self._progress = scaling, progress
-        self._unmeasured: OutOfMemoryError | PlanningError | None = None
+        self._order, self._progress = order, progress
 
-    def __call__(self, graph: Graph) -> Graph:
+    def __call__(self, graph: Graph, complete: Complete) -> Graph:
         """Return the graph in parts, or unchanged.
 
         Raises:
             PlanningError: The step does not fit the budget, whole or in parts.
         """
-        cutting = cutting_of(graph, self._split)
+        cutting, budget = cutting_of(graph, self._split), self._budget
         if cutting is None:
-            if self._budget is None:
+            if budget is None:
                 return graph
-            step = SplitStep(graph, self._with_updates, self._costs, self._request)
+            unmeasured: list[OutOfMemoryError | PlanningError] = []
+
+            def costs(step: Graph) -> Profile | None:
+                try:
+                    return profile(
+                        self._tuner,
+                        step,
+                        memory=budget.nbytes,
+                        progress=self._progress,
+                    )
+                except (OutOfMemoryError, PlanningError) as e:
+                    unmeasured.append(e)
+                    return None
+
+            step = SplitStep(
+                graph,
+                lambda graph: ordered(self._order, complete(graph)),
+                costs,
+                partial(_request_within, budget),
+            )
             try:
                 self.decision = plan_splitting(step, self._split)
             except PlanningError as e:
-                if e.least_bytes is not None or self._unmeasured is None:
+                if e.least_bytes is not None or not unmeasured:
                     raise
-                words = f"{e}, whole or in parts; in the last way that was tried"
+                last = unmeasured[-1]
                 raise PlanningError(
-                    f"{words}, {self._unmeasured}"
-                ) from self._unmeasured
+                    f"{e}, whole or in parts; in the last way that was tried, {last}"
+                ) from last
             chosen = self.decision.chosen
             cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan
             self.profile = None if request is None else request.profile
         self.segments = cutting.segments(graph)
         return cutting.cut(graph)
 
-    def _with_updates(self, graph: Graph) -> Graph:
-        step = with_updates(
-            graph, self._optimizer, when=self._when, scaling=self._scaling
-        )
-        return ordered(self._order, step)
 
-    def _costs(self, graph: Graph) -> Profile | None:
-        memory = None if self._budget is None else self._budget.nbytes
-        try:
-            return profile(self._tuner, graph, memory=memory, progress=self._progress)
-        except (OutOfMemoryError, PlanningError) as e:
-            self._unmeasured = e
-            return None
-
-    def _request(self, graph: Graph, costs: Profile) -> StepRequest:
-        budget = self._budget
-        asked = StepRequest(graph, costs)
-        if budget is None:
-            return asked
-        return replace(
-            asked,
-            budget=budget.nbytes,
-            policy=budget.policy,
-            scheduler=budget.scheduler,
-            convolutions=(
-                "dynamic" if budget.convolutions == "fixed" else budget.convolutions
-            ),
-        )
+def _request_within(budget: MemoryBudget, graph: Graph, costs: Profile) -> StepRequest:
+    dynamic = budget.convolutions == "fixed"
+    return StepRequest(
+        graph,
+        costs,
+        budget=budget.nbytes,
+        policy=budget.policy,
+        scheduler=budget.scheduler,
+        convolutions="dynamic" if dynamic else budget.convolutions,
+    )
 
 
 # Optional uses of memory that make steps faster: parameter copies, input buffers.
@@ -487,25 +463,14 @@ class SplitChooser:
 
 
 def copies_fit(
-    tuner: Tuner,
-    budget: MemoryBudget | None,
-    order: str | Order,
-    plans: Plans | None,
-    step: Graph,
+    tuner: Tuner, budget: MemoryBudget | None, order: str | Order, step: Graph
 ) -> bool:
-    """Return whether a step with low-precision copies of parameters fits the budget.
-
-    Where tensors must be offloaded, copies are not worth their memory: converting a
-    resident parameter is faster than fetching its copy.
-    """
+    """Return whether a step with low-precision copies of parameters fits the budget."""
     if budget is None:
         return True
-    state = sum(rounded(spec.nbytes) for spec in step.with_role(*PERSISTENT))
-    if state >= budget.nbytes:
-        return False
-    known = plan_convolutions(tuner, (step,), plans)
-    placed = resident_step(tuner, step, order, known, STATIC)
-    return placed.nbytes <= budget.nbytes
+    sizes = size_profile(tuner, in_place(step))
+    request = StepRequest(ordered(order, step), sizes, budget=budget.nbytes)
+    return fits_resident(request)
 
 
 def step_io_of(

@@ -75,9 +75,12 @@ class StateStore(Mapping[str, Array]):
             s.name: device.view(self._buffer, offsets[s.name], s) for s in here
         }
         self.host_buffers = self._on_host(tiers)
-        self._arrays |= {name: self._host_array(name) for name in self.host_buffers}
-        if isinstance(device, VirtualDevice):  # has no memory to fill
+        if isinstance(device, VirtualDevice):  # has no memory to view or to fill
+            self._arrays |= self.host_buffers
             return
+        for name, buffer in self.host_buffers.items():
+            spec = self._specs[name]
+            self._arrays[name] = buffer.view(spec.dtype).reshape(spec.shape)
         for name in self._without_copies():
             how = initializers.get(name, Constant(0.0))
             if not isinstance(how, CopyOf):
@@ -111,13 +114,6 @@ class StateStore(Mapping[str, Array]):
         offsets, nbytes = _layout(specs)
         tier = HostTier(self._device, nbytes)
         return {spec.name: tier.view(offsets[spec.name], spec.nbytes) for spec in specs}
-
-    def _host_array(self, name: str) -> Any:
-        """Return host bytes as an array; virtual devices have no contents."""
-        buffer, spec = self.host_buffers[name], self._specs[name]
-        if isinstance(self._device, VirtualDevice):
-            return buffer
-        return buffer.view(spec.dtype).reshape(spec.shape)
 
     def _write(self, name: str, value: Any) -> None:
         if name in self._hosted:
@@ -215,14 +211,9 @@ def _initial_value(spec: TensorSpec, how: Initializer, seed: int) -> Any:
     match how:
         case Constant(value):
             return np.full(spec.shape, value, spec.dtype)
-        case Normal(std):
-            return _normal(rng, spec, std)
-        case HeNormal():
-            return _normal(rng, spec, how.std(spec.shape))
+        case Normal() | HeNormal():
+            std = how.std if isinstance(how, Normal) else how.std(spec.shape)
+            return (rng.standard_normal(spec.shape) * std).astype(spec.dtype)
         case XavierUniform() | LecunUniform():
             limit = how.limit(spec.shape)
             return rng.uniform(-limit, limit, spec.shape).astype(spec.dtype)
-
-
-def _normal(rng: np.random.Generator, spec: TensorSpec, std: float) -> Any:
-    return (rng.standard_normal(spec.shape) * std).astype(spec.dtype)

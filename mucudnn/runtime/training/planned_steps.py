@@ -128,8 +128,11 @@ class BoundedStep:
         try:
             return profile(self.tuner, final, memory=self._nbytes, progress=progress)
         except (OutOfMemoryError, PlanningError) as e:
-            least = max(self._measuring_bytes(), self._least_by_sizes()) + self.beside
-            raise type(e)(f"{e}; for all of the step {_will_do(least)}") from e
+            least = max(
+                measuring_bytes(self.tuner.backend, final), self._least_by_sizes()
+            )
+            words = exact_bytes(least + self.beside)
+            raise type(e)(f"{e}; for all of the step {words} will do") from e
 
     def _refined(self, request: StepRequest) -> PlacedStep:
         """Place the step, then again with the chosen plans measured."""
@@ -193,7 +196,7 @@ class BoundedStep:
         return self._place(request)
 
     def _is_of(self, profile: Profile) -> bool:
-        return {node.name for node in self.graph.nodes} <= profile.node_ms.keys()
+        return {node.name for node in self.graph.nodes} == profile.node_ms.keys()
 
     def _place(self, request: StepRequest) -> PlacedStep:
         if not self.tiers:
@@ -202,7 +205,7 @@ class BoundedStep:
 
     def _advised(self, error: PlanningError) -> PlanningError:
         """Return the error with bytes that suffice for measuring and others, too."""
-        least = self._measuring_bytes()
+        least = measuring_bytes(self.tuner.backend, in_place(self.graph))
         if self.budget.convolutions == "fastest":  # more memory may change the fastest
             least = max(least, self._least_by_sizes())
         known = error.least_bytes
@@ -213,14 +216,11 @@ class BoundedStep:
         return PlanningError(
             f"{exact_bytes(short)} short: the budget is "
             f"{exact_bytes(self.budget.nbytes)}, node {error.node!r} needs most; with "
-            f"what measuring takes, and others meanwhile, {_will_do(least)}",
+            f"what measuring takes, and others meanwhile, {exact_bytes(least)} will do",
             node=error.node,
             short_by=short,
             least_bytes=least,
         )
-
-    def _measuring_bytes(self) -> int:
-        return measuring_bytes(self.tuner.backend, in_place(self.graph))
 
     def _least_by_sizes(self) -> int:
         """Return an upper bound of the required bytes, by sizes alone."""
@@ -233,15 +233,9 @@ class BoundedStep:
 
 
 def _with_known_residency(request: StepRequest, known: StepPlan) -> StepPlan:
-    asked = request
-    if request.scheduler is None:
-        asked = request.scheduled(known.scheduler)
-    plan = plan_residency(asked, known.residency)
+    scheduler = request.scheduler or known.scheduler
+    plan = plan_residency(request.scheduled(scheduler), known.residency)
     return replace(plan, least_ms=lower_bound(request).step_ms)
-
-
-def _will_do(nbytes: int) -> str:
-    return f"{exact_bytes(nbytes)} will do"
 
 
 Plans = Mapping[ConvProblem, ConvPlan]
@@ -359,37 +353,33 @@ def resident_step(
 
     Where updates can be batched they come last, unless that takes more memory.
     """
-    placed = _placed(tuner, graph, order, plans, placement)
-    last = updates_last(graph)
+
+    def placed(graph: Graph) -> PlacedStep:
+        final = in_place(graph)
+        sizes = size_profile(tuner, final, plans)
+        if placement == VIRTUAL:
+            sizes = replace(sizes, mapping_costs=mapping_costs(tuner.backend))
+        chosen = plans_by_node(final, plans)
+        scratch = {n: plan.workspace for n, plan in chosen.items() if plan.workspace}
+        return place_step(
+            StepRequest(
+                ordered(order, final, {**sizes.workspaces, **scratch}),
+                sizes,
+                policy="keep_all",
+                convolutions="fixed",
+                plans=chosen,
+                placement=placement,
+            )
+        )
+
+    found, last = placed(graph), updates_last(graph)
     ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
     kernels = (tuner.backend.kernels.get(op) for op in ops)
     batched = any(kernel is not None and kernel.run_batched for kernel in kernels)
     if last.nodes == graph.nodes or not batched:
-        return placed
-    other = _placed(tuner, last, order, plans, placement)
-    return other if other.nbytes <= placed.nbytes else placed
-
-
-def _placed(
-    tuner: Tuner, graph: Graph, order: str | Order, plans: Plans, placement: str
-) -> PlacedStep:
-    """Place a graph with all tensors resident, in-place pass included."""
-    final = in_place(graph)
-    sizes = size_profile(tuner, final, plans)
-    if placement == VIRTUAL:
-        sizes = replace(sizes, mapping_costs=mapping_costs(tuner.backend))
-    chosen = plans_by_node(final, plans)
-    scratch = {name: plan.workspace for name, plan in chosen.items() if plan.workspace}
-    return place_step(
-        StepRequest(
-            ordered(order, final, {**sizes.workspaces, **scratch}),
-            sizes,
-            policy="keep_all",
-            convolutions="fixed",
-            plans=chosen,
-            placement=placement,
-        )
-    )
+        return found
+    other = placed(last)
+    return other if other.nbytes <= found.nbytes else found
 
 
 def plan_convolutions(

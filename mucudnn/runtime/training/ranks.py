@@ -1,15 +1,18 @@
 """Data-parallel training: one trainer per rank, gradients summed over all ranks."""
 
+import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mucudnn.arguments import one_of
+from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import Rows
 from mucudnn.models import IMAGE
-from mucudnn.passes.graph.training_step import Divided, drawing_rows, in_pieces
+from mucudnn.passes.graph.training_step import Complete, decompose, draw_rows
 from mucudnn.passes.graph.updates import updates_last
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.runtime.distributed.collectives import (
@@ -27,12 +30,19 @@ from mucudnn.runtime.distributed.sum_gradients import (
 )
 from mucudnn.runtime.executor.tasks import HookFactory, NodeHooks, TensorLookup
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.stepping import StepResult, StepTimes, Times, known_result
+from mucudnn.runtime.training.stepping import (
+    StepResult,
+    StepTimes,
+    known_result,
+    warm_median_ms,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _HOST, _BUILDER = "cpu", "builder"
 
 T = TypeVar("T")
+
+Split = Callable[[Graph, Complete], Graph]
 
 _REMEMBERED = 21
 """Number of recent steps, few enough that a rank that becomes slow is soon seen."""
@@ -66,7 +76,7 @@ class Ranks:
     ) -> None:
         one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
         self._together = None if together is None else TimedCollectives(together)
-        self._times: Times[float] = Times(_REMEMBERED)
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._synchronised = batch_norm == SYNCHRONISED
         self._begun = False
         self.around: HookFactory | None = None
@@ -100,18 +110,39 @@ class Ranks:
                 return found
             tuner.forget()
 
-    def part(self, divided: Divided) -> Divided:
-        """Return a function that divides a training graph of this rank's rows.
+    def first_that_fits(self, plan: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """Plan a step, or in another way on all ranks if any has too little memory.
 
-        The division decomposes normalizations that it cuts. All others are decomposed
+        If a step fits in neither way, the error has the lesser sufficient budget.
+        """
+        refused: PlanningError | OutOfMemoryError | None = None
+        try:
+            found = plan()
+        except (PlanningError, OutOfMemoryError) as e:
+            refused = e
+        if not self.any_rank(refused is not None):
+            return found
+        try:
+            return fallback()
+        except (PlanningError, OutOfMemoryError) as e:
+            if refused is None:
+                raise
+            raise min(e, refused, key=_sufficient_bytes) from None
+
+    def part(
+        self, split: Callable[[Graph, Complete], Graph]
+    ) -> Callable[[Graph, Complete], Graph]:
+        """Return a function that splits a training graph of this rank's rows.
+
+        Splitting decomposes normalizations that it cuts. All others are decomposed
         afterwards, so that planners see them whole.
         """
         if self._together is None:
-            return divided
+            return split
 
-        def cut(graph: Graph) -> Graph:
-            found = divided(drawing_rows(graph, self._rows))
-            return in_pieces(found) if self._synchronised else found
+        def cut(graph: Graph, complete: Complete) -> Graph:
+            found = split(draw_rows(graph, self._rows), complete)
+            return decompose(found) if self._synchronised else found
 
         return cut
 
@@ -137,7 +168,7 @@ class Ranks:
 
         The first step warms up and counts only while it is the only one.
         """
-        return self._times.median(float)
+        return warm_median_ms(self._times)
 
     def result(self, own: StepResult, times: StepTimes) -> StepResult:
         """Return the result over the whole mini-batch: the mean over all labels.
@@ -146,7 +177,7 @@ class Ranks:
         """
         if self._together is None:
             return own
-        self._times.add(max(0.0, times.last_ms - self._together.waited_ms()))
+        self._times.append(max(0.0, times.last_ms - self._together.waited_ms()))
         found = self._together.all_gather(own)
         if any(one.learning_rate != own.learning_rate for one in found):
             rates = ", ".join(f"{one.learning_rate:g}" for one in found)
@@ -193,6 +224,11 @@ class Ranks:
         if not self._synchronised:
             return sums
         return joint_statistics(graph, array, self._together, share).then(sums)
+
+
+def _sufficient_bytes(error: PlanningError | OutOfMemoryError) -> float:
+    least = error.least_bytes if isinstance(error, PlanningError) else None
+    return math.inf if least is None else least
 
 
 def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:

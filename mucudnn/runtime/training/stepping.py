@@ -8,9 +8,9 @@ batch, in one part or several.
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from mucudnn.backends import Device
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import Event, StepIO
 from mucudnn.models import IMAGE, LABEL, class_count
-from mucudnn.passes.graph.training_step import TrainingGraphs, input_bytes
+from mucudnn.passes.graph.training_step import StepGraphs
 from mucudnn.passes.graph.updates import LEARNING_RATE, STEP
 from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.cutting import trains
@@ -110,7 +110,7 @@ class SharedArena:
 class Stepper:
     """Takes the steps of a trainer."""
 
-    def __init__(self, graphs: TrainingGraphs, arena: SharedArena) -> None:
+    def __init__(self, graphs: StepGraphs, arena: SharedArena) -> None:
         self._graph = graphs.steps[-1]
         self._arena = arena
         self._last = len(graphs.steps) - 1
@@ -193,7 +193,7 @@ class StepMemory:
 
 def allocate_step_memory(
     backend: Backend,
-    graphs: TrainingGraphs,
+    graphs: StepGraphs,
     placed: Sequence[PlacedStep],
     budget: MemoryBudget | None,
     seed: int,
@@ -211,7 +211,7 @@ def allocate_step_memory(
         backend.device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
     )
     held = shared_bytes([p.layout for p in placed]) + state.nbytes
-    step_io, staged = step_io_of(backend, budget, held, input_bytes(graphs))
+    step_io, staged = step_io_of(backend, budget, held, graphs.input_bytes)
     arena = SharedArena(backend, placed, state, tiers, replay, around, step_io)
     return StepMemory(state, arena, held + staged)
 
@@ -304,28 +304,10 @@ _REMEMBERED = 101
 T = TypeVar("T")
 
 
-class Times(Generic[T]):
-    """Records of the most recent steps."""
-
-    def __init__(self, capacity: int) -> None:
-        self._noted: deque[T] = deque(maxlen=capacity)
-
-    def add(self, noted: T) -> None:
-        """Add the record of a step."""
-        self._noted.append(noted)
-
-    def median(self, ms: Callable[[T], float]) -> float:
-        """Return the median time, without the first step if there are others; or 0.
-
-        `ms` returns the time of a record.
-        """
-        times = [ms(noted) for noted in self._noted]
-        return statistics.median(times[1:] or times or [0.0])
-
-    @property
-    def last(self) -> T:
-        """Record of the last step."""
-        return self._noted[-1]
+def warm_median_ms(times_ms: Iterable[float]) -> float:
+    """Return the median time, without the first step if there are others; or 0."""
+    times = [*times_ms]
+    return statistics.median(times[1:] or times or [0.0])
 
 
 class StepTimes:
@@ -333,17 +315,17 @@ class StepTimes:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._marks: Times[tuple[Event, Event]] = Times(_REMEMBERED)
+        self._marks: deque[tuple[Event, Event]] = deque(maxlen=_REMEMBERED)
 
     @property
     def median_ms(self) -> float:
         """Median of recent steps without the first; waits for the last of them."""
-        return self._marks.median(self._ms)
+        return warm_median_ms(map(self._ms, self._marks))
 
     @property
     def last_ms(self) -> float:
         """Time of the last step; waits for the step."""
-        return self._ms(self._marks.last)
+        return self._ms(self._marks[-1])
 
     def timed(self, take: Callable[[], T]) -> tuple[T, float]:
         """Take a step; return its result and its ms."""
@@ -355,7 +337,7 @@ class StepTimes:
         """Launch a step and keep its time; does not wait for the step."""
         start = self._device.record()
         found = take()
-        self._marks.add((start, self._device.record()))
+        self._marks.append((start, self._device.record()))
         return found
 
     def _ms(self, marks: tuple[Event, Event]) -> float:

@@ -25,7 +25,14 @@ from mucudnn.ir.schedule import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.autodiff import LOSS_SCALE
 from mucudnn.passes.graph.precision import LOSS_SCALES
-from mucudnn.passes.graph.training_step import TrainingGraphs, training_graphs
+from mucudnn.passes.graph.training_step import (
+    StepChoices,
+    StepGraphs,
+    StepRecipe,
+    build_step,
+    can_fuse,
+    check_network,
+)
 from mucudnn.passes.graph.updates import When
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.placement.layout import PlacedStep
@@ -95,7 +102,8 @@ class Trainer:
             within the budget. Sums are then added in another order; masks, losses and
             statistics are those of the whole batch.
         fuse: Compute a ReLU, and a sum before it, within the kernel of their input, and
-            likewise their gradients; equal up to rounding.
+            likewise their gradients; equal up to rounding. Given up where the budget
+            fits the step only without.
         placement: "static", each tensor at one offset of the arena, or "virtual", also
             in chunks mapped to contiguous addresses, where that needs less or is
             faster.
@@ -158,7 +166,18 @@ class Trainer:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
-        check_arguments(tuner, order, seed, plans, progress, precision, placement)
+        of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+        ORDERS.resolve(order)
+        an_integer("seed", seed, least=0)
+        if precision is not None:
+            one_of("precision", precision, LOSS_SCALES)
+        one_of("placement", placement, PLACEMENTS)
+        if plans is not None:
+            of_type("plans", plans, Mapping, "a mapping from problems to plans")
+        if progress is not None:
+            a_function("progress", progress, "a function of (name, done, total)")
+        for graph in (training,) if evaluation is None else (training, evaluation):
+            check_network(graph)
         if together is not None:
             check_together(tuner)
             update_when = "late"
@@ -174,55 +193,56 @@ class Trainer:
         self._ranks = Ranks(together, training, batch_norm, settings)
         order = self._ranks.order(order)
 
-        def planned() -> tuple[TrainingGraphs, Sequence[PlacedStep]]:
-            self.races.clear()
-            scale = self._scale
-            scaling = scale if isinstance(scale, DynamicLossScale) else None
-            divider = SplitChooser(
-                split,
-                tuner,
-                budget,
-                optimizer,
-                when=update_when,
-                scaling=scaling,
-                order=order,
-                progress=progress,
-            )
-            graphs = training_graphs(
-                training,
-                evaluation,
-                optimizer,
-                when=update_when,
-                parts=gradient_accumulation,
-                precision=precision,
-                loss_scale=self._scale,
-                divided=self._ranks.part(divider),
-                fuse=fuse,
-                offers=EpilogueRace(tuner, budget, plans, self.races).offers,
-                layout=Layouts(layout, tuner, budget, progress),
-                libraries=LibraryRace(tuner, budget, self.races),
-                keep_copies=partial(copies_fit, tuner, budget, order, plans),
-                shared=together is not None,
-            )
-            self.splitting, self.segments = divider.decision, divider.segments
-            self.budget = budget
-            if budget is not None and divider.profile is not None:
-                known, found = divider.profile, divider.plan
-                self.budget = replace(budget, measured=known, found=found)
-            with own:
-                self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
-                return graphs, place_steps(
-                    tuner,
-                    graphs.all,
-                    self.budget,
-                    first=len(graphs.steps) - 1,
-                    order=order,
-                    plans=self.plans,
-                    progress=progress,
-                    placement=placement,
-                )
+        recipe = StepRecipe(
+            optimizer=optimizer,
+            update_when=update_when,
+            micro_batches=gradient_accumulation,
+            precision=precision,
+            loss_scale=self._scale,
+            fuse=fuse,
+            shared_gradients=together is not None,
+        )
 
-        graphs, placed = self._ranks.plan_until_cached(tuner, planned)
+        def planned(recipe: StepRecipe) -> tuple[StepGraphs, Sequence[PlacedStep]]:
+            self.races.clear()
+            chooser = SplitChooser(split, tuner, budget, order=order, progress=progress)
+            choices = StepChoices(
+                layout=Layouts(layout, tuner, budget, progress),
+                epilogue=EpilogueRace(tuner, budget, plans, self.races).offers,
+                library=LibraryRace(tuner, budget, self.races),
+                split=self._ranks.part(chooser),
+                keep_copies=partial(copies_fit, tuner, budget, order),
+            )
+            graphs = build_step(training, recipe, choices, evaluation)
+            self.splitting, self.segments = chooser.decision, chooser.segments
+            self.budget = budget
+            if budget is not None and chooser.profile is not None:
+                self.budget = replace(
+                    budget, measured=chooser.profile, found=chooser.plan
+                )
+            self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
+            return graphs, place_steps(
+                tuner,
+                graphs.all,
+                self.budget,
+                first=len(graphs.steps) - 1,
+                order=order,
+                plans=self.plans,
+                progress=progress,
+                placement=placement,
+            )
+
+        def planned_within() -> tuple[StepGraphs, Sequence[PlacedStep]]:
+            # Ranks have budgets of their own, but agree about fusion.
+            limited = budget is not None or together is not None
+            if not limited or not can_fuse(training, recipe):
+                return planned(recipe)
+            return self._ranks.first_that_fits(
+                partial(planned, recipe), partial(planned, replace(recipe, fuse=False))
+            )
+
+        with own:
+            graphs, placed = self._ranks.plan_until_cached(tuner, planned_within)
         self.backend = tuner.backend
         self.graph = graphs.steps[-1]
         self.placed = None if budget is None else placed[len(graphs.steps) - 1]
@@ -382,25 +402,3 @@ class Trainer:
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
-
-
-def check_arguments(
-    tuner: object,
-    order: str | Order,
-    seed: int,
-    plans: object,
-    progress: object,
-    precision: str | None,
-    placement: str,
-) -> None:
-    """Raise `TypeError` or `ValueError` for invalid arguments of `Trainer`."""
-    of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
-    ORDERS.resolve(order)
-    an_integer("seed", seed, least=0)
-    if precision is not None:
-        one_of("precision", precision, LOSS_SCALES)
-    one_of("placement", placement, PLACEMENTS)
-    if plans is not None:
-        of_type("plans", plans, Mapping, "a mapping from problems to plans")
-    if progress is not None:
-        a_function("progress", progress, "a function of (name, done, total)")
