@@ -128,7 +128,7 @@ def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
             losses.append(loss.item())
         beyond = real_peak(lambda: segment.run([*parts.tensors(), *batch]))
     assert (losses == wanted[0]) == replayed
-    assert beyond <= plan.peak_bytes - planner.resident_bytes - planner.given_bytes
+    assert beyond <= plan.peak_bytes - planner.resident_bytes - planner.caller_bytes
 
 
 @pytest.mark.usefixtures("free_copies")
