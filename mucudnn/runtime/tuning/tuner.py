@@ -1,6 +1,6 @@
 """The tuner of convolutions: problem -> measurements -> plan -> bound plan.
 
-`measurer` fills tables, `planning` divides mini-batches by them, `validation` measures
+`measuring` fills tables, a planner divides mini-batches by them, `validation` measures
 divisions and `bound_plan` runs them.
 """
 
@@ -25,7 +25,7 @@ from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning import validation
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.measuring import Measurer, Sweep
+from mucudnn.runtime.tuning.measuring import Measuring
 from mucudnn.runtime.tuning.tables import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 from mucudnn.runtime.tuning.validation import Choice, Validator
@@ -130,21 +130,19 @@ class Tuner:
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._isolation = Isolation(isolate)
         self._lock = Own(threading.RLock)
-        self._measurer = Measurer(
+        self._measuring = Measuring(
             backend=self.backend,
-            sweep=Sweep(
-                backends=self.benchmark_backends,
-                cache=lambda: self.cache,
-                rule=self.rule,
-                numerics=self.numerics,
-                memory_limit=memory,
-                progress=progress,
-                isolation=self._isolation,
-                workers=None if executor is None else Workers(executor, isolate),
-            ),
+            backends=self.benchmark_backends,
+            cache=lambda: self.cache,
+            rule=self.rule,
+            numerics=self.numerics,
             batch_policy=batch_policy,
+            memory_limit=memory,
             time_limit_s=math.inf if time_limit_s is None else time_limit_s,
             prune=prune,
+            progress=progress,
+            isolation=self._isolation,
+            workers=None if executor is None else Workers(executor, isolate),
             lock=self._lock,
         )
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
@@ -225,7 +223,7 @@ class Tuner:
     def forget(self) -> None:
         """Drop tables in memory, to read them from the (shared) cache again."""
         with self._lock.mine:
-            self._measurer.forget()
+            self._measuring.forget()
 
     def measure(
         self,
@@ -235,9 +233,29 @@ class Tuner:
         memory_limit: float = math.inf,
         limits: LimitRange = ANY_LIMIT,
     ) -> PerfTable:
-        """Measure every algorithm at every micro-batch size; see `Measurer.table`."""
-        measurer = self._measurer
-        return measurer.table(problem, time_limit_s, memory_limit, limits)
+        """Measure every algorithm at every candidate micro-batch size of a problem.
+
+        Rows of failed algorithms carry the error. Rows that a limit prevented carry the
+        limit; such a table is measured again by the next call.
+
+        Args:
+            problem: Convolution to measure.
+            time_limit_s: Seconds, instead of the tuner's `time_limit_s`.
+            memory_limit: Bytes, in addition to the tuner's `memory_limit`.
+            limits: Workspace limits under which plans will be made; with `prune`, rows
+                that no such plan needs are skipped.
+
+        Raises:
+            PlanningError: There are too many samples to be divided.
+            OutOfMemoryError: There is no room for the smallest micro-batch.
+        """
+        (table,) = self._measuring.tables(
+            [problem],
+            time_limit_s=time_limit_s,
+            memory_limit=memory_limit,
+            limits=limits,
+        )
+        return table
 
     def measure_all(
         self,
@@ -246,9 +264,13 @@ class Tuner:
         time_limit_s: float | None = None,
         limits: LimitRange = ANY_LIMIT,
     ) -> tuple[PerfTable, ...]:
-        """Measure several problems; an executor's workers do so concurrently."""
-        tables = self._measurer.tables
-        return tables(problems, time_limit_s, limits=limits)
+        """Measure several problems; an executor's workers do so concurrently.
+
+        `time_limit_s` applies to all of them together; see `measure`.
+        """
+        return self._measuring.tables(
+            problems, time_limit_s=time_limit_s, limits=limits
+        )
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan problems, each at least as fast as undivided under its limit.
