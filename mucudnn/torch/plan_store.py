@@ -1,21 +1,26 @@
-"""Measurements and plans of PyTorch steps, kept from process to process."""
+"""Measurements and plans of PyTorch steps, remembered across processes.
 
-import contextlib
+The measurements of a graph are one entry of the store; they serve every budget. The
+decision for one request is another entry: the residency of each tensor and the
+scheduler. The schedule is computed again from the decision, and used only if it equals,
+instruction by instruction, the schedule that was computed first. So a plan keeps its
+budget whatever became of an entry.
+
+Nodes and tensors are identified by their position in the graph, not by name.
+"""
+
 import dataclasses
 import enum
 import hashlib
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-import platformdirs
 import torch
 
 from mucudnn.arguments import a_path
@@ -24,13 +29,11 @@ from mucudnn.codecs import (
     LONGEST_MS,
     decode,
     list_of,
-    load_json,
     members_of,
     plan_from_dict,
     plan_to_dict,
 )
 from mucudnn.errors import PlanningError
-from mucudnn.files import read_whole, write_whole
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Residency, Schedule
@@ -42,18 +45,25 @@ from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.environment import USERS, Users
-from mucudnn.runtime.store.sqlite_file import warn
+from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
 from mucudnn.torch.lowering.lowered import Lowered
+
+logger = logging.getLogger(__name__)
+
+PlanCacheChoice = str | os.PathLike[str] | Users | None
+
+_FILE = "plans.sqlite"
+_PROFILE, _PLAN = "profile", "plan"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a schedule follows from.
+    """What a schedule is computed from.
 
     Attributes:
-        residency: Of tensors.
-        scheduler: Who times the copies.
-        schedule: A hash of what comes of it.
+        residency: Residency by tensor.
+        scheduler: Name of the scheduler of the copies.
+        schedule: Hash of the schedule that was computed from both.
     """
 
     residency: Mapping[str, Residency]
@@ -61,53 +71,48 @@ class Decision:
     schedule: str
 
 
+class PlanEntries(Protocol):
+    """The methods of `mucudnn.runtime.store.entries.Entries` that plans need."""
+
+    def get(self, kind: str, key: str) -> Any | None:
+        """Return the value of a key, or None."""
+
+    def put(self, kind: str, key: str, value: Any) -> None:
+        """Store a value."""
+
+    def refuse(self, kind: str, key: str, reason: str) -> None:
+        """Warn that an entry is not used."""
+
+
 def refuse_fronts(profile: Profile) -> None:
-    """Raise `ValueError` where convolutions may run in ways nobody looked for."""
+    """Raise `ValueError` for a profile with divisions of convolutions."""
     if profile.fronts:
         raise ValueError("fronts: convolutions are PyTorch's here")
 
 
-# What was measured and decided before, in this process or another.
-#
-# Measurements of a graph are one entry: they serve every budget. What was decided for
-# one request is another: the residencies, and who timed the copies. A schedule follows
-# from these in no time, and is taken only if it is, instruction by instruction, the one
-# that was decided then. So whatever became of an entry, a plan keeps its promise.
-
-
-logger = logging.getLogger(__name__)
-
-
-PlanCacheChoice = str | os.PathLike[str] | Users | None
-
-
-def default_folder() -> Path:
-    """The folder in the user's cache directory, as the platform defines it."""
-    return platformdirs.user_cache_path("mucudnn") / "torch-plans-v1"
-
-
 def open_plans(choice: PlanCacheChoice) -> "PlanStore":
-    """What a `cache` argument stands for.
+    """Open the store that a `cache` argument selects: a folder, or the user's cache.
 
     Raises:
-        TypeError: It is none of the things that a cache can be told by.
+        TypeError: `choice` is neither a path nor None.
         ValueError: The path is empty, or has a null character.
     """
     if choice is None:
         return PlanStore()
     if choice is USERS:
-        return PlanStore(Entries(default_folder()))
-    return PlanStore(Entries(a_path("cache", choice).expanduser()))
+        return PlanStore(BenchmarkCache(default_path()).entries)
+    folder = a_path("cache", choice).expanduser()
+    return PlanStore(BenchmarkCache(folder / _FILE).entries)
 
 
 class PlanStore:
-    """Measures and plans what is not remembered.
+    """Measures and plans what is not in a store.
 
     Args:
-        entries: What is; None remembers nothing.
+        entries: The store; None remembers nothing.
     """
 
-    def __init__(self, entries: "Entries | None" = None) -> None:
+    def __init__(self, entries: PlanEntries | None = None) -> None:
         self._entries = entries
 
     def profile(
@@ -117,58 +122,57 @@ class PlanStore:
         settings: str = "",
         check: Callable[[Profile], None] = refuse_fronts,
     ) -> Profile:
-        """What a graph costs on this machine, as it is set up.
+        """Return the costs of a graph on this machine and in this configuration.
 
         Args:
             lowered: The graph.
-            measured: What measures it.
-            settings: What else it measures by.
-            check: Raises `ValueError` for remembered ways to run convolutions that the
-                graph or its backend does not have.
+            measured: Measures the graph.
+            settings: Everything else that the measurements depend on.
+            check: Raises `ValueError` for a remembered profile with divisions of
+                convolutions that the graph or its backend does not have.
         """
         places = Places(lowered)
         key = self._key(f"times, 2 {settings}", lowered, places)
         if self._entries is None or key is None:
             return measured(lowered)
-        data = self._entries.get(key)
+        data = self._entries.get(_PROFILE, key)
         if data is not None:
             try:
                 profile = profile_from(data, places)
                 check(profile)
             except ValueError as e:
-                self._entries.refused(key, str(e))
+                self._entries.refuse(_PROFILE, key, str(e))
             else:
                 return profile
         profile = measured(lowered)
-        self._entries.put(key, profile_to(profile, places))
+        self._entries.put(_PROFILE, key, profile_to(profile, places))
         return profile
 
     def plan(self, lowered: Lowered, request: StepRequest) -> StepPlan:
-        """The plan of a request about a graph.
+        """Return the plan of a request for a graph.
 
         Raises:
-            PlanningError: It cannot fit.
+            PlanningError: No plan fits the budget.
         """
         places = Places(lowered)
-        key = self._key("plan", lowered, places, request)
+        key = self._key(_PLAN, lowered, places, request)
         if self._entries is None or key is None:
             return plan_step(request)
-        data = self._entries.get(key)
+        data = self._entries.get(_PLAN, key)
         if data is not None:
             try:
-                return _replayed(decision_from(data, places), request, places)
+                return _replan(data, request, places)
             except (PlanningError, ValueError) as e:
-                self._entries.refused(key, str(e))
+                self._entries.refuse(_PLAN, key, str(e))
         plan = plan_step(request)
         digest = schedule_digest(plan.schedule, places)
-        decision = Decision(plan.residency, plan.scheduler, digest)
         try:
-            data = decision_to(decision, places)
-            _replayed(decision_from(data, places), request, places)
+            data = decision_to(Decision(plan.residency, plan.scheduler, digest), places)
+            _replan(data, request, places)
         except (PlanningError, ValueError) as e:
             logger.debug("a plan is not remembered: %s", e)
         else:
-            self._entries.put(key, data)
+            self._entries.put(_PLAN, key, data)
         return plan
 
     def _key(
@@ -178,7 +182,10 @@ class PlanStore:
         places: "Places",
         request: StepRequest | None = None,
     ) -> str | None:
-        """A hash of all that a measurement, or a plan, depends on."""
+        """Return a hash of all that a measurement, or a plan, depends on.
+
+        Returns None if that cannot be told.
+        """
         if self._entries is None:
             return None
         try:
@@ -193,7 +200,7 @@ class PlanStore:
             return None
         hosted = request.hosted
         lent = request.graph.with_role(Role.BORROWED)
-        asked = [
+        options = [
             [places.tensor(spec.name) for spec in lent],
             repr(float(request.budget)),
             request.policy,
@@ -201,160 +208,40 @@ class PlanStore:
             request.convolutions,
             None if hosted is None else sorted(str(places.tensor(n)) for n in hosted),
         ]
-        return digest_of([*parts, profile_to(request.profile, places), asked])
+        return digest_of([*parts, profile_to(request.profile, places), options])
 
 
-def _replayed(decision: Decision, request: StepRequest, places: "Places") -> StepPlan:
-    """The schedule that follows from a decision.
+def _replan(data: object, request: StepRequest, places: "Places") -> StepPlan:
+    """Compute the schedule of a stored decision.
 
     Raises:
-        ValueError: It is another one than then.
-        PlanningError: It does not fit.
+        ValueError: The data is no decision, or another schedule was stored with it.
+        PlanningError: The schedule does not fit.
     """
+    decision = decision_from(data, places)
     plan = plan_residency(request.scheduled(decision.scheduler), decision.residency)
     if schedule_digest(plan.schedule, places) != decision.schedule:
         raise ValueError("another schedule follows from it than was decided")
     return plan
 
 
-# A folder of remembered values, one file each.
-#
-# Remembering never stops work. An entry that cannot be read, or is not what was
-# written, counts as none, with one warning, and is written anew; where nothing can be
-# written, as on a full disk, nothing is remembered. Files appear whole, so processes
-# may share the folder: of two that write the same entry the later wins, and both are
-# right. What was not asked for the longest goes when the folder has grown beyond its
-# size.
+# Profiles and decisions as JSON. Decoders raise a `ValueError` for members that are
+# missing, unknown or out of bounds.
 
-
-_SCHEMA = 2
-
-_MEMBERS = ("schema", "key", "sha256", "value")
-
-_LARGEST = 16 << 20
-
-_MOST = 64 << 20
-
-_NAME = re.compile(r"[0-9a-f]{64}\.json")
-
-
-class Entries:
-    """Values by key.
-
-    Args:
-        folder: Where; made when it is first written to.
-        most: Bytes that it may have.
-    """
-
-    def __init__(self, folder: Path, most: int = _MOST) -> None:
-        self._folder = folder
-        self._most = most
-        self._refused: set[str] = set()
-        self._unwritable = False
-
-    def get(self, key: str) -> Any | None:
-        """The value of a key, which is a hash; None if there is none."""
-        path = self._path(key)
-        try:
-            text = read_whole(path, most=_LARGEST).decode()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else None
-            self.refused(key, why or str(e))
-            return None
-        try:
-            value = _checked(key, text)
-        except ValueError as e:
-            self.refused(key, str(e))
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return value
-
-    def put(self, key: str, value: Any) -> None:
-        """Remember a value."""
-        members = (_SCHEMA, key, digest_of(value), value)
-        whole = dict(zip(_MEMBERS, members, strict=True))
-        data = json.dumps(whole, separators=(",", ":")).encode()
-        if len(data) > _LARGEST or self._unwritable:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(key), data)
-        except OSError as e:
-            if key not in self._refused:  # else it was said
-                self._unwritable = True
-                warn(
-                    f"plans are not remembered, {self._folder} cannot be written: "
-                    f"{e.strerror or e}"
-                )
-            return
-        self._shrink()
-
-    def refused(self, key: str, why: str) -> None:
-        """Warn that an entry is not used."""
-        self._refused.add(key)
-        warn(f"passing over {self._path(key)}, which will be made anew: {why}")
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.json"
-
-    def _shrink(self) -> None:
-        """Delete what was not asked for the longest; others may do so, too."""
-        found = sorted(self._files())
-        total = sum(size for _, size, _ in found)
-        for _, size, path in found:
-            if total <= self._most:
-                return
-            with contextlib.suppress(OSError):
-                path.unlink()
-            total -= size
-
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """When it was asked for, bytes, and path of every entry."""
-        with contextlib.suppress(OSError), os.scandir(self._folder) as rows:
-            for row in rows:
-                if _NAME.fullmatch(row.name):
-                    with contextlib.suppress(OSError):
-                        status = row.stat(follow_symlinks=False)
-                        yield status.st_mtime, status.st_size, Path(row.path)
-
-
-def _checked(key: str, text: str) -> Any:
-    schema, whose, sha256, value = members_of("entry", load_json(text), _MEMBERS)
-    if decode("schema", int, schema) != _SCHEMA:
-        raise ValueError(f"schema is {schema}, this version reads {_SCHEMA}")
-    if whose != key:
-        raise ValueError("it is the entry of something else")
-    if digest_of(value) != sha256:
-        raise ValueError("its contents are not what was written")
-    return value
-
-
-# Profiles and decisions as JSON, nodes and tensors by their places; and back.
-#
-# Reading is strict: what is missing, unknown or out of bounds is a `ValueError`.
-
-
-_PROFILE = (
+_PROFILE_MEMBERS = (
     *("node_ms", "workspaces", "fronts"),
     *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
 )
+_DECISION_MEMBERS = ("residency", "scheduler", "schedule")
 
+# Bounds that keep sums finite; rates of copies are in bytes per millisecond.
 _SLOWEST, _FASTEST = 1e-3, 1e15
-"""Bytes in a millisecond that a copy may move; all bounds keep sums finite."""
-
-
 _LARGEST_SHARE = 1e6
-
 _MOST_BYTES = 1 << 42
-
-_DECISION = ("residency", "scheduler", "schedule")
 
 
 def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
-    """A profile as JSON."""
+    """Encode a profile as JSON values."""
     index = {name: i for i, name in enumerate(places.nodes)}
     return {
         "node_ms": [profile.node_ms[name] for name in places.nodes],
@@ -371,12 +258,12 @@ def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
 
 
 def profile_from(data: object, places: "Places") -> Profile:
-    """The inverse of `profile_to`.
+    """Decode `profile_to`.
 
     Raises:
-        ValueError: It is none, or of another graph; says what is wrong.
+        ValueError: The data is no profile, or of another graph; names the member.
     """
-    found = members_of("profile", data, _PROFILE)
+    found = members_of("profile", data, _PROFILE_MEMBERS)
     times, workspaces, fronts, out, back, share, overhead = found
     node_ms = [_amount("node_ms", t, LONGEST_MS) for t in list_of("node_ms", times)]
     if len(node_ms) != len(places.nodes):
@@ -384,7 +271,10 @@ def profile_from(data: object, places: "Places") -> Profile:
     sizes = list_of("workspaces", workspaces)
     if len(sizes) != len(places.nodes):
         raise ValueError(f"workspaces: {len(sizes)} for {len(places.nodes)} nodes")
-    plans = _by_place("fronts", fronts, places.nodes)
+    pairs = [_pair("fronts", row) for row in list_of("fronts", fronts)]
+    plans = {_at("fronts", i, places.nodes): front for i, front in pairs}
+    if len(plans) < len(pairs):
+        raise ValueError("fronts: a place is named twice")
     return Profile(
         node_ms=dict(zip(places.nodes, node_ms, strict=True)),
         workspaces={
@@ -401,7 +291,7 @@ def profile_from(data: object, places: "Places") -> Profile:
 
 
 def _front(rows: object) -> tuple[ConvPlan, ...]:
-    """Plans of which each takes more workspace than the one before, and less time."""
+    """Decode plans of which each takes more workspace than the last, and less time."""
     front = tuple(plan_from_dict(plan) for plan in list_of("fronts", rows))
     for plan in front:
         _amount("fronts", plan.time_ms, LONGEST_MS)
@@ -415,7 +305,7 @@ def _front(rows: object) -> tuple[ConvPlan, ...]:
 
 
 def decision_to(decision: Decision, places: "Places") -> dict[str, Any]:
-    """A decision as JSON."""
+    """Encode a decision as JSON values."""
     return {
         "residency": [
             [places.tensor(name), residency.value]
@@ -427,12 +317,12 @@ def decision_to(decision: Decision, places: "Places") -> dict[str, Any]:
 
 
 def decision_from(data: object, places: "Places") -> Decision:
-    """The inverse of `decision_to`.
+    """Decode `decision_to`.
 
     Raises:
-        ValueError: It is none, or of another graph; says what is wrong.
+        ValueError: The data is no decision, or of another graph; names the member.
     """
-    rows, scheduler, schedule = members_of("decision", data, _DECISION)
+    rows, scheduler, schedule = members_of("decision", data, _DECISION_MEMBERS)
     residency = {}
     for row in list_of("residency", rows):
         place, value = _pair("residency", row)
@@ -448,7 +338,7 @@ def decision_from(data: object, places: "Places") -> Decision:
 
 
 def schedule_digest(schedule: Schedule, places: "Places") -> str:
-    """A hash of a schedule, without names."""
+    """Return a hash of a schedule that does not depend on names."""
     instructions = [
         [
             type(step).__name__,
@@ -462,14 +352,6 @@ def schedule_digest(schedule: Schedule, places: "Places") -> str:
     hosted = [places.tensor(name) for name in schedule.hosted]
     across = [places.tensor(name) for name in schedule.live_across]
     return digest_of([instructions, workspaces, schedule.peak_bytes, hosted, across])
-
-
-def _by_place(where: str, rows: object, names: Sequence[str]) -> dict[str, Any]:
-    pairs = [_pair(where, row) for row in list_of(where, rows)]
-    found = {_at(where, place, names): value for place, value in pairs}
-    if len(found) < len(pairs):
-        raise ValueError(f"{where}: a place is named twice")
-    return found
 
 
 def _pair(where: str, row: object) -> tuple[Any, Any]:
@@ -497,34 +379,22 @@ def _bytes(where: str, value: object) -> int:
     return int(found)
 
 
-# What makes two lowered graphs the same to whoever measures and plans them.
-#
-# Names do not: tensors and nodes are their places. Layouts, attributes, traits and the
-# functions that are called do, and all that may be said of a function is its name.
-# Where a name does not tell what runs, the graph is remembered by nobody.
+# Keys of graphs. Layouts, attributes, traits and called functions are part of a key,
+# names are not. A function is identified by its qualified name; a graph with a function
+# that its name does not identify, such as a closure, is not remembered.
 
-
-_TORCH = (
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _NAMESPACES = frozenset({"aten", "mucudnn", "prim", "prims"})
-"""Of operations that the versions of PyTorch and of ours tell all about."""
+"""Namespaces of operations that are determined by the versions of PyTorch and ours."""
 
 
 class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
-    """Something in a graph is not told by its name."""
+    """A graph has a function or an argument that its name does not identify."""
 
 
 class Places:
-    """Names of a graph as numbers, and back.
-
-    Args:
-        lowered: Whose graph.
-    """
+    """Positions of the tensors and nodes of a graph."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.tensors = tuple(lowered.graph.tensors)
@@ -533,11 +403,14 @@ class Places:
         self._node = {name: i for i, name in enumerate(self.nodes)}
 
     def tensor(self, name: str) -> int | str:
-        """The place of a tensor; of a copy, with what is added to it; else the name."""
+        """Return the position of a tensor; of a copy, with its suffix.
+
+        Returns the name itself if there is no such tensor.
+        """
         return _place(self._tensor, name)
 
     def node(self, name: str) -> int | str:
-        """The same of a node."""
+        """Return the position of a node; see `tensor`."""
         return _place(self._node, name)
 
 
@@ -550,16 +423,16 @@ def _place(places: Mapping[str, int], name: str) -> int | str:
 
 
 def digest_of(value: Any) -> str:
-    """A hash of what can be written as JSON."""
+    """Return a hash of a value that can be written as JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def structure_of(lowered: Lowered, places: Places) -> str:
-    """A hash of everything but names.
+    """Return a hash of everything in a graph but names.
 
     Raises:
-        Unnameable: A function or an argument is not told by its name.
+        Unnameable: A function or an argument is not identified by its name.
     """
     graph = lowered.graph
     tensors = [
@@ -594,10 +467,10 @@ def structure_of(lowered: Lowered, places: Places) -> str:
 
 
 def described(value: Any) -> Any:
-    """A value as one that JSON can write, other for other values.
+    """Return JSON values that differ for different values.
 
     Raises:
-        Unnameable: A function is not told by its name.
+        Unnameable: A function is not identified by its name.
     """
     match value:
         case enum.Enum():
@@ -615,24 +488,19 @@ def described(value: Any) -> Any:
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (getattr(value, f.name) for f in dataclasses.fields(value))
             return [type(value).__name__, *map(described, fields)]
-        case _:
-            return ["function", _named(value)]
-
-
-def _named(function: Any) -> str:
-    if isinstance(function, torch._ops.OpOverload):
-        if function.namespace in _NAMESPACES:
-            return str(function)
-        raise Unnameable(f"{function} is no operation of PyTorch's own")
-    name = getattr(function, "__qualname__", None)
-    if not callable(function) or name is None or "<" in name:
-        raise Unnameable(f"{function!r} is not told by a name")
-    owner = getattr(function, "__module__", None) or type(function).__name__
-    return f"{owner}.{name}"
+    if isinstance(value, torch._ops.OpOverload):
+        if value.namespace not in _NAMESPACES:
+            raise Unnameable(f"{value} is no operation of PyTorch's own")
+        return ["function", str(value)]
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or name is None or "<" in name:
+        raise Unnameable(f"{value!r} is not told by a name")
+    owner = getattr(value, "__module__", None) or type(value).__name__
+    return ["function", f"{owner}.{name}"]
 
 
 def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
-    """Devices that a graph runs on, and settings that change what its nodes cost."""
+    """Return the devices of a graph, and settings that change what its nodes cost."""
     found = {
         "torch": torch.__version__,
         "host": CpuDevice().fingerprint,
@@ -642,25 +510,17 @@ def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul": torch.get_float32_matmul_precision(),
     }
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     devices = {layout.device for layout in lowered.layouts.values()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
-            found[str(device)] = _cuda(device)
-    return found
-
-
-def _cuda(device: torch.device) -> str:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    return "/".join(
-        map(
-            str,
-            (
+            values = (
                 torch.cuda.get_device_name(device),
                 torch.cuda.get_device_capability(device),
                 torch.version.cuda,
                 cudnn.version(),
                 (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
                 matmul.allow_tf32,
-            ),
-        )
-    )
+            )
+            found[str(device)] = "/".join(map(str, values))
+    return found

@@ -176,8 +176,8 @@ def train_step(
             has; results differ from eager ones by rounding then. What was measured is
             remembered, unless its batch policy is a function. Its backend is
             `mucudnn.torch.cpu_backend()`. None leaves them to PyTorch's kernels.
-        cache: A folder to remember measurements and plans in, by default one in the
-            user's cache directory; None remembers nothing.
+        cache: Folder of the file `plans.sqlite` that remembers measurements and plans;
+            by default the cache in the user's cache directory; None remembers nothing.
         offload_state: Whether parameters, buffers and the optimizer's state may live
             in memory of the host that is not of PyTorch's allocator, where the budget
             asks for it: the budget does not count them there. They stay the tensors
