@@ -17,7 +17,6 @@ from mucudnn.passes.registry import name_of
 
 _SHOWN = 5
 
-
 T = TypeVar("T")
 
 

@@ -50,10 +50,8 @@ TensorLookup = Callable[[str, str], Any]
 """(node, tensor that it touches) -> the tensor's array while the node runs.
 Between two nodes a tensor may be offloaded and fetched to another offset."""
 
-
 HookFactory = Callable[[Graph, TensorLookup], NodeHooks]
 """(graph, tensor lookup) -> calls around the graph's nodes."""
-
 
 DEVICE = "device"
 """Name of the arena's address space; other spaces are tiers of the host."""

@@ -29,10 +29,8 @@ from mucudnn.runtime.tuning.timing import StoppingRule, measure
 EVICTING_BYTES = 64 << 20
 """Exceeds the caches of a processor or a GPU."""
 
-
 LINK_BYTES = 64 << 20
 """Large enough that the launch overhead of a copy is negligible."""
-
 
 _COPIES = 64
 

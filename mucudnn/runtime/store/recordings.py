@@ -38,7 +38,6 @@ from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
 
-
 _NO_LIMIT = 1 << 62
 
 

@@ -39,13 +39,10 @@ from mucudnn.runtime.store.tables import (
 
 logger = logging.getLogger(__name__)
 
-
 T = TypeVar("T")
-
 
 IN_MEMORY_ONLY = "remembering in memory only, "
 """Prefix of the warnings that a file is not used."""
-
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -349,10 +346,8 @@ def warn(message: str, stacklevel: int = 4) -> None:
 if sys.platform != "win32":
     import fcntl
 
-
 SIDECARS = ("-wal", "-shm", "-journal")
 """Suffixes of the files that SQLite keeps beside a database."""
-
 
 _SHARED_LOCK = (510, 0x40000002)  # length and offset of SQLite's lock on an open file
 

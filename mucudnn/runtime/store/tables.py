@@ -102,7 +102,6 @@ SCHEMA = {
 )""",
 }
 
-
 _ADDED = ("race", "checked", "entries")
 """Tables that older files of the same schema version lack."""
 

@@ -88,8 +88,12 @@ class TableFiller:
         self._hints: dict[str, list[AlgoPerf]] = {}
         for perf in cache.get_all(self._fingerprint, self._problem):
             self._hints.setdefault(perf.algo, []).append(perf)
-            if self._is_current(perf):
-                self._rows[perf.algo, perf.batch] = perf
+            # A cached row counts if it has today's traits and workspace.
+            point = perf.algo, perf.batch
+            traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
+            known = self._workspaces.get(point), self._traits.get(point)
+            if (perf.workspace, traits) == known:
+                self._rows[point] = perf
 
     def rounds(self, *, probe: bool) -> Iterator[Sizes]:
         """Yield rounds of sizes whose algorithms may be timed concurrently.
@@ -168,13 +172,6 @@ class TableFiller:
             self._traits[algo, batch] = traits
         for algo, reason in conv.excluded(micro):
             self._rows[algo, batch] = _excluded(algo, batch, reason)
-
-    def _is_current(self, perf: AlgoPerf) -> bool:
-        """Return whether a cached row has today's traits and workspace."""
-        point = perf.algo, perf.batch
-        traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
-        known = self._workspaces.get(point), self._traits.get(point)
-        return (perf.workspace, traits) == known
 
     def _wanted(self, *, staged: bool) -> Sequence[Point]:
         """Return the points of the next round, or of all stages of a race."""

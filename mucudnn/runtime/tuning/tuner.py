@@ -13,22 +13,33 @@ from typing import Any, NoReturn, Self
 
 from mucudnn.arguments import an_integer
 from mucudnn.backends import Backend, get_backend
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import ANY_LIMIT, LimitRange, Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import format_bytes, parse_bytes
-from mucudnn.passes.microbatch import PLANNERS, BatchPolicy, Planner, pareto_plans
+from mucudnn.passes.convolution.explain import Trial, explain
+from mucudnn.passes.microbatch import (
+    PLANNERS,
+    BatchPolicy,
+    Planner,
+    divided_by,
+    pareto_plans,
+)
 from mucudnn.passes.registry import name_of
 from mucudnn.processes import Own
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from mucudnn.runtime.tuning import validation
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.measuring import Measuring
 from mucudnn.runtime.tuning.tables import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
-from mucudnn.runtime.tuning.validation import Choice, Validator
+from mucudnn.runtime.tuning.validation import (
+    ValidatedPlan,
+    Validator,
+    fastest_undivided,
+)
 from mucudnn.runtime.tuning.workers import Workers
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
@@ -278,16 +289,21 @@ class Tuner:
         Raises:
             PlanningError: A problem has no plan within the limit.
         """
-        limit, total = self.workspace_limit, self.total_workspace
         tables = self.measure_all(problems, limits=self._limits)
-        plans = validation.plans_within(self.planner, tables, limit, total)
+        limit, total = self.workspace_limit, self.total_workspace
+        if total is None:
+            plans = divided_by(self.planner, tables, limit)
+            plans = tuple(plan.under(limit) for plan in plans)
+        else:  # a plan's limit is the workspace that it was given
+            plans = divided_by(self.planner, tables, total)
+            plans = tuple(plan.under(plan.workspace) for plan in plans)
         if not self._validates:
             return plans
-        return tuple(map(self._validator.kept, plans, tables))
+        return tuple(map(self._validator.accept_if_faster, plans, tables))
 
     def undivided(self, table: PerfTable, workspace_limit: int) -> ConvPlan | None:
         """Return the fastest single call within the limit, or None."""
-        return validation.fastest_undivided(table, workspace_limit)
+        return fastest_undivided(table, workspace_limit)
 
     def validate(
         self,
@@ -295,9 +311,9 @@ class Tuner:
         undivided: ConvPlan | None,
         *,
         time_limit_s: float = math.inf,
-    ) -> Choice:
-        """Return the faster of two plans, run in turn; see `Validator.choice`."""
-        return self._validator.choice(plan, undivided, time_limit_s)
+    ) -> ValidatedPlan:
+        """Return the faster of two plans, run in turn; see `Validator.validate`."""
+        return self._validator.validate(plan, undivided, time_limit_s)
 
     def time_plans(
         self, plans: Sequence[ConvPlan], *, time_limit_s: float = math.inf
@@ -317,8 +333,17 @@ class Tuner:
         table = self.measure(plan.problem, limits=limits)
         if limit is None:
             limit = max(self.workspace_limit, plan.workspace)
-        verdict = self._validator.known
-        return validation.explained(self.planner, table, plan, limit, verdict)
+        divided: ConvPlan | None = plan
+        if not plan.divided:  # perhaps a division was rejected for it
+            try:
+                (divided,) = self.planner([table], limit)
+            except PlanningError:
+                divided = None
+        baseline = fastest_undivided(table, limit)
+        if baseline is None or divided is None or not divided.divided:
+            return explain(table, plan, limit)
+        trial = Trial(divided, self._validator.known(divided, baseline))
+        return explain(table, plan, limit, trial)
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan problems ahead, so that their first calls do not measure.

@@ -98,11 +98,6 @@ class _Sent:
     filler: TableFiller
     request: SizeRequest
 
-    @property
-    def flops(self) -> float:
-        """Number of floating-point operations of the task."""
-        return self.request.micro_batch.flops * len(self.request.workspaces)
-
 
 class _Dispatch:
     """The pending tasks of one call of `Workers.fill`.
@@ -148,8 +143,11 @@ class _Dispatch:
             self._open[chain] = len(sizes)
 
     def _send(self) -> None:
+        def flops(sent: _Sent) -> float:
+            return sent.request.micro_batch.flops * len(sent.request.workspaces)
+
         while self._ready:
-            self._ready.sort(key=lambda sent: sent.flops)
+            self._ready.sort(key=flops)
             sent = self._ready.pop()
             if (future := self._submitted(sent)) is None:
                 self._measure_here(sent)
