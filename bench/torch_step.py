@@ -139,9 +139,9 @@ class _Watched:
         self.segment: Any = None
         self._results: list[Any] = []
 
-    def bind(self, *args: Any) -> Any:
+    def bind(self, *args: Any, **options: Any) -> Any:
         """The program, watched."""
-        self.segment = bind(*args)
+        self.segment = bind(*args, **options)
         return replace(self.segment, run=self._run)
 
     def _run(self, given: list[Any]) -> list[Any]:

@@ -196,7 +196,7 @@ def test_ctrl_c_keeps_what_is_done():
     kept = caught.value.survey
     assert [x.direction for x in kept.layers] == list(Direction)[:2]
     assert kept.to_json()["interrupted"] is True
-    assert "interrupted: 1 of 3 were not looked at" in printed(kept)
+    assert "interrupted: 1 of 3 were not surveyed" in printed(kept)
 
 
 def test_progress_is_a_begin_and_an_end_a_layer():

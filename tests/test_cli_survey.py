@@ -173,7 +173,7 @@ def test_ctrl_c_shows_what_is_listed_and_ends_with_130(tmp_path):
         shown, err = child.communicate(timeout=300)
     assert child.returncode == 130
     assert "Traceback" not in err
-    assert "were not looked at" in shown
+    assert "were not surveyed" in shown
     data = json.loads(out.read_text())
     assert data["interrupted"] is True
     assert 1 <= len(data["layers"]) < 183

@@ -112,7 +112,7 @@ def test_what_cannot_be_had_is_one_line(model):
     assert "must have same reduction dim" in refused(f"{model}:misshapen")
     assert "no function 'nothing'" in refused(f"{model}:nothing")
     line = refused(f"{model}:step", "--optimizer", "adam")
-    assert "--optimizer is for networks of ours" in line
+    assert "--optimizer is for built-in networks" in line
     line = refused(f"{model}:step", "--split", "auto")
     assert "mucudnn.torch.memory(…, split=…)" in line
     assert "--image is for" in refused(f"{model}:step", "--image", "32")
@@ -141,10 +141,10 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
     file.write_text("import torch\n")
     line = refused(f"{file}:step")
     assert "importing.py, line 1: " in line
-    assert line.endswith("pip install 'mucudnn[torch]'")
+    assert line.endswith("pip install '.[torch]'")
     file = tmp_path / "bare.py"
     file.write_text("def step():\n    return 1, 2, 3, 4\n")
     line = refused(f"{file}:step")
     assert line.endswith(
-        "a model of PyTorch's; install PyTorch with: pip install 'mucudnn[torch]'"
+        "a model of PyTorch's; install PyTorch with: pip install '.[torch]'"
     )

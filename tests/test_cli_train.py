@@ -175,7 +175,7 @@ def test_the_networks_are_listed(run):
         (("digits", "--data", "mnist"), "mnist needs a folder"),
         (("digits", "--classes", 3), "3 classes"),
         (("digits", "--data", "digits", "--classes", 3), "--classes 3 is too few"),
-        (("digits", "--image", "8x"), "is no image size"),
+        (("digits", "--image", "8x"), "is not an image size"),
         (("digits", "--image", 1), "does not fit"),
         (("digits", "--image", "1x2x3x4"), "at most 3"),
         (("unet2d",), "a class for each pixel"),

@@ -1,9 +1,12 @@
 """Who may import whom: what import-linter's layers in pyproject.toml do not say."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 import mucudnn
 
@@ -137,6 +140,29 @@ def test_what_a_package_offers_is_taken_from_it():
         if name in offered
     ]
     assert not inside, told(inside)
+
+
+def test_values_look_up_their_pages_in_one_place():
+    """Imports by name, which import-linter does not see."""
+    named = {
+        module
+        for module, tree in sources().items()
+        if not module.startswith(("mucudnn.report", "mucudnn.cli"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith(("mucudnn.report", "mucudnn.cli"))
+    }
+    assert named == {"mucudnn.notebook"}
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_maps_name_files_that_exist(page):
+    text = (ROOT.parent / page).read_text(encoding="utf-8")
+    folders = [ROOT, ROOT.parent, *(path for path in ROOT.rglob("*") if path.is_dir())]
+    named = set(re.findall(r"[\w/]+(?:\.py\b|(?<=\w)/(?=[`\s,;)]))", text))
+    lost = {name for name in named if not any((f / name).exists() for f in folders)}
+    assert len(named) > 10
+    assert not lost, told(lost)
 
 
 def test_every_package_says_what_it_holds():

@@ -128,5 +128,5 @@ def test_labels_follow_the_training_part(tmp_path):
 def test_without_pillow(tmp_path, monkeypatch):
     write_folder(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"pip install 'mucudnn\[images\]'"):
+    with pytest.raises(DataError, match="pip install pillow"):
         open_folder(tmp_path, "train")

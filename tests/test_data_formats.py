@@ -133,7 +133,7 @@ def test_digits_do_not_import_scikit_learn():
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(DataError, match=r"pip install 'mucudnn\[digits\]'"):
+    with pytest.raises(DataError, match="pip install scikit-learn"):
         open_digits("train")
 
 

@@ -19,7 +19,7 @@ from mucudnn.data import (
     RandomFlip,
     SyntheticDataset,
 )
-from mucudnn.data.loader import in_order
+from mucudnn.data.loader import ordered_map
 from tests.examples import examples
 
 N = 53
@@ -174,7 +174,7 @@ def test_slow_early_batches_do_not_change_the_order():
             later.set()
         return job
 
-    assert list(in_order(make, range(20), workers=2, depth=3)) == list(range(20))
+    assert list(ordered_map(make, range(20), workers=2, depth=3)) == list(range(20))
 
 
 class Broken(Numbered):
@@ -205,7 +205,7 @@ def test_no_work_is_begun_after_a_failure():
         begun.append(job)
         return 1 // (job - 2)
 
-    results = in_order(make, range(9), workers=1, depth=9)
+    results = ordered_map(make, range(9), workers=1, depth=9)
     assert next(results) == -1
     for worker in threading.enumerate():
         if worker.name == "mucudnn-data-0":
@@ -222,7 +222,7 @@ def test_workers_pass_on_whatever_is_raised(error):
         raise error
 
     with pytest.raises(error):
-        next(in_order(make, range(3), workers=2, depth=2))
+        next(ordered_map(make, range(3), workers=2, depth=2))
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -275,7 +275,7 @@ def test_collection_on_a_worker_does_not_wait_for_itself():
             gc.collect()
         return job
 
-    holder.append(in_order(make, range(9), workers=1, depth=2))
+    holder.append(ordered_map(make, range(9), workers=1, depth=2))
     holder.append(holder)
     next(holder[0])
     workers = [t for t in threading.enumerate() if t.name.startswith("mucudnn-data")]
@@ -294,7 +294,7 @@ def test_taken_batches_are_not_kept():
     class Value:
         pass
 
-    values = in_order(lambda job: Value(), range(4), workers=1, depth=1)
+    values = ordered_map(lambda job: Value(), range(4), workers=1, depth=1)
     first = weakref.ref(next(values))
     gc.collect()
     assert first() is None

@@ -228,14 +228,14 @@ copier.close()
 def test_a_loader_goes_on_in_a_child_and_in_the_parent():
     run("""
 import gc
-from mucudnn.data.loader import in_order
+from mucudnn.data.loader import ordered_map
 
 def make(job):
     time.sleep(0.001)
     return job * job
 
 for turn in range(10):
-    results = in_order(make, range(60), workers=3, depth=6)
+    results = ordered_map(make, range(60), workers=3, depth=6)
     first = [next(results) for _ in range(turn)]
 
     def act():

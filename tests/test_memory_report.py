@@ -418,7 +418,11 @@ def test_the_page_is_well_formed_and_shows_every_technique():
         assert any(row.startswith(technique.policy) for row in rows)
     assert sum(row.endswith("best") for row in rows) == 1
     headings = {"".join(h.itertext()) for h in elements(page, "h2")}
-    assert {"Memory over the step", "Who holds it", "The three queues"} <= headings
+    assert {
+        "Memory over the step",
+        "Tensors in memory",
+        "Compute and copies",
+    } <= headings
     assert "nan" not in page
     assert "http" not in page
 
@@ -448,7 +452,7 @@ def test_a_page_without_a_plan_says_so():
     found = study_memory(spec("lenet"), policies=("keep_all",), budget=MIB)
     page = memory_report(found)
     assert "nothing fits" in page
-    assert "The three queues" not in page
+    assert "Compute and copies" not in page
 
 
 def test_an_interrupted_study_keeps_what_is_done(monkeypatch):

@@ -119,4 +119,4 @@ def test_a_study_says_what_no_plan_beats():
     techniques, curve = memory_tables(found)
     assert f"{found.gap(found.best):.1%}" in techniques.rows[-1]
     assert any("no plan within the budget takes less" in n for n in techniques.notes)
-    assert curve.rows[-1][0] == "(no plan below)"
+    assert curve.rows[-1][0] == "(lower bound)"

@@ -110,11 +110,11 @@ def test_a_plan_shows_its_micro_batches_to_scale():
 def test_a_step_shows_its_peak_what_leaves_and_what_runs_again(study):
     plan = study.best.plan
     shown = words(plan._repr_html_())
-    assert f"At most in use {bytes_text(plan.peak_bytes)}" in shown
+    assert f"Peak memory {bytes_text(plan.peak_bytes)}" in shown
     assert f"Predicted slowdown {study.slowdown(study.best):.2f}×" in shown
     assert f"{ms_text(plan.prediction.step_ms)} ms a step" in shown
     assert f"Offloaded {bytes_text(plan.prediction.out_bytes)}" in shown
-    assert f"Computed again {plan.recomputed}" in shown
+    assert f"Recomputed {plan.recomputed}" in shown
     assert plan.recomputed or plan.prediction.out_bytes
     assert "budget 5.4 MiB" in shown
 
@@ -125,9 +125,9 @@ def test_a_step_without_a_budget_is_not_slower_and_moves_nothing():
     assert math.isinf(plan.budget)
     shown = words(plan._repr_html_())
     assert "Predicted slowdown 1.00×" in shown
-    assert "nothing leaves" in shown
-    assert "nothing runs twice" in shown
-    assert "budget" not in shown.split("At most")[0]
+    assert "nothing is offloaded" in shown
+    assert "nothing is recomputed" in shown
+    assert "budget" not in shown.split("Peak memory")[0]
 
 
 def test_a_placed_step_shows_its_arena(study):
@@ -140,7 +140,11 @@ def test_a_placed_step_shows_its_arena(study):
 def test_a_study_shows_the_reports_pictures(study):
     root = ET.fromstring(study._repr_html_())
     headings = [h.text for h in root.iter("h2")]
-    assert headings[1:4] == ["Memory over the step", "Who holds it", "The three queues"]
+    assert headings[1:4] == [
+        "Memory over the step",
+        "Tensors in memory",
+        "Compute and copies",
+    ]
     assert "Speed against budget" in headings
     assert "lenet, batch 64" in words(study._repr_html_())
 

@@ -500,7 +500,7 @@ def test_a_name_is_checked_whether_it_is_used_or_not(command):
 
 def test_a_cache_that_is_another_file_is_refused_though_nothing_is_measured(tmp_path):
     other = write(tmp_path / "notes.txt", "not a cache")
-    assert "is no cache" in failing("memory", "lenet", "--cache", other)
+    assert "is not a cache" in failing("memory", "lenet", "--cache", other)
     assert other.read_text() == "not a cache"
 
 

@@ -155,7 +155,7 @@ def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
     hosts = weakref.WeakSet()
 
     class Counted(mmap.mmap):
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             hosts.add(self)
 
     monkeypatch.setattr(copies.mmap, "mmap", Counted)

@@ -20,7 +20,7 @@ from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
 from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
 from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
 from mucudnn.torch.conv.backend import TORCH  # noqa: E402
-from mucudnn.torch.conv.fronts import Site, is_native, with_plans  # noqa: E402
+from mucudnn.torch.conv.fronts import ConvolutionNode, is_native, with_plans  # noqa: E402
 from mucudnn.torch.costs.measure import evaluate, measured  # noqa: E402
 from mucudnn.torch.costs.meters import CpuMeter  # noqa: E402
 from mucudnn.torch.plan_program import planner_of  # noqa: E402
@@ -170,7 +170,7 @@ def test_fronts_have_what_is_really_allocated():
     profile = conv_fronts.with_fronts(planner.lowered, planner.profile, one)
     assert profile.fronts.keys().isdisjoint(profile.workspaces)
     for name, front in profile.fronts.items():
-        site = Site.of(planner.lowered, planner.lowered.graph.by_name[name])
+        site = ConvolutionNode.of(planner.lowered, planner.lowered.graph.by_name[name])
         sizes = [plan.workspace for plan in front]
         times = [plan.time_ms for plan in front]
         assert sizes == sorted(set(sizes))
@@ -178,7 +178,7 @@ def test_fronts_have_what_is_really_allocated():
         assert profile.node_ms[name] == times[-1]
         for plan in front:
             call = site.bound(one.backend, plan)
-            operands = [conv_fronts._made(layout) for layout in site.operands]
+            operands = [conv_fronts._random_tensor(layout) for layout in site.operands]
             run = partial(evaluate, call, operands)
             (most,) = CpuMeter().most_bytes([lambda run=run: run])
             assert most - site.result_bytes == plan.workspace
@@ -218,7 +218,7 @@ def test_a_tuner_that_cannot_measure_leaves_it_to_pytorch(monkeypatch):
 def test_a_second_run_of_a_node_has_a_plan_of_its_own():
     lowered = lowered_network().lowered
     backend = mt.cpu_backend()
-    problem = Site.of(lowered, lowered.graph.by_name["convolution"]).problem
+    problem = ConvolutionNode.of(lowered, lowered.graph.by_name["convolution"]).problem
 
     def plan(algo, *batches):
         perf = AlgoPerf(algo=algo, batch=1, time_ms=1.0, workspace=0)
@@ -233,10 +233,10 @@ def test_a_second_run_of_a_node_has_a_plan_of_its_own():
 def test_plans_run_where_the_tensors_are_whatever_the_default_device():
     lowered = lowered_network().lowered
     with torch.device("meta"):
-        site = Site.of(lowered, lowered.graph.by_name["convolution"])
+        site = ConvolutionNode.of(lowered, lowered.graph.by_name["convolution"])
         perf = AlgoPerf(algo="GEMM", batch=2, time_ms=1.0, workspace=0)
         call = site.bound(mt.cpu_backend(), ConvPlan(site.problem, (perf, perf)))
-        operands = [conv_fronts._made(layout) for layout in site.operands]
+        operands = [conv_fronts._random_tensor(layout) for layout in site.operands]
         (found,) = evaluate(call, operands)
         (wanted,) = evaluate(site.call, operands)
     assert_close(found, wanted, torch.float64)

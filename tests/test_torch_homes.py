@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.execution.bound_step import at_home  # noqa: E402
+from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
@@ -86,9 +86,11 @@ def test_state_that_lives_on_the_host(name, optimizer_of, share):
     found = tensors_of(model, optimizer)
     assert all(map(torch.equal, found, state))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    homes = [t for t in found if at_home(t)]
+    homes = [t for t in found if is_outside_allocator(t)]
     assert len(homes) >= len(plan.plan.schedule.hosted)
-    here = sum(t.untyped_storage().nbytes() for t in found if not at_home(t))
+    here = sum(
+        t.untyped_storage().nbytes() for t in found if not is_outside_allocator(t)
+    )
     beyond = real_peak(lambda: step(*batch))
     assert here <= plan.resident_bytes
     assert here + beyond <= plan.peak_bytes <= budget
@@ -113,14 +115,14 @@ def test_what_lives_on_the_host_is_read_saved_and_loaded_as_ever():
     losses += [step(*batch).item() for _ in range(3)]
     assert losses == wanted
     hosted = len(step.plan.plan.schedule.hosted)
-    assert sum(map(at_home, tensors_of(model, optimizer))) == hosted
+    assert sum(map(is_outside_allocator, tensors_of(model, optimizer))) == hosted
 
 
 def test_a_copy_home_that_is_left_out_is_noticed(monkeypatch):
     wanted, _ = eager("mlp", adamw, 3)
     budget = least("mlp", adamw, offload_state=True)
     monkeypatch.setattr(
-        "mucudnn.torch.execution.copies.ThreadCopies.home", lambda *_: None
+        "mucudnn.torch.execution.copies.ThreadCopies.write_back", lambda *_: None
     )
     model, loss_fn, batch = build("mlp")
     step = mt.train_step(

@@ -363,8 +363,8 @@ def test_a_forked_child_goes_on_with_a_step_that_offloads(offload_state):
         parts.step(budget=0, **options).prepare(*parts.batches[0])
     step = parts.step(budget=caught.value.least_bytes, **options)
     step(*parts.batches[0])
-    lanes = step._last.bound.segment.run.__globals__["copy_back"].__self__._lanes
-    assert any(lane._started for lane in lanes.mine)
+    threads = step._last.bound.segment.run.__globals__["copy_back"].__self__._threads
+    assert any(thread._started for thread in threads.mine)
     before = parts.now()
     step(*parts.batches[1])
     after = parts.now()[0]

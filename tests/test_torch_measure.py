@@ -114,7 +114,7 @@ def test_what_every_copy_takes_to_be_handed_over_is_measured(monkeypatch):
         return CpuMeter().links(lambda: lambda: time.sleep(0.001))
 
     before = links().copy_overhead_ms
-    began = ThreadCopies.out
+    began = ThreadCopies.offload
 
     def slower(*args):
         until = time.thread_time() + 0.004
@@ -122,7 +122,7 @@ def test_what_every_copy_takes_to_be_handed_over_is_measured(monkeypatch):
             pass
         return began(*args)
 
-    monkeypatch.setattr(ThreadCopies, "out", slower)
+    monkeypatch.setattr(ThreadCopies, "offload", slower)
     found = links()
     assert 0 <= before < found.copy_overhead_ms
     assert 1.5 < found.copy_overhead_ms < 4  # of two copies, one 4 ms slower

@@ -117,7 +117,7 @@ def test_a_lane_that_does_not_wait_is_noticed(offloading, which):
 
 
 def test_a_program_that_does_not_wait_is_noticed(offloading, monkeypatch):
-    monkeypatch.setattr(cuda_copies.StreamLeaving, "wait", lambda leaving: None)
+    monkeypatch.setattr(cuda_copies.StreamOffloadedStorage, "wait", lambda stored: None)
     with pytest.raises(OrderingError):
         in_streams(offloading, StandIn())
 
@@ -140,14 +140,14 @@ def test_a_step_that_fails_leaves_no_copy_behind(offloading):
     lowered, schedule, _ = offloading
     cuda = StandIn()
     copies = StreamCopies(CPU, reuse=True, cuda=cuda, host_bytes=host_bytes)
-    begun = copies.out
+    begun = copies.offload
 
     def failing(tensor, slot):
         if cuda.copies:
             raise RuntimeError("no memory")
         return begun(tensor, slot)
 
-    copies.out = failing
+    copies.offload = failing
     segment = bind(lowered, schedule, copies)
     with pytest.raises(RuntimeError, match="no memory"):
         steps(segment, cuda)

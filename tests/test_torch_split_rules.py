@@ -11,7 +11,7 @@ from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.lowering.lowered import Call, Layout, Operand  # noqa: E402
 from mucudnn.torch.splitting.axes import Axis, Cut, Site  # noqa: E402
 from mucudnn.torch.splitting.batch_rules import RULES, cut_of  # noqa: E402
-from mucudnn.torch.splitting.plan import in_part  # noqa: E402
+from mucudnn.torch.splitting.plan import slice_call  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -283,7 +283,7 @@ def test_slices_make_up_the_whole(number):
     sums = [torch.zeros_like(result) for result in whole]
     for rows in slices:
         shape = part(whole[0], cut.outputs[0], rows).shape
-        one = in_part(call, cut, rows, shape, cut.inputs)
+        one = slice_call(call, cut, rows, shape, cut.inputs)
         for i, found in enumerate(evaluate(one, tensors)):
             if cut.outputs[i] is None:
                 sums[i] += found

@@ -8,7 +8,7 @@ from mucudnn.ir.traits import Rows  # noqa: E402  (where there is PyTorch)
 from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.lowering.lowered import Call, Layout, Operand  # noqa: E402
 from mucudnn.torch.splitting.axes import Axis, Site  # noqa: E402
-from mucudnn.torch.splitting.prepare import OfShape  # noqa: E402
+from mucudnn.torch.splitting.prepare import ShapedGradient  # noqa: E402
 from mucudnn.torch.splitting.strip_rules import IMAGE_RULES, strip_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -139,7 +139,7 @@ def case_of(function, args):
         paths = (0,) if len(asked) == 3 else (None,)
         leaves = tuple(map(put, args))
         plain = Call(function, (), {}, paths)
-        call = OfShape(function, tuple(sizes), leaves).call(plain)
+        call = ShapedGradient(function, tuple(sizes), leaves).call(plain)
     else:
         several = "convolution_backward" in str(function) or "indices" in str(function)
         paths = tuple(k for k, on in enumerate(asked) if on) if several else (None,)

@@ -20,7 +20,7 @@ from mucudnn.torch import (  # noqa: E402
     TrainStep,
 )
 from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.execution.bound_step import at_home  # noqa: E402
+from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
 from mucudnn.torch.execution.tiers import TierCopies, tiers_within  # noqa: E402
 from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
 from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
@@ -68,7 +68,7 @@ class Step:
         away = tiers_within(budget, tiers, shared=True)
         planning = StepPlanning(budget, costs, self.plans, tiers=away, **options)
         self.run = TrainStep(self.model, self.loss_fn, self.optimizer, planning)
-        self.rooms = away and away._rooms
+        self.arenas = away and away._arenas
 
     def losses(self, count=3):
         return [self.run(*self.batch).item() for _ in range(count)]
@@ -115,8 +115,12 @@ def test_a_step_leaves_to_three_memories(tmp_path, offload_state):
     assert step.losses() == wanted
     away = plan.plan.schedule.hosted
     assert bool(away) == offload_state
-    assert sum(map(at_home, step.tensors())) >= len(away)
-    here = sum(t.untyped_storage().nbytes() for t in step.tensors() if not at_home(t))
+    assert sum(map(is_outside_allocator, step.tensors())) >= len(away)
+    here = sum(
+        t.untyped_storage().nbytes()
+        for t in step.tensors()
+        if not is_outside_allocator(t)
+    )
     beyond = real_peak(lambda: step.run(*step.batch))
     assert here + beyond <= plan.peak_bytes <= budget
     assert not list(tmp_path.iterdir())
@@ -127,7 +131,7 @@ def test_what_a_dead_owner_had_is_lost_for_one_step_only():
     step = Step(least(), PEER)
     wanted = step.eager(4)
     assert step.losses(2) == wanted[:2]
-    owner = step.rooms._open[0]._tiers[0].owner
+    owner = step.arenas._open[0]._tiers[0].owner
     before = copy.deepcopy(step.model.state_dict())
     os.kill(owner, signal.SIGKILL)
     os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
@@ -138,18 +142,18 @@ def test_what_a_dead_owner_had_is_lost_for_one_step_only():
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert step.losses(2) == wanted[2:]
     gc.collect()
-    assert len(step.rooms._open) == 1
+    assert len(step.arenas._open) == 1
 
 
 def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
-    home, failing = TierCopies.home, []
+    home, failing = TierCopies.write_back, []
 
     def fails(*args):
         home(*args)
         if failing and not failing.pop():
             raise BackendError("a copy to the host failed")
 
-    monkeypatch.setattr(TierCopies, "home", fails)
+    monkeypatch.setattr(TierCopies, "write_back", fails)
     step = Step(least(offload_state=True), f"disk:{tmp_path}@1GiB", offload_state=True)
     wanted = step.eager(4)
     assert step.losses(1) == wanted[:1]
@@ -205,7 +209,7 @@ def test_batches_of_two_sizes_share_a_room(tmp_path):
     x, y = step.batch
     for size in (4, 8, 4, 8):
         step.run(x[:size], y[:size])
-    assert len(step.rooms._open) == len(step.rooms._free) == 1
+    assert len(step.arenas._open) == len(step.arenas._free) == 1
 
 
 def test_a_step_in_parts_leaves_to_a_file(tmp_path):

@@ -340,7 +340,9 @@ def eager_step(training: Training, batch: tuple[Any, ...]) -> Any:
         nn.utils.clip_grad_value_(held, options["clip_value"])
     if "clip_norm" in options:
         nn.utils.clip_grad_norm_(held, options["clip_norm"])
-    optimizer.step()
+    # A step called under autocast casts the forward pass alone, as PyTorch recommends.
+    with torch.autocast("cpu", enabled=False):
+        optimizer.step()
     return results if parts == 1 else total
 
 

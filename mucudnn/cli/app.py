@@ -1,4 +1,4 @@
-"""The command group: how a command ends, and completion in shells.
+"""The command group: exit codes, and how errors are reported.
 
 Every function of the command line raises `BadInputError` on invalid input.
 
@@ -12,28 +12,31 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 import click
 
 from mucudnn.errors import MucudnnError
-from mucudnn.plugins import PluginWarning
+from mucudnn.plugins import PluginWarning, module_files
 from mucudnn.processes import Interrupts
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
 
 _CHOICES = re.compile(
     r"'(?P<word>[^']+)'(?:; choose [^:;]*of:| is neither a \w+ \() ?(?P<names>[^();]+)"
 )
 
-_LONG_WORD = 256
+_LONG_WORD, _SHOWN = 256, 40
+_OWN_FILES = "mucudnn.own_files"
 
-_SHOWN = 40
+_GROUPS = tuple(
+    f"mucudnn.{kind}"
+    for kind in ("policies", "schedulers", "planners", "models", "backends")
+)
+"""Entry-point groups whose modules are the user's own code, too."""
 
 
 class ExitCode(IntEnum):
@@ -62,25 +65,15 @@ def suggesting(message: str) -> str:
         return message
     names = [re.split(r"[:\[ ]", name.strip())[0] for name in found["names"].split(",")]
     word = found["word"].partition(":")[0]
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"{message}; did you mean {close[0]!r}?" if close else message
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"{message}; did you mean {by_lower[close[0]]!r}?" if close else message
 
 
 class BadInputError(click.ClickException):
     """A failure caused by the user's input or environment."""
 
     exit_code = ExitCode.BAD_INPUT
-
-
-@contextlib.contextmanager
-def bad_input() -> Iterator[None]:
-    """Turn errors of code that interprets user input into `BadInputError`."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as e:
-        from mucudnn.cli.own_code import located
-
-        raise BadInputError(located(e)) from e
 
 
 class Commands(click.Group):
@@ -184,62 +177,68 @@ def main() -> None:
     """Training steps within a memory budget, convolutions within a workspace limit."""
 
 
-# Complete half-typed values in a shell.
-#
-# Tables are read when the key is pressed, so that installed plugins, and modules that
-# the line imports, are included.
+# Report errors in the user's input and code in one line, with the user's file and line.
 
 
-Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
-"""(context, parameter, typed text) -> completions."""
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn errors of code that interprets user input into `BadInputError`."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as e:
+        raise BadInputError(located(e)) from e
 
 
-def completing(
-    names: Callable[[click.Context], Iterable[str]],
-    *,
-    several: bool = False,
-    files: bool = False,
-) -> Complete:
-    """Return a completion for one of some names, which may depend on the line so far.
+@contextlib.contextmanager
+def located_errors(name: str | None = None) -> Iterator[None]:
+    """Turn errors that pass through user files into one line that names the file.
 
-    With `several`, the value is a comma list, whose last word is completed; with
-    `files`, it may also be a file.
+    All errors within the import of module `name` are attributed to it.
     """
-
-    def complete(
-        ctx: click.Context, parameter: click.Parameter, typed: str
-    ) -> "list[CompletionItem]":
-        del parameter
-        found = offered(names(ctx), typed, several=several)
-        return found or (_file(typed) if files else [])
-
-    return complete
-
-
-def completing_files(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> "list[CompletionItem]":
-    """Complete a file name by the shell's own means."""
-    del ctx, parameter
-    return _file(typed)
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except (Exception, SystemExit) as e:
+        where = _find_user_line(e)
+        if where is None and name is None:
+            raise
+        raise BadInputError(f"{where or name}: {error_text(e)}") from e
 
 
-def offered(
-    names: Iterable[str], typed: str, *, several: bool = False
-) -> "list[CompletionItem]":
-    """Return names that begin as typed and are not in the list yet."""
-    from click.shell_completion import CompletionItem
-
-    before, comma, word = typed.rpartition(",") if several else ("", "", typed)
-    given = before.split(",")
-    return [
-        CompletionItem(f"{before}{comma}{name}")
-        for name in dict.fromkeys(names)
-        if name.startswith(word) and name not in given
-    ]
+def located(error: BaseException) -> str:
+    """Return an error's message, with the line of the user's file that it passed."""
+    where = _find_user_line(error)
+    return str(error) if where is None else f"{where}: {error_text(error)}"
 
 
-def _file(typed: str) -> "list[CompletionItem]":
-    from click.shell_completion import CompletionItem
+def _find_user_line(error: BaseException) -> str | None:
+    """Return the innermost line in the user's own files, if any."""
+    ctx = click.get_current_context(silent=True)
+    own = set() if ctx is None else set(own_files(ctx))
+    own |= set(module_files(*_GROUPS))
+    if isinstance(error, SyntaxError) and error.filename in own:
+        return f"{_relative(error.filename)}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if str(Path(f.filename).resolve()) in own]
+    if mine:
+        return f"{_relative(mine[-1].filename)}, line {mine[-1].lineno}"
+    cause = error.__cause__
+    return None if cause is None else _find_user_line(cause)
 
-    return [CompletionItem(typed, type="file")]
+
+def _relative(filename: str) -> str:
+    path, here = Path(filename), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and the message of an error."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def own_files(ctx: click.Context) -> set[str]:
+    """Return the files that the command has imported for the user."""
+    files: set[str] = ctx.meta.setdefault(_OWN_FILES, set())
+    return files

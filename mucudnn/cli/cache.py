@@ -1,35 +1,19 @@
 """`mucudnn cache`: list, export, import and clear stored measurements and plans."""
 
-import os
 import sys
-import warnings
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from mucudnn.cli.app import BadInputError, Commands, bad_input
-from mucudnn.cli.options import group, json_option, option
+from mucudnn.cli.app import Commands
+from mucudnn.cli.options import cache_option, group, json_option, option
 from mucudnn.cli.output import emit, recording_file
 from mucudnn.cli.progress import progress_display
+from mucudnn.cli.tuner_options import open_cache
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.report.text import Table, write_tables
 
-if TYPE_CHECKING:
-    from mucudnn.runtime.store.measurements import BenchmarkCache
-
-_SCHEMA = 1
-"""Schema of the JSON output."""
-
-_SQLITE = b"SQLite format 3\0"
-
-cache_option = option(
-    "--cache PATH|none",
-    "Where measurements are stored; by default your cache directory.",
-    name="cache_path",
-)
 _options = group(cache_option, json_option)
 
 
@@ -46,8 +30,12 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
         devices = found.summary()
         races, entries = len(found.races()), found.entries.summary()
         where = str(found.path or "memory")
+
+    def date(seconds: float) -> str:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
     rows = tuple(
-        (str(d.problems), str(d.rows), _date(d.oldest), _date(d.newest), d.fingerprint)
+        (str(d.problems), str(d.rows), date(d.oldest), date(d.newest), d.fingerprint)
         for d in devices
     )
     columns = (">convolutions", ">measurements", "oldest", "newest", "device")
@@ -56,7 +44,6 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
         notes.append(f"{count} entries of kind {kind}, {format_bytes(nbytes)}")
     table = Table(where, columns, rows, notes=tuple(notes))
     data = {
-        "schema": _SCHEMA,
         "path": where,
         "devices": [asdict(device) for device in devices],
         "races": races,
@@ -79,7 +66,7 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
     with open_cache(cache_path) as found, progress_display(1) as show:
         show(f"writing {file}", 0, 1)
         rows = found.export_json(file)
-    data = {"schema": _SCHEMA, "file": file, "measurements": rows}
+    data = {"file": file, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements written to {file}"))
 
 
@@ -91,7 +78,7 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
     with open_cache(cache_path) as found, progress_display(1) as show:
         show(f"reading {file}", 0, 1)
         rows = found.import_json(file)
-    data = {"schema": _SCHEMA, "file": file, "measurements": rows}
+    data = {"file": file, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements added from {file}"))
 
 
@@ -103,7 +90,7 @@ def clear(device: str | None, cache_path: str | None, json_file: str | None) -> 
     with open_cache(cache_path) as found:
         rows = found.clear(device)
         entries = 0 if device else found.entries.clear()
-    data = {"schema": _SCHEMA, "measurements": rows, "entries": entries}
+    data = {"measurements": rows, "entries": entries}
     others = f" and {entries} entries of other kinds" if entries else ""
     emit(json_file, data, lambda: click.echo(f"{rows} measurements{others} deleted"))
 
@@ -114,42 +101,4 @@ def path(cache_path: str | None, json_file: str | None) -> None:
     """Print the path of the cache."""
     with open_cache(cache_path) as found:
         where = str(found.path or "memory")
-    emit(json_file, {"schema": _SCHEMA, "path": where}, lambda: click.echo(where))
-
-
-def open_cache(path: str | None) -> "BenchmarkCache":
-    """Open the cache at `path`, in memory for `none`, else the user's."""
-    from mucudnn.runtime.environment import cache_path
-    from mucudnn.runtime.store.measurements import BenchmarkCache
-    from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
-
-    if path is None:
-        return BenchmarkCache(cache_path(os.environ))
-    if path == "none":
-        return BenchmarkCache()
-    refuse_foreign_file(Path(path))
-    with warnings.catch_warnings(record=True) as complaints:
-        warnings.simplefilter("always")
-        cache = BenchmarkCache(Path(path))
-    if cache.path is None:
-        cache.close()
-        reasons = (str(w.message).removeprefix(IN_MEMORY_ONLY) for w in complaints)
-        raise BadInputError(f"cannot keep a cache in {path}: {'; '.join(reasons)}")
-    for complaint in complaints:
-        click.echo(f"mucudnn: warning: {complaint.message}", err=True)
-    return cache
-
-
-def refuse_foreign_file(path: Path) -> None:
-    """Refuse a file that is no cache: it would be replaced as damaged."""
-    with bad_input():
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            start = file.read(len(_SQLITE))
-    if start and start != _SQLITE:
-        raise BadInputError(f"{path} is no cache but some other file; name another one")
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    emit(json_file, {"path": where}, lambda: click.echo(where))

@@ -5,19 +5,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mucudnn.cli.app import ExitCode, bad_input, completing_files
-from mucudnn.cli.options import option
+from mucudnn.cli.app import ExitCode, bad_input
+from mucudnn.cli.options import completing_files, option
 from mucudnn.cli.output import output_file, write_file
 from mucudnn.cli.progress import Show, progress_display
 
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tables import Measured
     from mucudnn.studies.demo import LayerAct, StepAct
-
-_NO_TORCH = (
-    "A PyTorch model is trained in a budget, too, where PyTorch is installed: "
-    "pip install 'mucudnn[torch]'."
-)
 
 
 class _ActProgress:
@@ -61,11 +56,11 @@ def demo(ctx: click.Context, report_file: str) -> None:
             acts.append(act)
     except KeyboardInterrupt:
         interrupted = True
-        click.echo(f"interrupted: {len(acts)} of 3 acts are over", err=True)
+        click.echo(f"interrupted: {len(acts)} of 3 acts are finished", err=True)
     if acts:
         machine = get_backend("cpu").device.fingerprint
         write_file(report_file, demo_page(acts, machine))
-        click.echo(f"All of it on one page: {report_file}")
+        click.echo(f"Report: {report_file}")
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
 
@@ -92,7 +87,10 @@ def _play_torch_act() -> "Iterator[StepAct]":
     try:
         from mucudnn.torch.demo import small_torch_step
     except ImportError:
-        click.echo(f"   {_NO_TORCH}")
+        click.echo(
+            "   PyTorch is not installed; with it, a PyTorch model is trained within a "
+            "budget, too: pip install '.[torch]'"
+        )
         return
     from mucudnn.studies.demo import StepAct
 

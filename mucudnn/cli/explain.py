@@ -5,16 +5,15 @@ from typing import Any
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError, completing
+from mucudnn.cli.app import BadInputError
 from mucudnn.cli.layers import complete_source, layer_names, layer_options, layers_of
-from mucudnn.cli.options import json_option, section
+from mucudnn.cli.options import completing, json_option, section, workspace_option
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.tuner_options import (
     limit_options,
     make_tuner,
     measuring_options,
-    workspace_option,
 )
 from mucudnn.suites import Layer
 
@@ -52,7 +51,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache:
             for i, layer in enumerate(asked):
-                shown.planned(layer, i, len(asked))
+                shown.begin(layer, i, len(asked))
                 tuner.measure(layer.problem, time_limit_s=share)
                 (plan,) = tuner.plan([layer.problem])
                 plans.append((layer, plan, tuner.explain(plan)))
@@ -64,7 +63,6 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
             click.echo(f"{text.rstrip()}\n")
 
     data = {
-        "schema": 1,
         "backend": tuner.backend.name,
         "fingerprint": tuner.backend.device.fingerprint,
         "numerics": tuner.numerics.words,

@@ -6,13 +6,17 @@ from typing import Any
 import click
 import cloup
 
-from mucudnn.cli.app import ExitCode, bad_input, completing
+from mucudnn.cli.app import ExitCode, bad_input
 from mucudnn.cli.options import (
     MOST_IMAGES,
     byte_size,
+    completing,
     count,
     flag,
+    image_option,
     json_option,
+    model_argument,
+    optimizer_option,
     option,
     real,
     report_option,
@@ -20,7 +24,6 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.train_options import image_option, model_argument, optimizer_option
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
@@ -42,12 +45,6 @@ def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]
     return least, most or None
 
 
-def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(text, tuple):
-        return text
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
 @cloup.command(
     epilog=f"Exit code: 0 if the batch fits, {ExitCode.NOTHING_FITS} if it does not, "
     "2 on invalid input."
@@ -66,7 +63,6 @@ def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
         "--devices NAME,…",
         "Devices, such as 2xh100,p100: NAME is estimated from published figures, "
         "NAME=RECORDING uses recorded convolutions, FILE.json is a table of steps.",
-        _parse_names,
         complete=completing(lambda _: DEVICES, several=True),
     ),
     image_option,
@@ -102,13 +98,15 @@ def _parse_names(text: str | tuple[str, ...]) -> tuple[str, ...]:
 @click.pass_context
 def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     """Divide a mini-batch among unequal devices, and predict the speed-up."""
-    if not settings["devices"]:
+    devices = [word.strip() for word in (settings["devices"] or "").split(",")]
+    devices = [word for word in devices if word]
+    if not devices:
         raise click.UsageError("name the devices: --devices k80,p100")
     if model is None:
         raise click.UsageError("name a network, such as resnet18")
     refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})
     from mucudnn.cli.progress import progress_display
-    from mucudnn.report.fleet import fleet_tables
+    from mucudnn.report.fleet import fleet_report, fleet_tables
     from mucudnn.studies.fleet import Link, study_fleet
     from mucudnn.studies.memory_results import StepSpec
 
@@ -125,7 +123,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
             )
             found = study_fleet(
                 spec,
-                settings["devices"],
+                devices,
                 most=most,
                 link=Link(settings["link"] or None, settings["all_reduce"]),
                 at_least=settings["at_least"],
@@ -137,9 +135,4 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
         click.echo(f"mucudnn: error: {e}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
 
-    def page() -> str:
-        from mucudnn.report.fleet import fleet_report
-
-        return fleet_report(found)
-
-    publish(settings, found.to_json, lambda: fleet_tables(found), page)
+    publish(settings, found, fleet_tables, fleet_report)

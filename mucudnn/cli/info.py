@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from mucudnn.cli.cache import cache_option, open_cache
-from mucudnn.cli.options import json_option
+from mucudnn.cli.options import cache_option, json_option
 from mucudnn.cli.output import emit
+from mucudnn.cli.tuner_options import open_cache
 from mucudnn.errors import MucudnnError
 from mucudnn.report.text import bytes_text
 
@@ -24,7 +24,6 @@ _LIBRARIES = ("mucudnn", "numpy", "pulp", "click", "rich", "platformdirs")
 def info(cache_path: str | None, json_file: str | None) -> None:
     """Show backends and devices, versions, BLAS kernels, threads, the cache."""
     data: dict[str, Any] = {
-        "schema": 1,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "versions": {name: _version(name) for name in _LIBRARIES},
         "backends": _backends(),

@@ -10,11 +10,20 @@ from typing import Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input, completing
-from mucudnn.cli.options import MOST_IMAGES, Option, count, option, section
+from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.options import (
+    MOST_IMAGES,
+    Option,
+    completing,
+    count,
+    option,
+    section,
+)
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
+
+_DIRECTIONS = ("all", *(d.value for d in Direction))
 
 
 def _parse_directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
@@ -22,17 +31,11 @@ def _parse_directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...
     if isinstance(text, tuple):
         return text
     names = [name.strip() for name in text.split(",")]
-    known = [d.value for d in Direction]
     for name in names:
-        if name not in ("all", *known):
-            valid = ", ".join(("all", *known))
+        if name not in _DIRECTIONS:
+            valid = ", ".join(_DIRECTIONS)
             raise click.BadParameter(f"unknown direction {name!r}; choose of: {valid}")
     return tuple(d for d in Direction if "all" in names or d.value in names)
-
-
-def _direction_names(ctx: click.Context) -> tuple[str, ...]:
-    del ctx
-    return ("all", *(d.value for d in Direction))
 
 
 def layer_names(ctx: click.Context) -> tuple[str, ...]:
@@ -60,7 +63,16 @@ def layers_of(sources: Sequence[str], settings: Mapping[str, Any]) -> tuple[Laye
             'or --problem "n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2"'
         )
     with bad_input():
-        layers = [layer for source in sources for layer in _load_source(source)]
+        layers: list[Layer] = []
+        for source in sources:
+            if source in SUITES:
+                layers += load_suite(source)
+            elif Path(source).is_file():
+                layers += read_layers_file(source)
+            else:
+                raise BadInputError(
+                    f"{source!r} is neither a suite ({', '.join(SUITES)}) nor a file"
+                )
         layers += [Layer(text, parse_problem(text)) for text in problems]
         return tuple(
             replace(layer, problem=_override(layer.problem, settings))
@@ -81,16 +93,6 @@ def _override(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     )
 
 
-def _load_source(name: str) -> Sequence[Layer]:
-    if name in SUITES:
-        return load_suite(name)
-    if not Path(name).is_file():
-        raise BadInputError(
-            f"{name!r} is neither a suite ({', '.join(SUITES)}) nor a file"
-        )
-    return read_layers_file(name)
-
-
 def layer_options(default_directions: str) -> Option:
     """Return the options that select convolutions beside suites and files."""
     return section(
@@ -105,7 +107,7 @@ def layer_options(default_directions: str) -> Option:
             "--directions NAME,…",
             "all, or of: forward, backward_data, backward_filter.",
             _parse_directions,
-            complete=completing(_direction_names, several=True),
+            complete=completing(lambda _: _DIRECTIONS, several=True),
             default=default_directions,
         ),
         option("--batch N", "Override the mini-batch size.", count(1, MOST_IMAGES)),

@@ -9,39 +9,38 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError, ExitCode, bad_input, completing_files
-from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.options import (
     MOST_IMAGES,
     Table,
     byte_size,
+    cache_option,
+    completing_files,
     count,
     file_option,
     flag,
+    image_option,
     json_option,
     layout_option,
+    listing_option,
+    model_argument,
     names_of_all,
+    optimizer_option,
     option,
+    order_option,
     placement_option,
+    policies,
     precision_option,
     report_option,
+    schedulers,
     section,
     split_of,
     strategy,
     tier_option,
 )
-from mucudnn.cli.output import emit, refuse_same, save, write_files
-from mucudnn.cli.own_code import import_option, network, torch_step
-from mucudnn.cli.train_options import (
-    image_option,
-    list_models,
-    listing_option,
-    model_argument,
-    optimizer_option,
-    orders,
-    policies,
-    schedulers,
-)
+from mucudnn.cli.output import emit, refuse_same, write_files
+from mucudnn.cli.own_code import import_option, list_models, network, torch_step
+from mucudnn.cli.tuner_options import open_cache, refuse_foreign_file
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes
@@ -123,37 +122,31 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
 @section(
     "How",
     strategy(
-        "--policy",
+        "--policy policies",
         "Which tensors may be kept, offloaded or recomputed.",
         policies,
         several=_ALL,
         default=_ALL,
-        name="policies",
     ),
     strategy(
-        "--scheduler",
+        "--scheduler schedulers",
         "When copies run, or all; by default the policy's own.",
         schedulers,
         several=_ALL,
         default=(),
-        name="schedulers",
     ),
-    strategy("--order", "In which order nodes run.", orders, default="builder"),
+    order_option,
     option(
         "--split PARTS",
-        "Also plan the step in slices of its batch: auto, none, or the number of parts "
-        "of its largest layers; or in spatial strips: height, or height:4 for so "
-        "many; by default none, auto for --inference.",
+        "Also plan the step in micro-batches: auto, none, or the number of parts of "
+        "its largest layers; or in spatial tiles: height, or height:4 for four; by "
+        "default none, auto for --inference.",
         split_of,
     ),
-    placement_option("Placement of the best step's tensors"),
-    tier_option(
-        "Offload target: host, disk:DIR or peer:DEVICE, optionally with =SIZE to limit "
-        "it and @RATE in bytes per second instead of the measured (for an estimated "
-        "device: published) one; several are filled fastest first."
-    ),
-    layout_option(),
-    precision_option(),
+    placement_option,
+    tier_option,
+    layout_option,
+    precision_option,
     cache_option,
 )
 @section(
@@ -192,10 +185,7 @@ def memory(
     def show() -> None:
         write_tables(memory_tables(found), sys.stdout)
 
-    save(
-        lambda: emit(json_file, found.to_json(), show),
-        lambda: write_files(found, settings),
-    )
+    emit(json_file, found.to_json, show, lambda: write_files(found, settings))
     if found.interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
     asked_for_less = settings["min_budget"] or any(found.max_batch.values())

@@ -1,8 +1,11 @@
-"""Option types shared by commands, and options that name a strategy.
+"""Types of option values, and the options that several commands share.
 
 Numbers are plain decimal digits of a bounded range. click's own types accept whatever
 Python parses (`1_000`, other scripts' digits, infinity), which makes later computations
 fail, or never end.
+
+Tables of names are read when a value is parsed, completed, or listed in the help, so
+that plugins, and modules of `--import`, are included.
 """
 
 import math
@@ -10,39 +13,35 @@ import re
 from collections.abc import Callable, Iterable
 from functools import reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 import cloup
 
-from mucudnn.cli.app import Complete, completing_files, offered
 from mucudnn.cli.output import output_file
 from mucudnn.ir.channels_last import LAYOUT_CHOICES
+from mucudnn.ir.optimizers import OPTIMIZERS, parse_optimizer
 from mucudnn.ir.schedule import PLACEMENTS, STATIC
-from mucudnn.ir.sizes import parse_bytes, parse_integer
+from mucudnn.ir.sizes import format_bytes, parse_bytes, parse_integer
+from mucudnn.models import model_names
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+Option = Callable[[Any], Any]
+"""A decorator that adds options to a command."""
 
-F = TypeVar("F", bound=Callable[..., Any])
+Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+"""(context, parameter, typed text) -> completions."""
 
-
-class Option(Protocol):
-    """A decorator that adds options to a command."""
-
-    def __call__(self, fn: F, /) -> F:
-        """Return the function with the option."""
-        ...
-
+Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
+"""() -> the names in a table, and a check that raises ValueError for other names."""
 
 _MOST = 2**31 - 1
 """Largest number of images, steps, layers or sides: libraries store them in 32 bits."""
 
-
 MOST_IMAGES = 2**20
 """Largest mini-batch: planning considers every size of a part, and would not end."""
-
 
 _REAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?\s*", re.I | re.A)
 
@@ -104,18 +103,6 @@ def byte_size(text: str | int) -> int:
     return nbytes
 
 
-def budget_size(text: str | int | tuple[int | str, ...]) -> Any:
-    """Parse `8GiB`, `device` for all free memory, or several separated by commas."""
-    if isinstance(text, tuple) or text == "device":
-        return text
-    if isinstance(text, str) and "," in text:
-        return tuple(budget_size(word.strip()) for word in text.split(","))
-    try:
-        return byte_size(text)
-    except click.BadParameter as e:
-        raise click.BadParameter(f"{e.message}; or device, for all that is free") from e
-
-
 def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """Parse `8MiB,64MiB` into distinct ascending numbers."""
     if isinstance(text, tuple):
@@ -127,100 +114,26 @@ def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """Parse `224`, `32x48` or `3x32x48`."""
     if isinstance(text, tuple):
         return text
+    sizes = text.lower().replace("×", "x").split("x")
     try:
-        return tuple(
-            parse_integer(part, least=1, most=_MOST)
-            for part in text.lower().replace("×", "x").split("x")
-        )
+        return tuple(parse_integer(size, least=1, most=_MOST) for size in sizes)
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is no image size; write a side (224), sides (32x48), or "
+            f"{text!r} is not an image size; write a side (224), sides (32x48), or "
             "channels and sides (3x32x48)"
         ) from None
 
 
 def split_of(text: str) -> str | int:
-    """Parse `auto`, `none`, a number of parts, `height`, or `height:STRIPS`."""
+    """Parse `auto`, `none`, a number of parts, `height`, or `height:TILES`."""
     number = text.removeprefix("height:")
     if number.isdecimal() and 0 < int(number) <= MOST_IMAGES:
         return text if number != text else int(number)
     if text in ("auto", "none", "height"):
         return text
     raise click.BadParameter(
-        f"{text!r} is not auto, none, height, height:STRIPS or a number of parts"
+        f"{text!r} is not auto, none, height, height:TILES or a number of parts"
     )
-
-
-def layout_option() -> Option:
-    """Return the option `--layout`."""
-    return option(
-        "--layout",
-        "Storage of images: NCHW; NHWC, with channels last; or auto, the faster of the "
-        "two for each.",
-        click.Choice(LAYOUT_CHOICES),
-        default="NCHW",
-    )
-
-
-def precision_option() -> Option:
-    """Return the option `--precision`."""
-    return option(
-        "--precision",
-        "Data type of convolutions and products, if the backend supports it.",
-        click.Choice(["float16", "bfloat16"]),
-    )
-
-
-def placement_option(text: str) -> Option:
-    """Return the option `--placement`; `text` begins its help."""
-    return option(
-        "--placement",
-        f"{text}: static, each tensor contiguous; or virtual, also in pages mapped to "
-        "consecutive addresses.",
-        click.Choice(PLACEMENTS),
-        default=STATIC,
-    )
-
-
-def option(
-    flag: str,
-    text: str,
-    kind: Any = None,
-    *,
-    name: str | None = None,
-    default: Any = None,
-    shown: bool = True,
-    repeatable: bool = False,
-    complete: Complete | None = None,
-) -> Option:
-    """Declare an option.
-
-    Args:
-        flag: Flag and placeholder of its value, such as `--workspace-limit SIZE`; a
-            `click.Choice` brings its own placeholder.
-        text: Help text.
-        kind: Type of the value; text if not given.
-        name: Name of the parameter if not that of the flag.
-        default: Default value.
-        shown: Whether the help shows the default.
-        repeatable: Whether the option may be repeated.
-        complete: Completion in a shell.
-    """
-    long, _, metavar = flag.partition(" ")
-    return click.option(
-        *filter(None, (long, name)),
-        help=text,
-        type=kind,
-        metavar=metavar or None,
-        multiple=repeatable,
-        shell_complete=complete,
-        **defaulting(default, shown=shown),
-    )
-
-
-def tier_option(text: str) -> Option:
-    """Return the option `--tier`."""
-    return option("--tier TIER", text, tier, name="tiers", repeatable=True)
 
 
 def tier(text: object) -> object:
@@ -230,28 +143,95 @@ def tier(text: object) -> object:
     return parsed(text, TierChoice.parse) if isinstance(text, str) else text
 
 
+# Complete half-typed values in a shell.
+
+
+def completing(
+    names: Callable[[click.Context], Iterable[str]],
+    *,
+    several: bool = False,
+    files: bool = False,
+) -> Complete:
+    """Return a completion for one of some names, which may depend on the line so far.
+
+    With `several`, the value is a comma list, whose last word is completed; with
+    `files`, it may also be a file.
+    """
+
+    def complete(
+        ctx: click.Context, parameter: click.Parameter, typed: str
+    ) -> "list[CompletionItem]":
+        found = _matching(names(ctx), typed, several=several)
+        return completing_files(ctx, parameter, typed) if files and not found else found
+
+    return complete
+
+
+def completing_files(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> "list[CompletionItem]":
+    """Complete a file name by the shell's own means."""
+    from click.shell_completion import CompletionItem
+
+    del ctx, parameter
+    return [CompletionItem(typed, type="file")]
+
+
+def _matching(
+    names: Iterable[str], typed: str, *, several: bool
+) -> "list[CompletionItem]":
+    """Return names that begin as typed and are not in the list yet."""
+    from click.shell_completion import CompletionItem
+
+    before, comma, word = typed.rpartition(",") if several else ("", "", typed)
+    given = before.split(",")
+    return [
+        CompletionItem(f"{before}{comma}{name}")
+        for name in dict.fromkeys(names)
+        if name.startswith(word) and name not in given
+    ]
+
+
+# Declare options.
+
+
+def option(
+    flag: str,
+    text: str,
+    kind: Any = None,
+    *,
+    name: str | None = None,
+    repeatable: bool = False,
+    complete: Complete | None = None,
+    **default: Any,
+) -> Option:
+    """Declare an option.
+
+    Args:
+        flag: Flag and placeholder of its value, such as `--workspace-limit SIZE`; a
+            `click.Choice` brings its own placeholder.
+        text: Help text.
+        kind: Type of the value; text if not given.
+        name: Name of the parameter if not that of the flag.
+        repeatable: Whether the option may be repeated.
+        complete: Completion in a shell.
+        **default: `default`, which the help shows unless `show_default=False`.
+    """
+    long, _, metavar = flag.partition(" ")
+    return click.option(
+        *filter(None, (long, name)),
+        help=text,
+        type=kind,
+        metavar=metavar or None,
+        multiple=repeatable,
+        shell_complete=complete,
+        **({"show_default": True} | default if default else {}),
+    )
+
+
 def flag(flags: str, text: str) -> Option:
     """Declare an option without a value: its spellings, then its help."""
     return click.option(*flags.split(), is_flag=True, help=text)
-
-
-def defaulting(default: Any, *, shown: bool = True) -> dict[str, Any]:
-    """Return click's arguments for a default, if there is one."""
-    return {} if default is None else {"default": default, "show_default": shown}
-
-
-def group(*options: Option) -> Option:
-    """Combine several options into one decorator, in this order."""
-
-    def decorated(fn: F) -> F:
-        return reduce(lambda f, option: option(f), reversed(options), fn)
-
-    return decorated
-
-
-def section(title: str, *options: Option) -> Option:
-    """Combine several options under a title of their own in `--help`."""
-    return cloup.option_group(title, *options)
 
 
 def file_option(name: str, text: str, kind: Any = output_file) -> Option:
@@ -261,42 +241,14 @@ def file_option(name: str, text: str, kind: Any = output_file) -> Option:
     )
 
 
-json_option = file_option("json", "Write the results as JSON; - for standard output.")
-
-report_option = file_option("report", "Write one HTML page with charts.")
-
-
-# Options whose values are names in a table: of strategies or devices.
-#
-# Tables are read when a value is parsed, completed, or listed in the help, so that
-# plugins and modules of `--import` are included.
+def group(*options: Option) -> Option:
+    """Combine several options into one decorator, in this order."""
+    return lambda fn: reduce(lambda f, option: option(f), reversed(options), fn)
 
 
-Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
-"""() -> the names in a table, and a check that raises ValueError for other names."""
-
-
-def table(module: str, name: str) -> Table:
-    """Return a table of strategies whose module is imported on first use."""
-
-    def found() -> tuple[Iterable[str], Callable[[str], object]]:
-        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
-        return registry.names, registry.resolve
-
-    return found
-
-
-def names_of_all(table: Table) -> tuple[str, ...]:
-    """Return every usable name in a table; broken ones cause a warning."""
-    names, check = table()
-    found = []
-    for name in names:
-        try:
-            check(name)
-        except ValueError:
-            continue
-        found.append(name)
-    return tuple(found)
+def section(title: str, *options: Option) -> Option:
+    """Combine several options under a title of their own in `--help`."""
+    return cloup.option_group(title, *options)
 
 
 class StrategyOption(click.Option):
@@ -322,30 +274,26 @@ class StrategyOption(click.Option):
     def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if isinstance(text, tuple):
             return text
-        if self._several is None:
-            self._check(text)
-            return text
-        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        for word in words:
-            if word != self._several:
-                self._check(word, f", or {self._several}")
-        return words
-
-    def _check(self, name: str, more: str = "") -> None:
+        words: tuple[str, ...] = (text,)
+        if self._several is not None:
+            words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         _, check = self._table()
-        try:
-            check(name)
-        except ValueError as e:
-            raise click.BadParameter(f"{e}{more}") from e
+        for word in words:
+            try:
+                if word != self._several:
+                    check(word)
+            except ValueError as e:
+                more = "" if self._several is None else f", or {self._several}"
+                raise click.BadParameter(f"{e}{more}") from e
+        return text if self._several is None else words
 
     def shell_complete(
         self, ctx: click.Context, incomplete: str
     ) -> "list[CompletionItem]":
         """Complete with the current names."""
         names, _ = self._table()
-        if self._several is None:
-            return offered(names, incomplete)
-        return offered((*names, self._several), incomplete, several=True)
+        words = names if self._several is None else (*names, self._several)
+        return _matching(words, incomplete, several=self._several is not None)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the help with the current names."""
@@ -354,21 +302,133 @@ class StrategyOption(click.Option):
         return super().get_help_record(ctx)
 
 
-def strategy(
-    flag: str,
-    text: str,
-    table: Table,
-    *,
-    name: str | None = None,
-    default: Any = None,
-    several: str | None = None,
-) -> Option:
+def strategy(flags: str, text: str, table: Table, **settings: Any) -> Option:
     """Declare an option whose value is a name in a table; see `StrategyOption`."""
+    if "default" in settings:
+        settings["show_default"] = True
     return click.option(
-        *filter(None, (flag, name)),
-        cls=StrategyOption,
-        table=table,
-        several=several,
-        help=text,
-        **defaulting(default),
+        *flags.split(), cls=StrategyOption, table=table, help=text, **settings
     )
+
+
+def table(module: str, name: str) -> Table:
+    """Return a table of strategies whose module is imported on first use."""
+
+    def found() -> tuple[Iterable[str], Callable[[str], object]]:
+        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
+        return registry.names, registry.resolve
+
+    return found
+
+
+def policies() -> tuple[Iterable[str], Callable[[str], object]]:
+    """Return the table of residency policies."""
+    from mucudnn.passes.residency import check_policy, policy_names
+
+    return policy_names(), check_policy
+
+
+orders = table("ordering", "ORDERS")
+schedulers = table("scheduling", "SCHEDULERS")
+
+
+def names_of_all(table: Table) -> tuple[str, ...]:
+    """Return every usable name in a table; broken ones cause a warning."""
+    names, check = table()
+    found = []
+    for name in names:
+        try:
+            check(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+# Options that several commands share.
+
+
+model_argument = click.argument(
+    "model",
+    metavar="[MODEL | FILE.py:FUNCTION]",
+    required=False,
+    shell_complete=completing(lambda _: model_names(), files=True),
+)
+json_option = file_option("json", "Write the results as JSON; - for standard output.")
+report_option = file_option("report", "Write one HTML page with charts.")
+listing_option = flag("--list listing", "List the networks.")
+cache_option = option(
+    "--cache PATH|none",
+    "Where measurements are stored; by default your cache directory.",
+    name="cache_path",
+)
+image_option = option(
+    "--image SIZE",
+    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+    image_size,
+)
+optimizer_option = strategy(
+    "--optimizer",
+    "Optimizer.",
+    lambda: (OPTIMIZERS, parse_optimizer),
+    default="momentum",
+)
+order_option = strategy(
+    "--order", "Execution order of the nodes.", orders, default="builder"
+)
+layout_option = option(
+    "--layout",
+    "Memory format of images: NCHW, NHWC (channels last), or auto: the faster of the "
+    "two for each.",
+    click.Choice(LAYOUT_CHOICES),
+    default="NCHW",
+)
+precision_option = option(
+    "--precision",
+    "Data type of convolutions and matrix products, if the backend supports it.",
+    click.Choice(["float16", "bfloat16"]),
+)
+placement_option = option(
+    "--placement",
+    "Placement of tensors: static, each contiguous; or virtual, also in pages mapped "
+    "to consecutive addresses.",
+    click.Choice(PLACEMENTS),
+    default=STATIC,
+)
+tier_option = option(
+    "--tier TIER",
+    "Offload target: host, disk:DIR or peer:DEVICE, optionally with =SIZE to limit it "
+    "and @RATE in bytes per second instead of the measured or published rate; several "
+    "are filled fastest first.",
+    tier,
+    name="tiers",
+    repeatable=True,
+)
+workspace_option = option(
+    "--workspace-limit SIZE",
+    f"Workspace of a convolution; by default {format_bytes(64 << 20)}.",
+    byte_size,
+)
+
+
+def backend_option(text: str) -> Option:
+    """Return the option `--backend`; `text` lists the backends."""
+    return option(
+        "--backend NAME",
+        f"{text}; see `mucudnn info`.",
+        default="cpu",
+        complete=completing(
+            lambda _: import_module("mucudnn.backends").backend_names()
+        ),
+    )
+
+
+def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
+    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
+
+    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
+
+
+batch_policy_option = strategy(
+    "--batch-policy", "Micro-batch sizes; powers_of_two by default.", _batch_policies
+)

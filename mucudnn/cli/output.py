@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 STDOUT = "-"
-
 _STDOUT_DESCRIPTOR = 1
 
 
@@ -102,10 +101,17 @@ def write_file(path: str, contents: str | bytes) -> None:
         raise BadInputError(f"cannot write {path}: {e.strerror}") from e
 
 
-def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
-    """Show a result to people and write it as JSON for programs.
+def emit(
+    json_file: str | None,
+    data: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+    show: Callable[[], None],
+    *writers: Callable[[], None],
+) -> None:
+    """Show a result to people, write it as JSON for programs, and call `writers`.
 
-    With JSON on standard output, nothing else is printed there.
+    With JSON on standard output, nothing else is printed there. Everything is
+    called, even if one fails or a signal arrives meanwhile: a full disk must not cost
+    the table, nor a closed terminal the files. The first error is raised at the end.
     """
 
     def show_all() -> None:
@@ -113,54 +119,42 @@ def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
             show()
             sys.stdout.flush()
 
-    def write() -> None:
+    def write_json() -> None:
         if json_file is not None:
-            text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+            values = {"schema": 1, **(data() if callable(data) else data)}
+            text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
             write_file(json_file, text + "\n")
 
-    save(show_all, write)
-
-
-def publish(
-    files: Mapping[str, Any],
-    data: Callable[[], Any],
-    tables: Callable[[], Sequence["Table"]],
-    page: Callable[[], str],
-) -> None:
-    """Show a result as tables, and write it as JSON and as an HTML page.
-
-    All three are created here, where signals are deferred. `files` has `json_file` and
-    `report_file`, each None if not requested.
-    """
-    from mucudnn.report.text import write_tables
-
-    json_file, report_file = files["json_file"], files["report_file"]
-
-    def write_report() -> None:
-        if report_file is not None:
-            write_file(report_file, page())
-
-    save(
-        lambda: emit(json_file, data(), lambda: write_tables(tables(), sys.stdout)),
-        write_report,
-    )
-
-
-def save(*writers: Callable[[], None]) -> None:
-    """Call all writers, even if one fails or a signal arrives meanwhile.
-
-    A full disk must not cost the table, nor a closed terminal the files; and results of
-    minutes are not lost to a signal while they are written. The first error is raised.
-    """
     failures: list[Exception] = []
     with deferred_interrupt():
-        for write in writers:
+        for write in (show_all, write_json, *writers):
             try:
                 write()
             except (OSError, click.ClickException) as e:
                 failures.append(e)
     if failures:
         raise failures[0]
+
+
+def publish(
+    files: Mapping[str, Any],
+    found: Any,
+    tables: Callable[[Any], Sequence["Table"]],
+    page: Callable[[Any], str],
+) -> None:
+    """Emit a study as `tables`, as JSON, and as an HTML `page`.
+
+    `files` has `json_file` and `report_file`, each None if not requested.
+    """
+    from mucudnn.report.text import write_tables
+
+    file = files["report_file"]
+    emit(
+        files["json_file"],
+        found.to_json,
+        lambda: write_tables(tables(found), sys.stdout),
+        *([] if file is None else [lambda: write_file(file, page(found))]),
+    )
 
 
 @dataclass
@@ -183,24 +177,17 @@ def recording(
         done = True
     finally:
         if file is not None:
+            from mucudnn.runtime.store.recordings import record_run
+
+            problems = [layer.problem for layer in layers]
             with deferred_interrupt():
-                _write_recording(record, tuner, layers, file, since)
+                try:
+                    rows = record_run(file, tuner, problems, record.tables, since)
+                    click.echo(f"{rows} measurements written to {file}", err=True)
+                except CacheError as e:
+                    record.complaint = str(e)
         if record.complaint is not None and not done:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
-
-
-def _write_recording(
-    record: Record, tuner: "Tuner", layers: Sequence["Layer"], file: str, since: float
-) -> None:
-    from mucudnn.runtime.store.recordings import record_run
-
-    problems = [layer.problem for layer in layers]
-    try:
-        rows = record_run(file, tuner, problems, record.tables, since)
-    except CacheError as e:
-        record.complaint = str(e)
-    else:
-        click.echo(f"{rows} measurements written to {file}", err=True)
 
 
 def write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:

@@ -10,31 +10,26 @@ import importlib.util
 import inspect
 import logging
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import click
 
-from mucudnn.cli.app import BadInputError
+from mucudnn.cli.app import (
+    BadInputError,
+    error_text,
+    located,
+    located_errors,
+    own_files,
+)
+from mucudnn.cli.output import emit
 from mucudnn.models import FunctionModel, Model, get_model, model_names
 from mucudnn.passes.planning.plan_step import DescribedStep
-from mucudnn.plugins import module_files
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
 _SUFFIX = ".py"
-
-_KEY = "mucudnn.own_files"
-
-_GROUPS = tuple(
-    f"mucudnn.{kind}"
-    for kind in ("policies", "schedulers", "planners", "models", "backends")
-)
 
 
 def import_option(fn: F) -> F:
@@ -42,7 +37,7 @@ def import_option(fn: F) -> F:
 
     @functools.wraps(fn)
     def guarded(*args: Any, **options: Any) -> Any:
-        with _located_errors():
+        with located_errors():
             return fn(*args, **options)
 
     option = click.option(
@@ -95,13 +90,33 @@ def own_function(name: str) -> Any | None:
     return made
 
 
-def networks() -> Iterator[tuple[str, Model | FunctionModel]]:
-    """Yield every usable network by name; broken ones cause a warning."""
+def list_models(json_file: str | None) -> None:
+    """Print every network with its size; broken plug-ins cause a warning."""
+    rows: list[dict[str, Any]] = []
     for name in model_names():
         try:
-            yield name, get_model(name)
+            model = get_model(name)
         except ValueError:
             continue  # the warning has named the distribution
+        rows.append(
+            {
+                "name": name,
+                "image": list(model.image),
+                "classes": model.classes,
+                "parameters": model(1).parameter_count,
+            }
+        )
+
+    def show() -> None:
+        for row in rows:
+            image = "x".join(map(str, row["image"]))
+            click.echo(
+                f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
+                f"{row['parameters']:>12,} parameters"
+            )
+        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
+
+    emit(json_file, {"models": rows}, show)
 
 
 def _import_all(
@@ -127,15 +142,15 @@ def _import_module(name: str, ctx: click.Context) -> None:
     except ModuleNotFoundError:  # the parent package is missing
         spec = None
     except (Exception, SystemExit) as e:
-        raise BadInputError(f"--import {name}: {_error_text(e)}") from e
+        raise BadInputError(f"--import {name}: {error_text(e)}") from e
     if spec is None:
         raise BadInputError(
             f"--import {name}: there is no such module here or among what is "
             "installed; a file is written FILE.py"
         )
     if spec.origin is not None:
-        _own_files(ctx).add(spec.origin)
-    with _located_errors(name):
+        own_files(ctx).add(spec.origin)
+    with located_errors(name):
         importlib.import_module(name)
 
 
@@ -143,9 +158,9 @@ def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     """Import a file as a module, once."""
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not there"
-        raise BadInputError(f"{path} is {found}; a file FILE.py is wanted")
+        raise BadInputError(f"{path} is {found}; expected a file FILE.py")
     full = path.resolve()
-    _own_files(ctx or click.get_current_context()).add(str(full))
+    own_files(ctx or click.get_current_context()).add(str(full))
     key = f"mucudnn_own:{full}"
     if key in sys.modules:
         return sys.modules[key]
@@ -156,7 +171,7 @@ def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
     try:
-        with _located_errors(str(path)):
+        with located_errors(str(path)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]
@@ -170,59 +185,6 @@ def _add_to_path(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _own_files(ctx: click.Context) -> set[str]:
-    files: set[str] = ctx.meta.setdefault(_KEY, set())
-    return files
-
-
-@contextmanager
-def _located_errors(name: str | None = None) -> Iterator[None]:
-    """Turn errors that pass through user files into one line that names the file.
-
-    All errors within the import of module `name` are attributed to it.
-    """
-    try:
-        yield
-    except (click.ClickException, click.exceptions.Exit, click.Abort):
-        raise
-    except (Exception, SystemExit) as e:
-        where = _find_user_line(e)
-        if where is None and name is None:
-            raise
-        raise BadInputError(f"{where or name}: {_error_text(e)}") from e
-
-
-def located(error: BaseException) -> str:
-    """Return an error's message, with the line of the user's file that it passed."""
-    where = _find_user_line(error)
-    return str(error) if where is None else f"{where}: {_error_text(error)}"
-
-
-def _find_user_line(error: BaseException) -> str | None:
-    """Return the innermost line in the user's own files, if any."""
-    ctx = click.get_current_context(silent=True)
-    own = set() if ctx is None else set(_own_files(ctx))
-    own |= set(module_files(*_GROUPS))
-    if isinstance(error, SyntaxError) and error.filename in own:
-        return f"{_relative(error.filename)}, line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if str(Path(f.filename).resolve()) in own]
-    if mine:
-        return f"{_relative(mine[-1].filename)}, line {mine[-1].lineno}"
-    cause = error.__cause__
-    return None if cause is None else _find_user_line(cause)
-
-
-def _relative(filename: str) -> str:
-    path, here = Path(filename), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
-
-
-def _error_text(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 # Load PyTorch models given as FILE.py:FUNCTION, for `mucudnn memory`.
 #
 # The function returns the model, its loss, a batch and an optimizer. PyTorch is
@@ -230,14 +192,11 @@ def _error_text(error: BaseException) -> str:
 
 
 _WANTED = "(model, loss_fn, example, optimizer)"
-
-_INSTALL = "install PyTorch with: pip install 'mucudnn[torch]'"
-
+_INSTALL = "install PyTorch with: pip install '.[torch]'"
 _BATCH = 32
 
 _TRACES = "torch._subclasses.fake_tensor"
 """Logger that would print a traceback of an error reported in one line."""
-
 
 _OTHERS = ("image", "optimizer", "order", "recordings")
 """Options that do not apply to PyTorch models."""
@@ -309,5 +268,5 @@ def _refuse_others(ctx: click.Context, name: str) -> None:
         given = ctx.get_parameter_source(option.name or "")
         if option.name in _OTHERS and given is not click.core.ParameterSource.DEFAULT:
             raise BadInputError(
-                f"{option.opts[0]} is for networks of ours; {name} brings its own"
+                f"{option.opts[0]} is for built-in networks; {name} has its own"
             )

@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 import click
 
@@ -21,50 +20,18 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, LogEntry, Position
     from mucudnn.runtime.tuning.tables import Measured
     from mucudnn.studies.algorithms import SurveyedLayer
-    from mucudnn.studies.convolutions import Advance, LayerResult
+    from mucudnn.studies.convolutions import LayerProgress, LayerResult
 
 
 _EVERY_S = 10.0
-
 _END_S = 1.0  # a blocked error stream must not block the exit
-
 
 Repeat = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """Context manager that calls a function repeatedly."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Progress of the work when a part begins or ends.
-
-    Attributes:
-        text: Current part.
-        done: Amount of work done.
-        total: Total amount of work.
-        title: Title ahead of a titled bar.
-        result: Result of the part; printed by lines only.
-        left_s: Remaining seconds of all work, if known; otherwise they are estimated
-            from the parts so far.
-    """
-
-    text: str
-    done: int
-    total: int
-    title: str = ""
-    result: str = ""
-    left_s: float | None = None
-
-    def left(self, remaining: "Remaining") -> str:
-        """Return about how long the rest takes, in words; empty if unknown."""
-        left_s = remaining.left_s() if self.left_s is None else self.left_s
-        return left_text(left_s)
-
-
-class Show:
-    """Display of the progress, by a bar or by lines."""
-
-    def __init__(self, display: Callable[[Stage], None]) -> None:
-        self._display = display
+class Show(Protocol):
+    """Displays that a part of the work begins or ends."""
 
     def __call__(
         self,
@@ -76,8 +43,11 @@ class Show:
         result: str = "",
         left_s: float | None = None,
     ) -> None:
-        """Report that a part begins or ends; see `Stage`."""
-        self._display(Stage(text, done, total, title, result, left_s))
+        """Show the current part, and the amounts of work done and in total.
+
+        `title` stands ahead of a titled bar; only lines print `result`. `left_s` are
+        the remaining seconds of all work, estimated from the parts so far if None.
+        """
 
 
 @contextmanager
@@ -129,7 +99,7 @@ def progress_display(
 
     written = ProgressLines(sys.stderr, remaining, results=lines, clock=clock)
     with repeat(written.tick):
-        yield Show(written.show)
+        yield written
 
 
 @contextmanager
@@ -156,18 +126,28 @@ def _bar(total: int, remaining: "Remaining", *, titled: bool) -> Iterator[Show]:
     )
     task = progress.add_task("", total=total, title="", text="")
 
-    def move(stage: Stage) -> None:
-        remaining.at(stage.done, stage.total, title=stage.title)
+    def show(
+        text: str,
+        done: int,
+        total: int,
+        *,
+        title: str = "",
+        result: str = "",
+        left_s: float | None = None,
+    ) -> None:
+        del result
+        remaining.at(done, total, title=title)
+        left = left_text(remaining.left_s() if left_s is None else left_s)
         progress.update(
             task,
-            completed=stage.done,
-            total=max(1, stage.total),  # an empty bar would be drawn full
-            title=stage.title,
-            text=", ".join(filter(None, (stage.left(remaining), stage.text))),
+            completed=done,
+            total=max(1, total),  # an empty bar would be drawn full
+            title=title,
+            text=", ".join(filter(None, (left, text))),
         )
 
     with progress:
-        yield Show(move)
+        yield show
 
 
 class ProgressLines:
@@ -186,29 +166,35 @@ class ProgressLines:
         self._results = results
         self._clock = clock
         self._start = clock()
-        self._at = Stage("starting", 0, 0)
+        self._words: tuple[str, ...] = ("starting",)
+        self._left_s: float | None = None
         self._just_written = False
 
-    def show(self, stage: Stage) -> None:
-        """Record the current stage, and write its result."""
-        self._remaining.at(stage.done, stage.total, title=stage.title)
-        self._at = stage
-        if self._results and stage.result:
+    def __call__(
+        self,
+        text: str,
+        done: int,
+        total: int,
+        *,
+        title: str = "",
+        result: str = "",
+        left_s: float | None = None,
+    ) -> None:
+        """Record the current part, and write its result."""
+        self._remaining.at(done, total, title=title)
+        self._words = title, text, f"{done} of {total}" if total > 1 else ""
+        self._left_s = left_s
+        if self._results and result:
             self._just_written = True
-            at = f"[{stage.done}/{stage.total}]"
-            self._write(f"{at} {stage.text}: {stage.result}")
+            self._write(f"[{done}/{total}] {text}: {result}")
 
     def tick(self) -> None:
-        """Write the current stage, unless a result was written since the last call."""
+        """Write the current part, unless a result was written since the last call."""
         if not self._just_written:
-            seconds = round(self._clock() - self._start)
-            minutes, seconds = divmod(seconds, 60)
-            at = self._at
-            count = f"{at.done} of {at.total}" if at.total > 1 else ""
-            words = at.title, at.text, count, at.left(self._remaining)
-            self._write(
-                f"mucudnn: {minutes}:{seconds:02d} {', '.join(filter(None, words))}"
-            )
+            minutes, seconds = divmod(round(self._clock() - self._start), 60)
+            left_s = self._remaining.left_s() if self._left_s is None else self._left_s
+            words = ", ".join(filter(None, (*self._words, left_text(left_s))))
+            self._write(f"mucudnn: {minutes}:{seconds:02d} {words}")
         self._just_written = False
 
     def _write(self, line: str) -> None:
@@ -227,26 +213,22 @@ class LayerWords:
         self._show = show
         self._layer, self._done, self._total = "", 0, 1
 
-    def advance(self, at: "Advance[LayerResult]") -> None:
+    def advance(self, at: "LayerProgress[LayerResult]") -> None:
         """Show that a layer begins or has been compared."""
         outcomes = ", ".join(
             f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
             for o in (at.result.outcomes if at.result else ())
         )
-        self._at(at.layer, at.index, at.total, outcomes)
+        self.begin(at.layer, at.index, at.total, outcomes)
 
-    def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
+    def surveyed(self, at: "LayerProgress[SurveyedLayer]") -> None:
         """Show that a layer begins or its algorithms are listed."""
         counts = ""
         if at.result is not None:
             batches = at.result.batches
             most = max(len(batch.algorithms) for batch in batches)
             counts = f"up to {most} algorithms at {len(batches)} sizes"
-        self._at(at.layer, at.index, at.total, counts)
-
-    def planned(self, layer: Layer, index: int, total: int) -> None:
-        """Show that a layer begins that is only planned."""
-        self._at(layer, index, total, "")
+        self.begin(at.layer, at.index, at.total, counts)
 
     def measured(self, at: "Measured") -> None:
         """Show that an algorithm was timed at one size."""
@@ -254,7 +236,8 @@ class LayerWords:
         text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
         self._show(text, self._done, self._total)
 
-    def _at(self, layer: Layer, index: int, total: int, result: str) -> None:
+    def begin(self, layer: Layer, index: int, total: int, result: str = "") -> None:
+        """Show that a layer begins, or its result."""
         self._layer = f"{layer.name} {DIRECTIONS[layer.problem.direction]}"
         self._done, self._total = index + bool(result), total
         self._show(self._layer, self._done, total, result=result)
@@ -331,7 +314,6 @@ def _rate_text(images_per_s: float) -> str:
 
 _LEAST_S = 3.0
 """Seconds of work below which there is no estimate."""
-
 
 _STEPS_S = ((55, 10), (3600, 60), (36000, 600), (math.inf, 3600))
 """(below so many seconds, rounded to so many)."""

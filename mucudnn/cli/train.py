@@ -11,19 +11,17 @@ import cloup
 from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.options import listing_option, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
-from mucudnn.cli.own_code import import_option
+from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.train_options import (
-    budget_of,
     budget_options,
     data_options,
     learning_options,
-    list_models,
-    listing_option,
-    model_argument,
     optimizer_of,
     output_options,
     run_options,
+    step_arguments,
     total_steps,
     train_log,
     words_of,
@@ -108,16 +106,13 @@ def _refuse_incomplete(
                 option = name.replace("_", "-")
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
     if settings["budget"] is None:
-        _refuse_budget_options(ctx)
+        for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise BadInputError(
+                    f"--{name.replace('tiers', 'tier')} needs --budget SIZE"
+                )
         if settings["split"] in ("auto", "height"):
             raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
-
-
-def _refuse_budget_options(ctx: click.Context) -> None:
-    for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            written = "tier" if name == "tiers" else name
-            raise BadInputError(f"--{written} needs --budget SIZE")
 
 
 class _Training:
@@ -215,29 +210,36 @@ class _Training:
         return hand_over
 
     def gather(self) -> None:
-        """Gather the results of all processes."""
-        if self._group is not None:
-            self._ranks = ranks_of(self._group, self._trainer)
+        """Gather the results of all processes; a collective operation."""
+        if (group := self._group) is None:
+            return
+        trainer = self._trainer
+        own = RankResult(
+            group.history[-1][group.together.rank],
+            trainer.own_ms,
+            trainer.peak_bytes,
+            None if trainer.budget is None else trainer.budget.nbytes,
+        )
+        self._ranks = group.together.all_gather(own)
 
     def _display(
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
         """Show progress from one process for all."""
-        from mucudnn.cli.progress import Show, progress_display
+        from mucudnn.cli.progress import progress_display
 
         if self.leads:
             return progress_display(total, titled=titled)
-        return nullcontext(Show(lambda stage: None))
+        return nullcontext(lambda *_, **__: None)
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Return all figures as plain values."""
         return {
-            "schema": 1,
             "model": self._model,
             **results_to_json(self._trainer, self._reports),
             "parameters": self._work.training.parameter_count,
             "shares": None if self._group is None else self._group.history,
-            "ranks": ranks_to_json(self._ranks),
+            "ranks": [asdict(rank) for rank in self._ranks] or None,
             "interrupted": interrupted,
             "settings": dict(self._words),
         }
@@ -245,7 +247,8 @@ class _Training:
     def show(self) -> None:
         """Print the last lines: results, and the latest checkpoint."""
         show_results(self._trainer)
-        show_ranks(self._ranks)
+        for number, rank in enumerate(self._ranks):
+            click.echo(f"rank {number}: {rank}")
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
@@ -272,7 +275,7 @@ class _Training:
         from mucudnn.runtime.training.trainer import Trainer
 
         settings, work = self._settings, self._work
-        tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
+        tuner = make_tuner(settings, progress=shown.measured)
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
         if self._resume is not None:
             recall_races(self._resume, tuner)
@@ -290,22 +293,16 @@ class _Training:
                 tuner=tuner,
                 optimizer=self._optimizer,
                 learning_rate=lambda step: rate.at(step, total),
-                order=settings["order"],
                 update_when=settings["update_when"],
                 gradient_accumulation=settings["accumulate"],
                 seed=settings["seed"],
                 plans=known,
-                precision=settings["precision"],
                 loss_scale=settings["loss_scale"],
-                budget=budget_of(settings, tuner.backend.device),
                 progress=shown.prepared,
-                fuse=not settings["no_fuse"],
-                split=settings["split"],
                 replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
                 batch_norm=settings["batch_norm"],
-                placement=settings["placement"],
-                layout=settings["layout"],
+                **step_arguments(settings, tuner.backend.device),
             )
 
 
@@ -317,7 +314,7 @@ def _work(
 
     if group is None:
         return work_of(model, settings)
-    tuner = make_tuner({**settings, "exhaustive": False})
+    tuner = make_tuner(settings)
 
     def measure(images: int) -> "StepPoint":
         show(f"measuring a step of {images} images", 0, 1)
@@ -358,28 +355,6 @@ class RankResult:
             f"{self.samples} images, {ms_text(self.own_ms)} ms without waiting; "
             f"{bytes_text(self.peak_bytes)}{of}"
         )
-
-
-def ranks_of(group: "Group", trainer: "Trainer") -> Sequence[RankResult]:
-    """Gather the results of all processes; a collective operation."""
-    own = RankResult(
-        group.history[-1][group.together.rank],
-        trainer.own_ms,
-        trainer.peak_bytes,
-        None if trainer.budget is None else trainer.budget.nbytes,
-    )
-    return group.together.all_gather(own)
-
-
-def ranks_to_json(ranks: Sequence[RankResult]) -> list[dict[str, Any]] | None:
-    """Return plain values; None for a single process."""
-    return [asdict(rank) for rank in ranks] or None
-
-
-def show_ranks(ranks: Sequence[RankResult]) -> None:
-    """Print one line per process."""
-    for number, rank in enumerate(ranks):
-        click.echo(f"rank {number}: {rank}")
 
 
 def results_to_json(
@@ -434,8 +409,7 @@ def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
     """Return the plan's figures; None without a budget."""
     if placed is None:
         return None
-    plan = placed.plan
-    tiers = plan.prediction.placement
+    plan, tiers = placed.plan, placed.plan.prediction.placement
     return {
         "policy": plan.policy,
         "scheduler": plan.scheduler,

@@ -78,7 +78,9 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
                 f"{name} wants a class for each pixel; {settings['data']} has one for "
                 "each image"
             )
-        normalize = _normalization(train, settings["dtype"])
+        # Mean 0 and deviation 1, estimated from a sample.
+        every = range(0, len(train), -(-len(train) // _SAMPLE))
+        normalize = Normalize.of(Subset(train, every), settings["dtype"])
         augment: tuple[Transform, ...] = ()
         if settings["augment"]:
             augment = RandomCrop(max(1, image[1] // _SHIFT)), RandomFlip()
@@ -145,9 +147,3 @@ def _classes(dataset: Dataset, asked: int | None) -> int:
             f"--classes {asked} is too few: the data set has {found} classes"
         )
     return asked
-
-
-def _normalization(dataset: Dataset, dtype: Any) -> Normalize:
-    """Return a transform to mean 0 and deviation 1, estimated from a sample."""
-    step = -(-len(dataset) // _SAMPLE)
-    return Normalize.of(Subset(dataset, range(0, len(dataset), step)), dtype)

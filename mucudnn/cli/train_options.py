@@ -1,7 +1,8 @@
 """Options and settings of `mucudnn train`, and its log files."""
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,29 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input, completing, completing_files
-from mucudnn.cli.cache import cache_option
+from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import (
     MOST_IMAGES,
-    budget_size,
+    backend_option,
+    batch_policy_option,
+    byte_size,
+    cache_option,
+    completing,
+    completing_files,
     count,
     flag,
-    image_size,
+    image_option,
     json_option,
     layout_option,
+    optimizer_option,
     option,
+    order_option,
     parsed,
     placement_option,
+    policies,
     precision_option,
     real,
+    schedulers,
     section,
     split_of,
     strategy,
-    table,
     tier_option,
+    workspace_option,
 )
-from mucudnn.cli.output import STDOUT, emit, output_file, refuse_unwritable
-from mucudnn.cli.tuner_options import backends, batch_policy_option, workspace_option
+from mucudnn.cli.output import STDOUT, output_file, refuse_unwritable
 from mucudnn.ir.optimizers import (
     DYNAMIC,
     Momentum,
@@ -44,7 +52,6 @@ from mucudnn.ir.sizes import LARGEST
 if TYPE_CHECKING:
     from mucudnn.backends import Device
     from mucudnn.cli.train_data import Work
-    from mucudnn.runtime.training.budget import MemoryBudget
     from mucudnn.runtime.training.checkpoints import Checkpoint
     from mucudnn.runtime.training.history import LogEntry, OnEntry, Position
 
@@ -62,50 +69,11 @@ def log_file(value: str) -> str:
 _MOST_REAL = 1e30  # within float32, with room to multiply
 
 
-orders = table("ordering", "ORDERS")
-
-schedulers = table("scheduling", "SCHEDULERS")
-
-
-def policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    """Return the table of residency policies."""
-    from mucudnn.passes.residency import check_policy, policy_names
-
-    return policy_names(), check_policy
-
-
-def _optimizers() -> tuple[Iterable[str], Callable[[str], object]]:
-    from mucudnn.ir.optimizers import OPTIMIZERS, parse_optimizer
-
-    return OPTIMIZERS, parse_optimizer
-
-
-def _models(ctx: click.Context) -> Iterable[str]:
-    from mucudnn.models import model_names
-
-    del ctx
-    return model_names()
-
-
-def _data_sets(ctx: click.Context) -> Iterable[str]:
-    from mucudnn.data import FORMATS
-
-    del ctx
-    return FORMATS
-
-
 def _check_schedule(text: str) -> str:
     """Return the text of a valid learning-rate schedule."""
     parsed(text, lambda text: parse_learning_rate(text, 0.0))
     return text
 
-
-model_argument = click.argument(
-    "model",
-    metavar="[MODEL | FILE.py:FUNCTION]",
-    required=False,
-    shell_complete=completing(_models, files=True),
-)
 
 AUTO, EQUAL = "auto", "equal"
 """Words for the division of images among processes, besides numbers."""
@@ -123,17 +91,16 @@ def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
     )
 
 
-listing_option = flag("--list listing", "List the networks.")
-
-image_option = option(
-    "--image SIZE",
-    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
-    image_size,
-)
-
-optimizer_option = strategy(
-    "--optimizer", "Optimizer of the weights.", _optimizers, default="momentum"
-)
+def _parse_budget(text: str | int | tuple[int | str, ...]) -> Any:
+    """Parse `8GiB`, `device` for all free memory, or several separated by commas."""
+    if isinstance(text, tuple) or text == "device":
+        return text
+    if isinstance(text, str) and "," in text:
+        return tuple(_parse_budget(word.strip()) for word in text.split(","))
+    try:
+        return byte_size(text)
+    except click.BadParameter as e:
+        raise click.BadParameter(f"{e.message}; or device, for all that is free") from e
 
 
 data_options = section(
@@ -143,7 +110,7 @@ data_options = section(
         "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
         "synthetic[:length=N,classes=N,noise=X].",
         default="synthetic",
-        complete=completing(_data_sets),
+        complete=completing(lambda _: importlib.import_module("mucudnn.data").FORMATS),
     ),
     option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
     image_option,
@@ -157,7 +124,6 @@ data_options = section(
     ),
 )
 """Options for data and its shape."""
-
 
 learning_options = section(
     "Learning",
@@ -180,7 +146,7 @@ learning_options = section(
         "Steps of linear warm-up of the rate.",
         count(0),
         default=0,
-        shown=False,
+        show_default=False,
     ),
     option(
         "--momentum SHARE",
@@ -201,7 +167,6 @@ learning_options = section(
 )
 """Options for the optimizer and its schedule."""
 
-
 budget_options = section(
     "Limits",
     workspace_option,
@@ -210,7 +175,7 @@ budget_options = section(
         "Device memory for everything, or `device` for all that is free; tensors that "
         "do not fit are offloaded or recomputed. Under mpiexec per process: one size "
         "for all, or one each, such as 96MiB,64MiB.",
-        budget_size,
+        _parse_budget,
     ),
     strategy(
         "--policy",
@@ -232,39 +197,29 @@ budget_options = section(
         "With --budget: offload to a file in DIR instead of host memory.",
         click.Path(exists=True, file_okay=False, writable=True),
     ),
-    tier_option(
-        "With --budget: offload target: host, disk:DIR or peer:DEVICE, optionally with "
-        "=SIZE to limit it and @RATE in bytes per second instead of measuring it; "
-        "several are filled fastest first."
-    ),
+    tier_option,
 )
-
 
 run_options = section(
     "How",
-    option(
-        "--backend NAME",
-        "cpu, cuda, or null, which computes nothing; see `mucudnn info`.",
-        default="cpu",
-        complete=completing(backends),
-    ),
+    backend_option("cpu, cuda, or null, which computes nothing"),
     batch_policy_option,
-    precision_option(),
+    precision_option,
     option(
         "--loss-scale FACTOR",
         "Factor of the loss for computing gradients, or `dynamic`: as large as "
         "possible; by default 1024 for float16.",
         real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
     ),
-    strategy("--order", "Order of a step's operations.", orders, default="builder"),
+    order_option,
     option(
         "--update-when",
         "Update each weight as early as possible, or all at the end of a step.",
         click.Choice(["early", "late"]),
         default="early",
     ),
-    placement_option("Placement of tensors"),
-    layout_option(),
+    placement_option,
+    layout_option,
     flag("--no-fuse", "Run each operation as a separate kernel."),
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(
@@ -275,9 +230,9 @@ run_options = section(
     ),
     option(
         "--split PARTS",
-        "Run a step in slices of its batch to need less memory: none, the number of "
-        "parts of its largest layers, or, with --budget, auto; or in spatial strips: "
-        "height:4 for so many, or, with --budget, height.",
+        "Run a step in micro-batches to need less memory: none, the number of parts "
+        "of its largest layers, or, with --budget, auto; or in spatial tiles: "
+        "height:4 for four, or, with --budget, height.",
         split_of,
         default="none",
     ),
@@ -297,7 +252,6 @@ run_options = section(
     cache_option,
 )
 """Options for the execution of a step."""
-
 
 output_options = section(
     "Output",
@@ -330,47 +284,24 @@ output_options = section(
 """Options for output."""
 
 
-def list_models(json_file: str | None) -> None:
-    """Print every network with its size."""
-    from mucudnn.cli.own_code import networks
-
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "image": list(model.image),
-            "classes": model.classes,
-            "parameters": model(1).parameter_count,
-        }
-        for name, model in networks()
-    ]
-
-    def show() -> None:
-        for row in rows:
-            image = "x".join(map(str, row["image"]))
-            click.echo(
-                f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
-                f"{row['parameters']:>12,} parameters"
-            )
-        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
-
-    emit(json_file, {"schema": 1, "models": rows}, show)
-
-
-def budget_of(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":
-    """Return the memory budget on a device; None without one."""
+def step_arguments(settings: Mapping[str, Any], device: "Device") -> dict[str, Any]:
+    """Return the arguments of `Trainer` that say how a step is planned."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
-    nbytes = settings["budget"]
-    if nbytes is None:
-        return None
-    return MemoryBudget(
-        nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
-        policy=settings["policy"],
-        scheduler=settings["scheduler"],
-        convolutions=settings["convolutions"],
-        disk=None if settings["disk"] is None else Path(settings["disk"]),
-        tiers=settings["tiers"],
-    )
+    names = ("order", "precision", "layout", "split", "placement")
+    nbytes, disk = settings["budget"], settings["disk"]
+    budget = None
+    if nbytes is not None:
+        budget = MemoryBudget(
+            nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
+            policy=settings["policy"],
+            scheduler=settings["scheduler"],
+            convolutions=settings["convolutions"],
+            disk=None if disk is None else Path(disk),
+            tiers=settings["tiers"],
+        )
+    shared = {name: settings[name] for name in names}
+    return {**shared, "fuse": not settings["no_fuse"], "budget": budget}
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> Optimizer:
@@ -415,10 +346,6 @@ def words_of(
 
 _TITLES = {"step": "train", "evaluation": "test", "epoch": "epoch"}
 
-_PLACES = ("kind", "step", "epoch")
-
-_INSTALL = "pip install 'mucudnn[tensorboard]'"
-
 
 @contextmanager
 def train_log(
@@ -450,14 +377,21 @@ def _event_writer(
 ) -> Iterator[Callable[["LogEntry"], None]]:
     """Write event files for TensorBoard, flushed with every entry."""
     folder = settings["tensorboard"]
-    made = _writer_class()
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        with contextlib.suppress(ImportError):
+            writer_class = importlib.import_module(module).SummaryWriter
+            break
+    else:
+        raise BadInputError(
+            "--tensorboard needs tensorboardX: pip install tensorboardX"
+        )
     refuse_unwritable(folder)
-    writer = made(folder, purge_step=None if since is None else since.steps + 1)
+    writer = writer_class(folder, purge_step=None if since is None else since.steps + 1)
 
     def tell(entry: "LogEntry") -> None:
         title = _TITLES[entry.kind]
         for name, value in asdict(entry).items():
-            if name not in _PLACES and value is not None:
+            if name not in ("kind", "step", "epoch") and value is not None:
                 writer.add_scalar(f"{title}/{name}", value, entry.step)
         writer.flush()
 
@@ -465,13 +399,3 @@ def _event_writer(
         yield tell
     finally:
         writer.close()
-
-
-def _writer_class() -> Any:
-    """Return an installed writer of event files."""
-    for module in ("tensorboardX", "torch.utils.tensorboard"):
-        try:
-            return importlib.import_module(module).SummaryWriter
-        except ImportError:
-            continue
-    raise BadInputError(f"--tensorboard needs tensorboardX: {_INSTALL}")

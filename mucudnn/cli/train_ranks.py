@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.train_options import AUTO, EQUAL, budget_of
+from mucudnn.cli.train_options import AUTO, EQUAL, step_arguments
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
@@ -212,13 +212,7 @@ def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> Ste
         optimizer=settings["optimizer"],
         learning_rate=0.0,
         update_when="late",
-        order=settings["order"],
-        precision=settings["precision"],
-        fuse=not settings["no_fuse"],
-        layout=settings["layout"],
-        split=settings["split"],
-        budget=budget_of(settings, tuner.backend.device),
-        placement=settings["placement"],
+        **step_arguments(settings, tuner.backend.device),
     ) as trainer:
         times = [trainer.profile(images, labels)[1] for _ in range(_STEPS)]
         return StepPoint(len(images), statistics.median(times), trainer.peak_bytes)

@@ -1,18 +1,20 @@
 """`mucudnn tune`: planned against undivided; with `--plan-only`, a survey."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import cloup
 
-from mucudnn.cli.app import BadInputError, ExitCode, bad_input, completing_files
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
     byte_sizes,
+    completing_files,
     count,
     file_option,
     flag,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 _DESCRIBED = "cuda"
 """Backend that can list algorithms from a description of a device."""
-
 
 _MOST_WORKERS = 256
 
@@ -134,13 +135,21 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
             f"--device {device} describes a device and measures nothing: add "
             "--plan-only, or run without --device where the device is"
         )
-    if settings["style"] == "deepbench":
-        from mucudnn.report.text import check_deepbench
+    from mucudnn.report.comparison import html_report
+    from mucudnn.report.text import (
+        check_deepbench,
+        comparison_tables,
+        deepbench_tables,
+    )
 
+    if settings["style"] == "deepbench":
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
     comparison, record = _compare(layers, settings)
-    _show(comparison, settings, title_of(sources, settings))
+    title, tables = title_of(sources, settings), comparison_tables
+    if settings["style"] == "deepbench":
+        tables = deepbench_tables
+    publish(settings, comparison, tables, lambda found: html_report(found, title))
     if len(comparison.layers) < comparison.asked:
         if record.complaint is not None:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
@@ -163,13 +172,6 @@ def _with_device(backend: str, device: str | None) -> str:
     return f"{backend}:{device}"
 
 
-def _exhaustive_if_recorded(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Measure every algorithm for a recording: replays cannot add any."""
-    if settings["record_file"] is None or settings["batch_policy"] == "all":
-        return settings
-    return {**settings, "exhaustive": True}
-
-
 def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
@@ -181,12 +183,13 @@ def _compare(
         progress_display(
             len(layers), lines=settings["verbose"], limit_s=settings["time_limit"]
         ) as show,
-        _worker_pool(settings["workers"]) as more,
+        _worker_pool(settings["workers"]) as pool,
     ):
         shown = LayerWords(show)
-        tuner = make_tuner(
-            _exhaustive_if_recorded(settings), progress=shown.measured, **more
-        )
+        if settings["record_file"] is not None and settings["batch_policy"] != "all":
+            # A replay cannot add algorithms, so measure every one.
+            settings = {**settings, "exhaustive": True}
+        tuner = make_tuner(settings, progress=shown.measured, executor=pool)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
@@ -206,30 +209,13 @@ def _compare(
     return comparison, record
 
 
-@contextmanager
-def _worker_pool(number: int | None) -> Iterator[dict[str, Any]]:
-    """Yield a tuner's arguments for worker processes, if requested."""
+def _worker_pool(number: int | None) -> AbstractContextManager["Executor | None"]:
+    """Start processes to measure in, if requested."""
     if number is None:
-        yield {}
-        return
+        return nullcontext()
     from mucudnn.runtime.tuning.workers import process_pool
 
-    with process_pool(number) as pool:
-        yield {"executor": pool}
-
-
-def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:
-    from mucudnn.report.text import comparison_tables, deepbench_tables
-
-    deepbench = settings["style"] == "deepbench"
-    tables = deepbench_tables if deepbench else comparison_tables
-
-    def page() -> str:
-        from mucudnn.report.comparison import html_report
-
-        return html_report(comparison, title)
-
-    publish(settings, comparison.to_json, lambda: tables(comparison), page)
+    return process_pool(number)
 
 
 def _list_suites(json_file: str | None) -> None:
@@ -242,7 +228,7 @@ def _list_suites(json_file: str | None) -> None:
         for s in suites:
             click.echo(f"{s['name']:<20} {s['layers']:>4} layers  {s['description']}")
 
-    emit(json_file, {"schema": 1, "suites": suites}, show)
+    emit(json_file, {"suites": suites}, show)
 
 
 _MEASURING = {
@@ -292,13 +278,8 @@ def take_survey(
             )
         except SurveyInterrupted as e:
             found, interrupted = e.survey, True
-    from mucudnn.report.survey import survey_tables
+    from mucudnn.report.survey import survey_report, survey_tables
 
-    def page() -> str:
-        from mucudnn.report.survey import survey_report
-
-        return survey_report(found, title)
-
-    publish(settings, found.to_json, lambda: survey_tables(found), page)
+    publish(settings, found, survey_tables, lambda found: survey_report(found, title))
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

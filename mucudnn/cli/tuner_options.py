@@ -1,14 +1,20 @@
-"""Options of a tuner, and the tuner they describe."""
+"""Options of a tuner, and the tuner and the cache that they describe."""
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import bad_input, completing
-from mucudnn.cli.cache import cache_option, open_cache
+from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import (
+    backend_option,
+    batch_policy_option,
     byte_size,
+    cache_option,
+    completing,
     flag,
     group,
     option,
@@ -18,26 +24,12 @@ from mucudnn.cli.options import (
     table,
 )
 from mucudnn.ir.numerics import NUMERICS, Numerics
-from mucudnn.ir.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from mucudnn.runtime.store.measurements import BenchmarkCache
     from mucudnn.runtime.tuning.tuner import Tuner
 
-_BATCH_POLICY = "batch_policy"
-
-
-def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
-
-    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
-
-
-def backends(ctx: click.Context) -> Iterable[str]:
-    """Return the names of all backends, available or not."""
-    from mucudnn.backends import backend_names
-
-    del ctx
-    return backend_names()
+_SQLITE = b"SQLite format 3\0"
 
 
 def _parse_numerics(text: str | Numerics) -> Numerics:
@@ -55,28 +47,8 @@ def _apply_old_policy(
             f"sizes are chosen by --batch-policy {value}",
             err=True,
         )
-        ctx.default_map = {**(ctx.default_map or {}), _BATCH_POLICY: value}
+        ctx.default_map = {**(ctx.default_map or {}), "batch_policy": value}
 
-
-batch_policy_option = strategy(
-    "--batch-policy", "Micro-batch sizes; powers_of_two by default.", _batch_policies
-)
-
-_old_spelling = click.option(
-    "--policy",
-    "old_batch_policy",
-    metavar="NAME",
-    hidden=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_apply_old_policy,
-)
-
-workspace_option = option(
-    "--workspace-limit SIZE",
-    f"Workspace of a convolution; by default {format_bytes(64 << 20)}.",
-    byte_size,
-)
 
 limit_options = group(
     option(
@@ -93,14 +65,17 @@ limit_options = group(
 """Limits on measuring."""
 
 measuring_options = group(
-    option(
-        "--backend NAME",
-        "cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
-        default="cpu",
-        complete=completing(backends),
-    ),
+    backend_option("cpu, cuda, null, or recorded:FILE"),
     batch_policy_option,
-    _old_spelling,
+    click.option(
+        "--policy",
+        "old_batch_policy",
+        metavar="NAME",
+        hidden=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_apply_old_policy,
+    ),
     strategy(
         "--planner",
         "Micro-batch planner; workspace_reuse by default.",
@@ -128,9 +103,45 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
     names = "backend batch_policy planner numerics memory_limit workspace_limit"
     chosen = {name: settings.get(name) for name in names.split()}
     given = {name: value for name, value in chosen.items() if value is not None}
-    if settings["exhaustive"]:
+    if settings.get("exhaustive"):
         given["prune"] = False
     with bad_input():
         if settings["cache_path"] is not None:
             given["cache"] = open_cache(settings["cache_path"])
         return Tuner.from_env(**given, **more)
+
+
+def open_cache(path: str | None) -> "BenchmarkCache":
+    """Open the cache at `path`, in memory for `none`, else the user's."""
+    from mucudnn.runtime.environment import cache_path
+    from mucudnn.runtime.store.measurements import BenchmarkCache
+    from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
+
+    if path is None:
+        return BenchmarkCache(cache_path(os.environ))
+    if path == "none":
+        return BenchmarkCache()
+    refuse_foreign_file(Path(path))
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        cache = BenchmarkCache(Path(path))
+    if cache.path is None:
+        cache.close()
+        reasons = (str(w.message).removeprefix(IN_MEMORY_ONLY) for w in complaints)
+        raise BadInputError(f"cannot keep a cache in {path}: {'; '.join(reasons)}")
+    for complaint in complaints:
+        click.echo(f"mucudnn: warning: {complaint.message}", err=True)
+    return cache
+
+
+def refuse_foreign_file(path: Path) -> None:
+    """Refuse a file that is not a cache: it would be replaced as damaged."""
+    with bad_input():
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            start = file.read(len(_SQLITE))
+    if start and start != _SQLITE:
+        raise BadInputError(
+            f"{path} is not a cache but some other file; name another one"
+        )

@@ -29,7 +29,7 @@ from mucudnn.data.files import (
     check_is_file,
     check_labels,
     check_length,
-    fault,
+    data_error,
     read_file,
     readable,
     shown,
@@ -37,7 +37,6 @@ from mucudnn.data.files import (
 from mucudnn.errors import DataError
 
 _MOST_NAMES = 1 << 24  # bytes
-
 _MOST_CLASSES = 2**31 - 1
 
 
@@ -165,14 +164,16 @@ def _map(path: Path) -> tuple[NDArray[Any], int]:
         begin = file.tell()
     empty = not shape or min(shape) < 1 or dtype.itemsize < 1
     if dtype.hasobject or empty:
-        raise fault(path, 0, "numbers", f"an array of shape {shape} and type {dtype}")
+        raise data_error(
+            path, 0, "numbers", f"an array of shape {shape} and type {dtype}"
+        )
     expected = begin + dtype.itemsize * math.prod(shape)
     check_length(path, size, expected, f"{dtype} of shape {shape}")
     order: Any = "F" if fortran else "C"
     try:
         return np.memmap(path, dtype, "r", begin, shape, order), begin
     except (OSError, ValueError) as e:
-        raise fault(path, 0, "an array that can be mapped", str(e)) from e
+        raise data_error(path, 0, "an array that can be mapped", str(e)) from e
 
 
 def _read_header(
@@ -188,10 +189,10 @@ def _read_header(
     except OSError:
         raise
     except KeyError as e:
-        raise fault(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
+        raise data_error(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
     except Exception as e:  # parsers of the Python literal in it raise anything
         found = shown(str(e))
-        raise fault(path, file.tell(), "the header of a .npy file", found) from e
+        raise data_error(path, file.tell(), "the header of a .npy file", found) from e
 
 
 def _class_names(path: Path) -> tuple[str, ...] | None:
@@ -200,7 +201,7 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
     try:
         text = read_file(path, _MOST_NAMES).decode()
     except UnicodeDecodeError as e:
-        raise fault(path, e.start, "UTF-8 text", e.reason) from e
+        raise data_error(path, e.start, "UTF-8 text", e.reason) from e
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -210,9 +211,7 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
 
 
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
-
 _MODES = {1: "L", 3: "RGB"}
-
 _PARTS = {"train": ("train",), "test": ("test", "val")}
 
 
@@ -320,25 +319,20 @@ def _list_files(
     foreign = sorted(set(found) - set(classes))
     if foreign:
         raise DataError(f"{folder / foreign[0]}: a class that the training part lacks")
-    files = [
-        (path, classes.index(name))
-        for name in found
-        for path in _image_files(folder / name)
-    ]
+    files = []
+    for name in found:
+        # No FIFOs, which may never end.
+        with readable(folder / name), os.scandir(folder / name) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file())
+        paths = (folder / name / file for file in names)
+        label = classes.index(name)
+        files += [(path, label) for path in paths if path.suffix.lower() in _SUFFIXES]
     if not files:
         raise DataError(
             f"{folder}: expected folders of images, one a class "
             f"({', '.join(sorted(_SUFFIXES))}); found none"
         )
     return files, classes
-
-
-def _image_files(folder: Path) -> list[Path]:
-    """Return the image files of a folder, but no FIFOs, which may never end."""
-    with readable(folder), os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_file()]
-    paths = (folder / name for name in sorted(names))
-    return [path for path in paths if path.suffix.lower() in _SUFFIXES]
 
 
 def _folders(folder: Path) -> tuple[str, ...]:
@@ -352,6 +346,6 @@ def _import_pillow() -> ModuleType:
     except ImportError as e:
         raise DataError(
             "image files are read with Pillow, which is not installed; "
-            "pip install 'mucudnn[images]'"
+            "pip install pillow"
         ) from e
     return Image

@@ -26,7 +26,7 @@ from mucudnn.data.dataset import Dataset, Split, checked_split
 from mucudnn.data.files import (
     check_labels,
     check_length,
-    fault,
+    data_error,
     find_file,
     read_file,
     shown,
@@ -34,9 +34,7 @@ from mucudnn.data.files import (
 from mucudnn.errors import DataError
 
 _SHAPE = (3, 32, 32)
-
 _PIXELS = 3 * 32 * 32
-
 _PICKLED_ROW = 2 * _PIXELS + (1 << 10)
 """Maximum bytes of a row in a pickle; old protocols may use two per pixel."""
 
@@ -66,14 +64,10 @@ class _Labels:
 _TEN = _Labels(
     *(10, 0, 1, "labels"), ("batches.meta.txt", "batches.meta", "label_names")
 )
-
-_FINE = _Labels(
-    *(100, 1, 2, "fine_labels"), ("fine_label_names.txt", "meta", "fine_label_names")
-)
-
-_COARSE = _Labels(
-    *(20, 0, 2, "coarse_labels"),
-    ("coarse_label_names.txt", "meta", "coarse_label_names"),
+_FINE, _COARSE = (
+    _Labels(n, i, 2, f"{name}_labels", (f"{names}.txt", "meta", names))
+    for n, i, name in ((100, 1, "fine"), (20, 0, "coarse"))
+    for names in (f"{name}_label_names",)
 )
 
 
@@ -157,15 +151,17 @@ def _read_pickle(
     images, labels = entries.get("data"), entries.get(which.key)
     if not isinstance(images, np.ndarray) or not isinstance(labels, list):
         keys = shown(", ".join(sorted(entries)) or "nothing")
-        raise fault(path, 0, f"an array 'data' and a list '{which.key}'", keys)
+        raise data_error(path, 0, f"an array 'data' and a list '{which.key}'", keys)
     if images.shape != (rows, _PIXELS):
-        raise fault(path, 0, f"'data' of shape {(rows, _PIXELS)}", f"{images.shape}")
+        raise data_error(
+            path, 0, f"'data' of shape {(rows, _PIXELS)}", f"{images.shape}"
+        )
     if len(labels) != rows:
-        raise fault(path, 0, f"{rows} entries in '{which.key}'", f"{len(labels)}")
+        raise data_error(path, 0, f"{rows} entries in '{which.key}'", f"{len(labels)}")
     for index, label in enumerate(labels):
         if not isinstance(label, int) or not 0 <= label < which.classes:
             expected = f"labels from 0 to {which.classes - 1} in '{which.key}'"
-            raise fault(path, 0, expected, f"{shown(label)} (image {index})")
+            raise data_error(path, 0, expected, f"{shown(label)} (image {index})")
     return images, np.array(labels, np.int64)
 
 
@@ -258,7 +254,6 @@ _ADMITTED: dict[tuple[str, str], type] = {
     ("_codecs", "encode"): _Latin1,
 }
 
-
 _ALLOWED_OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP"),
     *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET"),
@@ -276,7 +271,6 @@ _KEYS = (str, bytes, int, float, type(None))
 
 _DEEPEST = 4
 """Maximum levels of nesting; the published files have two."""
-
 
 _Instruction = Callable[[Any], None]
 
@@ -378,10 +372,12 @@ def read_pickled_dict(path: Path, most: int | None = None) -> dict[str, Any]:
         found = shown(str(e) or type(e).__name__)
         if isinstance(e, KeyError):  # its key is an opcode
             found = f"an instruction that plain data does not need: {e}"
-        raise fault(path, reader.file.tell(), "a pickle of plain data", found) from e
+        raise data_error(
+            path, reader.file.tell(), "a pickle of plain data", found
+        ) from e
     if reader.file.tell() != len(raw):
         more = f"{len(raw) - reader.file.tell()} more bytes"
-        raise fault(path, reader.file.tell(), "the end of the file", more)
+        raise data_error(path, reader.file.tell(), "the end of the file", more)
     if not isinstance(value, dict):
-        raise fault(path, 0, "a pickled dictionary", type(value).__name__)
+        raise data_error(path, 0, "a pickled dictionary", type(value).__name__)
     return entries

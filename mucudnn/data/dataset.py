@@ -17,17 +17,11 @@ from mucudnn.errors import DataError
 Images: TypeAlias = NDArray[Any]
 """Images of a batch, (n, C, H, W)."""
 
-
 Labels: TypeAlias = NDArray[np.int64]
 """Labels of a batch, (n,)."""
 
-
 Indices: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
-
-
 Split: TypeAlias = Literal["train", "test"]
-
-
 _TEST_EVERY = 5
 
 

@@ -27,7 +27,7 @@ Size = int | Callable[[bytes], int | None] | None
 """Maximum bytes of a file, or a function of its first bytes; None is unlimited."""
 
 
-def fault(path: Path, offset: int, expected: str, found: str) -> DataError:
+def data_error(path: Path, offset: int, expected: str, found: str) -> DataError:
     """Return the error for unexpected contents of a file."""
     return DataError(f"{path}, byte {offset}: expected {expected}, found {found}")
 
@@ -100,7 +100,7 @@ def _gunzip(path: Path, raw: bytes, most: Size) -> bytes:
             if begin and not raw[begin:].strip(b"\0"):
                 break  # tapes and block devices pad with zeros
             found = raw[begin : begin + 2].hex(" ") or "the end of the file"
-            raise fault(path, begin, "a gzip stream (1f 8b)", found)
+            raise data_error(path, begin, "a gzip stream (1f 8b)", found)
         begin = _gunzip_member(path, raw, begin, contents, most)
         if _enough(contents, most):
             break
@@ -119,14 +119,14 @@ def _gunzip_member(
                 part = unpack.decompress(packed, _CHUNK)
             except zlib.error as e:
                 found = f"{e} (within {_CHUNK} bytes)"
-                raise fault(path, at, "an undamaged gzip stream", found) from e
+                raise data_error(path, at, "an undamaged gzip stream", found) from e
             contents += part
             if _enough(contents, most):
                 return len(raw)
             packed = unpack.unconsumed_tail
         if unpack.eof:
             return min(at + _CHUNK, len(raw)) - len(unpack.unused_data)
-    raise fault(path, len(raw), "more of a gzip stream", "the end of the file")
+    raise data_error(path, len(raw), "more of a gzip stream", "the end of the file")
 
 
 def _enough(contents: bytearray, most: Size) -> bool:
@@ -140,9 +140,9 @@ def check_length(path: Path, found: int, expected: int, what: str) -> None:
     """Raise `DataError` where a file's contents are too short or too long."""
     whole = f"{expected} bytes ({what})"
     if found < expected:
-        raise fault(path, found, whole, f"{expected - found} fewer")
+        raise data_error(path, found, whole, f"{expected - found} fewer")
     if found > expected:
-        raise fault(
+        raise data_error(
             path, expected, f"the end after {whole}", f"{found - expected} more"
         )
 
@@ -164,4 +164,4 @@ def check_labels(
         index = int(wrong[0])
         expected = f"a label from 0 to {classes - 1}"
         found = f"{labels[index]} (image {index})"
-        raise fault(path, first + index * stride, expected, found)
+        raise data_error(path, first + index * stride, expected, found)

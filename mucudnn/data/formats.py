@@ -28,15 +28,16 @@ from mucudnn.data.dataset import (
     checked_split,
     split_indices,
 )
-from mucudnn.data.files import check_labels, check_length, fault, find_file, read_file
+from mucudnn.data.files import (
+    check_labels,
+    check_length,
+    data_error,
+    find_file,
+    read_file,
+)
 from mucudnn.errors import DataError
 
-_CLASSES = 10
-
-_SIDE = 8
-
-_WHITE = 16
-
+_CLASSES, _SIDE, _WHITE = 10, 8, 16
 _MOST = 1 << 24
 """Maximum bytes of text, 60 times those of the file."""
 
@@ -57,7 +58,7 @@ def open_digits(split: Split, path: Path | None = None) -> Dataset:
         rows.append(_parse_row(path, offset, line))
         offset += len(line)
     if not rows:
-        raise fault(path, 0, "rows of digits", "an empty file")
+        raise data_error(path, 0, "rows of digits", "an empty file")
     table = np.array(rows)
     pixels = np.rint(table[:, :-1] * (255 / _WHITE)).astype(np.uint8)
     whole = ArrayDataset(pixels.reshape(-1, 1, _SIDE, _SIDE), table[:, -1], _CLASSES)
@@ -69,13 +70,13 @@ def _parse_row(path: Path, offset: int, line: bytes) -> list[int]:
     try:
         row = [int(field) for field in line.split(b",")]
     except ValueError as e:
-        raise fault(path, offset, expected, str(e)) from e
+        raise data_error(path, offset, expected, str(e)) from e
     pixels = row[:-1]
     if len(pixels) != _SIDE**2 or min(row) < 0 or max(pixels) > _WHITE:
         found = f"{len(row)} numbers from {min(row)} to {max(row)}"
-        raise fault(path, offset, expected, found)
+        raise data_error(path, offset, expected, found)
     if row[-1] >= _CLASSES:
-        raise fault(path, offset, expected, f"label {row[-1]}")
+        raise data_error(path, offset, expected, f"label {row[-1]}")
     return row
 
 
@@ -84,7 +85,7 @@ def _installed() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
             "the digits are a file of scikit-learn, which is not installed; "
-            "pip install 'mucudnn[digits]'"
+            "pip install scikit-learn"
         )
     package = Path(spec.submodule_search_locations[0])
     return package / "datasets" / "data" / "digits.csv.gz"
@@ -100,7 +101,6 @@ def _installed() -> Path:
 
 
 _PREFIX = {"train": "train", "test": "t10k"}
-
 _UBYTE = 0x08
 
 
@@ -118,7 +118,7 @@ def open_mnist(folder: str | Path, split: Split) -> Dataset:
     labels, header = _read_idx(labels_path, 1)
     if len(labels) != len(images):
         expected = f"{len(images)} labels, one for each image of {images_path.name}"
-        raise fault(labels_path, 4, expected, str(len(labels)))
+        raise data_error(labels_path, 4, expected, str(len(labels)))
     check_labels(labels_path, labels, _CLASSES, header, 1)
     return ArrayDataset(images, labels, _CLASSES)
 
@@ -133,18 +133,23 @@ def _names(split: Split, what: str, ndim: int) -> tuple[str, ...]:
 
 def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
     """Return the elements of a file, and the offset of the first one."""
-    raw = read_file(path, lambda head: _stated_size(head, ndim))
+    header = 4 + 4 * ndim
+
+    def stated_size(head: bytes) -> int | None:
+        """Return the size that a header states; None while it is incomplete."""
+        return header + math.prod(_shape(head, ndim)) if len(head) >= header else None
+
+    raw = read_file(path, stated_size)
     magic = struct.pack(">HBB", 0, _UBYTE, ndim)
     if raw[:4] != magic[: len(raw)]:
         expected = f"{magic.hex(' ')} (unsigned bytes, {ndim}-dimensional)"
-        raise fault(path, 0, expected, raw[:4].hex(" "))
-    header = 4 + 4 * ndim
+        raise data_error(path, 0, expected, raw[:4].hex(" "))
     if len(raw) < header:
         fewer = f"{header - len(raw)} fewer"
-        raise fault(path, len(raw), f"a header of {header} bytes", fewer)
+        raise data_error(path, len(raw), f"a header of {header} bytes", fewer)
     shape = _shape(raw, ndim)
     if 0 in shape:
-        raise fault(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")
+        raise data_error(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")
     size = header + math.prod(shape)
     check_length(path, len(raw), size, f"a header and {shape} elements")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape), header
@@ -152,14 +157,6 @@ def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
 
 def _shape(raw: bytes, ndim: int) -> tuple[int, ...]:
     return struct.unpack_from(f">{ndim}I", raw, 4)
-
-
-def _stated_size(head: bytes, ndim: int) -> int | None:
-    """Return the size that a header states; None while it is incomplete."""
-    header = 4 + 4 * ndim
-    if len(head) < header:
-        return None
-    return header + math.prod(_shape(head, ndim))
 
 
 # Learnable images generated on the fly, in any number, without files or memory.
@@ -171,13 +168,8 @@ def _stated_size(head: bytes, ndim: int) -> int | None:
 
 
 _MOST_SYNTHETIC = 2**63 - 1
-
 _WAVES = 4
-
-_CONTRAST = 32.0
-
-_BRIGHTNESS = 16.0
-
+_CONTRAST, _BRIGHTNESS = 32.0, 16.0
 _PATTERNS, _TRAIN, _TEST = range(3)
 
 
@@ -254,16 +246,8 @@ def _cosines(size: int) -> NDArray[np.float64]:
 
 
 _DIR = ":DIR"
-
 _LENGTH = 50_000
-
 _LONGEST = 20
-
-_FOLDER_SHAPE = (3, 224, 224)
-
-_SYNTHETIC_SHAPE = (3, 32, 32)
-
-
 _Image = tuple[int, int, int] | None
 
 
@@ -289,7 +273,7 @@ def _synthetic(argument: str, split: Split, image: _Image, seed: int) -> Dataset
             ) from None
     if split == "test":
         options["length"] = max(1, options["length"] // 5)
-    shape = image or _SYNTHETIC_SHAPE
+    shape = image or (3, 32, 32)
     return SyntheticDataset(**options, image_shape=shape, seed=seed, split=split)
 
 
@@ -315,14 +299,13 @@ _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
         "folder": (
             _DIR,
             lambda path, split, image, _: open_folder(
-                path, split, image or _FOLDER_SHAPE
+                path, split, image or (3, 224, 224)
             ),
         ),
         "arrays": (_DIR, lambda path, split, *rest: open_arrays(path, split)),
         "synthetic": ("[:length=N,classes=N,noise=X]", _synthetic),
     }
 )
-
 
 FORMATS = tuple(f"{name}{usage}" for name, (usage, _) in _OPENERS.items())
 """Usage of each kind of data set, such as `mnist:DIR`."""

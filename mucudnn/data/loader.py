@@ -10,8 +10,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,7 @@ class Loader:
             np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
         make = functools.partial(self._make, epoch, order)
         jobs = range(start, len(self))
-        return in_order(make, jobs, workers=self._workers, depth=self._depth)
+        return ordered_map(make, jobs, workers=self._workers, depth=self._depth)
 
     def _make(self, epoch: int, order: NDArray[np.intp], index: int) -> Batch:
         chosen = order[index * self.batch : (index + 1) * self.batch]
@@ -136,22 +136,6 @@ class Loader:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[T]):
-    value: T
-
-    def get(self) -> T:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    error: BaseException
-
-    def get(self) -> NoReturn:
-        raise self.error
-
-
 class _Board(Generic[T]):
     """Claimed jobs and their results; at most `ahead` jobs are claimed, not taken."""
 
@@ -159,7 +143,7 @@ class _Board(Generic[T]):
         self._jobs = jobs
         self._claimable = ahead
         self._claimed = 0
-        self._results: dict[int, _Done[T] | _Failed] = {}
+        self._results: dict[int, Future[T]] = {}
         self._changed = threading.Condition()
 
     def claim(self) -> int | None:
@@ -175,15 +159,15 @@ class _Board(Generic[T]):
             self._claimed += 1
             return self._jobs[self._claimed - 1]
 
-    def put(self, job: int, result: _Done[T] | _Failed) -> None:
+    def put(self, job: int, result: Future[T]) -> None:
         """Store a result; after a failed one no more jobs are claimed."""
         with self._changed:
             self._results[job] = result
-            if isinstance(result, _Failed):
+            if result.exception() is not None:
                 self._jobs = self._jobs[: self._claimed]
             self._changed.notify_all()
 
-    def take(self, job: int) -> _Done[T] | _Failed:
+    def take(self, job: int) -> Future[T]:
         """Wait for a result, remove it, and allow another job to be claimed."""
         with self._changed:
             self._changed.wait_for(lambda: job in self._results)
@@ -197,7 +181,7 @@ class _Board(Generic[T]):
             self._changed.notify_all()
 
 
-def in_order(
+def ordered_map(
     make: Callable[[int], T], jobs: Sequence[int], *, workers: int, depth: int
 ) -> Iterator[T]:
     """Yield `make(job)` of every job, in order, made by `workers` threads.
@@ -233,7 +217,7 @@ def in_order(
         for job in jobs:
             # Not assigned to a name, which would keep a batch that the caller drops.
             if os.getpid() == process:
-                yield board.take(job).get()
+                yield board.take(job).result()
             else:
                 yield make(job)
     finally:
@@ -247,10 +231,13 @@ def in_order(
 
 def _work(board: _Board[T], make: Callable[[int], T]) -> None:
     while (job := board.claim()) is not None:
+        result = Future[T]()
         try:
-            board.put(job, _Done(make(job)))
+            result.set_result(make(job))
         except BaseException as e:  # the consumer raises it
-            board.put(job, _Failed(e))
+            result.set_exception(e)
+        board.put(job, result)
+        del result  # or it would live until the next job is done
 
 
 class PartOfBatches:

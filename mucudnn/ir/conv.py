@@ -16,7 +16,7 @@ from mucudnn.arguments import an_integer, integers, one_of
 from mucudnn.ir.numerics import NATIVE, RowStatus
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 
 __all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
 
@@ -349,8 +349,7 @@ class ConvPlan:
         """Whether the plan has more than one micro-batch."""
         return len(self.steps) > 1
 
-    def _repr_html_(self) -> str:
-        return drawn("conv_plan", self)
+    _repr_html_ = html_of
 
     def slices(self) -> Iterator[tuple[slice, AlgoPerf]]:
         """Yield each micro-batch's slice of the batch axis and its algorithm."""

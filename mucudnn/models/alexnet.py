@@ -48,7 +48,6 @@ def _one_weird_trick(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
 alexnet = Model(_alexnet, (3, 227, 227), 1000)
 """96-256-384-384-256 with local response normalisation: 62 378 344 parameters."""
 
-
 alexnet_owt = Model(_one_weird_trick, (3, 224, 224), 1000)
 """64-192-384-256-256 without normalisation: 61 100 840 parameters."""
 
@@ -87,9 +86,7 @@ def dense_head(
 
 
 _CHANNELS = (64, 128, 256, 512, 512)
-
 _VGG16 = (2, 2, 3, 3, 3)
-
 _VGG19 = (2, 2, 4, 4, 4)
 
 
@@ -111,10 +108,8 @@ def _vgg(depths: tuple[int, ...], more: int = 0) -> Model:
 vgg16 = _vgg(_VGG16)
 """138 357 544 parameters."""
 
-
 vgg19 = _vgg(_VGG19)
 """143 667 240 parameters."""
-
 
 vgg116, vgg216, vgg316, vgg416 = (_vgg(_VGG16, more) for more in (20, 40, 60, 80))
 

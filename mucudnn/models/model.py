@@ -18,9 +18,7 @@ from mucudnn.ir.tensor import Role
 Body = Callable[[GraphBuilder, str, int], Sequence[str]]
 """(builder, image, number of classes) -> logits: the main ones, then of side heads."""
 
-
 _TOP = 5
-
 _MANY_CLASSES = 10
 
 
@@ -151,7 +149,7 @@ class FunctionModel:
         except TypeError as e:
             raise TypeError(
                 f"{self.name} cannot be called with a batch alone: {e}; a network is a "
-                f"function of (batch) and, if it likes, of {', '.join(_OPTIONS)}"
+                f"function of (batch) and optionally {', '.join(_OPTIONS)}"
             ) from e
 
     @property
@@ -198,9 +196,27 @@ class FunctionModel:
         given = {k: v for k, v in asked.items() if k in accepted and v is not None}
         graph = self.function(batch, **given)
         self._check(graph)
-        self._check_as_asked(graph, batch, shape, classes, dtype)
-        if not training:
-            self._check_evaluates(graph)
+        # Compare with what was asked for.
+        spec, count = graph.tensors[IMAGE], class_count(graph)
+        compared: list[tuple[str, Any, Any]] = [("batch", batch, spec.shape[0])]
+        if shape is not None:
+            compared.append(("image", shape, spec.shape[1:]))
+        if classes is not None and count is not None and count < classes:
+            compared.append(("classes", classes, count))
+        compared.append(("dtype", dtype, spec.dtype))
+        for name, wanted, found in compared:
+            if wanted != found:
+                raise ValueError(
+                    f"{self.name} was asked for {name} {wanted} and returned a graph "
+                    f"with {name} {found}; let the function take `{name}` and use it"
+                )
+        random = (n for n in graph.nodes if n.mutates or n.traits.random)
+        if not training and (node := next(random, None)) is not None:
+            raise ValueError(
+                f"{self.name} was asked for a graph for evaluation and returned one "
+                f"with {node.op}, which is for training; let the function take "
+                "`training` and pass it to GraphBuilder(training=training)"
+            )
         return graph
 
     def _accepted_options(self) -> frozenset[str]:
@@ -226,37 +242,6 @@ class FunctionModel:
             )
         if not graph.outputs or graph.tensors[graph.outputs[0]].shape != ():
             raise ValueError(
-                f"{self.name} returned a graph whose first output is no loss; give "
+                f"{self.name} returned a graph whose first output is not a loss; give "
                 "build() a scalar first, such as g.softmax_cross_entropy(...) returns"
             )
-
-    def _check_as_asked(
-        self,
-        graph: Graph,
-        batch: int,
-        image: tuple[int, ...] | None,
-        classes: int | None,
-        dtype: str,
-    ) -> None:
-        spec, count = graph.tensors[IMAGE], class_count(graph)
-        differences: list[tuple[str, Any, Any]] = [("batch", batch, spec.shape[0])]
-        if image is not None:
-            differences.append(("image", image, spec.shape[1:]))
-        if classes is not None and count is not None and count < classes:
-            differences.append(("classes", classes, count))
-        differences.append(("dtype", dtype, spec.dtype))
-        for name, wanted, found in differences:
-            if wanted != found:
-                raise ValueError(
-                    f"{self.name} was asked for {name} {wanted} and returned a graph "
-                    f"with {name} {found}; let the function take `{name}` and use it"
-                )
-
-    def _check_evaluates(self, graph: Graph) -> None:
-        for node in graph.nodes:
-            if node.mutates or node.traits.random:
-                raise ValueError(
-                    f"{self.name} was asked for a graph for evaluation and returned "
-                    f"one with {node.op}, which is for training; let the function "
-                    "take `training` and hand it to GraphBuilder(training=training)"
-                )

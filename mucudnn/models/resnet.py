@@ -86,18 +86,14 @@ def _imagenet_resnet(block: Block, *depths: int) -> Model:
 resnet18 = _imagenet_resnet(_basic, 2, 2, 2, 2)
 """11 689 512 parameters."""
 
-
 resnet34 = _imagenet_resnet(_basic, 3, 4, 6, 3)
 """21 797 672 parameters."""
-
 
 resnet50 = _imagenet_resnet(_bottleneck, 3, 4, 6, 3)
 """25 557 032 parameters."""
 
-
 resnet101 = _imagenet_resnet(_bottleneck, 3, 4, 23, 3)
 """44 549 160 parameters."""
-
 
 resnet152 = _imagenet_resnet(_bottleneck, 3, 8, 36, 3)
 """60 192 808 parameters."""

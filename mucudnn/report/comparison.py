@@ -5,15 +5,14 @@ speed-up), followed by each layer and direction with its two charts and their nu
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from mucudnn.ir.conv import Direction
+from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.report.conv_charts import curve, timeline, undivided_perfs
-from mucudnn.report.page import big_card, card, header, legend, page, table
-from mucudnn.report.svg import Child, Markup, marker, tag
+from mucudnn.report.page import header, interrupted, legend, page, rendered
+from mucudnn.report.svg import Markup, marker, tag
 from mucudnn.report.text import (
-    DIRECTIONS,
-    NOTHING,
     Table,
     bytes_text,
     compared_text,
@@ -23,15 +22,41 @@ from mucudnn.report.text import (
     problem_text,
     speedup_text,
 )
-from mucudnn.studies.convolutions import Comparison, LayerResult, LimitSummary
+from mucudnn.studies.convolutions import Comparison, LayerResult
 
 _OPEN_UP_TO = 24
 """Maximum number of layers that are shown unfolded."""
+
 _HOTTEST = 4.0
 """Speed-up of the darkest cells."""
 
-Layers = Sequence[tuple[str | None, Sequence[LayerResult]]]
-"""(anchor, directions) of every layer."""
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """All directions of one layer."""
+
+    anchor: str | None
+    directions: Sequence[LayerResult]
+
+    @property
+    def name(self) -> str:
+        return self.directions[0].name
+
+    @property
+    def problem(self) -> ConvProblem:
+        return self.directions[0].problem
+
+    @property
+    def count(self) -> int:
+        return self.directions[0].count
+
+    @property
+    def measured(self) -> bool:
+        return any(one.front for one in self.directions)
+
+    def speedup(self, direction: Direction, index: int) -> float | None:
+        found = (x for x in self.directions if x.direction is direction)
+        return next((x.outcomes[index].speedup for x in found), None)
 
 
 def html_report(comparison: Comparison, title: str) -> str:
@@ -41,9 +66,7 @@ def html_report(comparison: Comparison, title: str) -> str:
         f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}; "
         f"numerics: {comparison.numerics}"
     )
-    done = len(comparison.layers)
-    warning = f"Interrupted: {done} of {comparison.asked} convolutions are here."
-    warnings = [warning] if done < comparison.asked else []
+    warnings = interrupted(len(comparison.layers), comparison.asked)
     return page(
         title,
         ("style.css",),
@@ -53,173 +76,55 @@ def html_report(comparison: Comparison, title: str) -> str:
     )
 
 
-def comparison_body(comparison: Comparison, *, linked: bool = True) -> list[Markup]:
+def comparison_body(comparison: Comparison, *, linked: bool = True) -> Markup:
     """Return cards, the table of speed-ups, and every layer.
 
     If `linked`, the table links to the layers: anchors must be unique in a page.
     """
-    colours = {algo: i for i, algo in enumerate(comparison.algorithms)}
-    layers = _group_directions(comparison.layers, linked=linked)
-    cards = tag("div", map(_card, comparison.summary), class_="cards")
-    speedups = _speedup_map(comparison, layers, "speedups" if linked else None)
-    return [tag("main", cards, speedups), *_layers(layers, colours)]
-
-
-def _group_directions(layers: Sequence[LayerResult], *, linked: bool) -> Layers:
-    """Group the directions of each layer, in order of appearance."""
+    # Group the directions of each layer, in order of appearance.
     groups: dict[tuple[str, object], list[LayerResult]] = {}
-    for layer in layers:
+    for layer in comparison.layers:
         key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
         groups.setdefault(key, []).append(layer)
-    return [
-        (f"layer-{i}" if linked else None, group)
+    layers = [
+        _Layer(f"layer-{i}" if linked else None, group)
         for i, group in enumerate(groups.values(), start=1)
     ]
-
-
-def _card(entry: LimitSummary) -> Markup:
-    """Return a limit's card; without a mean if layers are missing for lack of time."""
-    head = f"Workspace limit {limit_text(entry.limit)}"
-    counted = compared_text(entry)
-    if entry.cut_short or entry.geomean is None:
-        count, _, why = counted.partition("; ")
-        return card(
-            head, tag("p", count, class_="lacking"), tag("p", why, class_="range")
-        )
-    longest = max(entry.undivided_ms, entry.planned_ms)
-    undivided = _thin_bar("undivided", entry.undivided_ms, longest, None)
-    planned = _thin_bar("planned", entry.planned_ms, longest, "ours")
-    pair = tag("div", undivided, planned, class_="pair")
-    spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · {counted}"
-    return big_card(head, speedup_text(entry.geomean), "geometric mean", spread, pair)
-
-
-def _thin_bar(
-    name: str, time_ms: float, longest: float, class_: str | None
-) -> tuple[Markup, ...]:
-    width = 100 * time_ms / longest if longest else 0.0
-    return (
-        tag("span", name),
-        tag("i", class_=class_, style=f"--w:{width:.1f}"),
-        tag("span", f"{ms_text(time_ms)} ms"),
+    shown = {layer.direction for layer in comparison.layers}
+    return rendered(
+        "comparison",
+        comparison=comparison,
+        layers=layers,
+        directions=[d for d in Direction if d in shown],
+        linked=linked,
+        few=len(layers) <= _OPEN_UP_TO,
+        colours={algo: i for i, algo in enumerate(comparison.algorithms)},
+        heat=_heat,
+        compared_text=compared_text,
+        limit_text=limit_text,
+        problem_text=problem_text,
+        curve=curve,
+        timeline=timeline,
+        algorithms=_algorithms,
+        numbers=_numbers,
     )
 
 
-def _speedup_map(comparison: Comparison, layers: Layers, id_: str | None) -> Markup:
-    """Return speed-ups by layer (rows), direction and limit (columns)."""
-    directions = [
-        d for d in Direction if any(x.direction is d for x in comparison.layers)
-    ]
-    n = len(comparison.limits)
-    names = (tag("th", DIRECTIONS[d], colspan=n, class_="first") for d in directions)
-    limits = (
-        tag("th", limit_text(limit), class_=None if i else "first", scope="col")
-        for _ in directions
-        for i, limit in enumerate(comparison.limits)
-    )
-    rows = (
-        tag(
-            "tr",
-            tag("th", _link(group[0].name, anchor), scope="row"),
-            [_heat(group, d, i) for d in directions for i in range(n)],
-        )
-        for anchor, group in layers
-    )
-    head = tag(
-        "thead",
-        tag("tr", tag("th", "layer", class_="text", rowspan=2, scope="col"), names),
-        tag("tr", limits),
-    )
-    return tag(
-        "section",
-        tag("h2", "Speed-up over undivided", id=id_),
-        tag(
-            "div",
-            tag("table", head, tag("tbody", rows)),
-            class_="scroll",
-            tabindex=0,
-            role="region",
-            aria_labelledby=id_,
-        ),
-        class_="map",
-    )
+def _heat(speedup: float) -> str:
+    """Return the strength of a cell's colour in percent."""
+    share = math.log(speedup) / math.log(_HOTTEST)
+    return f"{55 * min(1.0, max(0.0, share)):.0f}"
 
 
-def _link(name: str, anchor: str | None) -> Child:
-    return name if anchor is None else tag("a", name, href=f"#{anchor}")
-
-
-def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Markup:
-    class_ = None if index else "first"
-    found = (x.outcomes[index].speedup for x in group if x.direction is direction)
-    speedup = next(found, None)
-    if speedup is None:
-        return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
-    heat = 55 * min(1.0, max(0.0, math.log(speedup) / math.log(_HOTTEST)))
-    return tag("td", speedup_text(speedup), class_=class_, style=f"--p:{heat:.0f}")
-
-
-def _layers(layers: Layers, colours: Mapping[str, int]) -> Iterator[Markup]:
-    few = len(layers) <= _OPEN_UP_TO
-    for anchor, group in layers:
-        first = group[0]
-        measured = any(one.front for one in group)
-        badges = [f"{first.count} times"] if first.count > 1 else []
-        badges += [] if measured else ["not measured"]
-        drawn = (tag("span", badge, class_="badge") for badge in badges)
-        heading = tag("h2", first.name, drawn, id=anchor)
-        facts = tag("p", problem_text(first.problem), class_="facts")
-        yield tag(
-            "details",
-            tag("summary", heading, facts),
-            (_direction(layer, colours) for layer in group),
-            class_="layer",
-            open="" if few and measured else None,
-        )
-
-
-def _direction(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
-    return tag(
-        "article",
-        tag("h3", DIRECTIONS[layer.direction].capitalize()),
-        _figures(layer, colours) if layer.front else [],
-        _notes(layer),
-        _numbers(layer) if layer.front else [],
-    )
-
-
-def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]:
-    figures = (
-        (
-            curve(layer, colours),
-            "Line: the best division for each workspace. Hollow marks: one call for "
-            "the whole mini-batch. Dashed: the limits.",
-        ),
-        (
-            timeline(layer, colours),
-            "Each box is a micro-batch, as wide as its time; the number is its size.",
-        ),
-    )
-    drawn = (tag("figure", one, tag("figcaption", text)) for one, text in figures)
-    yield tag("div", drawn, class_="figures")
+def _algorithms(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
     used = {perf.algo for perf in undivided_perfs(layer)}
     choices = (o.choice for o in layer.outcomes if o.choice is not None)
     used |= {s.algo for choice in choices for s in choice.plan.steps}
     marks = ((marker(i, 6, 6), algo) for algo, i in colours.items() if algo in used)
-    yield legend(marks, "Algorithms")
+    return legend(marks, "Algorithms")
 
 
-def _notes(layer: LayerResult) -> Child:
-    reasons = [
-        f"{limit_text(outcome.limit)}: {outcome.reason}"
-        for outcome in layer.outcomes
-        if outcome.reason is not None
-    ]
-    items = (tag("li", reason) for reason in reasons)
-    return tag("ul", items, class_="notes") if reasons else []
-
-
-def _numbers(layer: LayerResult) -> Markup:
+def _numbers(layer: LayerResult) -> list[Table]:
     outcomes = tuple(
         (
             limit_text(o.limit),
@@ -252,5 +157,4 @@ def _numbers(layer: LayerResult) -> Markup:
         Table(predicted, (">workspace", ">ms", "plan"), front),
         Table(missing, ("algorithm", "reason"), layer.left_out),
     )
-    drawn = (table(one, captioned=True) for one in tables if one.rows)
-    return tag("details", tag("summary", "Numbers"), drawn, class_="numbers")
+    return [table for table in tables if table.rows]

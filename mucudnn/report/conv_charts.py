@@ -26,7 +26,7 @@ from mucudnn.report.text import (
     runs,
     speedup_text,
 )
-from mucudnn.studies.convolutions import LayerResult, Outcome
+from mucudnn.studies.convolutions import LayerResult, LimitResult
 
 _WIDTH = 360.0
 _FRAME = Frame(left=40.0, right=350.0, top=34.0, bottom=216.0)
@@ -85,7 +85,16 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
         _limits(limits, x),
         _front(front, x, y),
         labels(
-            _names(points, colours, x, y),
+            (
+                Label(
+                    x(p.workspace),
+                    y(p.time_ms) - 6,
+                    p.algo,
+                    6.0,
+                    class_=f"label a{colours[p.algo] % COLOURS}",
+                )
+                for p in points
+            ),
             _LABELS,
             [(x(p.workspace), y(p.time_ms)) for p in points],
         ),
@@ -101,15 +110,6 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
             for p in points
         ],
     )
-
-
-def _names(
-    points: Iterable[AlgoPerf], colours: Mapping[str, int], x: Scale, y: Scale
-) -> Iterator[Label]:
-    """Yield labels of algorithms beside their marks."""
-    for p in points:
-        class_ = f"label a{colours[p.algo] % COLOURS}"
-        yield Label(x(p.workspace), y(p.time_ms) - 6, p.algo, 6.0, class_=class_)
 
 
 def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
@@ -186,7 +186,7 @@ def _front(front: Iterable[ConvPlan], x: Scale, y: Scale) -> Iterator[Markup]:
 
 
 def _limit_row(
-    outcome: Outcome, scale: Scale, colours: Mapping[str, int]
+    outcome: LimitResult, scale: Scale, colours: Mapping[str, int]
 ) -> Iterator[Markup]:
     yield tag("text", limit_text(outcome.limit), class_="row-name", x=0, y=13)
     choice = outcome.choice

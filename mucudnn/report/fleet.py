@@ -1,36 +1,25 @@
 """A fleet study, as tables and as an HTML page."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from mucudnn.passes.load_balancing import FleetPlan
-from mucudnn.report.page import big_card, header, page, swatches, table
+from mucudnn.report.page import header, page, rendered
 from mucudnn.report.svg import Frame, Markup, Scale, box, drawing, linear_scale, tag
 from mucudnn.report.text import NOTHING, Table, ms_text, speedup_text
 from mucudnn.studies.fleet import FleetStudy
 
+SHEETS = ("style.css", "memory.css")
+"""Style sheets of the charts."""
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """Consecutive equal ranks with equal shares; `names` are the first and the last."""
-
-    names: str
-    ranks: Sequence[int]
-
-
-def group_ranks(study: FleetStudy, plan: FleetPlan) -> Iterator[RankGroup]:
-    """Group the ranks of a plan by device and share."""
-    ranks = study.fleet.ranks
-
-    def kind(i: int) -> object:
-        return ranks[i].table, ranks[i].memory, plan.shares[i]
-
-    for _, same in groupby(range(len(ranks)), key=kind):
-        members = list(same)
-        first, last = ranks[members[0]].name, ranks[members[-1]].name
-        names = first if len(members) == 1 else f"{first} … {last}"
-        yield RankGroup(names, members)
+_KINDS = {
+    "heavy": "compute",
+    "stall": "wait for the slowest device",
+    "copy-out": "all-reduce of gradients",
+}
+_WIDTH, _LEFT, _RIGHT = 1000.0, 190.0, 985.0
+_LANE, _GAP, _TOP, _HEAD = 22.0, 8.0, 8.0, 24.0
+_MOST_LANES = 24
 
 
 def fleet_heading(study: FleetStudy) -> str:
@@ -41,24 +30,43 @@ def fleet_heading(study: FleetStudy) -> str:
 
 def fleet_facts(study: FleetStudy) -> str:
     """Return the sources of times."""
-    sources = "; ".join(f"{name}: {source}" for name, source in study.sources.items())
-    return f"{sources}; all-reduce: {study.link}"
+    return "; ".join(_sources(study))
+
+
+def _sources(study: FleetStudy) -> list[str]:
+    sources = [f"{name}: {source}" for name, source in study.sources.items()]
+    return [*sources, f"all-reduce: {study.link}"]
+
+
+def _group_ranks(study: FleetStudy, plan: FleetPlan) -> Iterator[tuple[str, int]]:
+    """Yield (names of the first and the last rank, first index) of equal neighbours."""
+    ranks = study.fleet.ranks
+
+    def kind(i: int) -> object:
+        return ranks[i].table, ranks[i].memory, plan.shares[i]
+
+    for _, same in groupby(range(len(ranks)), key=kind):
+        first, *others = same
+        last = f" … {ranks[others[-1]].name}" if others else ""
+        yield f"{ranks[first].name}{last}", first
+
+
+def _step_ms(plan: FleetPlan | None) -> float | None:
+    return None if plan is None else plan.step_ms
 
 
 def fleet_tables(study: FleetStudy) -> tuple[Table, ...]:
     """Return the tables of ranks and of splits."""
-    return _ranks(study), _splits(study)
-
-
-def _ranks(study: FleetStudy) -> Table:
-    plan = study.plan
-    rows = []
-    for group in group_ranks(study, plan):
-        i = group.ranks[0]
+    plan, notes = study.plan, _sources(study)
+    if any(share.passes > 1 for share in plan.shares):
+        text = "a share that does not fit runs as passes whose gradients are summed"
+        notes.insert(-1, text)
+    ranks = []
+    for names, i in _group_ranks(study, plan):
         share, idle = plan.shares[i], plan.idle_ms[i]
-        rows.append(
+        ranks.append(
             (
-                group.names,
+                names,
                 str(share.samples),
                 str(share.passes),
                 ms_text(share.time_ms) if share.samples else NOTHING,
@@ -71,58 +79,26 @@ def _ranks(study: FleetStudy) -> Table:
         *("device", ">samples", ">passes", ">step ms", ">waits ms", ">of the step"),
         ">whole batch alone ms",
     )
-    return Table(fleet_heading(study), columns, tuple(rows), notes=_notes(study))
-
-
-def _notes(study: FleetStudy) -> tuple[str, ...]:
-    notes = [f"{name}: {source}" for name, source in study.sources.items()]
-    if any(share.passes > 1 for share in study.plan.shares):
-        notes.append(
-            "a share that does not fit runs as passes whose gradients are summed"
-        )
-    return (*notes, f"all-reduce: {study.link}")
-
-
-def _splits(study: FleetStudy) -> Table:
-    def row(name: str, step_ms: float | None) -> tuple[str, ...]:
+    heading = fleet_heading(study)
+    splits = []
+    for name, step_ms in (
+        ("planned", plan.step_ms),
+        ("proportional to speed", _step_ms(study.proportional)),
+        ("equal shares", _step_ms(study.equal)),
+        ("fastest device alone", study.fastest_alone_ms),
+        ("lower bound of any split", study.bound_ms),
+    ):
         if step_ms is None:
-            return (name, *(NOTHING,) * 3, "does not fit")
-        rate = 1e3 * study.plan.batch / step_ms
-        speedup = speedup_text(step_ms / study.plan.step_ms)
-        return (name, ms_text(step_ms), f"{rate:,.0f}", speedup, "")
-
-    def of(plan: FleetPlan | None) -> float | None:
-        return None if plan is None else plan.step_ms
-
-    rows = (
-        row("planned", study.plan.step_ms),
-        row("proportional to speed", of(study.proportional)),
-        row("equal shares", of(study.equal)),
-        row("fastest device alone", study.fastest_alone_ms),
-        row("bound of any split", study.bound_ms),
+            splits.append((name, *(NOTHING,) * 3, "does not fit"))
+        else:
+            rate = f"{1e3 * plan.batch / step_ms:,.0f}"
+            speedup = speedup_text(step_ms / plan.step_ms)
+            splits.append((name, ms_text(step_ms), rate, speedup, ""))
+    of_splits = ("split", ">step ms", ">samples/s", ">speed-up of planned", "remark")
+    return (
+        Table(heading, columns, tuple(ranks), notes=tuple(notes)),
+        Table("", of_splits, tuple(splits), frozenset({0})),
     )
-    columns = ("split", ">step ms", ">samples/s", ">speed-up of planned", "remark")
-    return Table("", columns, rows, frozenset({0}))
-
-
-# Report of a fleet as one HTML file: waiting times with equal and planned shares.
-
-
-SHEETS = ("style.css", "memory.css")
-"""Style sheets of the charts."""
-
-
-_KINDS = {
-    "heavy": "computes",
-    "stall": "waits for the slowest",
-    "copy-out": "gradients are summed",
-}
-
-_WIDTH, _LEFT, _RIGHT = 1000.0, 190.0, 985.0
-
-_LANE, _GAP, _TOP, _HEAD = 22.0, 8.0, 8.0, 24.0
-
-_MOST_LANES = 24
 
 
 def fleet_report(study: FleetStudy) -> str:
@@ -131,113 +107,82 @@ def fleet_report(study: FleetStudy) -> str:
     if any("estimated" in source for source in study.sources.values()):
         warnings.append(
             "Times of devices that were not measured are estimates from published "
-            "figures: they compare splits, they do not promise a speed."
+            "figures: use them to compare splits, not to predict a speed."
         )
+    heading = fleet_heading(study)
     return page(
-        fleet_heading(study),
+        heading,
         SHEETS,
-        header(fleet_heading(study), fleet_facts(study), warnings),
+        header(heading, fleet_facts(study), warnings),
         fleet_body(study),
     )
 
 
 def fleet_body(study: FleetStudy) -> Markup:
-    """Return cards, the chart and the tables."""
-    chart = tag(
-        "section",
-        tag("h2", "Who waits for whom"),
-        tag("p", "One step of each device, equal shares and planned ones."),
-        swatches(_KINDS),
-        tag("div", waiting_chart(study), class_="wide"),
-        class_="panel",
-    )
-    ranks, splits = fleet_tables(study)
-    tables = [
-        tag("section", tag("h2", name), table(rows), class_="panel")
-        for name, rows in (("The shares", ranks), ("Beside other splits", splits))
-    ]
-    return tag("main", _cards(study), chart, tables)
-
-
-def _cards(study: FleetStudy) -> Markup:
+    """Return cards, the chart of waiting times, and tables."""
     plan = study.plan
     waits = sum(plan.idle_ms) / (len(plan.shares) * plan.step_ms)
-    cards = [
-        big_card(
-            "Planned shares",
-            f"{plan.samples_per_s:,.0f}",
-            "samples a second",
-            f"{ms_text(plan.step_ms)} ms a step, {waits:.1%} of it spent waiting; no "
-            f"split takes less than {ms_text(study.bound_ms)} ms",
-        )
+    rivals = [
+        ("Over equal shares", _step_ms(study.equal), "equal shares"),
+        (
+            "Over shares by speed",
+            _step_ms(study.proportional),
+            "shares in proportion to speed",
+        ),
     ]
-    for other, name in ((study.equal, "equal shares"), (study.proportional, "speeds")):
-        speedup = study.speedup(other)
-        if other is not None and speedup is not None:
-            title = (
-                "Over equal shares" if other is study.equal else "Over shares by speed"
-            )
-            cards.append(
-                big_card(
-                    title,
-                    speedup_text(speedup),
-                    "as fast",
-                    f"{ms_text(other.step_ms)} ms a step with {name} deciding",
-                )
-            )
-    fastest = study.fastest_alone_ms
-    if fastest is not None and len(plan.shares) > 1:
-        cards.append(
-            big_card(
-                "Over the fastest alone",
-                speedup_text(fastest / plan.step_ms),
-                "as fast",
-                f"{ms_text(fastest)} ms for the whole batch on one device",
-            )
-        )
-    return tag("div", cards, class_="cards")
+    if len(plan.shares) > 1:
+        what = "the whole batch on one device"
+        rivals.append(("Over the fastest alone", study.fastest_alone_ms, what))
+    ranks, splits = fleet_tables(study)
+    return rendered(
+        "fleet",
+        study=study,
+        waits=f"{waits:.1%}",
+        rivals=rivals,
+        kinds=_KINDS,
+        chart=waiting_chart(study),
+        ranks=ranks,
+        splits=splits,
+    )
 
 
 def waiting_chart(study: FleetStudy) -> Markup:
     """Draw each device's step as a bar: computing, waiting, summing gradients."""
-    plans = [("equal shares", study.equal), ("planned shares", study.plan)]
-    shown = [
-        (name, plan, list(group_ranks(study, plan))[:_MOST_LANES])
-        for name, plan in plans
+    shown: Sequence[tuple[str, FleetPlan]] = [
+        (name, plan)
+        for name, plan in (("equal", study.equal), ("planned", study.plan))
         if plan is not None
     ]
-    x = linear_scale(max(plan.step_ms for _, plan, _ in shown), _LEFT, _RIGHT)
+    x = linear_scale(max(plan.step_ms for _, plan in shown), _LEFT, _RIGHT)
     marks: list[Markup] = []
     y = _TOP
-    for name, plan, groups in shown:
-        words = f"{name}: {ms_text(plan.step_ms)} ms"
+    for name, plan in shown:
+        words = f"{name} shares: {ms_text(plan.step_ms)} ms"
         marks.append(tag("text", words, class_="lane-name", x=4, y=y + 14))
         y += _HEAD
-        for group in groups:
-            marks += _lane(plan, group, x, y)
+        for names, i in list(_group_ranks(study, plan))[:_MOST_LANES]:
+            marks += _lane(plan, names, i, x, y)
             y += _LANE + _GAP
     frame = Frame(left=_LEFT, right=_RIGHT, top=_TOP, bottom=y)
     label = "; ".join(
-        f"{name}: {ms_text(plan.step_ms)} ms, the longest wait "
+        f"{name} shares: {ms_text(plan.step_ms)} ms, the longest wait "
         f"{ms_text(max(plan.idle_ms))} ms"
-        for name, plan, _ in shown
+        for name, plan in shown
     )
     axis = frame.horizontal(x, "milliseconds")
-    return drawing(_WIDTH, y + 34, f"Who waits for whom. {label}.", marks, axis)
+    return drawing(_WIDTH, y + 34, f"Waiting times. {label}.", marks, axis)
 
 
-def _lane(plan: FleetPlan, group: RankGroup, x: Scale, y: float) -> Iterator[Markup]:
-    i = group.ranks[0]
+def _lane(plan: FleetPlan, names: str, i: int, x: Scale, y: float) -> Iterator[Markup]:
     share = plan.shares[i]
-    name = f"{group.names}: {share.samples}"
-    yield tag("text", name, class_="tick end", x=_LEFT - 8, y=y + 15)
-    spans = (
+    text = f"{names}: {share.samples}"
+    yield tag("text", text, class_="tick end", x=_LEFT - 8, y=y + 15)
+    for kind, start, stop, what in (
         ("heavy", 0.0, share.time_ms, f"{share.samples} samples"),
         ("stall", share.time_ms, plan.compute_ms, "waits"),
         ("copy-out", plan.compute_ms, plan.step_ms, "all-reduce"),
-    )
-    for kind, start, stop, what in spans:
+    ):
         if stop > start:
             size = x(stop) - x(start), _LANE
-            title = f"{group.names}, {what}: {ms_text(stop - start)} ms"
+            title = f"{names}, {what}: {ms_text(stop - start)} ms"
             yield box(f"box {kind}", x(start), y, size, title=title)

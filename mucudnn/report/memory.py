@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 
 from mucudnn.passes.planning.plan_step import Technique, best_technique
 from mucudnn.passes.registry import name_of
-from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.memory_charts import (
     KINDS,
     Series,
@@ -13,20 +12,33 @@ from mucudnn.report.memory_charts import (
     speed_chart,
     stack_chart,
 )
-from mucudnn.report.page import big_card, header, page, swatches, table
-from mucudnn.report.svg import Child, Markup, tag
+from mucudnn.report.page import header, page, rendered
+from mucudnn.report.svg import Markup
 from mucudnn.report.text import NOTHING, Table, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_results import MemoryStudy
 
 _COLUMNS = (
-    *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
+    *("policy", "scheduler", "fits", ">peak", ">offloaded", ">recomputed"),
     *(">step ms", ">slowdown", ">bound ms", ">gap", "remark"),
 )
-"""Columns of techniques: `extra nodes` are recomputed; `gap` bounds the distance to
-the best possible plan."""
+"""Columns of techniques; `gap` bounds the distance to the best possible plan."""
 
+_SPARE = ("bound ms", "recomputed", "scheduler", "gap", "offloaded")
 
-_SPARE = ("bound ms", "extra nodes", "scheduler", "gap", "offloaded")
+SHEETS = ("style.css", "memory.css")
+"""Style sheets of the charts of a step."""
+
+_OURS = "planned"
+
+_QUEUES = {
+    "heavy": "convolutions and matrix products",
+    "light": "all other nodes",
+    "again": "recomputed nodes",
+    "update": "updates",
+    "stall": "compute waits",
+    "copy-out": "copies to the host",
+    "copy-in": "copies from the host",
+}
 
 
 def heading(study: MemoryStudy) -> str:
@@ -76,9 +88,8 @@ def least_words(study: MemoryStudy) -> str:
     if least is None:
         return ""
     why = study.loose.get(study.budget, "")
-    return f"no plan within the budget takes less than {ms_text(least)} ms a step" + (
-        f" (compute alone: {why})" if why else ""
-    )
+    reason = f" (compute alone: {why})" if why else ""
+    return f"no plan within the budget takes less than {ms_text(least)} ms{reason}"
 
 
 def placed_words(study: MemoryStudy) -> str:
@@ -88,15 +99,15 @@ def placed_words(study: MemoryStudy) -> str:
     layout, plan = study.placed.layout, study.placed.plan
     beside = ""
     if study.placed.state_bytes:
-        beside = f" beside {bytes_text(study.placed.state_bytes)} that never leave"
+        beside = f" and {bytes_text(study.placed.state_bytes)} that stay resident"
     tiers = plan.prediction.placement
     away = "" if tiers is None else f"; {tiers}"
     how = "with fixed offsets"
     if layout.mapped_chunks:
         how = f"in mapped memory ({ms_text(study.placed.map_ms)} ms, once)"
     return (
-        f"{plan.policy} {how}: an arena of {bytes_text(layout.nbytes)}"
-        f"{beside}, {layout.fragmentation:.1%} above what is in use at once; "
+        f"{plan.policy} {how}: an arena of {bytes_text(layout.nbytes)}{beside}, "
+        f"{layout.fragmentation:.1%} fragmentation; "
         f"{ms_text(plan.prediction.step_ms)} ms a step{away}"
     )
 
@@ -106,18 +117,18 @@ def technique_table(study: MemoryStudy) -> Table:
     rows = tuple(_cells(study, t) for t in study.techniques)
     strong = {i for i, t in enumerate(study.techniques) if t is study.best}
     unbounded = (
-        f"with all the memory it could use: {bytes_text(study.unbounded.peak_bytes)}, "
+        f"without a budget: {bytes_text(study.unbounded.peak_bytes)}, "
         f"{ms_text(study.unbounded_ms)} ms a step"
     )
     notes = [unbounded, *filter(None, [least_words(study), placed_words(study)])]
     if study.minimum is not None:
         least = f"{bytes_text(study.minimum)} ({study.minimum} bytes)"
-        notes.append(f"the least budget that works: {least}")
+        notes.append(f"minimum feasible budget: {least}")
     if study.splitting is not None:
-        notes += [f"in parts: {line}" for line in study.splitting.lines]
+        notes += [f"in micro-batches: {line}" for line in study.splitting.lines]
     notes += [f"{name}: {text}" for name, text in study.figures.items()]
     if study.interrupted:
-        notes.append("interrupted: this is what was done by then")
+        notes.append("interrupted: only the finished part is shown")
     title = f"{heading(study)}; budget {budget_text(study)}"
     return Table(title, _COLUMNS, rows, frozenset(strong), tuple(notes), _SPARE)
 
@@ -134,20 +145,20 @@ def _curve(study: MemoryStudy) -> Table:
     by_policy: dict[str, dict[int, Technique]] = {}
     for technique in study.curve:
         by_policy.setdefault(technique.policy, {})[technique.budget] = technique
+
+    def slowdown(technique: Technique | None) -> str:
+        return NOTHING if technique is None else speedup_text(study.slowdown(technique))
+
     rows = tuple(
-        (policy, *(_slowdown(study, found.get(budget)) for budget in budgets))
+        (policy, *(slowdown(found.get(budget)) for budget in budgets))
         for policy, found in by_policy.items()
     )
     least = (study.least_ms.get(budget) for budget in budgets)
     bounds = (None if ms is None else ms / study.unbounded_ms for ms in least)
-    rows += (("(no plan below)", *map(speedup_text, bounds)),)
+    rows += (("(lower bound)", *map(speedup_text, bounds)),)
     whole = study.unbounded.peak_bytes
     columns = ("policy", *(f">{bytes_text(b)} ({b / whole:.0%})" for b in budgets))
     return Table("slowdown under smaller budgets", columns, rows)
-
-
-def _slowdown(study: MemoryStudy, technique: Technique | None) -> str:
-    return NOTHING if technique is None else speedup_text(study.slowdown(technique))
 
 
 def _limits(study: MemoryStudy) -> Table:
@@ -155,35 +166,18 @@ def _limits(study: MemoryStudy) -> Table:
     columns = ["policy"]
     cells: list[Iterable[str]] = [policies]
     if study.min_budget:
-        columns += [">least budget", ">bytes"]
+        columns += [">minimum budget", ">bytes"]
         sizes = [study.min_budget.get(policy) for policy in policies]
         cells.append(map(bytes_text, sizes))
         cells.append(NOTHING if s is None else str(s) for s in sizes)
     if study.max_batch:
         columns.append(">largest batch")
         cells.append(str(study.max_batch.get(policy, NOTHING)) for policy in policies)
-    title = f"what fits, and what within {bytes_text(study.budget)}"
+    title = f"limits of each policy; batches within {bytes_text(study.budget)}"
     return Table(title, tuple(columns), tuple(zip(*cells, strict=True)))
 
 
 # Report of a memory study as one HTML file: needs and costs of a step.
-
-
-SHEETS = ("style.css", "memory.css")
-"""Style sheets of the charts of a step."""
-
-
-_OURS = "planned"
-
-_QUEUES = {
-    "heavy": "convolutions and matrix products",
-    "light": "all other nodes",
-    "again": "computed again",
-    "update": "updates",
-    "stall": "compute waits",
-    "copy-out": "copies to the host",
-    "copy-in": "copies back",
-}
 
 
 def memory_report(study: MemoryStudy) -> str:
@@ -207,157 +201,44 @@ def memory_report(study: MemoryStudy) -> str:
 
 def memory_body(study: MemoryStudy) -> Markup:
     """Return cards, charts, the table of techniques, and sources."""
-    return tag("main", _cards(study), _pictures(study), _table(study), _sources(study))
+    best, rival = study.best, ""
+    if best is not None:  # name the best of the other policies
+        others = [t for t in study.techniques if t.policy != best.policy]
+        rival = "; nothing else fits" if others else ""
+        if (second := best_technique(others)) is not None:
+            slowdown = speedup_text(study.slowdown(second))
+            rival = f", instead of {slowdown} by {second.policy}"
+    several = len({t.budget for t in study.curve}) > 1
+    return rendered(
+        "memory",
+        study=study,
+        plan=None if best is None else best.plan,
+        budget=budget_text(study),
+        least_ms=study.least_ms.get(study.budget),
+        rival=rival,
+        placed=placed_words(study),
+        techniques=technique_table(study),
+        faint={i for i, t in enumerate(study.techniques) if not t.fits},
+        speeds=speed_chart(speed_series(study)) if several else None,
+        kinds=KINDS,
+        queues=_QUEUES,
+        memory_chart=memory_chart,
+        stack_chart=stack_chart,
+        lanes_chart=lanes_chart,
+    )
 
 
 def _warnings(study: MemoryStudy) -> Iterator[str]:
     if not study.measured:
-        which = (
-            "Times other than those of recorded convolutions"
-            if study.convolutions.measured
-            else "All times"
-        )
+        which = "All times"
+        if study.convolutions.measured:
+            which = "Times other than those of recorded convolutions"
         yield (
-            f"{which} are estimates from published figures of the device: they "
-            "compare techniques, they do not promise a speed."
+            f"{which} are estimates from published figures of the device: use them to "
+            "compare techniques, not to predict a speed."
         )
     if study.interrupted:
-        yield "Interrupted: this is what was done by then."
-
-
-def _cards(study: MemoryStudy) -> Markup:
-    best, whole = study.best, study.unbounded
-    least = study.least_ms.get(study.budget)
-    bound = (
-        "" if least is None else f", and no plan at all less than {ms_text(least)} ms"
-    )
-    cards = [
-        big_card(
-            "Without a budget",
-            bytes_text(whole.peak_bytes),
-            "at most in use",
-            f"{ms_text(study.unbounded_ms)} ms a step, everything kept",
-        )
-    ]
-    if best is not None and best.plan is not None:
-        prediction = best.plan.prediction
-        cards += [
-            big_card(
-                f"{best.policy} within {budget_text(study)}",
-                speedup_text(study.slowdown(best)),
-                f"the time of a step without a budget{_rival(study)}",
-                f"{ms_text(prediction.step_ms)} ms; no order of the same work takes "
-                f"less than {ms_text(prediction.bound_ms)} ms{bound}",
-            ),
-            big_card(
-                "What it does for that",
-                bytes_text(prediction.out_bytes),
-                "offloaded in a step",
-                f"{best.plan.recomputed} nodes run again; compute waits "
-                f"{ms_text(sum(prediction.stalls_ms.values()))} ms",
-            ),
-        ]
-    else:
-        cards.append(
-            big_card(
-                f"Within {budget_text(study)}",
-                "nothing fits",
-                "of what was tried",
-                "see the table for how many bytes each is short",
-            )
-        )
-    if study.minimum is not None:
-        cards.append(
-            big_card(
-                "The least budget",
-                bytes_text(study.minimum, study.budget),
-                "that any policy can run the step in",
-                f"{study.minimum / whole.peak_bytes:.0%} of what it takes without one",
-            )
-        )
-    return tag("div", cards, class_="cards")
-
-
-def _rival(study: MemoryStudy) -> str:
-    """Return the best of the other policies, as the end of a sentence."""
-    best = study.best
-    others = [t for t in study.techniques if best and t.policy != best.policy]
-    second = best_technique(others)
-    if second is not None:
-        slowdown = speedup_text(study.slowdown(second))
-        return f", instead of {slowdown} by {second.policy}"
-    return "; nothing else fits" if others else ""
-
-
-def _pictures(study: MemoryStudy) -> Iterable[Markup]:
-    best = study.best
-    if best is not None and best.plan is not None:
-        yield from _plan_panels(study, best.plan)
-    if len({t.budget for t in study.curve}) > 1:
-        series = speed_series(study)
-        yield _panel(
-            "Speed against budget",
-            "How fast the step is under each budget, against its speed without one. A "
-            "line ends where its policy no longer fits.",
-            speed_chart(series),
-        )
-
-
-def _plan_panels(study: MemoryStudy, plan: StepPlan) -> Iterable[Markup]:
-    yield _panel(
-        "Memory over the step",
-        "All bytes on the device, parameters, workspaces and rounding included. "
-        "Dashed: without a budget.",
-        memory_chart(plan, study.unbounded, study.budget),
-    )
-    yield _panel(
-        "Who holds it",
-        "Tensors that hold much for long, from arrival to departure; one that is "
-        "offloaded and comes back is here twice. Point at one for its name and size.",
-        swatches(KINDS),
-        stack_chart(plan),
-    )
-    yield _panel(
-        "The three queues",
-        "Compute, and the link in each direction. They work at the same time; where "
-        "compute has to wait, its lane says so.",
-        swatches(_QUEUES),
-        lanes_chart(plan),
-    )
-
-
-def _panel(name: str, text: str, *content: Child) -> Markup:
-    *above, picture = content
-    return tag(
-        "section",
-        tag("h2", name),
-        tag("p", text),
-        above,
-        tag("div", picture, class_="wide"),
-        class_="panel",
-    )
-
-
-def _table(study: MemoryStudy) -> Markup:
-    faint = {i for i, technique in enumerate(study.techniques) if not technique.fits}
-    return _panel(
-        "Every technique",
-        f"Within {budget_text(study)}. The peak of one that does not fit is what "
-        "it needs at the least. Bound: no order of the same computations and copies "
-        "takes less.",
-        tag("p", placed_words(study), class_="soft"),
-        table(technique_table(study), faint=faint),
-    )
-
-
-def _sources(study: MemoryStudy) -> Markup:
-    items = (tag("li", f"{name}: {text}") for name, text in study.figures.items())
-    return tag(
-        "section",
-        tag("h2", "Where the figures are from"),
-        tag("ul", items, class_="sources"),
-        class_="panel",
-    )
+        yield "Interrupted: only the finished part is shown."
 
 
 def speed_series(study: MemoryStudy) -> tuple[Series, ...]:

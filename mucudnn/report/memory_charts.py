@@ -36,13 +36,9 @@ from mucudnn.report.text import bytes_text, ms_text
 from mucudnn.report.trace import LANES
 
 WIDTH = 1000.0
-
 _FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
-
 _LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 130.0
-
 _THINNEST = 0.5
-
 _LABEL_ROOM = 15.0
 
 
@@ -62,9 +58,17 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
     )
     curves = [
         _curve(plan, x, y, "ours", f"{plan.policy}, with the budget"),
-        _curve(unbounded, x, y, "other", "everything kept, without a budget"),
+        _curve(unbounded, x, y, "other", "all activations kept, without a budget"),
     ]
-    limit = _budget_line(budget, y, frame) if budget <= y.high else []
+    limit = []
+    if budget <= y.high:
+        at = y(budget)
+        below = at + 12 if at - frame.top < _LABEL_ROOM else at - 5
+        text, right = f"budget {bytes_text(budget)}", frame.right
+        limit = [
+            tag("line", class_="budget", x1=frame.left, x2=right, y1=at, y2=at),
+            tag("text", text, class_="budget-name end", x=right - 2, y=below),
+        ]
     return drawing(
         WIDTH,
         frame.bottom + 34,
@@ -116,20 +120,12 @@ def memory_path(
     return steps_path((max(at, x.start), y(n)) for at, n in drawn if at <= end)
 
 
-def _budget_line(budget: int, y: Scale, frame: Frame) -> Iterator[Markup]:
-    at = y(budget)
-    yield tag("line", class_="budget", x1=frame.left, x2=frame.right, y1=at, y2=at)
-    below = at + 12 if at - frame.top < _LABEL_ROOM else at - 5
-    text = f"budget {bytes_text(budget)}"
-    yield tag("text", text, class_="budget-name end", x=frame.right - 2, y=below)
-
-
 def lanes_chart(plan: StepPlan) -> Markup:
     """Draw the activity of compute and the two copy queues."""
     bottom = 8 + 3 * _LANE + 2 * _LANE_GAP + 6
     frame = Frame(_LANES_LEFT, _FRAME.right, 8.0, bottom)
     x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
-    rows = []
+    rows: list[Markup] = []
     shares = []
     for i, (engine, name) in enumerate(LANES.items()):
         top = frame.top + i * (_LANE + _LANE_GAP)
@@ -137,9 +133,14 @@ def lanes_chart(plan: StepPlan) -> Markup:
         busy_ms = sum(lane.stop_ms - lane.start_ms for lane in lanes)
         busy = f"{busy_ms / (plan.prediction.step_ms or 1.0):.0%}"
         shares.append(f"{name} {busy}")
-        rows.append(_lane_row(plan, name, busy, lanes, x, top))
+        rows += _lane_row(plan, name, busy, lanes, x, top)
         if engine == "compute":
-            rows.append(_stalls(plan, x, top))
+            for start, stop in stalls(plan.prediction.lanes):
+                width = x(stop) - x(start)
+                if width >= _THINNEST:
+                    title = f"compute waits for a copy: {ms_text(stop - start)} ms"
+                    size = (width, _LANE)
+                    rows.append(box("box stall", x(start), top, size, title=title))
     label = f"Busy share of the step: {', '.join(shares)}."
     return drawing(WIDTH, bottom + 34, label, frame.horizontal(x, "milliseconds"), rows)
 
@@ -197,14 +198,6 @@ def _title(plan: StepPlan, members: Sequence[Lane]) -> str:
     scratch = plan.schedule.workspaces.get(first.name, 0)
     more = f", workspace {bytes_text(scratch)}" if scratch else ""
     return f"{first.name} ({graph.by_name[first.name].op}): {ms} ms{more}"
-
-
-def _stalls(plan: StepPlan, x: Scale, top: float) -> Iterator[Markup]:
-    for start, stop in stalls(plan.prediction.lanes):
-        width = x(stop) - x(start)
-        if width >= _THINNEST:
-            title = f"compute waits for a copy: {ms_text(stop - start)} ms"
-            yield box("box stall", x(start), top, (width, _LANE), title=title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,16 +277,13 @@ def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]
 
 
 _NAMED = 60
-
 _STACK_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=330.0)
-
 _LETTER, _LINE = 5.6, 11.0
-
 
 KINDS = {
     "state": "parameters and state",
     "activation": "activations",
-    "again": "activations computed again",
+    "again": "recomputed activations",
     "gradient": "gradients",
     "rest": "all other tensors",
     "workspace": "workspaces",
@@ -324,15 +314,27 @@ def stack_chart(plan: StepPlan) -> Markup:
     bottom = sum(i.nbytes for i in intervals if i.persistent)
     layers = _layers(plan.schedule.graph, intervals, bottom)
     label = (
-        f"Who holds the memory: {bytes_text(bottom)} of parameters and state all the "
-        f"time, and {len(layers)} long stays of large tensors."
+        f"Tensors in memory: {bytes_text(bottom)} of parameters and state all the "
+        f"time, and {len(layers)} large tensors that stay long."
     )
     return drawing(
         WIDTH,
         frame.bottom + 34,
         label,
         frame.vertical(y, unit, size),
-        _rest(intervals, x, y),
+        (
+            # All memory under the curve, and all but workspaces on top of it.
+            tag(
+                "path",
+                tag("title", KINDS[kind]),
+                class_=f"stay under {kind}",
+                d=f"{memory_path(some, x, y)}H{x.stop:.1f}V{y(0):.1f}H{x.start:.1f}z",
+            )
+            for some, kind in (
+                (intervals, "workspace"),
+                (_without_workspaces(intervals), "rest"),
+            )
+        ),
         box(
             "stay state",
             x.start,
@@ -347,9 +349,16 @@ def stack_chart(plan: StepPlan) -> Markup:
 
 def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_Layer]:
     """Return the largest intervals, each with the height of its lower edge."""
-    moving = [i for i in intervals if not i.persistent and not _is_workspace(i)]
+    moving = [i for i in _without_workspaces(intervals) if not i.persistent]
     largest = sorted(moving, key=lambda i: -i.nbytes * (i.stop_ms - i.start_ms))
-    layers = [_Layer(i, _memory_stack_style_class(graph, i)) for i in largest[:_NAMED]]
+
+    def kind(interval: Interval) -> str:
+        if "~" in interval.name:
+            return "again"
+        role = graph.tensors[interval.name].role
+        return "gradient" if role is Role.GRADIENT else "activation"
+
+    layers = [_Layer(interval, kind(interval)) for interval in largest[:_NAMED]]
     changes = sorted(
         [(layer.interval.first, layer.interval.start_ms, layer) for layer in layers]
         + [(layer.interval.last, layer.interval.stop_ms, layer) for layer in layers],
@@ -369,24 +378,8 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
     return sorted(layers, key=lambda layer: layer.interval.first)
 
 
-def _memory_stack_style_class(graph: Graph, interval: Interval) -> str:
-    if "~" in interval.name:
-        return "again"
-    spec = graph.tensors[interval.name]
-    return "gradient" if spec.role is Role.GRADIENT else "activation"
-
-
-def _is_workspace(interval: Interval) -> bool:
-    return interval.name.startswith(WORKSPACE)
-
-
-def _rest(intervals: Sequence[Interval], x: Scale, y: Scale) -> Iterator[Markup]:
-    """Draw all memory under the curve, and all but workspaces on top of it."""
-    tensors = [i for i in intervals if not _is_workspace(i)]
-    for some, kind in ((intervals, "workspace"), (tensors, "rest")):
-        area = f"{memory_path(some, x, y)}H{x.stop:.1f}V{y(0):.1f}H{x.start:.1f}z"
-        title = tag("title", KINDS[kind])
-        yield tag("path", title, class_=f"stay under {kind}", d=area)
+def _without_workspaces(intervals: Sequence[Interval]) -> list[Interval]:
+    return [i for i in intervals if not i.name.startswith(WORKSPACE)]
 
 
 def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:

@@ -7,6 +7,7 @@ background, light or dark as the reader's system.
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import singledispatch
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapOut
@@ -14,7 +15,6 @@ from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.plan_step import DescribedStep
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.passes.simulate import Prediction
 from mucudnn.report.comparison import comparison_body
 from mucudnn.report.conv_charts import curve, plan_bar, timeline
 from mucudnn.report.fleet import (
@@ -31,7 +31,7 @@ from mucudnn.report.memory import (
     memory_report,
 )
 from mucudnn.report.memory_charts import KINDS, memory_chart, stack_chart
-from mucudnn.report.page import big_card, header, legend, page, styles, swatches, table
+from mucudnn.report.page import header, legend, page, rendered, styles, table
 from mucudnn.report.survey import survey_tables
 from mucudnn.report.svg import Child, Markup, marker, tag
 from mucudnn.report.text import (
@@ -42,7 +42,6 @@ from mucudnn.report.text import (
     plan_text,
     problem_text,
     runs,
-    speedup_text,
 )
 from mucudnn.studies.algorithms import AlgorithmSurvey
 from mucudnn.studies.convolutions import Comparison
@@ -52,7 +51,6 @@ from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import MemoryStudy
 
 _CLASS = "mucudnn"
-
 _SHOWN_POLICIES = ("keep_all", "planned")
 
 _NAMED = 6
@@ -61,7 +59,18 @@ _NAMED = 6
 _SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
 
 
-def conv_plan(plan: ConvPlan) -> str:
+@singledispatch
+def draw(value: object) -> str:
+    """Return a value as HTML for a notebook, by the function registered for its type.
+
+    Raises:
+        TypeError: There is no drawing of such values.
+    """
+    raise TypeError(f"there is no drawing of {type(value).__name__}")
+
+
+@draw.register
+def _conv_plan(plan: ConvPlan) -> str:
     """Return micro-batches as a bar, and times of each run of equal ones."""
     algorithms = dict.fromkeys(step.algo for step in plan.steps)
     colours = {algo: i for i, algo in enumerate(algorithms)}
@@ -86,59 +95,75 @@ def conv_plan(plan: ConvPlan) -> str:
     )
 
 
-def step_plan(plan: StepPlan) -> str:
-    """Return memory over the step, its peak, and the predicted slowdown."""
-    return _step(plan, ())
-
-
-def placed_step(placed: PlacedStep) -> str:
-    """Return the step's plan with its arena."""
-    layout = placed.layout
-    arena = big_card(
-        "With fixed offsets",
-        bytes_text(placed.nbytes),
-        "of device memory",
-        f"an arena of {bytes_text(layout.nbytes)}, {layout.fragmentation:.1%} above "
-        f"what is in use at once, and {bytes_text(placed.state_bytes)} beside it",
+@draw.register
+def _step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
+    """Return memory over the step, its peak, its arena, and the predicted slowdown."""
+    prediction = plan.prediction
+    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
+    # The time of every original node with its fastest plan, without stalls.
+    unbounded_ms = sum(
+        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
+        for name, ms in node_ms.items()
+        if origin(name) == name
     )
-    return _step(placed.plan, (arena,))
+    instructions = plan.schedule.instructions
+    recomputed = [n.name for n in plan.schedule.graph.nodes if "~" in n.name]
+    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
+    if plan.budget < float("inf"):
+        facts += f", budget {bytes_text(int(plan.budget))}"
+    content = rendered(
+        "step",
+        plan=plan,
+        placed=placed,
+        slowdown=prediction.step_ms / unbounded_ms if unbounded_ms else None,
+        offloaded=[i.tensor for i in instructions if isinstance(i, SwapOut)],
+        recomputed=[origin(name) for name in recomputed],
+        names=_names,
+        chart=stack_chart(plan),
+        kinds=KINDS,
+    )
+    return _piece(SHEETS, "A training step", facts, content)
 
 
-def memory_study(study: MemoryStudy) -> str:
+@draw.register
+def _placed_step(placed: PlacedStep) -> str:
+    """Return the step's plan with its arena."""
+    return _step_plan(placed.plan, placed)
+
+
+@draw.register
+def _memory_study(study: MemoryStudy) -> str:
     """Return the report's cards, charts and table of techniques."""
     facts = f"{heading(study)}; budget {budget_text(study)}"
     return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
 
 
-def fleet_study(study: FleetStudy) -> str:
+@draw.register
+def _fleet_study(study: FleetStudy) -> str:
     """Return the report's cards, waiting chart and tables."""
     return _piece(
         FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
     )
 
 
-def described_study(asked: tuple[DescribedStep, int]) -> str:
-    """Return another framework's step within a budget, beside keeping all."""
-    return memory_study(_study_described(*asked))
+@draw.register(tuple)
+def _described_step(asked: tuple[DescribedStep, int], *, whole: bool = False) -> str:
+    """Return another framework's step within a budget, compared with keeping all."""
+    step, budget = asked
+    study = study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
+    return memory_report(study) if whole else _memory_study(study)
 
 
-def described_report(asked: tuple[DescribedStep, int]) -> str:
-    """Return `described_study` as a file of its own."""
-    return memory_report(_study_described(*asked))
-
-
-def _study_described(step: DescribedStep, budget: int) -> MemoryStudy:
-    return study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
-
-
-def comparison(found: Comparison) -> str:
+@draw.register
+def _comparison(found: Comparison) -> str:
     """Return the report's cards, table of speed-ups and layers."""
     facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
     body = comparison_body(found, linked=False)
     return _piece(("style.css",), "Planned against undivided", facts, body)
 
 
-def algorithm_survey(survey: AlgorithmSurvey) -> str:
+@draw.register
+def _algorithm_survey(survey: AlgorithmSurvey) -> str:
     """Return how far each layer's first choice reaches, limit by limit."""
     _, reach = survey_tables(survey)
     return _piece(
@@ -147,67 +172,6 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
         reach.title,
         table(reach),
         tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
-    )
-
-
-def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
-    prediction = plan.prediction
-    stalls_ms = sum(prediction.stalls_ms.values())
-    offloaded = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
-    again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
-    unbounded_ms = _unbounded_ms(prediction)
-    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
-    if plan.budget < float("inf"):
-        facts += f", budget {bytes_text(int(plan.budget))}"
-    bound = f"; no plan takes less than {ms_text(plan.least_ms)} ms"
-    return _piece(
-        SHEETS,
-        "A training step",
-        facts,
-        tag(
-            "div",
-            big_card(
-                "At most in use",
-                bytes_text(plan.peak_bytes),
-                "of device memory",
-                "parameters, workspaces and rounding included",
-            ),
-            *cards,
-            big_card(
-                "Predicted slowdown",
-                speedup_text(
-                    prediction.step_ms / unbounded_ms if unbounded_ms else None
-                ),
-                "the time of a step without a budget",
-                f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
-                f"{ms_text(stalls_ms)} ms{bound if plan.least_ms else ''}",
-            ),
-            big_card(
-                "Offloaded",
-                bytes_text(prediction.out_bytes),
-                "in a step",
-                _names(offloaded, "nothing leaves"),
-            ),
-            big_card(
-                "Computed again",
-                str(len(again)),
-                "nodes",
-                _names([origin(name) for name in again], "nothing runs twice"),
-            ),
-            class_="cards",
-        ),
-        tag("div", stack_chart(plan), class_="wide"),
-        swatches(KINDS),
-    )
-
-
-def _unbounded_ms(prediction: Prediction) -> float:
-    """Return the time of every original node with its fastest plan, without stalls."""
-    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
-    return sum(
-        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
-        for name, ms in node_ms.items()
-        if origin(name) == name
     )
 
 

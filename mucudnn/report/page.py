@@ -10,7 +10,13 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from mucudnn.report.svg import Child, Markup, box, drawing, flat
-from mucudnn.report.text import Table
+from mucudnn.report.text import (
+    DIRECTIONS,
+    Table,
+    bytes_text,
+    ms_text,
+    speedup_text,
+)
 
 _LONG = dict.fromkeys(("plan", "reason"), "text plan")
 """Columns whose cells may have several lines."""
@@ -36,14 +42,10 @@ def header(title: str, facts: str, warnings: Iterable[str]) -> Markup:
     return _part("header", title, facts, list(warnings))
 
 
-def card(head: str, *content: Child) -> Markup:
-    """Return a box with a heading."""
-    return _part("card", head, _joined(content))
-
-
-def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Markup:
-    """Return a box with one figure in large type and its description."""
-    return _part("big_card", head, big, small, foot, _joined(between))
+def interrupted(done: int, asked: int) -> list[str]:
+    """Return a warning if a study of convolutions did not finish."""
+    warning = f"Interrupted: {done} of {asked} convolutions are finished."
+    return [warning] if done < asked else []
 
 
 def table(
@@ -83,13 +85,14 @@ def swatches(kinds: Mapping[str, str]) -> Markup:
     )
 
 
+def rendered(name: str, **values: object) -> Markup:
+    """Render a template, which may use the formats and tables of all pages."""
+    return Markup(_template(f"{name}.html.j2").render(**values))
+
+
 def _part(name: str, *values: object) -> Markup:
     """Render a macro of the parts' template."""
     return Markup(getattr(_template("parts.html.j2").module, name)(*values))
-
-
-def _joined(children: Iterable[Child]) -> Markup:
-    return Markup("".join(flat(children)))
 
 
 def _file(name: str) -> str:
@@ -98,8 +101,17 @@ def _file(name: str) -> str:
 
 @cache
 def _template(name: str) -> Template:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("mucudnn.report"),
         autoescape=True,
         undefined=StrictUndefined,
-    ).get_template(name)
+    )
+    environment.globals |= {
+        "DIRECTIONS": DIRECTIONS,
+        "bytes_text": bytes_text,
+        "ms_text": ms_text,
+        "speedup_text": speedup_text,
+        "swatches": swatches,
+        "table": table,
+    }
+    return environment.get_template(name)

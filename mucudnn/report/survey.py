@@ -1,92 +1,76 @@
 """A survey of algorithms, as tables and as an HTML page."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.convolution.explain import counted
-from mucudnn.report.page import big_card, header, page, table
-from mucudnn.report.svg import Markup, tag
+from mucudnn.report.page import header, interrupted, page, rendered
 from mucudnn.report.text import DIRECTIONS, NOTHING, Table, bytes_text
-from mucudnn.studies.algorithms import (
-    Algorithm,
-    AlgorithmSurvey,
-    SurveyedBatch,
-    SurveyedLayer,
-)
+from mucudnn.studies.algorithms import AlgorithmSurvey, SurveyedBatch
 
 _MOST_PLACES = 6
 
-_SAME = "first choice"
-
 
 def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
-    """Return two tables: by micro-batch size and limit, and by layer and limit."""
-    return (_sizes_table(survey), _reach_table(survey))
+    """Return two tables: by micro-batch size and limit, and by layer and limit.
 
-
-def _sizes_table(survey: AlgorithmSurvey) -> Table:
-    rows = tuple(
-        _size_row(layer, batch, limit)
-        for layer in survey.layers
-        for batch in layer.batches
-        for limit in survey.limits
-    )
-    columns = (
+    The second has the largest micro-batch of each layer at which the first choice fits.
+    """
+    sizes: list[tuple[str, ...]] = []
+    reach: list[tuple[str, ...]] = []
+    strong = set()
+    for layer in survey.layers:
+        name, mini_batch = (
+            (layer.name, DIRECTIONS[layer.direction]),
+            layer.problem.batch,
+        )
+        for batch in layer.batches:
+            first = batch.first_choice
+            sizes += (
+                (
+                    *name,
+                    str(batch.batch),
+                    bytes_text(batch.least_workspace),
+                    bytes_text(batch.greatest_workspace),
+                    NOTHING if first is None else first.algo,
+                    bytes_text(None if first is None else first.workspace),
+                    bytes_text(limit),
+                    f"{batch.within(limit).algorithms}/{len(batch.algorithms)}",
+                    *_best(batch, limit),
+                )
+                for limit in survey.limits
+            )
+        for limit in survey.limits:
+            largest = layer.largest_batch(limit)
+            if largest is not None and largest < mini_batch:
+                strong.add(len(reach))
+            up_to = NOTHING if largest is None else str(largest)
+            best = _best(layer.batches[-1], limit)
+            reach.append((*name, bytes_text(limit), str(mini_batch), up_to, *best))
+    of_sizes = (
         *("layer", "direction", ">batch", ">least", ">greatest", "first choice"),
         *(">needs", ">limit", ">fit", "best that fits", ">workspace"),
     )
-    spare = ("greatest", "least", "fit")
-    return Table("", columns, rows, notes=tuple(_notes(survey)), spare=spare)
-
-
-def _size_row(
-    layer: SurveyedLayer, batch: SurveyedBatch, limit: int
-) -> tuple[str, ...]:
-    fit = batch.within(limit)
-    first = batch.first_choice
-    return (
-        layer.name,
-        DIRECTIONS[layer.direction],
-        str(batch.batch),
-        bytes_text(batch.least_workspace),
-        bytes_text(batch.greatest_workspace),
-        NOTHING if first is None else first.algo,
-        _workspace(first),
-        bytes_text(limit),
-        f"{fit.algorithms}/{len(batch.algorithms)}",
-        _best(batch, fit.best),
-        _workspace(fit.best),
-    )
-
-
-def _reach_table(survey: AlgorithmSurvey) -> Table:
-    """Return the largest micro-batch of each layer at which the first choice fits."""
-    rows: list[tuple[str, ...]] = []
-    strong = set()
-    for layer in survey.layers:
-        whole = layer.batches[-1]
-        for limit in survey.limits:
-            largest, fit = layer.largest_batch(limit), whole.within(limit)
-            if largest is not None and largest < layer.problem.batch:
-                strong.add(len(rows))
-            rows.append(
-                (
-                    layer.name,
-                    DIRECTIONS[layer.direction],
-                    bytes_text(limit),
-                    str(layer.problem.batch),
-                    NOTHING if largest is None else str(largest),
-                    _best(whole, fit.best),
-                    _workspace(fit.best),
-                )
-            )
-    columns = (
+    of_reach = (
         *("layer", "direction", ">limit", ">mini-batch", ">first choice up to"),
         *("best at the mini-batch", ">workspace"),
     )
     title = f"{survey.backend}: {survey.fingerprint}; numerics: {survey.numerics}"
+    spare = ("greatest", "least", "fit")
     notes = tuple(_summary(survey))
-    return Table(title, columns, tuple(rows), frozenset(strong), notes)
+    return (
+        Table("", of_sizes, tuple(sizes), notes=tuple(_notes(survey)), spare=spare),
+        Table(title, of_reach, tuple(reach), frozenset(strong), notes),
+    )
+
+
+def _best(batch: SurveyedBatch, limit: int) -> tuple[str, str]:
+    """Return name and workspace of the first algorithm that fits a limit."""
+    best = batch.within(limit).best
+    if best is None:
+        return NOTHING, NOTHING
+    name = "first choice" if best is batch.first_choice else best.algo
+    return name, bytes_text(best.workspace)
 
 
 def _summary(survey: AlgorithmSurvey) -> Iterator[str]:
@@ -111,7 +95,7 @@ def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
         if RowStatus.of(reason) is RowStatus.REFUSED
     }
     if refused:
-        yield f"not accepted, counted once a layer and direction: {counted(refused)}"
+        yield f"not accepted, counted once per layer and direction: {counted(refused)}"
     empty: dict[str, list[str]] = {}
     for layer in survey.layers:
         for batch in layer.batches:
@@ -124,62 +108,31 @@ def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
         shown = [*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])]
         yield f"no algorithm: {reason}: {', '.join(shown)}"
     if missing := survey.asked - len(survey.layers):
-        yield f"interrupted: {missing} of {survey.asked} were not looked at"
-
-
-def _best(batch: SurveyedBatch, best: Algorithm | None) -> str:
-    if best is None:
-        return NOTHING
-    return _SAME if best is batch.first_choice else best.algo
-
-
-def _workspace(algorithm: Algorithm | None) -> str:
-    return NOTHING if algorithm is None else bytes_text(algorithm.workspace)
+        yield f"interrupted: {missing} of {survey.asked} were not surveyed"
 
 
 def survey_report(survey: AlgorithmSurvey, title: str) -> str:
     """Return the file as text."""
-    sizes, reach = survey_tables(survey)
+    tables = survey_tables(survey)
     facts = (
         f"{survey.backend} backend, {survey.fingerprint}; micro-batch sizes: "
         f"{survey.batch_policy}; numerics: {survey.numerics}; nothing was measured"
     )
-    done = len(survey.layers)
-    warning = f"Interrupted: {done} of {survey.asked} convolutions are here."
-    warnings = [warning] if done < survey.asked else []
+    warnings = interrupted(len(survey.layers), survey.asked)
+    reaches = []
+    for limit in survey.limits:
+        reach = [(layer, layer.largest_batch(limit)) for layer in survey.layers]
+        whole = sum(batch == layer.problem.batch for layer, batch in reach)
+        reaches.append((limit, whole, sum(n is not None for _, n in reach) - whole))
+    by_limit = "Largest micro-batch of the first choice"
     return page(
         title,
         ("style.css", "memory.css"),
         header(f"Algorithms within a limit: {title}", facts, warnings),
-        tag(
-            "main",
-            tag("div", _cards(survey), class_="cards"),
-            _panel("How far the first choice reaches", reach, unfolded=True),
-            _panel("Every micro-batch size", sizes, unfolded=False),
+        rendered(
+            "survey",
+            every=len(survey.layers),
+            reaches=reaches,
+            tables=[(by_limit, tables[1]), ("Every micro-batch size", tables[0])],
         ),
-    )
-
-
-def _cards(survey: AlgorithmSurvey) -> Iterable[Markup]:
-    every = len(survey.layers)
-    for limit in survey.limits:
-        reach = [(layer, layer.largest_batch(limit)) for layer in survey.layers]
-        whole = sum(batch == layer.problem.batch for layer, batch in reach)
-        parts = sum(n is not None for _, n in reach) - whole
-        yield big_card(
-            f"Workspace limit {bytes_text(limit)}",
-            f"{whole} of {every}",
-            "first choices fit the whole mini-batch",
-            f"{parts} more fit a micro-batch; {every - whole - parts} fit none",
-        )
-
-
-def _panel(name: str, shown: Table, *, unfolded: bool) -> Markup:
-    notes = (tag("li", note) for note in shown.notes)
-    return tag(
-        "details",
-        tag("summary", tag("h2", name)),
-        tag("article", table(shown), tag("ul", notes, class_="notes")),
-        class_="layer",
-        open="" if unfolded else None,
     )

@@ -9,7 +9,6 @@ from typing import TypeAlias
 Child: TypeAlias = "str | Iterable[Child]"
 """Text, an element, or any nesting of them."""
 
-
 COLOURS = 10
 """Number of colour classes `a0` … in the style sheet."""
 

@@ -16,12 +16,11 @@ from mucudnn.studies.convolutions import (
     Comparison,
     LayerResult,
     Limit,
+    LimitResult,
     LimitSummary,
-    Outcome,
 )
 
 _FASTER = 1.05
-
 _NARROW = 110
 
 _WRAPPED = {
@@ -98,7 +97,7 @@ def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
             console.print(f"[dim]{escape(note)}[/dim]")
 
 
-def _row(layer: LayerResult, outcome: Outcome) -> tuple[str, ...]:
+def _row(layer: LayerResult, outcome: LimitResult) -> tuple[str, ...]:
     head = (layer.name, DIRECTIONS[layer.direction], limit_text(outcome.limit))
     choice = outcome.choice
     if choice is None:
@@ -234,7 +233,6 @@ def _rich(table: Table, *, narrow: bool) -> object:
 
 
 NOTHING = "–"
-
 
 DIRECTIONS = {
     Direction.FORWARD: "forward",

@@ -20,12 +20,14 @@ from mucudnn.passes.scheduling.step_plan import (
     memory_points,
 )
 
-LANES = {"compute": "compute", "out": "copies to the host", "in": "copies back"}
+LANES = {
+    "compute": "compute",
+    "out": "copies to the host",
+    "in": "copies from the host",
+}
 """Engine -> name of its lane, in order."""
 
-
 _PROCESS = 1
-
 _US = 1e3
 
 
@@ -111,7 +113,6 @@ def _memory(plan: StepPlan) -> Iterator[dict[str, Any]]:
 
 _BASE = 0x7F00_0000_0000
 """Start of the memory, similar to addresses of real devices."""
-
 
 _PROTOCOL = 4
 """Pickle protocol that the page can read."""

@@ -7,7 +7,7 @@ accepted are only counted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mucudnn.backends import Backend
@@ -15,10 +15,10 @@ from mucudnn.codecs import problem_to_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics, RowStatus
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
-from mucudnn.studies.convolutions import Advance, advancing
+from mucudnn.studies.convolutions import LayerProgress, advancing
 from mucudnn.suites import Layer
 
 SCHEMA = 1
@@ -38,13 +38,7 @@ class Algorithm:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {
-            "algo": self.algo,
-            "workspace": self.workspace,
-            "math_mode": self.math_mode,
-            "deterministic": self.deterministic,
-            "notes": list(self.notes),
-        }
+        return asdict(self) | {"notes": list(self.notes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,7 @@ class WithinLimit:
         return {
             "algorithms": self.algorithms,
             "first_choice_fits": self.first_choice_fits,
-            "best": None if self.best is None else self.best.to_json(),
+            "best": self.best and self.best.to_json(),
         }
 
 
@@ -114,12 +108,10 @@ class SurveyedBatch:
             "refused": self.refused,
             "least_workspace": self.least_workspace,
             "greatest_workspace": self.greatest_workspace,
-            "first_choice": None if first is None else first.to_json(),
+            "first_choice": first and first.to_json(),
             "fits": {str(limit): self.within(limit).to_json() for limit in limits},
             "all": [a.to_json() for a in self.algorithms],
-            "failures": [
-                {"algo": algo, "reason": reason} for algo, reason in self.failures
-            ],
+            "failures": [{"algo": a, "reason": why} for a, why in self.failures],
         }
 
 
@@ -147,9 +139,7 @@ class SurveyedLayer:
             "name": self.name,
             "direction": self.direction.value,
             "problem": problem_to_dict(self.problem),
-            "largest_batch": {
-                str(limit): self.largest_batch(limit) for limit in limits
-            },
+            "largest_batch": {str(n): self.largest_batch(n) for n in limits},
             "batches": [b.to_json(limits) for b in self.batches],
         }
 
@@ -201,8 +191,7 @@ class AlgorithmSurvey:
             "layers": [layer.to_json(self.limits) for layer in self.layers],
         }
 
-    def _repr_html_(self) -> str:
-        return drawn("algorithm_survey", self)
+    _repr_html_ = html_of
 
 
 class SurveyInterrupted(KeyboardInterrupt):
@@ -220,7 +209,7 @@ def survey_algorithms(
     limits: Sequence[int],
     *,
     numerics: Numerics | None = None,
-    progress: Callable[[Advance[SurveyedLayer]], None] | None = None,
+    progress: Callable[[LayerProgress[SurveyedLayer]], None] | None = None,
 ) -> AlgorithmSurvey:
     """List the library's algorithms at every micro-batch size of a policy.
 
@@ -255,7 +244,11 @@ def survey_algorithms(
         )
 
     def survey(layer: Layer, left: int) -> SurveyedLayer:
-        return _survey_layer(backend, layer, policy, accepted)
+        problem = layer.problem
+        sizes = candidate_batches(problem.batch, policy)
+        aligned = aligned_batches(problem, sizes, backend.split_alignment)
+        batches = (_survey_batch(backend, problem, size, accepted) for size in aligned)
+        return SurveyedLayer(layer.name, problem, tuple(batches))
 
     try:
         for layer in advancing(layers, survey, progress):
@@ -263,16 +256,6 @@ def survey_algorithms(
     except KeyboardInterrupt:
         raise SurveyInterrupted(found()) from None
     return found()
-
-
-def _survey_layer(
-    backend: Backend, layer: Layer, policy: BatchPolicy, numerics: Numerics
-) -> SurveyedLayer:
-    problem = layer.problem
-    sizes = candidate_batches(problem.batch, policy)
-    aligned = aligned_batches(problem, sizes, backend.split_alignment)
-    batches = (_survey_batch(backend, problem, size, numerics) for size in aligned)
-    return SurveyedLayer(layer.name, problem, tuple(batches))
 
 
 def _survey_batch(

@@ -20,7 +20,7 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.measurement import LimitRange
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.convolution.explain import counted, left_out
 from mucudnn.passes.convolution.pareto import least_workspace
 from mucudnn.passes.microbatch import (
@@ -43,9 +43,14 @@ class Limit:
     nbytes: int
     total: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        kind = "total" if self.total else "per_kernel"
+        return {"workspace_limit": self.nbytes, "kind": kind}
+
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LimitResult:
     """Result of a layer under a limit: a choice, or the reason for none."""
 
     limit: Limit
@@ -69,24 +74,20 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; missing ones are null."""
-        kind = "total" if self.limit.total else "per_kernel"
-        base = {"workspace_limit": self.limit.nbytes, "kind": kind}
         if self.choice is None:
             names = ("undivided_ms", "planned_ms", "predicted_ms", "speedup")
             empty = dict.fromkeys((*names, "workspace"))
-            return {**base, **empty, "steps": [], "reason": self.reason}
+            return {**self.limit.to_json(), **empty, "steps": [], "reason": self.reason}
         choice, plan = self.choice, self.choice.plan
         return {
-            **base,
+            **self.limit.to_json(),
             "undivided_ms": choice.undivided_ms,
             "planned_ms": choice.planned_ms,
             "predicted_ms": choice.predicted_ms,
             "speedup": self.speedup,
             "workspace": plan.workspace,
             "rejected": choice.rejected,
-            "undivided": None
-            if choice.undivided is None
-            else _steps_to_json(choice.undivided),
+            "undivided": choice.undivided and _steps_to_json(choice.undivided),
             "steps": _steps_to_json(plan),
             "reason": self.reason,
         }
@@ -107,7 +108,7 @@ class LayerResult:
     problem: ConvProblem
     table: PerfTable
     front: tuple[ConvPlan, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[LimitResult, ...]
 
     @property
     def direction(self) -> Direction:
@@ -118,12 +119,15 @@ class LayerResult:
     def failures(self) -> tuple[tuple[str, str], ...]:
         """(algorithm, reason) of those without any measurement."""
         usable = {perf.algo for perf in self.table.usable}
-        return tuple(
-            {
-                perf.algo: perf.error
-                for perf in self.table.perfs
-                if perf.error is not None and perf.algo not in usable
-            }.items()
+        unusable = (perf for perf in self.table.perfs if perf.algo not in usable)
+        reasons = {p.algo: p.error for p in unusable if p.error is not None}
+        return tuple(reasons.items())
+
+    @property
+    def ran_out_of_time(self) -> bool:
+        """Whether a measurement or a comparison is missing for lack of time."""
+        return any(p.status is RowStatus.LIMITED for p in self.table.perfs) or any(
+            outcome.reason == _OUT_OF_TIME for outcome in self.outcomes
         )
 
     @property
@@ -141,12 +145,8 @@ class LayerResult:
             "problem": problem_to_dict(self.problem),
             "plans": [outcome.to_json() for outcome in self.outcomes],
             "pareto": [
-                {
-                    "workspace": plan.workspace,
-                    "time_ms": plan.time_ms,
-                    "parts": len(plan.steps),
-                }
-                for plan in self.front
+                {"workspace": p.workspace, "time_ms": p.time_ms, "parts": len(p.steps)}
+                for p in self.front
             ],
             "excluded": [
                 {"algo": algo, "reason": reason} for algo, reason in self.failures
@@ -158,7 +158,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Advance(Generic[R]):
+class LayerProgress(Generic[R]):
     """Progress of a study: a layer begun, or (with a result) done."""
 
     layer: Layer
@@ -209,7 +209,7 @@ def compare(
     planner: str | Planner = "workspace_reuse",
     total_workspace: int | None = None,
     time_limit_s: float | None = None,
-    progress: Callable[[Advance[LayerResult]], None] | None = None,
+    progress: Callable[[LayerProgress[LayerResult]], None] | None = None,
 ) -> "Comparison":
     """Measure, plan and validate every layer under every limit.
 
@@ -258,10 +258,15 @@ def compare(
 
     try:
         if tuner.executor is not None:
-            run.measure_ahead(layers, share)
+            # Measure all layers at once on workers, as one layer cannot occupy all of
+            # them. Layers that get no time here are measured when they are compared.
+            seconds = run.seconds_for(share * _MEASURING, 1)
+            problems = [layer.problem for layer in layers]
+            with suppress(PlanningError):  # a layer that is too large fails again later
+                tuner.measure_all(problems, time_limit_s=seconds, limits=run.limits)
         for result in advancing(layers, one, progress):
             done.append(result)
-        short = [i for i, result in enumerate(done) if _ran_out_of_time(result)]
+        short = [i for i, result in enumerate(done) if result.ran_out_of_time]
         for again, i in enumerate(short):
             done[i] = one(layers[i], len(short) - again)
         results = run.divide(done, total[0]) if total else done
@@ -282,54 +287,33 @@ class _TimedComparison:
     ) -> None:
         self._tuner = tuner
         self._planner = planner
-        self._limits = limits
+        self.limits = limits
         self._start = time.monotonic()
         self._time_limit_s = time_limit_s
         self._choices: dict[tuple[ConvPlan, ConvPlan | None], ValidatedPlan] = {}
-
-    def measure_ahead(self, layers: Sequence[Layer], share: float) -> None:
-        """Measure all layers at once on workers; one layer cannot occupy all of them.
-
-        Layers that get no time here are measured when they are compared.
-        """
-        seconds = self._seconds_for(share, 1)
-        if seconds is not None:
-            seconds *= _MEASURING
-        problems = [layer.problem for layer in layers]
-        with suppress(PlanningError):  # a layer that is too large fails again later
-            self._tuner.measure_all(problems, time_limit_s=seconds, limits=self._limits)
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
     ) -> LayerResult:
         """Measure one layer, then plan and validate it under each limit."""
-        seconds = self._seconds_for(share, left)
+        seconds = self.seconds_for(share, left)
         ends = None if seconds is None else time.monotonic() + seconds
+        outcomes = []
         try:
             table = self._measure(layer.problem, seconds)
         except PlanningError as e:  # the problem is too large to be divided
-            return LayerResult(
-                name=layer.name,
-                count=layer.count,
-                problem=layer.problem,
-                table=PerfTable(layer.problem, ()),
-                front=(),
-                outcomes=tuple(Outcome(limit, None, str(e)) for limit in limits),
-            )
-        outcomes = []
-        for i, limit in enumerate(limits):
-            seconds = None if ends is None else ends - time.monotonic()
-            if seconds is not None:
-                seconds = max(0.0, seconds / (len(limits) - i))
-            outcomes.append(self._plan_under(table, limit, seconds))
+            table = PerfTable(layer.problem, ())
+            outcomes = [LimitResult(limit, None, str(e)) for limit in limits]
+        else:
+            for i, limit in enumerate(limits):
+                seconds = None if ends is None else ends - time.monotonic()
+                if seconds is not None:
+                    seconds = max(0.0, seconds / (len(limits) - i))
+                outcomes.append(self._plan_under(table, limit, seconds))
         most = max((perf.workspace for perf in table.usable), default=0)
+        front = tuple(pareto_plans(table, most)) if table.usable else ()
         return LayerResult(
-            name=layer.name,
-            count=layer.count,
-            problem=layer.problem,
-            table=table,
-            front=tuple(pareto_plans(table, most)),
-            outcomes=tuple(outcomes),
+            layer.name, layer.count, layer.problem, table, front, tuple(outcomes)
         )
 
     def _measure(self, problem: ConvProblem, seconds: float | None) -> PerfTable:
@@ -339,18 +323,18 @@ class _TimedComparison:
         measured first at the whole mini-batch.
         """
         if seconds is None:
-            return self._tuner.measure(problem, limits=self._limits)
+            return self._tuner.measure(problem, limits=self.limits)
         ends = time.monotonic() + seconds * _MEASURING
         self._tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
         left = max(0.0, ends - time.monotonic())
-        return self._tuner.measure(problem, time_limit_s=left, limits=self._limits)
+        return self._tuner.measure(problem, time_limit_s=left, limits=self.limits)
 
     def divide(
         self, results: Sequence[LayerResult], limit: Limit
     ) -> Sequence[LayerResult]:
         """Add an outcome per layer: a total divided among all that can run."""
         runnable = [i for i, result in enumerate(results) if result.table.usable]
-        outcomes = [Outcome(limit, None, _why_unusable(r.table)) for r in results]
+        outcomes = [LimitResult(limit, None, _why_unusable(r.table)) for r in results]
         equal = limit.nbytes // max(1, len(runnable))
         try:
             plans = workspace_division(
@@ -358,55 +342,48 @@ class _TimedComparison:
             )
         except PlanningError as e:
             for i in runnable:
-                outcomes[i] = Outcome(limit, None, str(e))
+                outcomes[i] = LimitResult(limit, None, str(e))
         else:
-            for done, (i, plan) in enumerate(zip(runnable, plans, strict=True)):
+            for begun, (i, plan) in enumerate(zip(runnable, plans, strict=True)):
                 baseline = self._tuner.undivided(results[i].table, equal)
-                seconds = self._seconds_for(1.0, len(runnable) - done)
+                seconds = self.seconds_for(1.0, len(runnable) - begun)
                 outcomes[i] = self._validate(plan, baseline, limit, seconds)
-            self._keep_to_total(
-                outcomes, dict(zip(runnable, plans, strict=True)), limit
-            )
+            # Withdraw rejections that, together, would exceed the total: a rejected
+            # plan is replaced by its baseline, which may use an equal share although
+            # the plan used less.
+            done = [o.choice for o in outcomes if o.choice is not None]
+            used = sum(choice.plan.workspace for choice in done)
+            for i, plan in zip(runnable, plans, strict=True):
+                choice = outcomes[i].choice
+                if used <= limit.nbytes or choice is None:
+                    break
+                if choice.rejected and choice.plan.workspace > plan.workspace:
+                    used -= choice.plan.workspace - plan.workspace
+                    alone = self._tuner.validate(plan, None)
+                    kept = replace(
+                        alone,
+                        undivided=choice.undivided,
+                        undivided_ms=choice.undivided_ms,
+                    )
+                    outcomes[i] = LimitResult(limit, kept)
         return [
             replace(result, outcomes=(*result.outcomes, outcome))
             for result, outcome in zip(results, outcomes, strict=True)
         ]
 
-    def _keep_to_total(
-        self, outcomes: list[Outcome], plans: dict[int, ConvPlan], limit: Limit
-    ) -> None:
-        """Withdraw rejections that, together, would exceed the total.
-
-        A rejected plan is replaced by its baseline, which may use an equal share
-        although the plan used less. If the sum then exceeds the total, plans are
-        restored.
-        """
-        used = sum(o.choice.plan.workspace for o in outcomes if o.choice is not None)
-        for i, plan in plans.items():
-            choice = outcomes[i].choice
-            if used <= limit.nbytes or choice is None:
-                return
-            if choice.rejected and choice.plan.workspace > plan.workspace:
-                used -= choice.plan.workspace - plan.workspace
-                alone = self._tuner.validate(plan, None)
-                kept = replace(alone, undivided=choice.undivided)
-                outcomes[i] = Outcome(
-                    limit, replace(kept, undivided_ms=choice.undivided_ms)
-                )
-
     def _plan_under(
         self, table: PerfTable, limit: Limit, seconds: float | None
-    ) -> Outcome:
+    ) -> LimitResult:
         if (reason := _why_unusable(table)) is not None:
-            return Outcome(limit, None, reason)
+            return LimitResult(limit, None, reason)
         try:
             (plan,) = divided_by(self._planner, [table], limit.nbytes)
         except PlanningError as e:
             least = least_workspace(table)
             if least is None or least <= limit.nbytes:
-                return Outcome(limit, None, str(e))
+                return LimitResult(limit, None, str(e))
             needs = format_bytes(least, limit.nbytes)
-            return Outcome(limit, None, f"nothing fits; the smallest needs {needs}")
+            return LimitResult(limit, None, f"nothing fits; the smallest needs {needs}")
         baseline = self._tuner.undivided(table, limit.nbytes)
         return self._validate(plan, baseline, limit, seconds)
 
@@ -416,35 +393,29 @@ class _TimedComparison:
         baseline: ConvPlan | None,
         limit: Limit,
         seconds: float | None,
-    ) -> Outcome:
+    ) -> LimitResult:
         """Measure a plan against its undivided baseline, each pair once."""
         choice = self._choices.get((plan, baseline))
         if choice is None:
             # Each is warmed up and run at least once.
             expected_ms = 2 * sum(p.time_ms for p in {plan, baseline} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
-                return Outcome(limit, None, _OUT_OF_TIME)
+                return LimitResult(limit, None, _OUT_OF_TIME)
             try:
                 choice = self._tuner.validate(
                     plan, baseline, time_limit_s=inf if seconds is None else seconds
                 )
             except MucudnnError as e:
-                return Outcome(limit, None, f"not compared: {e}")
+                return LimitResult(limit, None, f"not compared: {e}")
             self._choices[plan, baseline] = choice
-        return Outcome(limit, choice, _remark(plan.problem, choice, limit))
+        return LimitResult(limit, choice, _remark(plan.problem, choice, limit))
 
-    def _seconds_for(self, of_limit: float, parts: int) -> float | None:
+    def seconds_for(self, of_limit: float, parts: int) -> float | None:
         """Return the time for the next of `parts` equal parts of the remaining time."""
         if self._time_limit_s is None:
             return None
         ends = self._start + of_limit * self._time_limit_s
         return max(0.0, ends - time.monotonic()) / parts
-
-
-def _ran_out_of_time(result: LayerResult) -> bool:
-    return any(perf.status is RowStatus.LIMITED for perf in result.table.perfs) or any(
-        outcome.reason == _OUT_OF_TIME for outcome in result.outcomes
-    )
 
 
 def _why_unusable(table: PerfTable) -> str | None:
@@ -476,18 +447,11 @@ def _remark(problem: ConvProblem, choice: ValidatedPlan, limit: Limit) -> str | 
 
 
 SCHEMA = 1
-
-
 _NOT_BEGUN = "interrupted"
-
 _NO_TIME = "time limit"
-
 _NO_MEMORY = "memory limit"
-
 _NOTHING_FITS = "nothing fits"
-
 _NO_RIVAL = "no undivided call fits"
-
 _OTHER = "no plan"
 
 
@@ -520,8 +484,7 @@ class LimitSummary:
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         return {
-            "workspace_limit": self.limit.nbytes,
-            "kind": "total" if self.limit.total else "per_kernel",
+            **self.limit.to_json(),
             "geomean_speedup": self.geomean,
             "max_speedup": self.best,
             "min_speedup": self.worst,
@@ -552,7 +515,7 @@ class Comparison:
     @property
     def summary(self) -> tuple[LimitSummary, ...]:
         """One entry per limit."""
-        return tuple(self._summarise(i) for i in range(len(self.limits)))
+        return tuple(self._summarize(i) for i in range(len(self.limits)))
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -574,61 +537,46 @@ class Comparison:
             "summary": [entry.to_json() for entry in self.summary],
         }
 
-    def _repr_html_(self) -> str:
-        return drawn("comparison", self)
+    _repr_html_ = html_of
 
-    def _summarise(self, index: int) -> LimitSummary:
-        rows = list(self._compared(index))
-        speedups = [speedup for speedup, *_ in rows]
-        return LimitSummary(
-            limit=self.limits[index],
-            layers=len(rows),
-            geomean=math.exp(sum(map(math.log, speedups)) / len(speedups))
-            if speedups
-            else None,
-            best=max(speedups, default=None),
-            worst=min(speedups, default=None),
-            undivided_ms=sum(undivided for _, undivided, _ in rows),
-            planned_ms=sum(planned for *_, planned in rows),
-            missing=self._missing(index),
-        )
-
-    def _missing(self, index: int) -> tuple[tuple[str, int], ...]:
-        found = Counter(
-            why
-            for layer in self.layers
-            if (why := layer.outcomes[index].missing) is not None
-        )
-        found[_NOT_BEGUN] += self.asked - len(self.layers)
-        return tuple((why, n) for why, n in found.items() if n)
-
-    def _compared(self, index: int) -> Iterator[tuple[float, float, float]]:
+    def _summarize(self, index: int) -> LimitSummary:
+        speedups: list[float] = []
+        undivided_ms = planned_ms = 0.0
+        missing: Counter[str] = Counter()
         for layer in self.layers:
             outcome = layer.outcomes[index]
+            if outcome.missing is not None:
+                missing[outcome.missing] += 1
             choice, speedup = outcome.choice, outcome.speedup
-            if choice is None or choice.undivided_ms is None:
+            if choice is None or choice.undivided_ms is None or speedup is None:
                 continue
-            if speedup is not None:
-                undivided = choice.undivided_ms * layer.count
-                yield speedup, undivided, choice.planned_ms * layer.count
+            speedups.append(speedup)
+            undivided_ms += choice.undivided_ms * layer.count
+            planned_ms += choice.planned_ms * layer.count
+        if len(self.layers) < self.asked:
+            missing[_NOT_BEGUN] += self.asked - len(self.layers)
+        count = len(speedups)
+        return LimitSummary(
+            limit=self.limits[index],
+            layers=count,
+            geomean=math.exp(sum(map(math.log, speedups)) / count) if count else None,
+            best=max(speedups, default=None),
+            worst=min(speedups, default=None),
+            undivided_ms=undivided_ms,
+            planned_ms=planned_ms,
+            missing=tuple(missing.items()),
+        )
 
 
 def _steps_to_json(plan: ConvPlan) -> list[dict[str, Any]]:
-    return [
-        {
-            "algo": step.algo,
-            "batch": step.batch,
-            "time_ms": step.time_ms,
-            "workspace": step.workspace,
-        }
-        for step in plan.steps
-    ]
+    names = ("algo", "batch", "time_ms", "workspace")
+    return [{name: getattr(step, name) for name in names} for step in plan.steps]
 
 
 def advancing(
     layers: Sequence[Layer],
     work: Callable[[Layer, int], R],
-    tell: Callable[[Advance[R]], None] | None,
+    tell: Callable[[LayerProgress[R]], None] | None,
 ) -> Iterator[R]:
     """Yield a result per layer, each before its report, so that Ctrl-C keeps it.
 
@@ -636,7 +584,7 @@ def advancing(
     """
     say = tell or (lambda at: None)
     for i, layer in enumerate(layers):
-        begun: Advance[R] = Advance(layer, i, len(layers))
+        begun: LayerProgress[R] = LayerProgress(layer, i, len(layers))
         say(begun)
         result = work(layer, len(layers) - i)
         yield result

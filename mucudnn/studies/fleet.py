@@ -18,7 +18,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.load_balancing import (
     FleetPlan,
     best_batch,
@@ -64,7 +64,6 @@ class FleetDevice:
 
 _LATENCY_MS = 0.02
 """Assumed latency of a message between devices."""
-
 
 _ELEMENT = 4
 
@@ -123,14 +122,7 @@ class FleetStudy:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        rows = zip(
-            self.fleet.ranks,
-            self.plan.shares,
-            self.plan.idle_ms,
-            self.alone,
-            strict=True,
-        )
-        fastest = self.fastest_alone_ms
+        plan, fastest = self.plan, self.fastest_alone_ms
         return {
             "schema": 1,
             "model": self.title,
@@ -147,7 +139,9 @@ class FleetStudy:
                     "idle_ms": idle,
                     "alone_ms": alone,
                 }
-                for rank, share, idle, alone in rows
+                for rank, share, idle, alone in zip(
+                    self.fleet.ranks, plan.shares, plan.idle_ms, self.alone, strict=True
+                )
             ],
             "planned_ms": self.plan.step_ms,
             "equal_ms": self.equal and self.equal.step_ms,
@@ -159,8 +153,7 @@ class FleetStudy:
             "speedup_over_fastest": fastest and fastest / self.plan.step_ms,
         }
 
-    def _repr_html_(self) -> str:
-        return drawn("fleet_study", self)
+    _repr_html_ = html_of
 
 
 def study_fleet(
@@ -204,7 +197,7 @@ def study_fleet(
     largest = step.batch if most is None else most
     graph = functools.cache(step.graph)
     reduce, words = _all_reduce(kinds, link, graph(1))
-    found = []
+    found: list[tuple[Fleet, FleetPlan]] = []
     for by_plan in (False, True)[: 1 + planned]:
         ranks = []
         for i, kind in enumerate(kinds):
@@ -212,8 +205,18 @@ def study_fleet(
             ranks += ranks_of(kind, step, largest, graph, limit=memory, planned=by_plan)
         fleet = Fleet(tuple(ranks), reduce)
         progress("shares", 0, 1)
-        found.append((fleet, _try_split(fleet, step.batch, most, at_least)))
-    fleet, plan = _select_fastest(found)
+        try:
+            if most is None:
+                plan = split_batch(fleet, step.batch, at_least=at_least)
+            else:
+                plan = best_batch(fleet, step.batch, most, at_least=at_least)
+        except PlanningError as e:
+            error = e
+        else:
+            found.append((fleet, plan))
+    if not found:
+        raise error
+    fleet, plan = max(found, key=lambda one: one[1].samples_per_s)
     return FleetStudy(
         title=step.title,
         fleet=fleet,
@@ -227,31 +230,6 @@ def study_fleet(
     )
 
 
-SplitOrError = FleetPlan | PlanningError
-
-
-def _try_split(
-    fleet: Fleet, batch: int, most: int | None, at_least: int
-) -> SplitOrError:
-    """Return the best split of a batch, or the error if there is none."""
-    try:
-        if most is None:
-            return split_batch(fleet, batch, at_least=at_least)
-        return best_batch(fleet, batch, most, at_least=at_least)
-    except PlanningError as e:
-        return e
-
-
-def _select_fastest(
-    found: Sequence[tuple[Fleet, SplitOrError]],
-) -> tuple[Fleet, FleetPlan]:
-    """Return the plan with the most samples per second, or raise its error."""
-    fitting = [(f, plan) for f, plan in found if isinstance(plan, FleetPlan)]
-    if fitting:
-        return max(fitting, key=lambda one: one[1].samples_per_s)
-    raise next(error for _, error in found[::-1] if isinstance(error, PlanningError))
-
-
 def _split_or_none(
     shares: Callable[[Fleet, int], FleetPlan], fleet: Fleet, batch: int
 ) -> FleetPlan | None:
@@ -263,15 +241,13 @@ def _split_or_none(
 
 def _times_alone(fleet: Fleet, batch: int) -> tuple[float | None, ...]:
     """Return the time of the whole batch on each rank; equal ranks share it."""
+    kinds = [(rank.table, rank.memory, rank.accumulates) for rank in fleet.ranks]
     known: dict[Any, float | None] = {}
-    for i, rank in enumerate(fleet.ranks):
-        kind = rank.table, rank.memory, rank.accumulates
+    for i, kind in enumerate(kinds):
         if kind not in known:
             found = _split_or_none(split_batch, fleet.alone(i), batch)
             known[kind] = None if found is None else found.step_ms
-    return tuple(
-        known[rank.table, rank.memory, rank.accumulates] for rank in fleet.ranks
-    )
+    return tuple(known[kind] for kind in kinds)
 
 
 def _all_reduce(
@@ -298,14 +274,14 @@ def _all_reduce(
 
 # Parse the devices of a fleet: published figures, recordings, tables of steps.
 #
-# h100             estimated from published figures 4xh100           four of them
-# p100=k.json.gz   the same, its convolutions as that recording has them
-# p100.json.gz     the same, of a recording that is called as its device table.json
-# a table of step times, as `save_step_table` writes it
+# h100             estimated from published figures
+# 4xh100           four of them
+# p100=k.json.gz   estimated, with convolutions from a recording
+# p100.json.gz     the same, for a recording named after its device
+# table.json       a table of step times, written by `save_step_table`
 
 
 _COUNT = re.compile(r"([0-9]{1,6})[x×](.+)")
-
 _MOST = 65_536
 
 

@@ -15,7 +15,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import IMAGE, get_model, network_name
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.layouts import stored
 from mucudnn.passes.graph.precision import LOSS_SCALES, lowered
@@ -258,8 +258,7 @@ class MemoryStudy:
             "interrupted": self.interrupted,
         }
 
-    def _repr_html_(self) -> str:
-        return drawn("memory_study", self)
+    _repr_html_ = html_of
 
     def _row(self, technique: Technique) -> dict[str, Any]:
         plan = technique.plan

@@ -21,9 +21,7 @@ _STEPS = {"pad": 0, "stride": 1, "dilation": 1}
 """Option for all axes or for one -> its default."""
 
 _MOST = 2**31 - 1  # libraries count in 32 bits
-
 _TEXT = ("dtype", "layout")
-
 
 PROBLEM_KEYS = (
     *("n", "c", "d", "h", "w", "k", "t", "r", "s"),
@@ -146,7 +144,6 @@ def _per_axis(values: Mapping[str, int], step: str, axes: Sequence[str]) -> list
 
 COLUMNS = ("name", *PROBLEM_KEYS, "count", "set", "application")
 """Names of columns; `_ALIASES` has those of other projects."""
-
 
 _ALIASES = {
     "batch": "n",

@@ -1,4 +1,4 @@
-"""The third act of the demonstration: somebody else's model, in a budget."""
+"""The third act of the demonstration: a PyTorch model within a memory budget."""
 
 import copy
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from mucudnn.torch.step import train_step
 _BATCH, _IMAGE, _WARM = 8, 64, 2
 _TURNS = StoppingRule(min_samples=8, max_samples=30, budget_ms=2500.0)
 _SHARE = 0.25
-"""Of the way from the least budget that works to what no limit would take."""
+"""Budget, as a share of the way from the minimum feasible one to the unlimited peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchAct:
-    """A PyTorch step by eager mode, and within a budget.
+    """A training step in eager mode, planned without a budget, and within one.
 
     Attributes:
-        name: What was trained.
-        whole: The step without a limit, planned.
-        bounded: The step within its budget, planned.
+        name: Name of the model and its batch.
+        whole: Plan without a budget.
+        bounded: Plan within the budget.
         budget: Bytes.
-        eager: Time of a step of PyTorch's own loop.
-        without: Of the planned one without a limit.
-        within: Of the one within the budget.
+        eager: Time of an eager step.
+        without: Time of the step planned without a budget.
+        within: Time of the step planned within the budget.
         same: Whether all losses of the three were equal to the last bit.
     """
 
@@ -48,7 +48,7 @@ class TorchAct:
 
 
 def small_torch_step(say: Callable[[str], None]) -> TorchAct:
-    """Train by PyTorch's own loop, by a planned step and by one in a budget."""
+    """Train by PyTorch's own loop, by a planned step, and by one within a budget."""
     name, model = _model()
     images = torch.randn(_BATCH, 3, _IMAGE, _IMAGE)
     labels = torch.randint(0, 10, (_BATCH,))
@@ -104,7 +104,7 @@ def small_torch_step(say: Callable[[str], None]) -> TorchAct:
 
 
 def _model() -> tuple[str, nn.Module]:
-    """torchvision's ResNet-18 where it is installed, else a small network."""
+    """Return torchvision's ResNet-18 if it is installed, else a small network."""
     torch.manual_seed(0)
     try:
         models = import_module("torchvision.models")

@@ -1,7 +1,7 @@
-"""Private names of PyTorch that are used.
+"""All uses of PyTorch's private names.
 
-Each function is one such thing, and says what PyTorch would have to offer instead.
-Public are `torch.compile` itself, `torch.fx` and `torch.compiler.disable`.
+Each function wraps one use, and says which public interface is missing. Public are
+`torch.compile` itself, `torch.fx` and `torch.compiler.disable`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,15 +34,15 @@ def aot_compiled(
     *,
     static: bool,
 ) -> Callable[..., Any]:
-    """Forward and backward of a captured graph by AOTAutograd.
+    """Compile the forward and backward of a captured graph by AOTAutograd.
 
-    `aot_autograd` is what PyTorch's guide to backends names; `partition_fn`, which is
-    given both halves as one graph, is documented only in its source.
+    PyTorch's guide to backends names `aot_autograd`; its `partition_fn`, which takes
+    the joint graph of both halves, is documented only in the source.
 
     Args:
-        module: As Dynamo captured it.
+        module: The graph that Dynamo captured.
         inputs: Examples of its inputs.
-        partition: Cuts the joint graph into two.
+        partition: Cuts the joint graph into forward and backward.
         compiled: Compiles a half, or a graph without gradients.
         static: Whether numbers among the inputs are constants of the graph.
     """
@@ -59,11 +59,11 @@ def aot_compiled(
 
 @contextmanager
 def _checks_in_place() -> Iterator[None]:
-    """Operations that only raise are in graphs as they are, not threaded by tokens.
+    """Keep operations that only raise in traced graphs, without effect tokens.
 
-    AOTAutograd would have tokens among the inputs and results of both halves; there is
-    no public way to have it leave an operation where it is. Nor is there one to have it
-    take an operation for needed that nobody reads, but for good.
+    AOTAutograd would add tokens to the inputs and results of both halves; there is no
+    public way to keep an operation without them, nor to mark an operation without used
+    results as needed for a while.
     """
     held = getattr(singleton.find(_CHECK._schema.name), "effect", None)
     before = None if held is None else held.effect
@@ -82,10 +82,10 @@ def _checks_in_place() -> Iterator[None]:
 
 @contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Tensors are real and without gradients, operations as they are called.
+    """Compute on real tensors, without gradients or autocast, while a graph is traced.
 
-    While a graph is traced, fake tensors are made by a dispatch mode; there is no
-    public way to step out of it. Automatic casts are off: what is cast is in the graph.
+    Fake tensors are made by a dispatch mode; there is no public way to suspend it.
+    Autocast is off because casts are in the graph.
     """
     with (
         _disable_current_modes(),
@@ -97,12 +97,11 @@ def outside_of_tracing() -> Iterator[None]:
 
 @contextmanager
 def while_compiling() -> Iterator[None]:
-    """As Dynamo compiles: one thread at a time, in no dispatch mode of the user's.
+    """Hold Dynamo's lock, without the user's dispatch modes, with a forked generator.
 
-    Random numbers that are drawn meanwhile are drawn again. Dynamo has a lock, and no
-    public way to compile what it has captured once more. Nor is there one to say that
-    what is traced is compiled: compiled functions that other threads call meanwhile
-    would refuse to be traced.
+    There is no public way to compile a captured graph once more. Nor is there one to
+    tell PyTorch that a compilation is going on: without it, compiled functions that
+    other threads call meanwhile would refuse to be traced.
     """
     session = getattr(torch.compiler, "_compile_session_context", nullcontext)
     with (
@@ -118,14 +117,14 @@ def while_compiling() -> Iterator[None]:
 def kernels_corrected(
     inputs: Sequence[Any], correct: Callable[[Any, Any, Any, Any], Any]
 ) -> Iterator[None]:
-    """Fake tensors come from PyTorch's models of its kernels, corrected.
+    """Correct the fake results of PyTorch's models of its kernels.
 
-    Dynamo makes the mode that has these models, and AOTAutograd traces with it; neither
-    lets a backend choose another.
+    Dynamo creates the fake mode, and AOTAutograd traces with it; neither lets a backend
+    choose another.
 
     Args:
-        inputs: Fake tensors, whose mode it is.
-        correct: Given the mode, an operation, its arguments and what the model says.
+        inputs: Fake tensors of the mode.
+        correct: Takes the mode, an operation, its arguments and the model's result.
     """
     mode = detect_fake_mode(inputs)
     if mode is None:
@@ -145,10 +144,10 @@ def kernels_corrected(
 
 
 def examples_of(given: Sequence[Any]) -> list[Any]:
-    """Fake tensors like those given, of sizes that are no symbols.
+    """Return fake tensors like the given ones, with static sizes.
 
-    Tracing itself makes such ones of real tensors, but without a place for numbers that
-    depend on data: Python numbers that come from tensors.
+    Tracing itself makes them from real tensors, but without a shape environment, which
+    Python numbers that come from tensors need.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     return [
@@ -160,7 +159,7 @@ def examples_of(given: Sequence[Any]) -> list[Any]:
 
 
 def break_reasons() -> dict[str, int]:
-    """Why Dynamo has not captured something, a line each, and how often.
+    """Return Dynamo's reasons for graph breaks, a line each, with their counts.
 
     PyTorch's guide to graph breaks names these counters; they are nowhere else, and
     `torch._dynamo.reset` leaves them.
@@ -174,10 +173,10 @@ def break_reasons() -> dict[str, int]:
 
 
 def refresh_values(module: torch.fx.GraphModule) -> None:
-    """Have example values of a graph share storages as its operations say.
+    """Recompute fake values of a graph whose views do not share their base's storage.
 
-    Dynamo makes tensors of the Python numbers that change from call to call, and leaves
-    the values of what is computed from them as they were.
+    Dynamo turns Python numbers that change from call to call into tensors, without
+    updating the values of the nodes computed from them.
     """
     if any(map(_is_stale_view, module.graph.nodes)):
         given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
@@ -193,8 +192,8 @@ def _is_stale_view(node: torch.fx.Node) -> bool:
         return False
     of = [
         argument.meta.get("val")
-        for argument, said in zip(node.args, schema.arguments, strict=False)
-        if said.alias_info is not None and isinstance(argument, torch.fx.Node)
+        for argument, declared in zip(node.args, schema.arguments, strict=False)
+        if declared.alias_info is not None and isinstance(argument, torch.fx.Node)
     ]
     storages = {
         storage_of(tensor)
@@ -206,9 +205,9 @@ def _is_stale_view(node: torch.fx.Node) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass under way was asked to `retain_graph`.
+    """Return whether the current backward pass was called with `retain_graph`.
 
-    AOTAutograd asks the same way whether it may let go of what was saved.
+    AOTAutograd decides in the same way whether it may release saved tensors.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
@@ -216,9 +215,9 @@ def graph_is_kept() -> bool:
 def mutated_inputs(
     output: torch.fx.Node, inputs: Sequence[torch.fx.Node]
 ) -> Sequence[int]:
-    """Inputs that AOTAutograd changes between the halves.
+    """Return the inputs that AOTAutograd changes between the halves.
 
-    Its descriptors of inputs and outputs tell; their classes are of a private module.
+    They are found by its descriptors, whose classes are in a private module.
     """
     changed = [
         result.mutated_input
@@ -230,20 +229,20 @@ def mutated_inputs(
 
 
 def written_back(output: torch.fx.Node) -> Sequence[int]:
-    """Results that are new values of inputs.
+    """Return the results that are new values of inputs.
 
-    AOTAutograd copies them there behind the first half, and lets go of them.
+    AOTAutograd copies them to the inputs behind the first half, and releases them.
     """
     described = enumerate(output.meta.get("desc", ()))
     return [i for i, d in described if isinstance(d, InputMutationAOTOutput)]
 
 
 def breaks_of(module: torch.fx.GraphModule) -> tuple[str | None, bool]:
-    """Where a break ends a graph that Dynamo captured, and whether one is before it.
+    """Return the line of a graph break behind a graph, and whether one is before it.
 
-    Dynamo leaves its reason to end a graph on the module, with the user's stack. Where
-    it goes on behind a break is a function of its own making, known by its name. There
-    is no public way to ask for either but `torch._dynamo.explain`, which runs a model.
+    Dynamo stores its reason to end a graph on the module, with the user's stack. The
+    code behind a break is a function of its own making, recognized by its name. The
+    only public way to ask for either is `torch._dynamo.explain`, which runs the model.
     """
     stacks = (node.meta.get("stack_trace") or "" for node in module.graph.nodes)
     resumes = any("torch_dynamo_resume_in_" in stack for stack in stacks)
@@ -257,9 +256,9 @@ def breaks_of(module: torch.fx.GraphModule) -> tuple[str | None, bool]:
 def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
     """Return the bytes of all tensors of a part that Dynamo's DDPOptimizer split off.
 
-    It cuts the graph of a model in DistributedDataParallel at gradient buckets and has
-    each part compiled on its own; what it writes as the reason tells. None for graphs
-    that are no such part. Symbolic sizes count as they were when they were traced.
+    It cuts the graph of a model in DistributedDataParallel at gradient buckets and
+    compiles each part on its own, which only the reason that it writes tells. None for
+    other graphs. Symbolic sizes count with the value that they were traced with.
     """
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.reason.startswith("DDPOptimizer"):
@@ -270,17 +269,9 @@ def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
 
 
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:
-    """Dynamo's number of the function that a graph is of, and of the graph, "0/1".
+    """Return Dynamo's number of a graph's function, and of the graph, as in "0/1".
 
-    They are those of `TORCH_LOGS=recompiles` and of `tlparse`.
+    `TORCH_LOGS=recompiles` and `tlparse` show the same numbers.
     """
     number = module.meta.get("dynamo_compile_id")
     return ("", "") if number is None else (str(number).split("/")[0], str(number))
-
-
-# Which versions of PyTorch this works with, and what each lacks.
-#
-# A version is called tested if the tests' quick part for PyTorch ran on it, whole or
-# the tests of each face (`train_step`, `backend`, `convolutions`, `memory`), on a CPU.
-# `TESTED` says what each lacks. Older ones than `OLDEST` lack names that are needed and
-# are refused; newer ones than those tested are tried, with a warning.

@@ -27,7 +27,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
 from mucudnn.passes.planning.plan_step import DescribedStep, largest_batch_within
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
@@ -231,7 +231,7 @@ class MemoryStudy:
             budget: Bytes, or a size; by default half way from the least that works to
                 all that the whole step could use.
         """
-        return drawn("described_report", (self.described(), self._usual(budget)))
+        return html_of((self.described(), self._usual(budget)), whole=True)
 
     def __str__(self) -> str:
         lines = [
@@ -248,7 +248,7 @@ class MemoryStudy:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        return drawn("described_study", (self.described(), self._usual(None)))
+        return html_of((self.described(), self._usual(None)))
 
     @property
     def _where(self) -> str:

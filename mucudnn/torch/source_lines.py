@@ -1,4 +1,4 @@
-"""Lines of user code in tracebacks and stacks; storages of tensors."""
+"""Locate lines of user code in tracebacks and stacks; identify storages of tensors."""
 
 import functools
 import importlib.metadata
@@ -33,7 +33,7 @@ def torch_packages() -> frozenset[str]:
 
 @functools.cache
 def is_library_file(file: str) -> bool:
-    """Return whether a file is of Python, PyTorch, what that requires, or of ours."""
+    """Return whether a file is of Python, PyTorch, a package that it needs, or ours."""
     if file.startswith("<"):
         return file.startswith(("<frozen", "<eval_with_key", "<attrs generated"))
     if file.startswith((_PACKAGE, _TORCH)):
@@ -51,40 +51,40 @@ def line_of_function(code: CodeType) -> str:
 
 
 def line_of_traceback(traceback: TracebackType | None) -> str:
-    """Where an error came from: " (FILE:LINE, in FUNCTION)", or nothing."""
+    """Return the last user line of a traceback: " (FILE:LINE, in FUNCTION)", or ""."""
     found = ""
     while traceback is not None:
-        found = _said(traceback.tb_frame, traceback.tb_lineno) or found
+        found = _line_of_frame(traceback.tb_frame, traceback.tb_lineno) or found
         traceback = traceback.tb_next
     return found
 
 
 def line_now() -> str:
-    """The innermost line of the user's that is being run."""
+    """Return the innermost user line that is running, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if found := _said(frame, frame.f_lineno):
+        if found := _line_of_frame(frame, frame.f_lineno):
             return found
         frame = frame.f_back
     return ""
 
 
 def line_of_stack(stack: str | None) -> str:
-    """The innermost line of the user's in a stack that PyTorch recorded as text."""
+    """Return the innermost user line of a stack in PyTorch's text form, or ""."""
     for file, line, function in reversed(_FRAME.findall(stack or "")):
-        if _theirs(file):
+        if _is_user_file(file):
             return f" ({file}:{line}, in {function})"
     return ""
 
 
-def _said(frame: FrameType, line: int) -> str:
+def _line_of_frame(frame: FrameType, line: int) -> str:
     code = frame.f_code
-    if not _theirs(code.co_filename):
+    if not _is_user_file(code.co_filename):
         return ""
     return f" ({code.co_filename}:{line}, in {code.co_name})"
 
 
-def _theirs(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     if file.startswith("<"):
         return False
     if file.startswith((_PACKAGE, _TORCH)):
@@ -92,21 +92,21 @@ def _theirs(file: str) -> bool:
     return not file.startswith(_STANDARD) or "site-packages" in file
 
 
-# Which bytes a tensor lies in.
+# Identity of a tensor's storage.
 #
-# PyTorch has no public name for a storage: `data_ptr` is zero for tensors without data,
-# and `untyped_storage()` is another object every time.
+# PyTorch has no public identifier of a storage: `data_ptr` is zero for fake tensors,
+# and `untyped_storage()` returns a new object every time.
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory, with data or without.
+    """Return a number that is equal for tensors, real or fake, that share a storage.
 
-    It may be another's as soon as no tensor has the memory any more.
+    It may be reused as soon as no tensor has the storage any more.
     """
     return int(tensor.untyped_storage()._cdata)
 
 
 def bytes_in_storages(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all that tensors lie in, each storage once, as an allocator has them."""
+    """Return the bytes of tensors' storages, each once, rounded as by the allocator."""
     storages = {storage_of(t): t.untyped_storage() for t in tensors}
     return sum(rounded(int(storage.nbytes())) for storage in storages.values())

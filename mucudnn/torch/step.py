@@ -59,13 +59,13 @@ from mucudnn.torch.verification import VerifiedStep
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan of one graph, and what runs it.
+    """The plan of one graph, bound to an executable program.
 
     Attributes:
-        key: The graph, by `graph_key`.
-        plan: What was decided.
+        key: Identifies the graph, see `graph_key`.
+        plan: The plan.
         bound: The program.
-        constants: Tensors of the graph, whose identity is part of the key.
+        constants: Constant tensors of the graph, whose identity is part of the key.
     """
 
     key: Hashable
@@ -76,14 +76,14 @@ class PlannedStep:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One capture of the step, with all that must hold for it to be used.
+    """One capture of the step, and the conditions under which it is valid.
 
     Attributes:
-        form: How the batch is nested, and what in it is no tensor.
-        live: Where the step's tensors are found.
-        guards: What else must be as it was.
+        form: Nesting of the batch, and its elements that are not tensors.
+        live: Finds the step's tensors in the model and the optimizer.
+        guards: All other conditions.
         captured: The graph.
-        planned: Its plan.
+        planned: The plan of the graph; several captures may share it.
     """
 
     form: tuple[Any, Any]
@@ -138,91 +138,86 @@ def train_step(
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
     verify: int | None = None,
 ) -> "TrainStep":
-    """A function that trains a model by one step, within a budget.
+    """Compile a model's whole training step under a memory budget.
 
-    The first argument of a step is the model's input: a tensor, a tuple of its
-    positional arguments, or a dict of those by name; `step(**batch)` gives them by name
-    too. All other arguments are the loss function's, behind the model's result.
+    The step is called with the model's input, a tensor, a tuple of positional arguments
+    or a dict of arguments by name, followed by the loss function's other arguments;
+    `step(**batch)` passes the model's arguments by name too.
 
-    Python control flow is frozen when a batch signature is first captured, and a plan
-    is used only while everything that its capture read is as it was: attributes of
-    modules and other objects, globals, free variables, containers, hooks, settings of
-    PyTorch, layouts and shared memory of tensors. After a change the step is captured
-    again, and planned again where its graph is another. Learning rates and what is in
-    tensors may change freely. What a step only writes, it writes at every run. A step
-    that changes what it also reads, as a counter does, is captured anew for every run,
-    or runs in eager mode where `fallback` or the budget allow it; either is announced
-    by a warning. Prints and log lines appear when a step is captured.
+    Python control flow is frozen when a batch signature is first captured. A plan is
+    used only while everything that the capture read is unchanged: attributes of modules
+    and other objects, globals, free variables, containers, hooks, PyTorch's settings,
+    layouts and shared memory of tensors. After a change the step is captured again, and
+    planned again if its graph differs. Learning rates and the contents of tensors may
+    change freely. State that a step only writes is written at every call. A step that
+    changes what it also reads, such as a counter, is captured anew for every call, or
+    runs in eager mode where `fallback` or the budget allow it; a warning announces
+    either. Prints and log lines appear when a step is captured.
 
-    Results are those of eager mode, bit for bit, with three exceptions: what is
-    computed in place into a part of a tensor is computed into memory of its own, and
-    kernels may round strided memory otherwise than dense one, as the sigmoids of
-    `nn.GRU` do where its width is no multiple of their vectors (32 always is); the
-    gradient of a product (`prod`) is always computed as if there were zeros in it; and
+    Under `torch.autocast` the model and the loss are cast; gradients and the update are
+    computed outside of it, as PyTorch recommends. Results equal those of eager mode,
+    bit for bit, with three exceptions: in-place operations on a part of a tensor write
+    to memory of their own, and kernels may round strided memory differently from dense
+    memory (the sigmoids of `nn.GRU` do, unless its width is a multiple of 32); the
+    gradient of a product (`prod`) is always computed as if the product had zeros; and
     an optimizer with `fused=True` updates by PyTorch's plain operations.
 
     Args:
-        model: What is trained.
-        loss_fn: Called with the model's result and the rest of a batch. Returns the
-            scalar to minimise, or a pair of it and tensors, nested as you like, that
-            come back with it; the budget counts them.
-        optimizer: Of the model's parameters, and of the loss's if that is a module. One
-            that decides by values, counts in Python or takes a closure makes its update
-            itself, behind the planned passes: the budget holds all gradients then, and
-            what a copy of it was measured to need, hooks left out.
+        model: The model to train.
+        loss_fn: Called with the model's result and the rest of the batch. Returns the
+            scalar to minimize, or a pair of the scalar and nested tensors that the step
+            returns with it; the budget counts these tensors.
+        optimizer: Of the model's parameters, and of the loss's if it is a module. An
+            optimizer that branches on values, counts in Python or takes a closure
+            updates eagerly after the planned passes: the budget then holds all
+            gradients and the memory measured for a copy of the update, without hooks.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
-        tuner: Measures other ways to run the convolutions, our algorithms and
-            micro-batches, of which the plan takes what is fastest in the bytes that it
-            has; results differ from eager ones by rounding then. What was measured is
-            remembered, unless its batch policy is a function. Its backend is
-            `mucudnn.torch.cpu_backend()`. None leaves them to PyTorch's kernels.
-        cache: Folder of the file `plans.sqlite` that remembers measurements and plans;
-            by default the cache in the user's cache directory; None remembers nothing.
-        offload_state: Whether parameters, buffers and the optimizer's state may live
-            in memory of the host that is not of PyTorch's allocator, where the budget
-            asks for it: the budget does not count them there. They stay the tensors
-            that they are, with other memory; on the CPU so far.
-        accumulate: Parts that every batch is cut into along its first axis, each with
-            a backward pass of its own: gradients are those of the mean of the parts'
-            losses, each part weighed by its samples. What comes back with the loss
-            is a tuple of every part's.
-        clip_norm: As `torch.nn.utils.clip_grad_norm_` of all gradients.
-        clip_value: As `torch.nn.utils.clip_grad_value_`; before `clip_norm`.
-        scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
-        split: Whether the step runs in slices of its batch, one behind the other, which
-            need less at once: "none", "auto" for what is predicted to be fastest within
-            the budget, or into how many parts its largest layers are cut; "height" for
-            strips of its images, or the depth of its volumes, "height:4" for so many:
-            where there are few and large ones. Gradients are those of the whole batch
-            up to the order of sums.
-        max_plans: Plans that are kept, one for each kind of batch, mode and other
-            graph; the least recently used one is dropped.
-        fallback: What happens to a step that cannot be captured: "refuse" raises an
-            error that says why, "eager" runs it in eager mode, with a warning, in
-            whatever memory that takes. Where the budget holds that too, a step whose
-            Python state cannot be guarded always runs in eager mode.
-        inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
-            compiles, where these are faster and the budget allows. They compute what
-            the operations do, up to rounding.
-
-        tiers: Where to what leaves for the budget goes, on the CPU: `host`,
-            `disk:FOLDER`, `peer:1` (memory that another process owns), each with
-            `=SIZE` behind it where that is not to be all there is; several are filled
-            the fastest first. Host memory if none are given.
-        verify: Check the first step and every `verify`-th one against the same step in
-            eager mode, which runs before it on the same objects and is undone. Loss,
-            what comes back with it, parameters, buffers, the optimizer's and scaler's
-            state, and the batch must be equal; with a tuner, a split or `inductor`, a
-            fused optimizer or a GRU they may differ by about as much as rounding
-            changes them. Such a step takes more memory than the budget: what eager mode
-            needs, and two copies of what is trained. None and 0 check nothing.
+        tuner: Measures further algorithms and micro-batches for the convolutions; the
+            plan uses the fastest that fit. Results then differ from eager mode by
+            rounding. Measurements are stored unless the batch policy is a function. The
+            tuner's backend must be `mucudnn.torch.cpu_backend()`. None uses PyTorch's
+            convolutions.
+        cache: Folder of the file `plans.sqlite` with measurements and plans, by default
+            the cache in the user's cache directory; None stores nothing.
+        offload_state: Whether parameters, buffers and optimizer state may be moved to
+            host memory that the budget does not count. The tensor objects stay the
+            same. CPU models only.
+        accumulate: Number of parts that a batch is divided into along its first axis,
+            each with its own backward pass. Gradients are those of the mean loss,
+            weighted by the samples of each part. Extra results become a tuple over
+            parts.
+        clip_norm: As `torch.nn.utils.clip_grad_norm_` over all gradients.
+        clip_value: As `torch.nn.utils.clip_grad_value_`; applied before `clip_norm`.
+        scaler: Used as a loop with `scale`, `unscale_`, `step` and `update` uses it.
+        split: Whether the step runs in slices, one after another, to lower the peak:
+            "none"; "auto" for the fastest predicted number; a number of parts of the
+            batch for the largest layers; "height" for strips of images or volumes, or
+            "height:4" for four. Gradients are those of the whole batch, up to the order
+            of sums.
+        max_plans: Number of plans to keep; the least recently used plan is dropped.
+        fallback: "refuse" raises an error for a step that cannot be captured, "eager"
+            runs it in eager mode with a warning, in whatever memory that takes. If the
+            budget holds eager mode too, a step whose Python state cannot be guarded
+            runs in eager mode with either.
+        inductor: Whether neighbouring operations become kernels compiled by PyTorch's
+            Inductor where they are faster and fit. Results differ by rounding.
+        tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
+            another process); append `=SIZE` to limit one. Several are filled fastest
+            first. Host memory by default.
+        verify: Compare the first step and every `verify`-th step with the same step in
+            eager mode, which runs first, on the same objects, and is undone. Loss,
+            extra results, parameters, buffers, the states of optimizer and scaler, and
+            the batch must be equal, or within rounding with a tuner, a split,
+            `inductor`, a fused optimizer or a GRU. Such a step exceeds the budget by
+            what eager mode needs and two copies of the trained state. None and 0
+            compare nothing.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
-            none of these, or it is wanted with `inductor`, which takes whole steps; or
-            a tier is none, or there is no budget for it.
-        TypeError: An argument is of another type.
-        UnsupportedError: The model is wrapped by what spreads it over devices.
+            unknown or combined with `inductor`, a tier is unknown, or tiers are given
+            without a budget.
+        TypeError: An argument has the wrong type.
+        UnsupportedError: The model is wrapped for several devices.
     """
     check_parts(model, loss_fn, optimizer)
     an_integer("max_plans", max_plans, 1)
@@ -262,18 +257,18 @@ def train_step(
 
 
 class TrainStep:
-    """A step of one model, loss and optimizer.
+    """A planned training step of one model, loss and optimizer; see `train_step`.
 
     Args:
-        model: Whose parameters are trained.
-        loss_fn: Of its result and the rest of a batch.
-        optimizer: Of its parameters.
+        model: The model to train.
+        loss_fn: The loss.
+        optimizer: The optimizer.
         planning: How steps are planned.
-        settings: What is done with gradients.
-        max_plans: How many plans are kept.
-        fallback: What happens to a step that cannot be captured.
-        verify: Every how many steps is checked.
-        exact: Whether results are eager ones, not only up to rounding.
+        settings: How gradients are made, clipped and scaled.
+        max_plans: Number of plans to keep.
+        fallback: "refuse" or "eager".
+        verify: Steps between two comparisons with eager mode; None compares nothing.
+        exact: Whether results must equal eager mode's bit for bit when compared.
     """
 
     def __init__(
@@ -317,26 +312,26 @@ class TrainStep:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on one batch; its loss, or a pair of it and what came back with it.
+        """Train on one batch; return the loss, or a pair of the loss and extra results.
 
-        Whatever it raises, Ctrl-C included, the step was run in full or not at all,
-        or the next call raises `BackendError`. A step that runs in eager mode is left
-        as eager mode leaves it.
+        After any exception, Ctrl-C included, the step has run completely or not at all,
+        or the next call raises `BackendError`. An exception in eager mode leaves the
+        state that eager mode leaves.
 
         Raises:
-            PlanningError: The step does not fit; says the least budget that works.
-            UnsupportedError: It cannot be captured; says why.
-            BackendError: An error stopped the last step while it changed what is
-                trained; load a checkpoint and call `reset`.
-            VerificationError: It was checked, and results differ from eager ones.
+            PlanningError: The step does not fit; reports the minimum feasible budget.
+            UnsupportedError: The step cannot be captured; reports the reason.
+            BackendError: The last step was interrupted while it updated parameters;
+                load a checkpoint and call `reset`.
+            VerificationError: Results differ from those of eager mode.
         """
         with self._commit.step():
             return self._step(args, kwargs)
 
     def reset(self) -> None:
-        """Go on after a step that an error has left half done.
+        """Allow further steps after one that was interrupted during its update.
 
-        What it trains has to be as it shall be: load a checkpoint before.
+        Load a checkpoint first: the interrupted step left parameters half updated.
         """
         self._commit.reset()
 
@@ -363,17 +358,17 @@ class TrainStep:
 
     @property
     def plan(self) -> TorchPlan:
-        """What was decided for the last batch.
+        """The plan of the last batch.
 
         Raises:
-            RuntimeError: There was none yet; `prepare` plans without a step.
+            RuntimeError: No batch was seen yet; `prepare` plans without a step.
         """
         if self._last is None:
             raise RuntimeError("no batch was seen yet; prepare(*batch) plans for one")
         return self._last.plan
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
-        """Plan for batches like this one, without a step; nothing is changed."""
+        """Plan for batches like this one without running a step."""
         batch = Batch.of(args, kwargs)
         with self._commit.planning():
             variant, _, reason = self._planned.find(batch)
@@ -383,7 +378,7 @@ class TrainStep:
         return variant.planned.plan
 
     def _run(self, variant: Variant, batch: Batch, given: list[torch.Tensor]) -> Any:
-        """Run a planned step; its results as the caller wants them."""
+        """Run a planned step; return the loss, or the loss and extra results."""
         captured = variant.captured
         self._last = variant.planned
         if captured.gradients is not None:
@@ -402,7 +397,7 @@ class TrainStep:
     def _with_own_update(
         self, variant: Variant, batch: Batch, given: list[torch.Tensor]
     ) -> list[Any]:
-        """Forward and backward as planned, then the optimizer's own step."""
+        """Run the planned passes, then the optimizer's own step."""
         names = variant.captured.gradients or ()
         live, planned = variant.live, variant.planned
         of_name = live.parts.parameters
@@ -428,9 +423,9 @@ class TrainStep:
     # -- capture
 
     def _capture(self, batch: Batch, reason: str) -> tuple[Variant, list[torch.Tensor]]:
-        """Capture and plan the step for a batch; its inputs.
+        """Capture and plan the step for a batch; return the capture and its inputs.
 
-        An update that cannot be recorded is the optimizer's own from then on.
+        If the update cannot be recorded, the optimizer makes it itself from then on.
 
         Args:
             batch: The batch.

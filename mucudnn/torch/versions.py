@@ -1,11 +1,11 @@
-"""Versions of PyTorch that are supported, and what each of them lacks.
+"""Supported versions of PyTorch, and the limitations of each.
 
 A version is called tested if the tests' quick part for PyTorch ran on it, whole or
 the tests of each face (`train_step`, `backend`, `convolutions`, `memory`), on a CPU.
 Versions older than `OLDEST` lack names that are needed and are refused; versions newer
 than those tested are tried, with a warning.
 
-This module does not import PyTorch: it is what reports that PyTorch is missing.
+This module does not import PyTorch: it reports when PyTorch is missing.
 """
 
 import sys
@@ -27,15 +27,15 @@ TESTED: Mapping[str, str] = MappingProxyType(
         "2.15": "It lacks nothing that the tests ask for.",
     }
 )
-"""Version -> what it lacks, in a sentence."""
+"""Version -> its limitations, in a sentence."""
 
 
 OLDEST = "2.11"
-"""The oldest that is tried."""
+"""The oldest version that is not refused."""
 
 
 def installed_version() -> str | None:
-    """PyTorch's version, without importing it; None if it is not there."""
+    """Return PyTorch's version, without importing it; None if it is not installed."""
     loaded = sys.modules.get("torch")
     if loaded is not None:
         return str(loaded.__version__)
@@ -46,10 +46,10 @@ def installed_version() -> str | None:
 
 
 def check_version(version: str | None) -> None:
-    """Refuse a version that cannot work, and say of one that it is not tested.
+    """Refuse a version that cannot work, and warn about one that is not tested.
 
     Raises:
-        BackendUnavailableError: There is none, or it is too old.
+        BackendUnavailableError: PyTorch is not installed, or is too old.
     """
     tested = ", ".join(TESTED)
     advice = f"it is tested with {tested}: pip install 'mucudnn[torch]'"
@@ -68,5 +68,5 @@ def check_version(version: str | None) -> None:
 
 
 def _order(version: str) -> tuple[int, ...]:
-    """A version's two leading numbers; those of "2.13.0+cpu" are 2 and 13."""
+    """Return a version's two leading numbers, as in (2, 13) of "2.13.0+cpu"."""
     return tuple(int(part) for part in version.split(".")[:2])

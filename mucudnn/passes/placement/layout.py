@@ -21,7 +21,7 @@ from mucudnn.ir.profile import ChunkCosts
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.packing import Block, in_gaps, live_peak, pack
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -119,8 +119,7 @@ class PlacedStep:
         """Return a summary such as `PlacedStep(2.0 GiB: StepPlan(…))`."""
         return f"PlacedStep({format_bytes(self.nbytes)}: {self.plan!r})"
 
-    def _repr_html_(self) -> str:
-        return drawn("placed_step", self)
+    _repr_html_ = html_of
 
     @property
     def schedule(self) -> Schedule:

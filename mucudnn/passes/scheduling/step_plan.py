@@ -18,7 +18,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.notebook import drawn
+from mucudnn.notebook import html_of
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit, least_occupancy
 from mucudnn.passes.scheduling.problem import state_bytes, timed_by, workspaces_of
@@ -110,8 +110,7 @@ class StepPlan:
             + ")"
         )
 
-    def _repr_html_(self) -> str:
-        return drawn("step_plan", self)
+    _repr_html_ = html_of
 
     @property
     def recomputed(self) -> int:

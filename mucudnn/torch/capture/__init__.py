@@ -1,1 +1,1 @@
-"""PyTorch's graphs of a training step, as it is written down before planning."""
+"""Capture of training steps as PyTorch graphs."""

@@ -1,4 +1,4 @@
-"""One capture at a time in a process, whatever threads and forks there are.
+"""Serialize captures within a process, across threads and forks.
 
 PyTorch's tracers patch modules and functions for the whole process, so a step that
 another thread captures meanwhile would be recorded wrongly or fail. Dynamo serializes
@@ -24,7 +24,7 @@ _FORK_S = 5.0
 
 @contextmanager
 def exclusive_capture() -> Iterator[None]:
-    """Have no other thread of this process capture or compile; reentrant.
+    """Prevent other threads from capturing or compiling in this context; reentrant.
 
     A fork waits up to five seconds until no other thread captures.
 
@@ -43,10 +43,10 @@ def exclusive_capture() -> Iterator[None]:
 
 
 class _Locks:
-    """Both locks, and what became of them when the process forked.
+    """Both locks, which are acquired around a fork.
 
     Attributes:
-        dynamo: That of Dynamo.
+        dynamo: The lock of Dynamo.
         cut: Whether another thread held one of them when this process was forked.
     """
 
@@ -59,7 +59,7 @@ class _Locks:
         attend(self)
 
     def before_fork(self) -> None:
-        """Wait, within reason, until no other thread captures."""
+        """Wait for a limited time until no other thread captures."""
         until = time.monotonic() + _FORK_S
         self._held.locks = held = []
         for lock in (self.dynamo, CAPTURE_LOCK):
@@ -67,7 +67,7 @@ class _Locks:
                 held.append(lock)
 
     def after_fork(self, *, child: bool) -> None:
-        """Go on; what was not acquired is never released in a child."""
+        """Release the locks; those not acquired are never released in a child."""
         held = self._held.locks
         self.cut = self.cut or (child and len(held) < 2)
         for lock in reversed(held):

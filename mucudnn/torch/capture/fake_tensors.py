@@ -1,8 +1,8 @@
-"""Models, optimizers and batches without data, as planning needs them.
+"""Copies of models, optimizers and batches with fake tensors, for planning.
 
-Copies of them have tensors that only know their shape, type and strides. So nothing of
-the model's size is allocated, the optimizer gets no state, and a model that never had
-data is as good as any. Tensors without a device (`meta`) stand for ones on the CPU.
+Fake tensors only have a shape, a type and strides. Nothing of the model's size is
+allocated, the user's optimizer gets no state, and models without data (on `meta`) can
+be planned as well. Tensors on `meta` represent tensors on the CPU.
 """
 
 import copy
@@ -27,14 +27,14 @@ from mucudnn.torch.source_lines import storage_of
 
 @dataclass(frozen=True)
 class DatalessStep:
-    """What `capture_step` takes, without data.
+    """The arguments of `capture_step` with fake tensors.
 
     Attributes:
-        model: A copy.
-        loss_fn: A copy if it is a module.
-        example: As a step is called with.
-        optimizer: A copy, with its state.
-        whole: The optimizer that it is a copy of, which may have data.
+        model: A copy of the model.
+        loss_fn: The loss function; a copy if it is a module.
+        example: The arguments of a step.
+        optimizer: A copy of the optimizer, with its state.
+        whole: The original optimizer, which may have data.
     """
 
     model: torch.nn.Module
@@ -51,11 +51,11 @@ class DatalessStep:
         example: Sequence[Any] | Mapping[str, Any],
         optimizer: torch.optim.Optimizer,
     ) -> "DatalessStep":
-        """Copies of what there is.
+        """Copy a step's parts with fake tensors.
 
         Raises:
-            TypeError: Something is of another type.
-            UnsupportedError: The model cannot be copied; says why.
+            TypeError: A part has a wrong type.
+            UnsupportedError: The model cannot be copied.
         """
         check_parts(model, loss_fn, optimizer)
         _check(example)
@@ -67,7 +67,7 @@ class DatalessStep:
         mode = FakeTensorMode()
         own = [t for m in modules for t in (*m.parameters(), *m.buffers())]
         mine = set(map(id, own))
-        # Those of the optimizer alone are parameters that the model had before.
+        # The optimizer may have parameters that the model no longer has.
         own += [p for group in optimizer.param_groups for p in group["params"]]
         memo: dict[int, Any] = {id(t): _dataless(mode, t) for t in own}
         try:
@@ -84,7 +84,7 @@ class DatalessStep:
         return cls(copies[0], loss_fn, batch, lent, optimizer)
 
     def wholes(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of parameters that the optimizer has, those that they are copies of."""
+        """Map copies of the optimizer's parameters to the original parameters."""
         of_copy = {
             id(lent): parameter
             for mine, group in zip(
@@ -100,23 +100,23 @@ class DatalessStep:
 
     @property
     def size_or_none(self) -> int | None:
-        """Size of the first axis that all tensors of the batch share, if they do."""
+        """Size of axis 0 that all tensors of the batch share; None if they do not."""
         tensors = self.example.tensors
         sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def size(self) -> int:
-        """Size of the first axis of the first tensor."""
+        """Size of axis 0 of the first tensor."""
         first = self.example.tensors[0]
         return int(first.shape[0]) if first.dim() else 1
 
     @property
     def batch(self) -> int:
-        """Size of the first axis of every tensor of the batch.
+        """Size of axis 0 of every tensor of the batch.
 
         Raises:
-            ValueError: They do not share it.
+            ValueError: The tensors differ in it.
         """
         if self.size_or_none is None:
             shapes = ", ".join(str(tuple(t.shape)) for t in self.example.tensors)
@@ -128,15 +128,15 @@ class DatalessStep:
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def _check(example: Any) -> None:
-    """Refuse what is no batch.
+    """Refuse values that are no batch.
 
     Raises:
-        TypeError: Says what was given and what is wanted.
+        TypeError: The example is no batch, or has no tensor.
     """
     several = isinstance(example, Sequence | Mapping)
     if isinstance(example, torch.Tensor | str) or not several:
@@ -152,7 +152,7 @@ def _check(example: Any) -> None:
 
 
 def _dataless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like another, without its data."""
+    """Return a fake tensor like a given one."""
     if not tensor.is_meta:
         return mode.from_tensor(tensor, static_shapes=True)
     with mode:
@@ -167,9 +167,9 @@ def _dataless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _optimizer(
     optimizer: torch.optim.Optimizer, memo: Mapping[int, Any], mode: FakeTensorMode
 ) -> torch.optim.Optimizer:
-    """A copy that works on the copied parameters; its hooks are those of the other.
+    """Copy an optimizer to the copied parameters, with its hooks.
 
-    PyTorch's own way to copy one would leave its hooks behind.
+    `copy.deepcopy` of an optimizer would lose the hooks.
     """
     lent: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(lent).update(vars(optimizer))
@@ -198,15 +198,15 @@ _CONTIGUOUS = frozenset(
         _aten.smooth_l1_loss_backward.default,
     }
 )
-"""Whose results are contiguous, whatever PyTorch's own model of them says."""
+"""Operations with contiguous results, for which PyTorch's model has other strides."""
 
 
 class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types here
-    """PyTorch's tensors without data, where its model of a kernel misses or is wrong.
+    """PyTorch's fake mode, with corrections of missing or wrong models of kernels.
 
     Args:
-        shape_env: What symbols are made in.
-        results: What kernels were seen to return.
+        shape_env: Environment of symbols.
+        results: Layouts that kernels were seen to return.
     """
 
     def __init__(self, shape_env: Any, results: "KernelResults") -> None:
@@ -217,9 +217,9 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
     def dispatch(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What an operation gives."""
+        """Return the fake result of an operation."""
         if func is _aten.bernoulli.p:
-            with self:  # of `bernoulli_`, which leaves a tensor as it lies
+            with self:  # from `bernoulli_`, which keeps the strides of its tensor
                 return torch.empty_like(args[0])
         with self:
             found = ctc_results(func, args)
@@ -237,10 +237,10 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
 
 
 def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Numbers beside complex tensors, such as learning rates, as ones.
+    """Replace symbolic numbers beside complex tensors, such as learning rates, by 1.0.
 
-    PyTorch's models of kernels make them complex there, which a symbol cannot be. What
-    a result is like does not depend on them.
+    PyTorch's models of kernels convert them to complex, which a symbol cannot be. The
+    layout of a result does not depend on them.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     if not any(isinstance(v, torch.Tensor) and v.is_complex() for v in leaves):
@@ -251,13 +251,13 @@ def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return found
 
 
-# What kernels return where PyTorch's own model of them says something else.
+# Layouts of results for which PyTorch's own model of a kernel is wrong.
 #
-# A graph is recorded on tensors without data, by PyTorch's model of every kernel. Some
-# models are wrong: under autocast, in types of what normalisations return; elsewhere in
-# strides. What follows is then recorded wrongly, too: casts that autograd makes by the
-# type it sees are missing. Measuring runs every kernel and sees it. So what it sees is
-# kept, and the step recorded once more, until no kernel differs.
+# A graph is captured on fake tensors, by PyTorch's model of every kernel. Some models
+# are wrong: under autocast in the types of normalizations' results, elsewhere in
+# strides. Later operations are then captured wrongly too: casts that autograd inserts
+# by type are missing. Measuring runs every kernel and finds the difference. The layouts
+# found are kept, and the step is captured again until no kernel differs.
 
 
 Results = Mapping[int | None, Layout]
@@ -274,7 +274,7 @@ ResultT = TypeVar("ResultT")
 
 
 class KernelResults:
-    """What was seen, by operation and how its operands lie."""
+    """Layouts of results by operation and layouts of its operands."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, dict[str, Results]] = {}
@@ -285,14 +285,14 @@ class KernelResults:
     def settled(
         self, capture: Callable[[], CapturedT], use: Callable[[CapturedT], ResultT]
     ) -> ResultT:
-        """What is made of a graph, which is captured again while it is wrong.
+        """Capture a graph again until measurements agree with it; return its use.
 
         Args:
-            capture: Records a graph, by these results.
-            use: Makes something of it, and measures it for that.
+            capture: Captures a graph, with these results.
+            use: Measures a graph, and returns what is made of it.
 
         Raises:
-            UnsupportedError: It stays wrong; says which operation.
+            UnsupportedError: An operation's results differ in every capture.
         """
         while True:
             captured = capture()
@@ -303,7 +303,7 @@ class KernelResults:
                     raise
 
     def learn(self, module: torch.fx.GraphModule, wrong: WrongResultsError) -> bool:
-        """Keep what a measurement has seen; whether anything of it is new."""
+        """Keep the layouts that a measurement found; return whether any is new."""
         before = len(self)
         for node in module.graph.nodes:
             if (found := wrong.found.get(node.name)) is not None:
@@ -319,13 +319,13 @@ class KernelResults:
         given: tuple[Any, Mapping[str, Any]],
         results: Any,
     ) -> Any:
-        """Results without data as a kernel really gives them.
+        """Return fake results with the layouts that the kernel really returns.
 
         Args:
-            mode: Makes tensors without data.
+            mode: The fake mode.
             function: The operation.
-            given: Its arguments, by place and by name.
-            results: What PyTorch's model says.
+            given: Its positional and keyword arguments.
+            results: The results of PyTorch's model.
         """
         with mode:
             results = corrected(results, statistics_types(function, given[0]))
@@ -346,7 +346,7 @@ class KernelResults:
 
 
 def _apart(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The model of an LSTM's gradients has those of both biases as one tensor."""
+    """Separate an LSTM's bias gradients, which the model returns as one tensor."""
     places = list(map(storage_of, results))
     return tuple(
         torch.empty_like(t) if place in places[:i] else t
@@ -361,7 +361,7 @@ def _lying(layout: Layout) -> torch.Tensor:
 
 
 def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Equal for calls whose operands are of the same types and lie alike."""
+    """Return a key of a call's operands: types, shapes and strides."""
     return repr([_said(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))])
 
 

@@ -6,13 +6,14 @@ expression of `is`), PyTorch's settings, and decisions by values of tensors.
 """
 
 import operator
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _device
@@ -80,8 +81,12 @@ _ELEMENTS_COMPARED = 8
 class StateGuards:
     """A compiled check that noted Python state is as it was.
 
-    Identity of all values is checked first, in one generated function. Where a value
-    has another identity, it is compared, and equal ones are compared from then on.
+    Entries of dicts are nine tenths of all state. A dict whose version is unchanged has
+    the same entries, so their versions are compared first, by one call in C for each;
+    entries are compared only where a version changed. A dict that keeps changing, as
+    the globals of a script do, is compared entry by entry from then on. All other state
+    is compared by identity, in one generated function. Where a value has another
+    identity, it is compared, and equal ones are compared from then on.
 
     Args:
         reads: The state.
@@ -94,10 +99,16 @@ class StateGuards:
         self.changed: Read | None = None
         self._reads = reads
         self._by_value: set[int] = set()
-        self._holds = _compiled(reads, self._by_value)
+        self._changes: Counter[int] = Counter()  # of dicts, by identity
+        self._dicts: list[Any] = []
+        self._versions: list[int | None] = []
+        self._compile()
 
     def failed(self) -> str:
         """Return which state has changed, and how; empty if none has."""
+        versions = list(map(dict_version, self._dicts))
+        if versions != self._versions and (reason := self._changed_entries()):
+            return reason
         try:
             if self._holds():
                 return ""
@@ -106,15 +117,65 @@ class StateGuards:
         equal = []
         for read in self._reads:
             now = read.now()
-            if not is_alike(now, read.value):
-                self.changed = read
-                return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"
+            if reason := self._difference(read, now):
+                return reason
             if now is not read.value and read.kind is not Kind.CONTENTS:
                 equal.append(id(read))
         if not self._by_value.issuperset(equal):
             self._by_value.update(equal)
-            self._holds = _compiled(self._reads, self._by_value)
+            self._compile()
         return ""
+
+    def _changed_entries(self) -> str:
+        """Compare the entries of dicts whose version changed; return a difference."""
+        recompile = False
+        for i, held in enumerate(self._dicts):
+            version = dict_version(held)
+            if version == self._versions[i]:
+                continue
+            for read in self._entries[i]:
+                if reason := self._difference(read, read.now()):
+                    return reason
+            if self._versions[i] is not None:
+                self._changes[id(held)] += 1
+            self._versions[i] = version
+            recompile |= self._changes[id(held)] >= _CHANGES_OF_DICT
+        if recompile:
+            self._compile()
+        return ""
+
+    def _difference(self, read: Read, now: Any) -> str:
+        if is_alike(now, read.value) or (_is_unhooked(read) and not now):
+            return ""
+        self.changed = read
+        return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"
+
+    def _compile(self) -> None:
+        """Divide the state into dicts with a version and all other state."""
+        entries: dict[int, list[Read]] = {}
+        others = []
+        for read in self._reads:
+            held = id(read.holder)
+            if _is_versioned(read) and self._changes[held] < _CHANGES_OF_DICT:
+                entries.setdefault(held, []).append(read)
+            else:
+                others.append(read)
+        known = dict(zip(map(id, self._dicts), self._versions, strict=True))
+        self._entries = list(entries.values())
+        self._dicts = [reads[0].holder for reads in self._entries]
+        # None until the entries were compared, as dicts may have changed since a read.
+        self._versions = [known.get(held) for held in entries]
+        self._holds = _compiled(others, self._by_value)
+
+
+_CHANGES_OF_DICT = 2
+"""Changes of a dict after which its entries are compared at every step."""
+
+
+def _is_versioned(read: Read) -> bool:
+    """Return whether state is unchanged while the version of its holder is."""
+    entry = read.kind is Kind.ENTRY or (read.kind is Kind.SIZE and read.value)
+    return bool(entry) and type(read.holder) in (dict, defaultdict, OrderedDict)
 
 
 def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
@@ -123,6 +184,9 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
     held: dict[str, Any] = {"is_alike": is_alike, "is_same": _is_same}
     terms: list[str] = []
     empty = []
+    hooked: dict[str, list[Any]] = {}  # by attribute: tensors without such hooks
+    objects: list[Any] = []
+    types: list[Any] = []
 
     def name(value: Any) -> str:
         if id(value) not in names:
@@ -135,8 +199,13 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
         kind = read.kind
         if kind is Kind.CLASS:
             kind, holder = Kind.ENTRY, holder.__dict__
-        if kind is Kind.CONTENTS and not value:
+        if kind in (Kind.CONTENTS, Kind.SIZE) and not value:
             empty.append(holder)  # most are dicts of hooks: one call looks at all
+        elif _is_unhooked(read):
+            hooked.setdefault(key, []).append(holder)
+        elif kind is Kind.TYPE:
+            objects.append(holder)
+            types.append(value)
         elif kind is Kind.SIZE:
             terms.append(f"len({name(holder)}) == {value}")
         elif kind is Kind.ENTRY and value is MISSING:
@@ -152,12 +221,17 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
                 Kind.ENTRY: f"{name(holder)}[{key!r}]",
                 Kind.SLOT: f"{name(holder)}.{key}",
                 Kind.CELL: f"{name(holder)}.cell_contents",
-                Kind.TYPE: f"type({name(holder)})",
             }.get(kind, f"{name(read)}.now()")
             same = kind in _BY_IDENTITY and id(read) not in by_value
             value = name(value)
             terms.append(f"{now} is {value}" if same else f"is_alike({now}, {value})")
+    # What many objects have in common is compared by loops in C.
     terms.append(f"not any({name(empty)})")
+    for key, holders in hooked.items():
+        terms.append(f"not any(map({name(operator.attrgetter(key))}, {name(holders)}))")
+    if objects:
+        now = f"map(type, {name(objects)})"
+        terms.append(f"all(map({name(operator.is_)}, {now}, {name(types)}))")
     lines = [
         f"  if not ({' and '.join(terms[i : i + _TERMS_A_LINE])}): return False\n"
         for i in range(0, len(terms), _TERMS_A_LINE)
@@ -169,7 +243,14 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
     return held["holds"]  # type: ignore[no-any-return]
 
 
-_BY_IDENTITY = (Kind.ENTRY, Kind.SLOT, Kind.CELL, Kind.TYPE)
+_BY_IDENTITY = (Kind.ENTRY, Kind.SLOT, Kind.CELL)
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of tensors that are None or an empty dict without hooks."""
+
+
+def _is_unhooked(read: Read) -> bool:
+    return read.kind is Kind.SLOT and read.value is None and read.key in _HOOKS
 
 
 def _has_few(container: Any) -> bool:

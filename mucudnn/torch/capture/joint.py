@@ -1,6 +1,6 @@
-"""AOTAutograd's joint graph, cut into halves; symbolic sizes.
+"""Cut AOTAutograd's joint graph into halves; compile graphs of symbolic sizes.
 
-Each half is a graph of one node, which runs its part of the program.
+Each half is a graph of one node, which runs its part of the planned program.
 """
 
 import operator
@@ -24,7 +24,7 @@ from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 from mucudnn.torch.source_lines import storage_of
 
 _CHANGED = "changed"
-"""The node at which inputs have other values than in the forward pass."""
+"""Name of the node from which on inputs have other values than in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Joint:
 
     @classmethod
     def of(cls, module: torch.fx.GraphModule, results: int) -> "Joint":
-        """A graph by its parts."""
+        """Return a joint graph, given the number of results of its forward pass."""
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         primals = [node for node in given if "tangents" not in node.name]
         tangents = [node for node in given if "tangents" in node.name]
@@ -50,15 +50,15 @@ class Joint:
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
-        """Which of the inputs are no tensors: their values are in the graph."""
+        """Inputs that are not tensors: their values are in the graph."""
         values = [node.meta.get("val") for node in self.primals]
         return tuple(i for i, v in enumerate(values) if not isinstance(v, torch.Tensor))
 
     def check(self) -> None:
-        """Refuse what cannot be planned, or not be run yet.
+        """Refuse inputs that cannot be planned.
 
         Raises:
-            UnsupportedError: An input is on another device, or its size is a symbol.
+            UnsupportedError: An input is on another device, or has a symbolic size.
         """
         for node in self.primals:
             value = node.meta.get("val")
@@ -75,7 +75,7 @@ class Joint:
                 )
 
     def lowered(self) -> Lowered:
-        """The graph as ours; what follows from a tangent is of the backward pass."""
+        """Lower the graph; nodes that depend on a tangent are the backward pass."""
         following = set(self.tangents)
         begun = False
         backward = set()
@@ -95,7 +95,7 @@ class Joint:
         return _staying(found, found.results[: self.count.results])
 
     def key(self, own: Sequence[int]) -> Any:
-        """Equal for graphs of which one program is right.
+        """Return a key that is equal for graphs that can share a program.
 
         Args:
             own: Inputs that the budget counts.
@@ -115,7 +115,7 @@ class Joint:
 
     @property
     def results(self) -> Sequence[Any]:
-        """Of both halves; no gradients of what is no tensor."""
+        """The results of both halves, without gradients of non-tensor inputs."""
         flat = list(self.output.args[0])
         missing = {self.count.results + i for i in self._numbers}
         return [result for i, result in enumerate(flat) if i not in missing]
@@ -123,11 +123,11 @@ class Joint:
     def split(
         self, halves: Halves
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        """Forward and backward as AOTAutograd wants them.
+        """Return the forward and backward graphs for AOTAutograd.
 
-        What is kept is not described among the results of the forward half: AOTAutograd
-        would take it for a buffer that the backward half may destroy, and refuse to run
-        that twice.
+        Saved values have no metadata among the results of the forward half: AOTAutograd
+        would take them for buffers that the backward half may overwrite, and refuse to
+        run it twice.
         """
         values = [node.meta.get("val") for node in self.primals]
         mode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
@@ -145,7 +145,7 @@ class Joint:
     def refused(
         self, refuse: Callable[..., Any]
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        """Two halves that do nothing but raise an error."""
+        """Return two halves that only raise an error."""
         return self._forward(refuse, 0), self._backward(refuse, [])
 
     def _forward(self, function: Callable[..., Any], kept: int) -> torch.fx.GraphModule:
@@ -163,7 +163,7 @@ class Joint:
 
 
 _UNSAID = object()
-"""A result of which nothing is said."""
+"""Marks a result without metadata."""
 
 
 def _written(
@@ -172,7 +172,7 @@ def _written(
     places: Mapping[torch.fx.Node, str],
     storages: dict[int, int],
 ) -> Any:
-    """A node, its arguments by their places, and how its result lies."""
+    """Return a node's operation, arguments by position, and layout of its result."""
     value = node.meta.get("val")
     lies = repr(value)
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -194,7 +194,7 @@ def _one_call(
     results: Sequence[Any],
     function: Callable[..., Any],
 ) -> torch.fx.GraphModule:
-    """A graph that calls one function with all that it is given."""
+    """Return a graph that calls one function with all its inputs."""
     graph = torch.fx.Graph()
     given = []
     for name, meta in inputs:
@@ -217,12 +217,12 @@ def _one_call(
 
 
 def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
-    """The graph with it said that what the forward pass returns stays where it is.
+    """Mark the results of the forward pass as neither offloaded nor recomputed.
 
-    It is the caller's from then on: the second half can neither have it leave nor make
-    it another time. So it counts until the end. Said of a view of what is returned, it
-    is not said of what else the same node makes: of a batch norm's activation, whose
-    running statistics are returned.
+    They belong to the caller: the backward half can neither offload nor recompute them,
+    so they count until the end. The mark is on a view of each result, not on its node,
+    whose other results are not concerned: a batch norm returns running statistics, but
+    its activation may be offloaded.
     """
     graph = lowered.graph
     returned = {graph.storages[r] for r in results if isinstance(r, str)}
@@ -251,7 +251,7 @@ def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
 
 
 def _later(graph: Graph) -> Iterator[Node]:
-    """What runs in the second half."""
+    """Return the nodes of the backward half."""
     return (
         node
         for node in graph.nodes
@@ -262,17 +262,18 @@ def _later(graph: Graph) -> Iterator[Node]:
 def _remembering(
     lowered: Lowered, mutated: Sequence[int], values: Sequence[int]
 ) -> Lowered:
-    """The graph with it said that some inputs are others in the backward pass.
+    """Add a node behind the forward pass that writes the mutated inputs.
 
-    Nothing that reads them may be computed again there. The last node of the forward
-    pass says so: in the backward pass new values could be made again, too late to be
-    returned. Those are results, are copied to the inputs between the halves, and go
-    with that unless they are what the model returns as well.
+    Nodes that read these inputs can therefore not be recomputed in the backward pass.
+    The node belongs to the forward pass: otherwise the new values could be recomputed
+    in the backward pass, too late to be returned. The new values are results, are
+    copied to the inputs between the halves, and are freed then unless the model returns
+    them as well.
 
     Args:
         lowered: The graph.
-        mutated: Those inputs.
-        values: The results that are their values.
+        mutated: The mutated inputs.
+        values: The results that are their new values.
     """
     changed = tuple(
         dict.fromkeys(t for i in mutated if (t := lowered.inputs[i]) is not None)
@@ -296,33 +297,32 @@ def _remembering(
 
 
 def _made(result: Any) -> bool:
-    """Whether a result is a tensor of the graph."""
+    """Return whether a result is a tensor of the graph."""
     return isinstance(result, str)
 
 
-# Graphs whose sizes are symbols: compiled once for every combination of sizes.
+# Graphs of symbolic sizes: compiled once for every combination of sizes.
 #
-# `torch.compile` makes a size a symbol when it meets a second one, so that it need not
-# trace the model again. A plan is of certain sizes. So the traced graph is kept, and
-# what is planned is the same graph at the sizes of each call.
+# `torch.compile` replaces a size by a symbol when a second value occurs, so that it
+# need not trace the model again. A plan is for concrete sizes. The traced graph is
+# therefore kept, and planned anew for the sizes of each call.
 
 
 _MOST = 64
-"""Kinds of one graph that are planned: whoever has more has a number in its inputs that
-counts."""
+"""Most plans of one graph: with more, an input is probably a number that counts up."""
 
 
 def has_symbols(inputs: Sequence[Any]) -> bool:
-    """Whether a size, or a number, among a graph's inputs is a symbol."""
+    """Return whether a size, or a number, among a graph's inputs is a symbol."""
     return any(_is_symbolic(value) for value in inputs)
 
 
 class BySize:
-    """A graph that is compiled when sizes are first seen.
+    """A graph that is compiled for each combination of sizes at its first call.
 
     Args:
-        inputs: Examples, of which some sizes are symbols.
-        compile_for: Compiles the graph for inputs as they are, given words about sizes.
+        inputs: Examples, with symbolic sizes.
+        compile_for: Compiles the graph for concrete inputs, given a text of the sizes.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class BySize:
         """Run the graph.
 
         Raises:
-            UnsupportedError: There are too many kinds of inputs to plan for each.
+            UnsupportedError: There are too many combinations of sizes.
         """
         key = _layouts([given[i] for i in self._places])
         run = self._compiled.get(key)
@@ -361,7 +361,7 @@ class BySize:
 
 
 def _said(given: Sequence[Any], places: Sequence[int]) -> str:
-    """Sizes and numbers, once each."""
+    """Return the distinct sizes and numbers as text."""
     values: Mapping[str, None] = dict.fromkeys(
         "x".join(map(str, v.shape)) if isinstance(v, torch.Tensor) else str(v)
         for v in map(given.__getitem__, places)
@@ -377,7 +377,7 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _layouts(values: Sequence[Any]) -> Any:
-    """Equal for inputs that lie alike, and share storages alike."""
+    """Return a key of the inputs' shapes, strides and shared storages."""
     first: dict[int, int] = {}
     return tuple(
         [

@@ -1,8 +1,8 @@
 """Operations that are captured in another way than PyTorch runs them.
 
-The planner decides what is computed again; a checkpoint of the model's own would have
-it recorded as computed twice, with other random numbers. Without it the step computes
-the same. So does a module without what `Module.compile` compiled of it.
+The planner decides what is recomputed. A checkpoint in the model would be captured as
+two computations, with different random numbers, so checkpoints are turned off; the step
+computes the same without them. `Module.compile` is undone for the same reason.
 """
 
 import math
@@ -19,11 +19,11 @@ from mucudnn.torch.capture.reads import ReadRecorder
 
 @contextmanager
 def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
-    """Have modules that were compiled in place, by `Module.compile`, run as written.
+    """Run modules that were compiled in place, by `Module.compile`, as written.
 
     Args:
-        root: With all modules.
-        recorder: Is told, so that it notes what was compiled.
+        root: Module that contains all modules.
+        recorder: Notes the compiled calls as temporarily replaced.
     """
     held = [(m, m._compiled_call_impl) for m in root.modules() if m._compiled_call_impl]
     for module, _ in held:
@@ -37,22 +37,22 @@ def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
 
 
 class _Plain:
-    """Stands for the autograd function of a reentrant checkpoint."""
+    """Replacement of the autograd function of a reentrant checkpoint."""
 
     @staticmethod
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        """Call what would be checkpointed."""
+        """Call the function without a checkpoint."""
         return function(*args)
 
 
 def _plain(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    """Stands for the generator around a checkpoint that is not reentrant."""
+    """Replace the generator around a non-reentrant checkpoint."""
     yield
 
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Have `torch.utils.checkpoint` call what it is given, and no more."""
+    """Make `torch.utils.checkpoint` call its function without a checkpoint."""
     plain = {
         "CheckpointFunction": _Plain,
         "_checkpoint_without_reentrant_generator": _plain,
@@ -70,12 +70,12 @@ def plain_checkpoints() -> Iterator[None]:
             setattr(checkpoint, name, value)
 
 
-# Batch norms that weigh their statistics by a count of batches, `momentum=None`.
+# Batch norms with cumulative averages, `momentum=None`.
 #
-# The weight is one over the count, another number in every step, and PyTorch's function
-# takes a number, not a tensor. So it is recorded with a mark in the number's place, a
-# number that nothing else has. When the step is recorded, every mark gives way to what
-# computes the number from the count as it is then.
+# The weight of a batch is one over the count of batches, which differs in every step,
+# and PyTorch's function takes a number, not a tensor. The call is captured with a mark
+# in place of the number, which is a number that occurs nowhere else. After the capture
+# every mark is replaced by a node that computes the weight from the count.
 
 
 _FIRST = 0.6180339887498949
@@ -84,16 +84,12 @@ _STEP = 2.0**-40
 
 
 def average_weight(count: int) -> float:
-    """What the newest of so many batches counts in their mean."""
+    """Return the weight of the last of `count` batches in their mean."""
     return 1.0 / float(max(1, count))
 
 
 class CountedAverages:
-    """The batch norms of a model that count, while a step is recorded.
-
-    Args:
-        model: Whose they are.
-    """
+    """The batch norms of a model that have cumulative averages, during a capture."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._norms = {
@@ -109,10 +105,10 @@ class CountedAverages:
 
     @contextmanager
     def marked(self, recorder: ReadRecorder) -> Iterator[None]:
-        """Each has a momentum of its own, which `called` knows.
+        """Set the momentum of each norm to a mark of its own, which `called` knows.
 
         Args:
-            recorder: Is told, so that the marks are no state of the user's.
+            recorder: Notes the momenta as temporarily replaced.
         """
         self._marks = {_mark(i): norm for i, norm in enumerate(self._norms.values())}
         self._counts = {}
@@ -127,9 +123,9 @@ class CountedAverages:
                 norm.momentum = None
 
     def called(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Arguments of `functional.batch_norm`; a mark of this call if it counts.
+        """Return the arguments of `functional.batch_norm`, with a mark of this call.
 
-        A model may call one of them several times in a step.
+        A model may call a norm several times in a step.
         """
         norm = self._marks.get(named.get("momentum", 0.0))
         if norm is None:
@@ -141,7 +137,7 @@ class CountedAverages:
         return {**named, "momentum": mark}
 
     def written(self, graph: torch.fx.Graph) -> None:
-        """Put what computes a number in the place of its mark, in a recorded step."""
+        """Replace the marks in a captured graph by nodes that compute the weights."""
         for node in list(graph.nodes) if self._counts else ():
             marks = [a for a in node.args if isinstance(a, float) and a in self._counts]
             for mark in marks:
@@ -155,12 +151,11 @@ def _mark(number: int) -> float:
     return _FIRST + number * _STEP
 
 
-# CTC's loss in graphs whose shapes are known: its table is as wide as targets may be.
+# CTC's loss in graphs of static shapes.
 #
-# PyTorch's kernel makes its table as wide as the longest target is. Lengths that are
-# numbers tell that; lengths that are tensors tell it when the kernel runs. Then the
-# table has room for the longest that there could be, and what is not there is of
-# probability zero.
+# The width of the kernel's table is that of the longest target. If lengths are tensors,
+# it is known only when the kernel runs. The table is then allocated for the longest
+# possible target, and padded by probability zero.
 
 
 _aten = torch.ops.aten
@@ -174,12 +169,7 @@ _BACKWARD = frozenset(
 
 
 def ctc_results(func: Any, args: tuple[Any, ...]) -> Any:
-    """What one of CTC's operations returns, without data; None of any other.
-
-    Args:
-        func: The operation.
-        args: Its arguments, tensors without data.
-    """
+    """Return the fake results of one of CTC's operations; None for any other."""
     if func in _BACKWARD:
         return torch.empty_like(args[1], memory_format=torch.contiguous_format)
     if func not in _FORWARD:
@@ -202,9 +192,9 @@ def padded_ctc(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`aten::_ctc_loss` with a table for the longest target that there is room for.
+    """Run `aten::_ctc_loss` with a table for the longest possible target.
 
-    It has the same bytes in use whatever the lengths are.
+    The peak memory is the same for all lengths.
     """
     rows = _rows(targets, lengths)
     loss, table = _aten._ctc_loss.Tensor(
@@ -220,7 +210,7 @@ def padded_ctc(
 
 
 def _rows(targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """A row for each target, of those that lie one behind the other."""
+    """Return concatenated targets as a row for each target."""
     if targets.dim() == 2:
         return targets
     ends = lengths.to(targets.device, torch.long).cumsum(0)
@@ -232,8 +222,8 @@ def _rows(targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 # The Gaussian's negative log likelihood with its check in the graph.
 #
-# PyTorch's function asks the variances whether one is negative, which only a run can
-# answer. Here the step itself asks, and raises.
+# PyTorch's function branches in Python on whether a variance is negative, which is
+# known only at run time. Here the check is an operation of the step, which raises.
 
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -247,20 +237,20 @@ def gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """What `torch.nn.functional.gaussian_nll_loss` gives, bit for bit.
+    """Compute `torch.nn.functional.gaussian_nll_loss`, bit for bit.
 
     Args:
         input: Means.
-        target: What was seen.
-        var: A variance for each mean, or one for all along one axis of size one or
-            along the last axis, which it is without; or a number.
-        full: Whether a constant is added.
-        eps: What a variance is taken for that is less.
+        target: Observations.
+        var: Variances: of the shape of the means; with one axis of size one; without
+            the last axis; or a number.
+        full: Whether to add the constant term.
+        eps: Minimum variance.
         reduction: "mean", "sum" or "none".
 
     Raises:
-        ValueError: A number is negative, or the shape or the reduction is none of
-            these. A step with a negative entry raises RuntimeError when it runs.
+        ValueError: The number is negative, or the shape or the reduction is invalid. A
+            step with a negative variance raises RuntimeError when it runs.
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{reduction} is not valid; one of {list(_REDUCTIONS)} is")

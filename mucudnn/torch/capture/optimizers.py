@@ -1,8 +1,8 @@
-"""PyTorch's optimizers on captured tensors; updates in place.
+"""Capture of PyTorch's optimizers, and updates in place.
 
-What an optimizer does is recorded by having it do it: for that it is lent the tensors
-that stand for its parameters, gradients and state. One that decides by values, or that
-counts in Python, cannot be recorded: its steps run as they are, behind planned passes.
+An optimizer is captured by running its own `step` on the tensors that replace its
+parameters, gradients and state. An optimizer that decides by values, or counts in
+Python, cannot be captured: its updates run eagerly behind the planned passes.
 """
 
 import copy
@@ -25,7 +25,7 @@ from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 
 StateKey = tuple[int, int, str]
-"""A group, a parameter of it, and a name in its state."""
+"""Index of a group, index of a parameter in it, and a key of the parameter's state."""
 
 
 _MOMENTUM = "momentum_buffer"
@@ -35,11 +35,11 @@ _RATE = "lr"
 
 
 _OWN = frozenset({"param_groups", "state", "_opt_called"})
-"""Attributes that every optimizer has and that a step may change."""
+"""Attributes of every optimizer that a step may change."""
 
 
 class UpdateNotRecordedError(UnsupportedError):
-    """What an optimizer does depends on what only a run knows, or on Python."""
+    """An optimizer's update depends on run-time values or on Python state."""
 
 
 @contextmanager
@@ -51,14 +51,14 @@ def swapped(
     state: Mapping[StateKey, torch.Tensor],
     rates: Sequence[Any],
 ) -> Iterator[dict[StateKey, torch.Tensor]]:
-    """Have an optimizer work on other tensors than its own.
+    """Replace an optimizer's tensors by others.
 
     Yields:
-        A mapping that has, when the context is left, the tensors that the optimizer
-        has added to its state.
+        A mapping of the tensors that the optimizer has added to its state; it is filled
+        when the context is left.
 
     Raises:
-        UpdateNotRecordedError: It has changed something that is no tensor.
+        UpdateNotRecordedError: The optimizer has changed something that is no tensor.
     """
     made: dict[StateKey, torch.Tensor] = {}
     groups, old_state = optimizer.param_groups, optimizer.state
@@ -68,7 +68,7 @@ def swapped(
         mine = []
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                # The model has another by now. Without a gradient this one stays.
+                # The model has replaced it. Without a gradient it is left alone.
                 if parameter.grad is not None:
                     raise UnsupportedError(
                         f"parameter {j} of the optimizer's group {i} is not the "
@@ -109,15 +109,15 @@ def swapped(
 
 
 def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
-    """No kernels over many tensors: each is updated as its gradient is there."""
+    """Turn off kernels over many tensors: each is updated once its gradient exists."""
     return {key: False for key in ("foreach", "fused") if key in group}
 
 
 def _lent(key: str, value: Any) -> Any:
-    """A value that a step may change without another seeing it.
+    """Return a copy of a container that a step may change; other values as they are.
 
     Raises:
-        UpdateNotRecordedError: It has tensors.
+        UpdateNotRecordedError: The container has tensors.
     """
     if not isinstance(value, list | dict | set):
         return value
@@ -129,7 +129,7 @@ def _lent(key: str, value: Any) -> Any:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its own attributes, containers copied."""
+    """Return the attributes of an optimizer's own, with containers copied."""
     return {
         key: value.copy() if type(value) in (dict, list, set) else value
         for key, value in vars(optimizer).items()
@@ -143,10 +143,10 @@ def _check_unchanged(
     groups: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Refuse steps that count, or decide for the next one, outside of tensors.
+    """Refuse updates that change Python state.
 
     Raises:
-        UpdateNotRecordedError: Says what has changed.
+        UpdateNotRecordedError: An attribute or a setting has changed.
     """
     now = _attributes(optimizer)
     for key in now.keys() | own.keys():
@@ -164,10 +164,10 @@ def _check_unchanged(
 
 
 def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | None:
-    """A tensor of an optimizer's state that was not there; others are put in place.
+    """Return a new tensor of an optimizer's state; copy a replaced one in place.
 
     Raises:
-        UpdateNotRecordedError: What has changed is no tensor, or has another shape.
+        UpdateNotRecordedError: A changed value is no tensor, or has another shape.
     """
     if not isinstance(value, torch.Tensor) and _same(outside, value):
         return None
@@ -186,7 +186,7 @@ def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | 
 
 
 def _put_back(holder: object, attributes: Mapping[str, Any]) -> None:
-    """Give an object the attributes that it had; refill containers in place."""
+    """Restore an object's attributes; refill containers in place."""
     now: dict[str, Any] = vars(holder)
     for key in [key for key in now if key not in attributes]:
         del now[key]
@@ -225,15 +225,15 @@ def _same(one: Any, other: Any) -> bool:
 def make_state(
     optimizer: torch.optim.Optimizer, own: Collection[int] | None = None
 ) -> None:
-    """What PyTorch's optimizers make in their first step, made now.
+    """Create the state that PyTorch's optimizers create in their first step.
 
-    A momentum that starts as the first gradient is one that started as zero, but with
-    dampening. What is not made here is made by the first step, which then has a plan of
-    its own.
+    A momentum that starts as the first gradient equals one that starts as zero, except
+    with dampening. State that is not created here is created by the first step, which
+    then has a plan of its own.
 
     Args:
-        optimizer: Whose state it is.
-        own: Parameters that it is made for, by `id`; None stands for all.
+        optimizer: The optimizer.
+        own: The `id` of each parameter to create state for; None for all parameters.
     """
     missing = [
         (group, p)
@@ -247,7 +247,7 @@ def make_state(
         return
     init = getattr(optimizer, "_init_group", None)
     if init is None or not init.__module__.startswith(torch.optim.__name__):
-        return  # another's may be about something else
+        return  # another class's `_init_group` may do something else
     count = len(inspect.signature(init).parameters) - 1
     with _any_gradients([p for _, p in missing]), torch.no_grad():
         for group in optimizer.param_groups:
@@ -260,47 +260,49 @@ def make_state(
 
 
 class UnusedState:
-    """State that was made for a plan; the optimizer has it once a step has used it.
+    """Optimizer state that was created for a plan, until a step has used it.
 
     Args:
-        optimizer: Has it while a step is planned or run.
+        optimizer: The optimizer, which has the state while a step is planned or run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._bare: dict[torch.Tensor, None] = {}  # had no state when this was lent
+        self._bare: dict[
+            torch.Tensor, None
+        ] = {}  # parameters without state of their own
         self._made: dict[torch.Tensor, dict[str, Any]] = {}
 
     def note(self) -> None:
-        """Remember which parameters have no state: some is about to be made."""
+        """Remember which parameters have no state, before some is created."""
         for group in self._optimizer.param_groups:
             found = self._optimizer.state
             bare = (p for p in group["params"] if not found.get(p))
             self._bare.update(dict.fromkeys(bare))
 
     def lend(self) -> None:
-        """Give the optimizer what was made, where it has nothing else."""
+        """Give the optimizer the created state where it has none."""
         for parameter, made in self._made.items():
             if not self._optimizer.state.get(parameter):
                 self._bare[parameter] = None
                 self._optimizer.state[parameter] = made
 
     def withdraw(self) -> None:
-        """Leave the optimizer without it, and remember it."""
+        """Remove the created state from the optimizer, and remember it."""
         for parameter in self._bare:
             if made := self._optimizer.state.pop(parameter, None):
                 self._made[parameter] = made
         self._bare.clear()
 
     def keep(self) -> None:
-        """Let the optimizer have it for good."""
+        """Leave the created state to the optimizer for good."""
         self._bare.clear()
         self._made.clear()
 
 
 @contextmanager
 def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Parameters that have a gradient, which takes no memory, where they have none."""
+    """Give parameters without a gradient one that takes no memory."""
     bare = [p for p in parameters if p.grad is None]
     try:
         for parameter in bare:
@@ -312,22 +314,22 @@ def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             parameter.grad = None
 
 
-# What a step changes for good: new values go where the old ones are.
+# Updates in place.
 #
 # A functional graph returns new parameters, buffers and state beside the old ones. Here
-# a value that may be computed in the place of the old one is; any other is copied
-# there. Updates run as soon as what they need is there, so that gradients die young.
-# Buffers change after the backward pass: until then what is computed again finds the
-# old ones.
+# a new value is computed in the memory of the old one where possible, and copied there
+# otherwise. Updates run as soon as their operands exist, so that gradients are freed
+# early. Buffers change after the backward pass: recomputation until then needs the old
+# values.
 
 
 def with_updates(lowered: Lowered, late: frozenset[str]) -> Lowered:
-    """The same step with its results stored in its inputs.
+    """Return the step with its new values stored in its inputs.
 
     Args:
-        lowered: Its results are those to return and then one for each input: the input
-            itself, or its new value.
-        late: Inputs that change after the backward pass.
+        lowered: The step; its results are those to return, and then for each input the
+            input itself or its new value.
+        late: Inputs that are written after the backward pass.
     """
     count = len(lowered.results) - len(lowered.inputs)
     stores = {
@@ -346,7 +348,7 @@ def with_updates(lowered: Lowered, late: frozenset[str]) -> Lowered:
 
 
 class _Writer:
-    """Nodes that write what a step changes, in place where they may."""
+    """Writes the nodes that store new values, in place where possible."""
 
     def __init__(self, lowered: Lowered, stores: Mapping[str, str]) -> None:
         self.calls: dict[str, Call] = dict(lowered.calls)
@@ -362,7 +364,7 @@ class _Writer:
         self._times = Counter(stores.values())
 
     def written(self) -> tuple[list[Node], dict[str, TensorSpec]]:
-        """All nodes, in an order that works, and all tensors."""
+        """Return all nodes, in a valid order, and all tensors."""
         copied = [pair for pair in self._stores.items() if not self._overwrites(*pair)]
         tensors = dict(self._graph.tensors)
         for value, target in self._in_place.items():
@@ -387,7 +389,7 @@ class _Writer:
         )
 
     def _overwrites(self, target: str, value: str) -> bool:
-        """Whether a value, and what it alone is made of, is computed in its place."""
+        """Compute a value, and its sole operands, in place; return False if unsafe."""
         if self._times[value] > 1 or not self._may(target, value):
             return False
         found: str | None = value
@@ -397,7 +399,7 @@ class _Writer:
         return True
 
     def _may(self, target: str, value: str) -> bool:
-        """Whether a value may be computed over an input that nobody reads later."""
+        """Return whether a value may overwrite an input, which is not read later."""
         graph, layouts = self._graph, self._lowered.layouts
         node = graph.producers.get(value)
         if node is None or node.phase is not Phase.UPDATE or value in self._in_place:
@@ -417,11 +419,11 @@ class _Writer:
         )
 
     def _only_operand(self, target: str, value: str) -> str | None:
-        """An operand that nobody else reads, and that may be in the same place."""
+        """Return an operand without other readers that may be computed in place too."""
         graph = self._graph
         node = graph.producers[value]
         if any(graph.storages[t] == graph.storages[target] for t in node.inputs):
-            return None  # what is there is still read
+            return None  # the old value is still read
         for name in node.inputs:
             alone = len(graph.readers[name]) == 1 and name not in self._times
             if alone and self._may(target, name):
@@ -435,7 +437,7 @@ def _ordered(
     stores: Mapping[str, str],
     late: frozenset[str],
 ) -> tuple[Node, ...]:
-    """Updates right behind the last node that they wait for, others as they were."""
+    """Move updates right behind the last node that they depend on."""
     main = [node for node in nodes if node.phase is not Phase.UPDATE]
     rest = [node for node in nodes if node.phase is Phase.UPDATE]
     at = {node.name: i for i, node in enumerate(main)}
@@ -447,7 +449,7 @@ def _ordered(
         for name in node.inputs:
             readers[storages[name]] = at[node.name]
     anchors: dict[str, int] = {}
-    for node in rest:  # what it waits for comes first in `rest`
+    for node in rest:  # its dependencies come first in `rest`
         waits = [anchors.get(n.name, at.get(n.name, -1)) for n in before[node.name]]
         waits += [readers.get(storages[t], -1) for t in node.mutates]
         if any(t in late for t in node.mutates):
@@ -469,7 +471,7 @@ def _ordered(
 def _before(
     rest: Sequence[Node], storages: Mapping[str, str], producer: Mapping[str, Node]
 ) -> dict[str, list[Node]]:
-    """For every update those nodes that it waits for: in what it reads and changes."""
+    """Return the nodes that each update depends on, by what it reads and writes."""
     found = {}
     readers: dict[str, list[Node]] = {}
     for node in rest:
@@ -482,7 +484,7 @@ def _before(
 
 
 def _with(node: Node, before: Mapping[str, list[Node]], seen: set[str]) -> list[Node]:
-    """A node behind all that it waits for and that is not there yet."""
+    """Return a node behind its dependencies that have not been seen yet."""
     found: list[Node] = []
     pending: list[Any] = [node]
     while pending:

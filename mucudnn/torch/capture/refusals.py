@@ -1,7 +1,7 @@
-"""What a captured step cannot have, refused by name with the user's line.
+"""Refuse operations that cannot be captured, naming the operation and the user's line.
 
-Operations are looked at as the model calls them. Most of what is refused would compute
-something else in the steps that follow than in the one that was captured.
+Operations are checked as the model calls them. Most refused operations would compute
+something else in later steps than in the captured one.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ _NAMESPACES = {
     "quantized": "an operation on quantized tensors",
     "quantized_decomposed": "an operation on quantized tensors",
 }
-"""Namespaces whose operations are not captured, and what they are."""
+"""Namespaces whose operations are not captured -> the reason."""
 
 _QUANTIZING = ("quantize_per", "int_repr", "dequantize", "_empty_affine", "q_scale")
 _NESTING = ("_nested_",)
@@ -51,10 +51,10 @@ _KINDS = (
     (_NESTING, "nested tensors are not captured; pad them, with a mask"),
     (_SPARSE, f"sparse tensors are not captured; {DENSE}"),
 )
-"""Beginnings of names, and why they are refused."""
+"""Prefixes of names, and the reason to refuse them."""
 
 _VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
-"""Functions that give a run's values to Python."""
+"""Functions that pass run-time values to Python."""
 
 _DATA_DEPENDENT = (
     "its result has as many elements as the data say; keep the shape, with torch.where "
@@ -66,7 +66,7 @@ _OUTSIDE = "a distribution was given a value outside of what it takes"
 
 
 class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
-    """Looks at every operation before it is recorded."""
+    """Checks every operation before it is recorded."""
 
     supports_higher_order_operators = True  # so that they are refused here
 
@@ -77,7 +77,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Let an operation through, or refuse it."""
+        """Call an operation, or refuse it."""
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise UnsupportedError(
@@ -94,7 +94,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
             plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
             return plain.bernoulli_(args[1])
         if _of_constants(func, args, kwargs):
-            # What comes of them is the step's own, which it may change.
+            # The results belong to the step, which may write them.
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_fun, (args, kwargs))
         found = func(*args, **kwargs)
         for result in found if isinstance(found, tuple | list) else (found,):
@@ -133,9 +133,9 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
 
 
 def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that only raises, recorded as it is.
+    """Record an operation that only raises, without effect tokens.
 
-    PyTorch would thread it through the graph by tokens, to keep its place.
+    PyTorch would add tokens to the graph to keep its position.
     """
     plain = [from_fun(a) if isinstance(a, torch.Tensor) else a for a in args]
     with disable_functional_mode():
@@ -143,7 +143,7 @@ def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation changes what is neither an input nor made in the step."""
+    """Return whether an operation writes a tensor from outside of the step."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     written = [
@@ -158,7 +158,7 @@ def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _of_constants(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation makes something new of tensors from elsewhere alone."""
+    """Return whether an operation computes a new tensor from outside tensors only."""
     given = [v for v in pytree.tree_leaves((args, kwargs)) if _is_tensor(v)]
     aliases = any(a.alias_info is not None for a in func._schema.arguments)
     return (
@@ -173,7 +173,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _laid_out(result: torch.Tensor) -> str | None:
-    """Why a result cannot be planned for; None if it can."""
+    """Return the reason why a result cannot be planned; None if it can."""
     if result.layout is not torch.strided:
         return f"its result is {result.layout}; {DENSE}"
     if any(not isinstance(size, int) for size in result.shape):
@@ -182,15 +182,15 @@ def _laid_out(result: torch.Tensor) -> str | None:
 
 
 class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
-    """Functions of PyTorch's that are captured in another way than they are run.
+    """Functions of PyTorch that are captured in another way than they are run.
 
     Args:
-        averages: Of batch norms that count.
-        recorder: Is told which values Python asks for.
+        averages: The batch norms with cumulative averages.
+        recorder: Notes the values that Python asks for.
 
     Attributes:
         stand_ins: Tensors of the capture, by the identity of the parameter or buffer
-            that each stands for: a user's function may hold those themselves.
+            that each replaces: a user's function may hold these themselves.
     """
 
     def __init__(self, averages: CountedAverages, recorder: ReadRecorder) -> None:
@@ -202,7 +202,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, or what stands for it."""
+        """Call a function, or its replacement."""
         kwargs = kwargs or {}
         if any(id(v) in self.stand_ins for v in pytree.tree_leaves((args, kwargs))):
             found = self.stand_ins
@@ -220,7 +220,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         if func is functional.gaussian_nll_loss:
             return gaussian_nll(*args, **kwargs)
         if func in (functional.ctc_loss, torch.ctc_loss):
-            # Of numbers PyTorch makes tensors by writing into them.
+            # PyTorch would turn numbers into tensors by writes in place.
             lengths = map(torch.as_tensor, args[2:4])
             return func(*args[:2], *lengths, *args[4:], **kwargs)
         if func in _VALUES:
@@ -236,10 +236,10 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
 
 @contextmanager
 def saying_where() -> Iterator[None]:
-    """Errors of PyTorch's about what depends on data, with the user's line.
+    """Turn PyTorch's errors about data dependence into errors with the user's line.
 
     Raises:
-        UnsupportedError: In their place.
+        UnsupportedError: The step depends on values that are known only at run time.
     """
     try:
         yield

@@ -1,12 +1,12 @@
 """Capture a training step as one graph: forward, backward and update.
 
-The step is run once on tensors without data. What the model, the loss and the optimizer
-do is recorded operation by operation, below autograd, and what they do in place becomes
-new values that replace those of parameters, buffers and state when the step is over. So
-an optimizer needs no functional form: its own `step` is what is recorded, one tensor at
-a time, and its learning rates stay inputs. Whatever Python decides meanwhile is decided
-for every step that runs later; what it decides by numbers that are there before a step,
-such as an optimizer's count of steps, is noted.
+The step is run once on fake tensors. The operations of the model, the loss and the
+optimizer are recorded one by one, below autograd. Writes in place become new values,
+which replace those of parameters, buffers and state at the end of the step. An
+optimizer therefore needs no functional form: its own `step` is recorded, one tensor at
+a time, and its learning rates remain inputs. Python control flow is frozen by the
+capture; decisions that depend on numbers known before a step, such as an optimizer's
+step count, are recorded as guards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,24 +53,24 @@ Gradients = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step as a graph of tensors in, tensors out.
+    """A step as a graph from tensors to tensors.
 
     Attributes:
         module: Its placeholders are those of `StepParts.tensors` and then the batch; it
-            returns the loss, what else the loss function gives, and what each
-            placeholder's tensor has become.
-        names: Of the placeholders.
+            returns the loss, auxiliary results of the loss function, and the new value
+            of each placeholder.
+        names: Names of the placeholders.
         forward: Nodes of the forward pass.
-        backward: Nodes of the backward pass; the others are of the update.
-        extras: How what the step returns beside the loss is nested: a pair of what the
-            loss function returned with it, and the values of `reads.effects`.
-        reads: The Python state that the step has read, and what it has changed.
-        decisions: What holds only as long as some inputs are as they were.
-        made: What the optimizer adds to its state: group, parameter and name of each
-            of the last results before the placeholders'.
-        gradients: Where the update is no part of the graph, the parameters whose
-            gradients are the last results before the placeholders', and an empty name
-            for whether some entry is not finite, with a scaler. None where it is.
+        backward: Nodes of the backward pass; the remaining nodes are the update.
+        extras: Nesting of the results beside the loss: a pair of the loss function's
+            auxiliary results, and the values of `reads.effects`.
+        reads: The Python state that the step has read and changed.
+        decisions: Conditions on inputs under which the graph is valid.
+        made: New entries of the optimizer's state, which are the last results before
+            the placeholders' new values: group, parameter and name.
+        gradients: If the update is not part of the graph, the parameters whose
+            gradients are the last results before the placeholders' new values, and with
+            a scaler an empty name, for whether some entry is not finite. Else None.
     """
 
     module: torch.fx.GraphModule
@@ -99,19 +99,19 @@ def capture_step(
     """Record one step without running it.
 
     Args:
-        model: Called with the first of the batch and what it has by name.
+        model: Called with the first argument of the batch and its keyword arguments.
         loss_fn: Called with the model's result and the rest of the batch.
-        optimizer: Of parameters of the model.
-        batch: As a step is called with.
-        size: Of the first axis of every tensor of the batch, if it is to be another.
-        settings: What is done with gradients.
-        results: What kernels were seen to return.
-        keeps_effects: Whether plain state stays as an error of the user's own leaves
-            it, as in eager mode: a loss that fails at every fifth call goes on
+        optimizer: Optimizer of the model's parameters.
+        batch: The arguments of a step.
+        size: Size of axis 0 of every tensor of the batch, if it differs from `batch`.
+        settings: How gradients are treated.
+        results: Layouts that kernels were seen to return.
+        keeps_effects: Whether changes of Python state stay after an error of the user's
+            own code, as in eager mode: a loss that fails at every fifth call goes on
             counting.
 
     Raises:
-        UnsupportedError: Something depends on values that only a run has.
+        UnsupportedError: The step depends on values that are known only at run time.
         UnsoundCaptureError: A later step may differ in a way that cannot be checked.
     """
     given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
@@ -163,7 +163,7 @@ def capture_step(
 
 
 class _Tracer:
-    """The step as a function of its tensors; remembers where its phases end."""
+    """The step as a function of its tensors; records the nodes of its phases."""
 
     def __init__(
         self,
@@ -201,8 +201,8 @@ class _Tracer:
         self._found: Any = None
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
-        # Tracing has a parameter cast once for every use: gradients would be summed
-        # behind the casts back, not before. It sets this back when it is over.
+        # Tracing disables autocast's cache, so a parameter would be cast at every use,
+        # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
         functions = StepFunctions(self.averages, self.recorder)
         with FunctionalTensorMode(), RefusedOperations(), functions:
@@ -230,8 +230,8 @@ class _Tracer:
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
         }
-        # A loss may hold parameters themselves, to add their norms, and an optimizer's
-        # hook their gradients.
+        # A loss may hold parameters themselves, for instance to add their norms, and an
+        # optimizer's hook their gradients.
         held = {**parts.parameters, **parts.buffers}
         named = {id(tensor): name for name, tensor in held.items()}
         functions.stand_ins = {k: (leaves | buffers)[n] for k, n in named.items()}
@@ -265,7 +265,7 @@ class _Tracer:
         batch: Sequence[torch.Tensor],
         scale: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, Gradients]:
-        """Forward and backward, part by part of the batch."""
+        """Run forward and backward, micro-batch by micro-batch."""
         trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         gradients: Gradients = dict.fromkeys(trained)
         total: torch.Tensor | None = None
@@ -299,7 +299,7 @@ class _Tracer:
         return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
 
     def _keep(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Have tensors that the model puts in a buffer's place as its new values."""
+        """Copy tensors that the model has put in a buffer's place to the buffer."""
         for name, buffer in buffers.items():
             module, _, own = name.rpartition(".")
             now = self.root.get_submodule(module)._buffers[own]
@@ -316,7 +316,7 @@ class _Tracer:
 
 @contextmanager
 def _lent(places: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
-    """Have symbols stand in the places of Python numbers."""
+    """Replace Python numbers by symbols."""
     before = [place.now() for place in places]
     for place, value in zip(places, values, strict=True):
         place.put(value)
@@ -337,8 +337,8 @@ class Nesting:
     """Values nested in one another, without those that each run computes.
 
     Attributes:
-        form: How they are nested.
-        leaves: The values, `COMPUTED` in the place of a computed one.
+        form: The nesting, as a pytree specification.
+        leaves: The values, with `COMPUTED` for computed ones.
     """
 
     form: Any
@@ -360,24 +360,24 @@ COMPUTED = object()
 
 
 def _names_now() -> frozenset[str]:
-    """Names of the nodes that there are so far."""
+    """Return the names of the nodes recorded so far."""
     return frozenset(node.name for node in get_proxy_mode().tracer.graph.nodes)
 
 
-# The part of a step behind its gradients: an optimizer's update, or what it is given.
+# The part of a step behind its gradients.
 #
-# An update is recorded as any other part of a step. Where it cannot be, as it decides
-# by values or counts in Python, the step ends with the gradients, and the optimizer
-# makes its update itself.
+# The optimizer's update is recorded like any other part of a step. If it cannot be,
+# because it decides by values or counts in Python, the step ends with the gradients,
+# and the optimizer runs its update itself.
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What stands for a step's tensors while it is recorded.
+    """The tensors that replace those of a step while it is recorded.
 
     Attributes:
-        parameters: By name.
-        state: Of the optimizer.
+        parameters: Parameters by name.
+        state: State of the optimizer.
         rates: The learning rate of each group.
         scale: A scaler's factor and count, if there is one.
     """
@@ -390,12 +390,12 @@ class Tensors:
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What is done with the gradients of a step.
+    """The treatment of a step's gradients, and the update.
 
     Attributes:
-        optimizer: Has them.
-        parts: What the step is made of.
-        settings: How gradients are treated before.
+        optimizer: The optimizer.
+        parts: The tensors of the step.
+        settings: How gradients are treated before the update.
     """
 
     optimizer: torch.optim.Optimizer
@@ -405,10 +405,10 @@ class StepUpdate:
     def recorded(
         self, tensors: Tensors, gradients: Gradients
     ) -> Mapping[StateKey, torch.Tensor]:
-        """Have the optimizer make its update; what it adds to its state.
+        """Record the optimizer's update; return new entries of its state.
 
         Raises:
-            UpdateNotRecordedError: It cannot be recorded; says why.
+            UpdateNotRecordedError: It cannot be recorded.
         """
         if not tensors.scale:
             return self._made(tensors, gradients)
@@ -420,9 +420,10 @@ class StepUpdate:
     def left(
         self, tensors: Tensors, gradients: Gradients
     ) -> Mapping[str, torch.Tensor]:
-        """The gradients that the optimizer is to be given, by parameter.
+        """Return the gradients for the optimizer, by parameter.
 
-        With a scaler the last one, of no name, is whether some entry is not finite.
+        With a scaler the last entry, of empty name, is whether some entry is not
+        finite.
         """
         last: dict[str, torch.Tensor] = {}
         if tensors.scale:
@@ -444,14 +445,14 @@ class StepUpdate:
                     self.optimizer.step()
             except UnsupportedError as e:
                 raise UpdateNotRecordedError(str(e)) from e
-            except Exception as e:  # of what kind is the optimizer's own affair
+            except Exception as e:  # the optimizer's code may raise anything
                 raise UpdateNotRecordedError(f"{type(e).__name__}: {e}") from e
         return made
 
     def _made_unless(
         self, found: torch.Tensor, tensors: Tensors, gradients: Gradients
     ) -> Mapping[StateKey, torch.Tensor]:
-        """Update, and take it back where gradients were not finite."""
+        """Record the update, and its reversal if gradients are not finite."""
         changed = [*tensors.parameters.values(), *tensors.state.values()]
         before = [from_fun(tensor) for tensor in changed]
         made = self._made(tensors, gradients)
@@ -461,18 +462,18 @@ class StepUpdate:
         return made
 
 
-# From a loss to what an optimizer is given: scaled, unscaled, clipped.
+# Scaling, unscaling and clipping.
 #
-# What PyTorch's scaler decides by a value is decided in tensors here: a step whose
-# gradients are not finite puts back what was there, bit for bit.
+# Decisions of PyTorch's scaler are made by tensor operations here: a step whose
+# gradients are not finite restores the old values, bit for bit.
 
 
 def loss_of(result: Any) -> tuple[torch.Tensor, Any]:
-    """The scalar to minimise, and what the loss function gives beside it.
+    """Return the scalar to minimise, and the auxiliary results of the loss function.
 
     Raises:
-        ValueError: It is no tensor of one element that depends on parameters.
-        TypeError: What is beside it has numbers.
+        ValueError: The loss is no tensor of one element that depends on parameters.
+        TypeError: The auxiliary results have numbers.
     """
     loss, extras = result, None
     if isinstance(result, tuple) and len(result) == 2:
@@ -499,10 +500,11 @@ def loss_of(result: Any) -> tuple[torch.Tensor, Any]:
 
 
 def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor that stands for a parameter, with its hooks.
+    """Return a tensor that replaces a parameter, with its hooks.
 
     Raises:
-        UnsoundCaptureError: It has hooks that run when its gradient is stored.
+        UnsoundCaptureError: The parameter has hooks that run when its gradient is
+            stored.
     """
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise UnsoundCaptureError(
@@ -521,7 +523,7 @@ def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def unscaled(
     gradients: Gradients, scale: torch.Tensor
 ) -> tuple[Gradients, torch.Tensor]:
-    """Gradients of the loss itself, and whether some entry was not finite."""
+    """Return gradients of the unscaled loss, and whether some entry is not finite."""
     inverse = scale.double().reciprocal().float()
     found = torch.zeros((), dtype=torch.bool)
     true: Gradients = {}
@@ -539,7 +541,7 @@ def rescaled(
     found: torch.Tensor,
     settings: StepSettings,
 ) -> None:
-    """Change a scaler's factor, and its count of steps, as its `update` does."""
+    """Update a scaler's factor, and its step count, as its `update` does."""
     growth, backoff, interval = settings.key
     more = count + 1
     grown = (scale.double() * growth).float()
@@ -552,7 +554,7 @@ def rescaled(
 
 
 def clipped(gradients: Gradients, settings: StepSettings) -> Gradients:
-    """Gradients within the limits, as PyTorch's `clip_grad_*` leave them."""
+    """Return clipped gradients, as by PyTorch's `clip_grad_*`."""
     present = {name: g for name, g in gradients.items() if g is not None}
     if (limit := settings.clip_value) is not None:
         present = {n: g.clamp(min=-limit, max=limit) for n, g in present.items()}
@@ -565,7 +567,7 @@ def clipped(gradients: Gradients, settings: StepSettings) -> Gradients:
 
 
 def added(totals: Gradients, found: Mapping[str, torch.Tensor | None]) -> Gradients:
-    """Sums of gradients of several passes."""
+    """Return the sums of two passes' gradients."""
     sums: Gradients = dict(totals)
     for name, gradient in found.items():
         before = sums.get(name)

@@ -1,4 +1,4 @@
-"""Tensors that a step is called with: batch, parameters, state, settings."""
+"""The tensors of a step: batch, parameters, buffers, state; and its settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         tensors: All tensors among them, in order.
-        form: What lies around the tensors.
+        form: Nesting of the arguments, as a pytree specification.
         leaves: Every leaf of the form: None for a tensor, else a value in a tuple.
     """
 
@@ -33,11 +33,11 @@ class Batch:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Batch":
-        """Take the arguments of a call apart.
+        """Flatten the arguments of a call.
 
         Raises:
-            TypeError: One of them is neither a tensor nor a switch.
-            UnsupportedError: This is within `torch.inference_mode()`.
+            TypeError: An argument is no tensor, bool, str or None.
+            UnsupportedError: The call is within `torch.inference_mode()`.
         """
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
@@ -61,7 +61,7 @@ class Batch:
 
     @property
     def signature(self) -> str:
-        """The shapes and types of the tensors, as a message shows them."""
+        """The shapes and types of the tensors, as text for messages."""
         shown = [
             f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in self.tensors
         ]
@@ -70,7 +70,7 @@ class Batch:
     def arguments(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, positional and by name, with other tensors in their places."""
+        """Return positional and keyword arguments with other tensors."""
         given = iter(tensors)
         flat = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(flat, self.form)
@@ -79,10 +79,10 @@ class Batch:
     def parts(
         self, tensors: Sequence[torch.Tensor], count: int
     ) -> list[tuple[list[torch.Tensor], float]]:
-        """Tensors cut along their first axes, and what each part's loss is divided by.
+        """Split tensors along axis 0; return each part, and the divisor of its loss.
 
         Raises:
-            ValueError: They do not have one first axis.
+            ValueError: The tensors differ in the size of axis 0.
         """
         if count == 1:
             return [(list(tensors), 1)]
@@ -102,9 +102,9 @@ class Batch:
 
 
 def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a model makes of the first argument of a step and of those by name.
+    """Call a model with the first argument of a step and the keyword arguments.
 
-    A tuple is its positional arguments, a dict its arguments by name.
+    A tuple is unpacked to positional arguments, a dict to keyword arguments.
     """
     match args[0] if args else ():
         case Mapping() as named:
@@ -117,13 +117,13 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How gradients are made and treated before the optimizer has them.
+    """How gradients are computed and treated before the update.
 
     Attributes:
-        accumulate: Parts a batch is cut into along its first axis; their gradients are
-            summed, each part's loss weighed by its share of the batch.
-        clip_norm: The norm that all gradients together have at most.
-        clip_value: The magnitude that no entry of a gradient exceeds.
+        accumulate: Number of micro-batches, along axis 0. Their gradients are summed,
+            with each one's loss weighted by its share of the batch.
+        clip_norm: Maximum norm of all gradients together.
+        clip_value: Maximum magnitude of an entry of a gradient.
         scaler: Scales the loss and skips steps whose gradients are not finite.
         recorded: Whether the optimizer's update is part of a captured step; else the
             optimizer makes it itself, behind one.
@@ -150,12 +150,12 @@ class StepSettings:
 
     @property
     def scales(self) -> bool:
-        """Whether a scaler is at work."""
+        """Whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What of the scaler is decided when a step is captured."""
+        """Settings of the scaler that are constants of a captured step."""
         if self.scaler is None or not self.scales:
             return ()
         return (
@@ -166,13 +166,13 @@ class StepSettings:
 
 
 PLAIN = StepSettings()
-"""One batch, one backward pass, gradients as they are."""
+"""Settings without micro-batches, clipping or scaling."""
 
 
-# The tensors that a step is made of, and where they are found before each step.
+# Lookup of a step's tensors before each step.
 #
 # Checkpoints, schedules and users replace tensors between steps. A plan holds none of
-# them: they are looked up where the model, the optimizer and the scaler have them.
+# them: they are looked up in the model, the optimizer and the scaler.
 
 
 _COMPILED = "torch.compile(model, backend=mt.backend(budget=...))"
@@ -191,14 +191,14 @@ _WRAPPERS = {
     ),
     "FSDPModule": f"{_COMPILED} keeps a budget under fully_shard",
 }
-"""Classes of modules that spread a model, and what works in place of a step."""
+"""Classes of modules that distribute a model -> what to use instead of a step."""
 
 
 def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
-    """Refuse what a step cannot be made of.
+    """Refuse invalid parts of a step.
 
     Raises:
-        TypeError: Something is of another type.
+        TypeError: A part has a wrong type.
         ValueError: The optimizer has no parameter of the model.
         UnsupportedError: The model is wrapped.
     """
@@ -217,11 +217,11 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
 def root_of(
     model: torch.nn.Module, loss_fn: Callable[..., Any] | None = None
 ) -> torch.nn.Module:
-    """One module with the model in it, and the loss where it is a module too.
+    """Return one module that contains the model, and the loss if it is a module.
 
     Raises:
-        UnsupportedError: The model is wrapped by what spreads it over devices,
-            compiled, or has tensors that are made of others.
+        UnsupportedError: The model is distributed, compiled or scripted, or has tensors
+            that wrap others.
     """
     for module in model.modules():
         kinds = [kind.__name__ for kind in type(module).__mro__]
@@ -256,9 +256,9 @@ def root_of(
 def places_of(
     root: torch.nn.Module, given: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors by all names under which a module has them, tied ones by several.
+    """Return tensors by all names under which a module has them.
 
-    A module that is there several times has its tensors by one name.
+    Tied tensors have several names; a module that is used several times has one.
 
     Args:
         root: The module.
@@ -282,10 +282,10 @@ class StepParts:
     Attributes:
         parameters: By name, shared ones once.
         buffers: By name, shared ones once.
-        state: The optimizer's tensors, by group, parameter and key; none where the
-            optimizer makes its update itself.
-        scale: The scaler's factor and its count of steps since that has changed.
-        rates: The learning rate of each group, a number or a tensor; zero where an
+        state: The optimizer's tensors, by group, parameter and key; empty if the update
+            is not captured.
+        scale: The scaler's factor, and its step count since the factor changed.
+        rates: The learning rate of each group, a number or a tensor; zero if the
             optimizer has none.
         floats: Other numbers that are inputs of the graph.
     """
@@ -305,7 +305,7 @@ class StepParts:
         loss_fn: Callable[..., Any] | None = None,
         settings: StepSettings = PLAIN,
     ) -> "StepParts":
-        """The parts as they are now; the optimizer's state is made if it is not there.
+        """Return the current tensors; create the optimizer's state if it is missing.
 
         Raises:
             UnsupportedError: The model is wrapped.
@@ -330,13 +330,13 @@ class StepParts:
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, detached; a rate that is a number as a tensor of one."""
+        """Return all tensors, detached; numbers become tensors."""
         groups = (self.parameters.values(), self.buffers.values(), self.state.values())
         held = [t.detach() for group in (*groups, self.scale) for t in group]
         return [*held, *map(as_tensor, (*self.rates, *self.floats))]
 
     def names(self) -> list[str]:
-        """What each of the tensors is called."""
+        """Return the names of the tensors."""
         return [
             *self.parameters,
             *self.buffers,
@@ -357,7 +357,7 @@ def _scale(settings: StepSettings) -> tuple[torch.Tensor, ...]:
 
 
 def as_tensor(rate: Any) -> torch.Tensor:
-    """A learning rate as a step is given it."""
+    """Return a learning rate as a tensor."""
     if isinstance(rate, torch.Tensor):
         return rate
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
@@ -370,22 +370,16 @@ _IN_ORDER = (
     torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )
-"""Modules whose children or parameters are gone through in order."""
+"""Modules that iterate over their children or parameters."""
 
 
 class LiveParts:
-    """Where the tensors of a step are found, and what must stay for that.
-
-    Args:
-        model: Whose parameters and buffers they are.
-        optimizer: Whose state.
-        loss_fn: The loss, which has such too if it is a module.
-        settings: With a scaler, if there is one.
+    """Looks up the tensors of a step, and lists the state that this relies on.
 
     Attributes:
-        parts: The tensors as they are now.
-        reads: Which modules, parameters and groups of parameters there are, and the
-            optimizer's hyperparameters where it is part of the captured step.
+        parts: The tensors at the time of creation.
+        reads: The modules, parameters and groups of parameters, and the optimizer's
+            hyperparameters if its update is captured.
     """
 
     def __init__(
@@ -418,7 +412,7 @@ class LiveParts:
         """Return the tensors of now, in the order of the parts.
 
         Raises:
-            LookupError: One of them is not there any more.
+            LookupError: A tensor does not exist any more.
         """
         groups = self._optimizer.param_groups
         numbers = [*(group.get("lr", 0.0) for group in groups)]
@@ -449,7 +443,7 @@ class LiveParts:
         groups = self._optimizer.param_groups
         self._note(Kind.ENTRY, held, "param_groups", "the optimizer's groups")
         self._note(Kind.CONTENTS, groups, None, "the optimizer's groups")
-        if recorded:  # a first step of another's optimizer makes state
+        if recorded:  # the first step of an unknown optimizer creates state
             self._note(Kind.ENTRY, held, "state", "the optimizer's state")
             self._note(Kind.SIZE, held["state"], None, "the optimizer's state")
         for i, group in enumerate(groups):
@@ -499,12 +493,17 @@ class LiveParts:
             for path in names:
                 module, _, own = path.rpartition(".")
                 terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
-        groups = self._optimizer.param_groups
+        groups, lines = self._optimizer.param_groups, []
+        of_parameter: dict[tuple[int, int], str] = {}
         for i, j, key in self.parts.state:
-            terms.append(f"state[{name(groups[i]['params'][j])}][{key!r}]")
+            if (i, j) not in of_parameter:  # a parameter's hash is slow: once for each
+                of_parameter[i, j] = f"s{len(of_parameter)}"
+                parameter = name(groups[i]["params"][j])
+                lines.append(f"  {of_parameter[i, j]} = state[{parameter}]\n")
+            terms.append(f"{of_parameter[i, j]}[{key!r}]")
         defaults = "".join(f", {key}={key}" for key in held)
         values = "".join(f"{term}, " for term in terms)
-        source = f"def lookup(state{defaults}):\n  return ({values})\n"
+        source = f"def lookup(state{defaults}):\n{''.join(lines)}  return ({values})\n"
         exec(compile(source, "<mucudnn lookup>", "exec"), held)
         return held["lookup"]  # type: ignore[no-any-return]
 

@@ -1,1 +1,1 @@
-"""Convolutions of unmodified PyTorch models, planned one by one."""
+"""Planned convolutions of unmodified PyTorch models."""

@@ -1,7 +1,7 @@
-"""The CPU backend with PyTorch's own kernel as one more algorithm; dispatch.
+"""The CPU backend with PyTorch's own kernel as an algorithm, and dispatcher overrides.
 
-It joins ours in the tables of measurements, under a fingerprint that names PyTorch and
-its threads, so that a plan takes it wherever ours are slower.
+PyTorch's kernel is measured beside ours, under a fingerprint that names PyTorch's
+version and threads, so plans use it wherever ours are slower.
 """
 
 import functools
@@ -27,9 +27,9 @@ _NAME = "torch-cpu"
 
 
 def cpu_backend(*, native: bool = True) -> Backend:
-    """The CPU backend, for tuners that `convolutions` takes and for NumPy's arrays.
+    """Return the CPU backend for tuners of `convolutions`, and for NumPy arrays.
 
-    Measurements are for as many threads as PyTorch has now (`torch.set_num_threads`).
+    Measurements are for PyTorch's current number of threads (`torch.set_num_threads`).
 
     Args:
         native: Whether PyTorch's own kernel is one of the algorithms.
@@ -51,8 +51,8 @@ def check_tuner(tuner: Tuner) -> None:
     """Refuse a tuner that does not measure for PyTorch.
 
     Raises:
-        TypeError: It is no tuner.
-        ValueError: It has another backend.
+        TypeError: The argument is not a tuner.
+        ValueError: The tuner has another backend.
     """
     if not isinstance(tuner, Tuner):
         raise TypeError(
@@ -66,25 +66,24 @@ def check_tuner(tuner: Tuner) -> None:
         )
 
 
-# PyTorch's own kernel as one more algorithm of the CPU library.
+# PyTorch's own kernel as an algorithm of the CPU library.
 #
-# Its result is an array of PyTorch's, which is copied to where the caller wants it: the
-# copy is part of its time. What it uses as workspace it does not tell: it counts as
-# none.
+# It allocates its result, which is copied to the caller's array: the copy is part of
+# its time. Its workspace is unknown and counts as none.
 
 
 TORCH = "torch"
-"""Name of the algorithm: oneDNN's kernel, or what PyTorch takes where that has none."""
+"""Name of the algorithm: oneDNN's kernel, or another of PyTorch's choice."""
 
 
 _Compute = Callable[[Any, Any, Any], Any]
 
 
-class _Native:
-    """PyTorch's kernel, below autograd and whatever is in its place; see `Kernel`.
+class _NativeKernel:
+    """PyTorch's kernel, below autograd and below our overrides; see `Kernel`.
 
     Args:
-        compute: Of two operands, and a tensor like the result.
+        compute: Takes both operands, and a tensor like the result.
     """
 
     nbytes = 0
@@ -101,75 +100,65 @@ class _Native:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """With PyTorch's threads, not `workers`."""
-        one, two, three = map(torch.from_numpy, (a, b, out))
+        """Run with PyTorch's threads, not `workers`."""
+        first, second, target = map(torch.from_numpy, (a, b, out))
         with torch.inference_mode():
-            result = self._compute(one, two, three)
+            result = self._compute(first, second, target)
             if accumulate:
-                three.add_(result)
+                target.add_(result)
             else:
-                three.copy_(result)
+                target.copy_(result)
 
 
-def _kernel(problem: ConvProblem, workers: int) -> _Native:
-    return _Native(_COMPUTE[problem.direction](problem))
-
-
-def _forward(problem: ConvProblem) -> _Compute:
-    run, options = overrides("CPU").native_forward, _options(problem)
-    return lambda x, w, y: run(x, w, None, *options)
-
-
-def _backward_data(problem: ConvProblem) -> _Compute:
-    run, options = overrides("CPU").native_backward, _options(problem)
-    mask = [True, False, False]
-    return lambda dy, w, dx: run(dy, dx, w, None, *options, mask)[0]
-
-
-def _backward_filter(problem: ConvProblem) -> _Compute:
-    run, options = overrides("CPU").native_backward, _options(problem)
-    mask = [False, True, False]
-    return lambda x, dy, dw: run(dy, x, dw, None, *options, mask)[1]
-
-
-_COMPUTE: dict[Direction, Callable[[ConvProblem], _Compute]] = {
-    Direction.FORWARD: _forward,
-    Direction.BACKWARD_DATA: _backward_data,
-    Direction.BACKWARD_FILTER: _backward_filter,
-}
-
-
-def _options(problem: ConvProblem) -> tuple[Any, ...]:
-    """Stride to groups, as the operators' schemas order them."""
-    no_output_padding = [0] * len(problem.stride)
-    return (
+def _native_kernel(problem: ConvProblem, workers: int) -> _NativeKernel:
+    """Return PyTorch's kernel of a problem."""
+    forward = overrides("CPU").native_forward
+    backward = overrides("CPU").native_backward
+    options = (  # as the operators' schemas order them
         list(problem.stride),
         list(problem.padding),
         list(problem.dilation),
-        False,
-        no_output_padding,
+        False,  # not transposed
+        [0] * len(problem.stride),  # output padding
         problem.groups,
     )
 
+    def compute_output(x: Any, w: Any, y: Any) -> Any:
+        return forward(x, w, None, *options)
 
-ALGORITHM = Algorithm(TORCH, _kernel, notes=("workspace_not_counted",))
+    def compute_input_gradient(dy: Any, w: Any, dx: Any) -> Any:
+        return backward(dy, dx, w, None, *options, [True, False, False])[0]
+
+    def compute_filter_gradient(x: Any, dy: Any, dw: Any) -> Any:
+        return backward(dy, x, dw, None, *options, [False, True, False])[1]
+
+    match problem.direction:
+        case Direction.FORWARD:
+            return _NativeKernel(compute_output)
+        case Direction.BACKWARD_DATA:
+            return _NativeKernel(compute_input_gradient)
+        case Direction.BACKWARD_FILTER:
+            return _NativeKernel(compute_filter_gradient)
 
 
-# PyTorch's dispatcher: its own convolution kernels, and others in their place.
+ALGORITHM = Algorithm(TORCH, _native_kernel, notes=("workspace_not_counted",))
+
+
+# Overrides of PyTorch's convolution kernels in its dispatcher.
 #
-# `aten::convolution` and `aten::convolution_backward` are what every convolution of
-# PyTorch comes down to, below autograd, autocast and vmap: eager code, `torch.func` and
-# most compiled graphs. The dispatcher's table belongs to the process, so what stands in
-# it serves all threads, those in which autograd runs backward among them.
+# Every convolution of PyTorch calls `aten::convolution` or
+# `aten::convolution_backward`, below autograd, autocast and vmap: in eager code, in
+# `torch.func` and in most compiled graphs. The dispatcher's table belongs to the
+# process, so an override serves all threads, including those that run backward.
 
 
 _NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
-"""Of a backend that does not exist: its entries are the kernels that all share."""
+"""Key of a backend that does not exist, which dispatches to the shared kernels."""
 
 
 _convolution = torch._C._VariableFunctions._convolution
 
-_watched = torch._C._is_torch_function_mode_enabled
+_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 
 
 _frames = torch._C._dynamo.eval_frame
@@ -181,11 +170,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Have Dynamo run a function, and whatever that calls, as they are.
+    """Exclude a function, and all that it calls, from Dynamo.
 
-    So does `torch.compiler.disable`, by a wrapper of 0.4 µs a call; and it imports
-    Dynamo, which takes seconds. Without either Dynamo would compile kernels of ours
-    that run while its own compiled code does.
+    `torch.compiler.disable` does the same by a wrapper that costs 0.4 µs a call, and
+    imports Dynamo, which takes seconds. Without either, Dynamo would compile our
+    kernels when its own compiled code calls them.
     """
     strategy = _frames._FrameExecStrategy(_SKIP, _SKIP)  # it, and all below it
     _frames.set_code_exec_strategy(function.__code__, strategy)
@@ -194,7 +183,7 @@ def untraced(function: _Function) -> _Function:
 
 
 class Convolver(Protocol):
-    """What may stand in for both kernels; the arguments are those of their schemas."""
+    """An override of both kernels; the arguments are those of their schemas."""
 
     def forward(self, *args: Any) -> Any:
         """See `aten::convolution`."""
@@ -206,17 +195,17 @@ class Convolver(Protocol):
 
 
 class Overrides:
-    """Who serves the convolutions of one dispatch key: the one that came last.
+    """The overrides of one dispatch key, of which the last added one serves.
 
-    While nobody does, PyTorch's table is as it was found. Its own kernels are the same
-    for all backends, so they are called by a backend's key that nobody overrides: it
-    costs 2 µs, and other threads run meanwhile, which they cannot in a kernel that
-    `torch.library.get_kernel` hands out. PyTorch's `aten::convolution` does nothing but
-    call `aten::_convolution`, for which there is a way without that detour.
+    Without any, PyTorch's table is unchanged. PyTorch's own kernels are the same for
+    all backends, so they are called by the key of a backend that nobody overrides. That
+    costs 2 µs, but releases Python's global lock, unlike a kernel from
+    `torch.library.get_kernel`. PyTorch's `aten::convolution` only calls
+    `aten::_convolution`, which can be called directly.
 
     Attributes:
         native_forward: PyTorch's own `aten::convolution`.
-        native_backward: And `aten::convolution_backward`.
+        native_backward: PyTorch's own `aten::convolution_backward`.
 
     Raises:
         BackendUnavailableError: Another library has kernels of its own in the table.
@@ -231,16 +220,16 @@ class Overrides:
         self._lock = Own(threading.RLock)
 
     def add(self, convolver: Convolver) -> None:
-        """Have it serve, before those that do already; it may be added repeatedly."""
+        """Let an override serve instead of earlier ones; it may be added repeatedly."""
         with self._lock.mine:
             self._serving.append(convolver)
             self._install_last()
 
     def remove(self, convolver: Convolver) -> bool:
-        """Undo one `add`, in any order; whether it still serves by another.
+        """Undo one `add`, in any order; return whether another of its `add`s remains.
 
         Raises:
-            RuntimeError: There was none.
+            RuntimeError: It was not added.
         """
         with self._lock.mine:
             mine = [i for i, c in enumerate(self._serving) if c is convolver]
@@ -251,7 +240,7 @@ class Overrides:
             return any(c is convolver for c in self._serving)
 
     def _install_last(self) -> None:
-        """Put who came last into the table itself: a detour costs every call 1 µs."""
+        """Register the last override itself: an indirection costs every call 1 µs."""
         before, self._library = self._library, None
         if self._serving:
             self._library = self._installed(self._serving[-1])
@@ -259,8 +248,9 @@ class Overrides:
             before._destroy()
 
     def _installed(self, convolver: Convolver) -> Any:
+        """Register an override in the dispatcher; return what undoes it."""
         library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():  # that there was a kernel is the point
+        with warnings.catch_warnings():  # that it replaces a kernel is intended
             warnings.simplefilter("ignore")
             for name, function in (
                 ("convolution", convolver.forward),
@@ -271,15 +261,15 @@ class Overrides:
 
 
 def _forward_of(shared: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's `aten::convolution`, given its shared kernel.
+    """Return PyTorch's `aten::convolution`, given its shared kernel.
 
-    Modes that watch calls of Python's functions see none that the user did not write.
-    The flags that it adds are cuDNN's.
+    `aten::_convolution` is called directly unless a torch-function mode is on, which
+    would see a call that the user did not write. The additional flags are cuDNN's.
     """
 
     @untraced
     def forward(*args: Any) -> Any:
-        if _watched():
+        if _function_mode_enabled():
             return shared(*args)
         return _convolution(*args, False, False, False, False)
 
@@ -299,5 +289,5 @@ def _shared_kernel(name: str, key: str) -> Callable[..., Any]:
 
 @functools.cache
 def overrides(key: str) -> Overrides:
-    """The overrides of a dispatch key such as `CPU`; one a process, as its table is."""
+    """Return the process's overrides of a dispatch key such as `CPU`."""
     return Overrides(key)

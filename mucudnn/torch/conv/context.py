@@ -1,4 +1,4 @@
-"""Unmodified PyTorch models whose convolutions plan themselves.
+"""The context in which PyTorch's convolutions run planned kernels.
 
 with mucudnn.torch.convolutions(workspace_limit="64MiB"):
     loss_fn(model(x), y).backward()
@@ -18,30 +18,30 @@ import torch
 from mucudnn.processes import Own
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import check_tuner, cpu_backend, overrides, untraced
-from mucudnn.torch.conv.kernels import Ready, ReadyMaker
+from mucudnn.torch.conv.kernels import CallPreparer, PreparedCall
 
 _traced = torch._C._get_tracing_state
-"""What `torch.jit.trace` records into, if it does: it has to see PyTorch's kernels."""
+"""The state of `torch.jit.trace`, which has to see PyTorch's kernels; None outside."""
 
-_LATE = (
+_RETURN_EARLY = (
     inspect.isgeneratorfunction,
     inspect.iscoroutinefunction,
     inspect.isasyncgenfunction,
 )
-"""Of functions whose bodies run after their calls."""
+"""Tests for functions that return before their bodies run."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """What became of the calls of one operator.
+    """Numbers of calls of one operator, by the kernels that ran them.
 
     Attributes:
-        calls: How many came.
-        ours: Of these, computed by our kernels, at least one of the gradients.
-        native: Left to PyTorch's kernel because that was measured to be faster.
-        fell_back: Why others were left to it, and how many.
+        calls: All calls.
+        ours: Calls that ran our kernels, for at least one of the gradients.
+        native: Calls of PyTorch's kernel because it was measured to be faster.
+        fell_back: Reason for PyTorch's kernel otherwise -> number of calls.
     """
 
     calls: int
@@ -50,23 +50,23 @@ class CallCounts:
     fell_back: Mapping[str, int]
 
     @classmethod
-    def of(cls, ready: Iterable[Ready]) -> "CallCounts":
-        """Add up what is ready."""
-        why: Counter[str] = Counter()
+    def of(cls, prepared: Iterable[PreparedCall]) -> "CallCounts":
+        """Add up the counts of prepared calls."""
+        fell_back: Counter[str] = Counter()
         ours = native = 0
-        for one in ready:
-            ours += one.calls if one.run is not None else one.failed
+        for one in prepared:
+            ours += one.calls if one.run is not None else one.succeeded
             if one.why is not None:
-                why[one.why] += one.calls - one.failed
+                fell_back[one.why] += one.calls - one.succeeded
             elif one.run is None:
                 native += one.calls
-        calls = ours + native + why.total()
-        return cls(calls, ours, native, dict(why))
+        calls = ours + native + fell_back.total()
+        return cls(calls, ours, native, dict(fell_back))
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What became of all calls so far: `aten::convolution` and its backward."""
+    """Counts of all calls so far: `aten::convolution` and its backward."""
 
     forward: CallCounts
     backward: CallCounts
@@ -80,23 +80,23 @@ class Convolutions(ContextDecorator):
         self._overrides = overrides("CPU")
         self._native_forward = self._overrides.native_forward
         self._native_backward = self._overrides.native_backward
-        self._maker = ReadyMaker(tuner)
-        self._forward: dict[Any, Ready] = {}
-        self._backward: dict[Any, Ready] = {}
+        self._preparer = CallPreparer(tuner)
+        self._forward: dict[Any, PreparedCall] = {}
+        self._backward: dict[Any, PreparedCall] = {}
         self._lock = Own(threading.RLock)
 
     def __call__(self, function: _Function) -> _Function:
-        """A function whose convolutions run our plans while it runs.
+        """Return a function that runs in this context.
 
         Raises:
-            TypeError: It is none, or returns before its body has run.
+            TypeError: It is not a function, or returns before its body has run.
         """
         if isinstance(function, type | torch.nn.Module) or not callable(function):
             raise TypeError(
                 f"only functions can be decorated, got {function!r}: decorate a method "
                 "of it, or use `with` where it is called"
             )
-        if any(late(function) for late in _LATE):
+        if any(returns_early(function) for returns_early in _RETURN_EARLY):
             raise TypeError(
                 f"{function.__qualname__} returns before its body has run: use `with` "
                 "in it, or where what it returns is used up"
@@ -111,11 +111,11 @@ class Convolutions(ContextDecorator):
     @untraced
     def __exit__(self, *error: object) -> None:
         if not self._overrides.remove(self):
-            self._maker.arena.release()
+            self._preparer.arena.release()
 
     @property
     def stats(self) -> Statistics:
-        """What became of the calls so far."""
+        """Counts of all calls so far."""
         return Statistics(
             CallCounts.of([*self._forward.values()]),
             CallCounts.of([*self._backward.values()]),
@@ -140,24 +140,25 @@ class Convolutions(ContextDecorator):
             tuple(output_padding),
             groups,
         )
-        ready = self._forward.get(key)
-        if ready is not None and ready.run is None:  # the usual way, without detours
-            ready.calls += 1
+        call = self._forward.get(key)
+        if call is not None and call.run is None:  # the fast path of PyTorch's kernel
+            call.calls += 1
             return self._native_forward(*args)
         if _traced() is not None:
             return self._native_forward(*args)
         native = partial(self._native_forward, *args)
-        if ready is None:
-            make = partial(self._maker.forward, native, x, w, b, args[3:])
-            ready = self._made(self._forward, key, make)
-        return ready.computed(native, x, w, b)
+        if call is None:
+            prepare = partial(self._preparer.forward, native, x, w, b, args[3:])
+            call = self._prepared(self._forward, key, prepare)
+        return call.compute(native, x, w, b)
 
     @untraced
     def backward(self, *args: Any) -> Any:
         """See `aten::convolution_backward`.
 
-        How the output's gradient lies is no part of the key: it changes what a copy of
-        it costs, PyTorch's kernels make one too, and looking it up costs every call.
+        The strides of the output's gradient are not part of the key: they only change
+        the cost of copying it, which PyTorch's kernels do as well, and looking them up
+        costs every call.
         """
         gy, x, w, sizes, stride, padding, dilation, transposed, more, groups = args[:-1]
         mask = args[-1]
@@ -179,58 +180,62 @@ class Convolutions(ContextDecorator):
             groups,
             tuple(mask),
         )
-        ready = self._backward.get(key)
-        if ready is not None and ready.run is None:
-            ready.calls += 1
+        call = self._backward.get(key)
+        if call is not None and call.run is None:
+            call.calls += 1
             return self._native_backward(*args)
         if _traced() is not None:
             return self._native_backward(*args)
         masked = partial(self._native_backward, *args[:-1])
-        if ready is None:
+        if call is None:
             given = (masked, gy, x, w, sizes, args[4:-1], mask)
-            make = partial(self._maker.backward, *given)
-            ready = self._made(self._backward, key, make)
-        return ready.computed(partial(masked, mask), masked, gy, x, w)
+            prepare = partial(self._preparer.backward, *given)
+            call = self._prepared(self._backward, key, prepare)
+        return call.compute(partial(masked, mask), masked, gy, x, w)
 
-    def _made(
-        self, known: dict[Any, Ready], key: Any, make: Callable[[], Ready]
-    ) -> Ready:
-        """Make a call ready, in one thread at a time: what is measured runs alone."""
+    def _prepared(
+        self,
+        known: dict[Any, PreparedCall],
+        key: Any,
+        prepare: Callable[[], PreparedCall],
+    ) -> PreparedCall:
+        """Prepare a call, in one thread at a time: measurements must run alone."""
         with self._lock.mine:
-            if (ready := known.get(key)) is None:
-                ready = known[key] = make()
-            return ready
+            if (call := known.get(key)) is None:
+                call = known[key] = prepare()
+            return call
 
 
 def convolutions(
     workspace_limit: int | str | None = None, *, tuner: Tuner | None = None
 ) -> Convolutions:
-    """Have PyTorch's convolutions run our plans: a context, and a decorator.
+    """Run PyTorch's convolutions by our plans, in a context or a decorated function.
 
-    Within it every convolution on the CPU in float32 or float64 is looked up: forward
-    and both gradients, transposed ones too, in 1, 2 or 3 dimensions, in any memory
-    format. The first call of its kind is measured and planned; PyTorch's own kernel
-    is one of the algorithms, and a plan of ours is run against it, whole, before it is
-    believed. Everything else is left to PyTorch, with its errors and its results.
+    The context covers every convolution on the CPU in float32 or float64: forward and
+    both gradients, transposed ones as well, in 1, 2 or 3 dimensions, in any memory
+    format. The first call of each kind is measured and planned. PyTorch's own kernel is
+    one of the algorithms, and a plan of ours is accepted only if it wins against it in
+    a comparison of whole calls. All other convolutions are left to PyTorch, with its
+    errors and results.
 
-    It stands below autograd, autocast, vmap and double backward, and holds for all
-    threads, since PyTorch's table of kernels belongs to the process: a backward pass
-    that is to be served has to run within it. Compiled code is served where it calls
-    `aten::convolution`; Inductor's own fusions (`mkldnn::_convolution_pointwise`) and
-    convolutions on a GPU run as they would without it. Contexts may be nested and left
-    in any order: the one that came last serves. Each size that occurs is measured, so
-    programs whose sizes always change gain nothing.
+    The kernels are replaced below autograd, autocast, vmap and double backward, and for
+    all threads, since PyTorch's table of kernels belongs to the process: a backward
+    pass has to run within the context to be covered. Compiled code is covered where it
+    calls `aten::convolution`; Inductor's own fusions
+    (`mkldnn::_convolution_pointwise`) and convolutions on a GPU are not affected.
+    Contexts may be nested and left in any order: the last entered one is in effect.
+    Each new shape is measured, so programs whose shapes always change gain nothing.
 
     Args:
-        workspace_limit: Bytes (or "64MiB") that a kernel of ours may use; what
-            PyTorch's uses it does not tell, and is not limited.
+        workspace_limit: Bytes (or "64MiB") that our kernels may use. The workspace of
+            PyTorch's kernels is unknown, and not limited.
         tuner: Measures and plans, instead of one with that limit; its backend is
             `mucudnn.torch.cpu_backend()`.
 
     Raises:
         ValueError: The limit is no size, both are given, or the tuner has another
             backend.
-        TypeError: The tuner is none.
+        TypeError: `tuner` is not a tuner.
     """
     if tuner is None:
         limit = "64MiB" if workspace_limit is None else workspace_limit

@@ -1,11 +1,12 @@
-"""Pareto fronts of the convolutions in a PyTorch step, as measured.
+"""Measured Pareto fronts (time, workspace) of the convolutions in a PyTorch step.
 
-The tuner's algorithms and micro-batches are candidates. Each is then run as the step
-would run it, beside PyTorch's kernel for the whole batch, with what it allocates
-counted: operands that have to be copied, and results of PyTorch's kernels for
-micro-batches, among it. What nothing beats in both is the front.
+The tuner's algorithms and micro-batches give candidates. Each is run as the step would
+run it, beside PyTorch's kernel for the whole batch, and all its allocations are
+counted, including copies of operands and the results of PyTorch's kernels for
+micro-batches. The candidates that no other beats in both are the front.
 """
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,15 +47,15 @@ _ONCE = StoppingRule(min_samples=1, max_samples=1)
 _NO_LIMIT = 1 << 62
 
 _MOST = 8
-"""Candidates of one convolution that are run: evenly chosen where there are more."""
+"""Most candidates of one convolution that are run, evenly chosen from all."""
 
 
 @dataclass(frozen=True)
 class ConvolutionChoice:
-    """Whether a step's convolutions may be run in other ways than PyTorch's.
+    """How a step's convolutions are chosen.
 
     Attributes:
-        tuner: Measures the ways; None leaves them to PyTorch's kernels.
+        tuner: Measures candidates; None to run all by PyTorch's kernels.
     """
 
     tuner: Tuner | None = None
@@ -66,13 +67,12 @@ class ConvolutionChoice:
     def profile(
         self, lowered: Lowered, costs: Callable[[Lowered], Profile], plans: PlanStore
     ) -> Profile:
-        """A graph's costs, with what its convolutions may trade.
+        """Return a graph's costs, with the fronts of its convolutions.
 
         Args:
             lowered: The graph.
-            costs: What measures it as PyTorch's kernels run it.
-            plans: What was measured before. Ways to run convolutions are remembered as
-                long as the tuner would look for the same ones.
+            costs: Measures it as PyTorch's kernels run it.
+            plans: Stores measurements. Fronts are stored for tuners of equal settings.
         """
         tuner = self.tuner
         if tuner is None:
@@ -82,7 +82,7 @@ class ConvolutionChoice:
             return with_fronts(lowered, plans.profile(lowered, costs), tuner)
 
         policy = tuner.batch_policy
-        if not isinstance(policy, str):  # a function's name would not tell what it does
+        if not isinstance(policy, str):  # a function has no key to store it by
             return chosen(lowered)
         settings = (
             *("fronts", tuner.backend.device.fingerprint),
@@ -92,28 +92,27 @@ class ConvolutionChoice:
         return plans.profile(lowered, chosen, " ".join(settings), check)
 
     def bound(self, lowered: Lowered, plan: StepPlan) -> Lowered:
-        """The graph with its convolutions run as planned."""
+        """Return the graph with its convolutions run as planned."""
         if self.tuner is None:
             return lowered
         return with_plans(lowered, plan.plans, self.tuner.backend)
 
 
 def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
-    """A profile in which convolutions may be run in other ways than PyTorch's.
+    """Return a profile with the fronts of a graph's convolutions.
 
     Args:
         lowered: The graph.
-        known: What its nodes cost as PyTorch runs them.
+        known: Profile of the graph as PyTorch runs it.
         tuner: Measures algorithms and micro-batches; its backend is of `cpu_backend`.
     """
-    found = {node.name: Site.of(lowered, node) for node in lowered.graph.nodes}
-    sites = {name: site for name, site in found.items() if site is not None}
-    if not sites:
+    nodes = _convolution_nodes(lowered)
+    if not nodes:
         return known
-    alike = {site.key: site for site in sites.values()}
+    distinct = {node.key: node for node in nodes.values()}
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        every = dict(zip(alike, _fronts([*alike.values()], tuner), strict=True))
-    fronts = {name: every[site.key] for name, site in sites.items()}
+        every = dict(zip(distinct, _fronts([*distinct.values()], tuner), strict=True))
+    fronts = {name: every[node.key] for name, node in nodes.items()}
     times = {name: fastest_of(front).time_ms for name, front in fronts.items()}
     scratch = known.workspaces.items()
     return replace(
@@ -125,66 +124,81 @@ def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
 
 
 def check_fronts(lowered: Lowered, backend: Backend, known: Profile) -> None:
-    """Compare remembered ways to run convolutions with those that there are.
+    """Check stored fronts.
 
     Raises:
-        ValueError: They are of other convolutions, or not what the backend can do.
+        ValueError: They are of other convolutions, or the backend cannot run them.
     """
-    found = {node.name: Site.of(lowered, node) for node in lowered.graph.nodes}
-    sites = {name: site for name, site in found.items() if site is not None}
-    if known.fronts.keys() != sites.keys() or sites.keys() & known.workspaces.keys():
+    nodes = _convolution_nodes(lowered)
+    if known.fronts.keys() != nodes.keys() or nodes.keys() & known.workspaces.keys():
         raise ValueError("fronts: they are of other nodes than the convolutions")
     for name, front in known.fronts.items():
-        if any(not sites[name].offers(backend, plan) for plan in front):
+        if any(not nodes[name].offers(backend, plan) for plan in front):
             raise ValueError(f"fronts: {name!r} cannot be run so")
         if known.node_ms[name] != fastest_of(front).time_ms:
             raise ValueError(f"fronts: {name!r} takes another time than its plans")
 
 
-@dataclass(frozen=True)
-class _Way:
-    """One way to run a convolution."""
+def _convolution_nodes(lowered: Lowered) -> "Mapping[str, ConvolutionNode]":
+    found = {n.name: ConvolutionNode.of(lowered, n) for n in lowered.graph.nodes}
+    return {name: node for name, node in found.items() if node is not None}
 
-    site: "Site"
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan of a convolution, and the call that runs it."""
+
+    node: "ConvolutionNode"
     plan: ConvPlan
     call: Call
 
     def prepared(self) -> Callable[[], object]:
-        """The call, given operands."""
-        operands = [_made(layout) for layout in self.site.operands]
+        """Return the call with operands."""
+        operands = [_random_tensor(layout) for layout in self.node.operands]
         return partial(evaluate, self.call, operands)
 
 
-def _fronts(sites: "Sequence[Site]", tuner: Tuner) -> list[tuple[ConvPlan, ...]]:
-    """The front of each, as it is run in a step."""
-    tables = [_measured(tuner, site.problem) for site in sites]
+def _fronts(
+    nodes: "Sequence[ConvolutionNode]", tuner: Tuner
+) -> list[tuple[ConvPlan, ...]]:
+    """Measure the front of each convolution, as it is run in a step."""
+    # Candidates, by the tuner's measurements of plain arrays.
+    tables = [_measured(tuner, node.problem) for node in nodes]
     sizes = _native_sizes(tuner.backend, tables)
-    ways = [
-        [_Way(site, p, site.bound(tuner.backend, p)) for p in _plans(table, sizes)]
-        for site, table in zip(sites, tables, strict=True)
+    candidates = [
+        [
+            _Candidate(node, p, node.bound(tuner.backend, p))
+            for p in _plans(table, sizes)
+        ]
+        for node, table in zip(nodes, tables, strict=True)
     ]
-    timed = [[*_timed(some, tuner.backend)] for some in ways]
-    nbytes = iter(
-        CpuMeter().most_bytes([way.prepared for some in ways for way in some])
-    )
-    return [
-        _undominated([_taking(p, next(nbytes) - site.result_bytes) for p in plans])
-        for site, plans in zip(sites, timed, strict=True)
-    ]
+    # Time and memory of the calls that a step would make.
+    timed = [[*_timed(some, tuner.backend)] for some in candidates]
+    runs = [candidate.prepared for some in candidates for candidate in some]
+    nbytes = iter(CpuMeter().most_bytes(runs))
+    fronts = []
+    for node, plans in zip(nodes, timed, strict=True):
+        weighed = []
+        for plan in plans:  # the result's bytes are not workspace
+            workspace = max(0, next(nbytes) - node.result_bytes)
+            steps = (replace(step, workspace=workspace) for step in plan.steps)
+            weighed.append(ConvPlan(plan.problem, tuple(steps)))
+        fronts.append(_undominated(weighed))
+    return fronts
 
 
 def _measured(tuner: Tuner, problem: ConvProblem) -> PerfTable:
-    """What the tuner knows; an empty table where it cannot measure."""
+    """Return the tuner's table; an empty one if it cannot measure."""
     try:
         return tuner.measure(problem)
-    except MucudnnError:  # PyTorch's kernel is left
+    except MucudnnError:  # PyTorch's kernel remains
         return PerfTable(problem, ())
 
 
 def _native_sizes(
     backend: Backend, tables: Iterable[PerfTable]
 ) -> Mapping[ConvProblem, int]:
-    """What PyTorch allocates to compute into arrays of the caller's."""
+    """Return the bytes that PyTorch allocates to compute into the caller's arrays."""
     problems = dict.fromkeys(
         table.problem.with_batch(row.batch)
         for table in tables
@@ -207,7 +221,7 @@ def _native_run(backend: Backend, problem: ConvProblem) -> Callable[[], object]:
 
 
 def _plans(table: PerfTable, sizes: Mapping[ConvProblem, int]) -> list[ConvPlan]:
-    """PyTorch's kernel for the whole batch, then what a tuner's figures speak for."""
+    """Return PyTorch's kernel for the whole batch, then the front of a table."""
     problem = table.problem
     whole = AlgoPerf(algo=TORCH, batch=problem.batch, time_ms=0.0, workspace=0)
     rows = tuple(
@@ -223,20 +237,20 @@ def _plans(table: PerfTable, sizes: Mapping[ConvProblem, int]) -> list[ConvPlan]
     return [ConvPlan(problem, (whole,)), *others]
 
 
-def _timed(ways: Sequence[_Way], backend: Backend) -> Iterable[ConvPlan]:
-    """Their plans, with the times that they take in turn.
+def _timed(candidates: Sequence[_Candidate], backend: Backend) -> Iterable[ConvPlan]:
+    """Time candidates in turn; yield their plans with these times.
 
-    Those that the tuner found hopelessly slow, which are there for their few bytes, are
-    timed once.
+    Candidates that the tuner found hopelessly slow, which are there for their small
+    workspace, are timed once.
     """
-    runs = [partial(_run, way.prepared()) for way in ways]
-    best_ms = min((way.plan.time_ms for way in ways[1:]), default=0.0)
-    slow = [way.plan.time_ms > _RULE.hopeless * best_ms for way in ways]
+    runs = [partial(_run, candidate.prepared()) for candidate in candidates]
+    best_ms = min((one.plan.time_ms for one in candidates[1:]), default=0.0)
+    slow = [one.plan.time_ms > _RULE.hopeless * best_ms for one in candidates]
     fast = [run for run, late in zip(runs, slow, strict=True) if not late]
     together = iter(measure_together(fast, backend.device, _RULE))
-    for way, run, late in zip(ways, runs, slow, strict=True):
+    for candidate, run, late in zip(candidates, runs, slow, strict=True):
         timing = measure(run, backend.device, _ONCE) if late else next(together)
-        plan, parts = way.plan, len(way.plan.steps)
+        plan, parts = candidate.plan, len(candidate.plan.steps)
         steps = (
             replace(
                 step,
@@ -253,17 +267,12 @@ def _run(call: Callable[[], object]) -> None:
     call()
 
 
-def _taking(plan: ConvPlan, nbytes: int) -> ConvPlan:
-    """The plan, so many bytes in use beside its result."""
-    steps = (replace(step, workspace=max(0, nbytes)) for step in plan.steps)
-    return ConvPlan(plan.problem, tuple(steps))
-
-
 def _undominated(plans: Sequence[ConvPlan]) -> tuple[ConvPlan, ...]:
-    """The front, ascending in workspace; more memory has to win by more than noise.
+    """Return the front in ascending order of workspace.
 
-    PyTorch's kernel, which is the first, stays where another in the same bytes is not
-    clearly faster.
+    A plan with more workspace has to be faster by more than the noise. PyTorch's
+    kernel, which is the first plan, is preferred to plans of equal workspace that are
+    not clearly faster.
     """
     native, *_ = plans
     front: list[ConvPlan] = []
@@ -277,18 +286,18 @@ def _undominated(plans: Sequence[ConvPlan]) -> tuple[ConvPlan, ...]:
     return tuple(front)
 
 
-def _made(layout: Layout) -> torch.Tensor:
-    """A tensor that lies so, of ordinary numbers."""
+def _random_tensor(layout: Layout) -> torch.Tensor:
+    """Return a tensor of normally distributed numbers in a layout."""
     spans = zip(layout.shape, layout.stride, strict=True)
     count = 1 + sum((size - 1) * stride for size, stride in spans)
     flat = torch.empty(count, dtype=layout.dtype, device=layout.device).normal_()
     return flat.as_strided(layout.shape, layout.stride)
 
 
-# Convolution nodes of a lowered graph as problems of ours, and how plans run them.
+# Convolution nodes of a lowered graph as our problems, and the calls that run plans.
 #
-# A plan that is PyTorch's kernel for the whole batch is the node's own call. Any other
-# takes its workspace from PyTorch's allocator, for as long as the call lasts.
+# PyTorch's kernel for the whole batch is the node's own call. Any other plan takes its
+# workspace from PyTorch's allocator, for the duration of the call.
 
 
 _FORWARD = torch.ops.aten.convolution.default
@@ -300,20 +309,20 @@ _ROLES: dict[Any, Role] = {
     (1,): Role.FILTER_GRADIENT,
     (1, 2): Role.FILTER_GRADIENT,
 }
-"""Which results of the backward operator one kernel computes, a bias's beside it."""
+"""Results of a backward node -> role of its kernel; a bias's gradient is added."""
 
 
 @dataclass(frozen=True)
-class Site:
+class ConvolutionNode:
     """A convolution of a graph that a plan may run.
 
     Attributes:
-        call: How PyTorch runs it.
-        operands: How its operands lie.
-        results: How its results lie.
-        role: What it computes.
-        problem: As which it is measured and planned.
-        transposed: Whether it is of a transposed convolution.
+        call: The node's call of PyTorch's kernel.
+        operands: Layouts of its operands.
+        results: Layouts of its results.
+        role: The result that it computes.
+        problem: The problem that is measured and planned.
+        transposed: Whether the convolution is transposed.
     """
 
     call: Call
@@ -324,8 +333,8 @@ class Site:
     transposed: bool
 
     @classmethod
-    def of(cls, lowered: Lowered, node: Node) -> "Site | None":
-        """What a node is; None if it is no convolution, or none of ours."""
+    def of(cls, lowered: Lowered, node: Node) -> "ConvolutionNode | None":
+        """Return a node's convolution; None if our kernels cannot run it."""
         call = lowered.calls[node.name]
         layouts = tuple(lowered.layouts[name] for name in node.inputs)
         if any(layout.device.type != "cpu" for layout in layouts):
@@ -340,7 +349,7 @@ class Site:
             return None
         if not (isinstance(x, Operand) and isinstance(w, Operand)):
             return None
-        x, w = (_like(layouts[leaf.index]) for leaf in (x, w))
+        x, w = (layouts[leaf.index].empty() for leaf in (x, w))
         try:
             geometry = Geometry.of(x, w, sizes, tuple(options))
             problem = geometry.problem(role, x, w)
@@ -355,7 +364,7 @@ class Site:
 
     @property
     def key(self) -> Hashable:
-        """Equal for convolutions that cost the same."""
+        """Key that is equal for convolutions of equal cost."""
         return self.problem, self.operands, self.results, self.transposed
 
     @property
@@ -365,9 +374,10 @@ class Site:
         return sum(map(int, dense))
 
     def offers(self, backend: Backend, plan: ConvPlan) -> bool:
-        """Whether a plan is one of this convolution, with the memory that it needs.
+        """Return whether a plan is of this convolution, with the memory that it needs.
 
-        What was measured may be less by the results, if they come behind it.
+        The measured peak may be lower by the results, if these are allocated after the
+        workspace was freed.
         """
         if plan.problem != self.problem:
             return False
@@ -380,15 +390,18 @@ class Site:
         return True
 
     def bound(self, backend: Backend, plan: ConvPlan) -> Call:
-        """The node's call by a plan."""
+        """Return the node's call by a plan."""
         if is_native(plan):
             return self.call
-        nbytes = max(_needed(backend, self.problem, step) for step in plan.steps)
+        nbytes = 0
+        for step in plan.steps:
+            offered = dict(backend.conv.algorithms(self.problem.with_batch(step.batch)))
+            nbytes = max(nbytes, offered[step.algo])
         kernel = Kernel(self.role, backend.bind(plan), nbytes, _workspace)
         return replace(self.call, function=self._function(kernel))
 
     def _function(self, kernel: Kernel) -> Callable[..., Any]:
-        """In the place of PyTorch's operator, whose options it knows."""
+        """Return a function with the signature of PyTorch's operator."""
         if self.role is Role.OUTPUT:
             biased = isinstance(self.call.args[2], Operand)
             forward = Forward(kernel, biased, len(self.problem.x_shape))
@@ -397,55 +410,40 @@ class Site:
         if self.role is Role.FILTER_GRADIENT:
             kernels = [None, kernel]
         backward = Backward(kernels, self.transposed, self.call.args[-1])
-        return lambda gy, x, w, *options: backward(_none_left, gy, x, w)
+
+        def native(mask: Sequence[bool]) -> Any:
+            raise AssertionError(f"no gradient is PyTorch's here, {mask} was asked for")
+
+        return lambda gy, x, w, *options: backward(native, gy, x, w)
 
 
 def is_native(plan: ConvPlan) -> bool:
-    """Whether it is PyTorch's kernel for the whole batch."""
+    """Return whether a plan is PyTorch's kernel for the whole batch."""
     return not plan.divided and plan.steps[0].algo == TORCH
 
 
 def with_plans(
     lowered: Lowered, plans: Mapping[str, ConvPlan], backend: Backend
 ) -> Lowered:
-    """The graph with its convolutions run by plans.
+    """Return the graph with its convolutions run by plans.
 
     Args:
         lowered: The graph that was planned.
         plans: Node of the planned schedule -> plan.
-        backend: Has their algorithms.
+        backend: The backend that runs them.
     """
-    sites: dict[str, Site | None] = {}
-    made: dict[tuple[str, ConvPlan], Call] = {}
-    calls = {}
-    for name, plan in plans.items():
-        first = origin(name)
-        if first not in sites:
-            sites[first] = Site.of(lowered, lowered.graph.by_name[first])
-        site = sites[first]
-        if site is not None:
-            if (first, plan) not in made:
-                made[first, plan] = site.bound(backend, plan)
-            calls[name] = made[first, plan]
-    return replace(lowered, planned=calls)
 
+    @functools.cache  # a recomputed node runs the same call
+    def call(first: str, plan: ConvPlan) -> Call | None:
+        node = ConvolutionNode.of(lowered, lowered.graph.by_name[first])
+        return None if node is None else node.bound(backend, plan)
 
-def _like(layout: Layout) -> torch.Tensor:
-    """A tensor that lies so; nothing is in it."""
-    shape, stride = layout.shape, layout.stride
-    return torch.empty_strided(shape, stride, dtype=layout.dtype, device=layout.device)
-
-
-def _needed(backend: Backend, problem: ConvProblem, step: Any) -> int:
-    offered = dict(backend.conv.algorithms(problem.with_batch(step.batch)))
-    return offered[step.algo]
+    calls = {name: call(origin(name), plan) for name, plan in plans.items()}
+    found = {name: planned for name, planned in calls.items() if planned is not None}
+    return replace(lowered, planned=found)
 
 
 def _workspace(nbytes: int) -> Buffer | None:
     if not nbytes:
         return None
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
-
-
-def _none_left(mask: Sequence[bool]) -> Any:
-    raise AssertionError(f"no gradient is PyTorch's here, {mask} was asked for")

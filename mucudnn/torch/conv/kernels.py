@@ -1,4 +1,4 @@
-"""Planned kernels on PyTorch's tensors, called as PyTorch's two operators are."""
+"""Planned kernels on PyTorch's tensors, with the signatures of PyTorch's operators."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,58 +20,58 @@ Run = Callable[..., Any]
 
 
 class Role(Enum):
-    """What one kernel computes for PyTorch."""
+    """The result that one kernel computes for PyTorch."""
 
     OUTPUT = auto()
     INPUT_GRADIENT = auto()
     FILTER_GRADIENT = auto()
 
 
-# Calls of PyTorch's convolutions, made ready once and then only run.
+# Calls of PyTorch's convolutions, prepared once.
 #
-# A call is known by the shapes, strides and types of its operands and by its options.
-# What is ready for it either runs our plan or says that PyTorch's own kernel is to run:
-# because the plan takes it, because it was faster when both were run whole, or because
-# the call is none of ours.
+# A call is identified by the shapes, strides and types of its operands and by its
+# options. It runs our plan, or PyTorch's own kernel: because the plan uses that,
+# because PyTorch was faster when whole calls were compared, or because our kernels do
+# not support the call.
 
 
-class Ready:
-    """What is ready for one kind of call, and how often it came.
+class PreparedCall:
+    """The implementation of one kind of call, and its counts.
 
     Args:
-        run: Our way to compute it, of the call's tensors; None leaves it to PyTorch.
-        why: Why it is left to PyTorch though no plan says so.
+        run: Our implementation, given the call's tensors; None for PyTorch's.
+        why: Reason for PyTorch's kernel, if no plan uses it.
+
+    Attributes:
+        calls: All calls.
+        succeeded: Calls that `run` computed before it failed.
     """
 
-    __slots__ = ("calls", "failed", "run", "why")
+    __slots__ = ("calls", "run", "succeeded", "why")
 
     def __init__(self, run: Run | None, why: str | None = None) -> None:
         self.run = run
         self.why = why
         self.calls = 0
-        self.failed = 0
+        self.succeeded = 0
 
-    def computed(self, native: Run, *args: Any) -> Any:
-        """One call more, of these arguments; if our kernels fail it is PyTorch's."""
+    def compute(self, native: Run, *args: Any) -> Any:
+        """Count and run a call; if our kernels fail, later calls are PyTorch's too."""
         self.calls += 1
-        run = self.run  # which another thread may give up meanwhile
+        run = self.run  # another thread may reset it meanwhile
         if run is None:
             return native()
         try:
             return run(*args)
         except (MucudnnError, MemoryError) as e:
-            self._give_up(e)
+            if self.run is not None:
+                self.succeeded = self.calls - 1
+            self.run, self.why = None, f"{type(e).__name__}: {e}"
         return native()
 
-    def _give_up(self, error: Exception) -> None:
-        """From now on such calls are PyTorch's."""
-        if self.run is not None:
-            self.failed = self.calls - 1
-        self.run, self.why = None, f"{type(error).__name__}: {error}"
 
-
-class ReadyMaker:
-    """Plans calls, and runs a plan of ours against PyTorch before it is believed.
+class CallPreparer:
+    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch.
 
     Args:
         tuner: Its backend is one of `cpu_backend`.
@@ -81,8 +81,10 @@ class ReadyMaker:
         self._tuner = tuner
         self.arena = Arena(tuner.backend.device)
 
-    def forward(self, native: Run, x: Any, w: Any, b: Any, options: Any) -> Ready:
-        """For a call of `aten::convolution`; `native` runs PyTorch's, given nothing."""
+    def forward(
+        self, native: Run, x: Any, w: Any, b: Any, options: Any
+    ) -> PreparedCall:
+        """Prepare a call of `aten::convolution`; `native` runs PyTorch's kernel."""
         sizes = None if b is None else list(b.shape)
         try:
             geometry = Geometry.of(x, w, sizes, options)
@@ -91,16 +93,16 @@ class ReadyMaker:
                 _check("bias", b, shape[1:2], x.dtype)
             kernel = self._kernel(geometry, Role.OUTPUT, x, w)
         except (MucudnnError, ValueError, RuntimeError) as e:
-            return Ready(None, _reason(e))
+            return PreparedCall(None, _reason(e))
         if kernel is None:
-            return Ready(None)
+            return PreparedCall(None)
         ours = Forward(kernel, b is not None, x.dim())
         return self._faster(ours, [kernel], native, (x, w, b))
 
     def backward(
         self, native: Run, gy: Any, x: Any, w: Any, sizes: Any, options: Any, mask: Any
-    ) -> Ready:
-        """For a call of `aten::convolution_backward`; `native` takes the mask."""
+    ) -> PreparedCall:
+        """Prepare a call of `aten::convolution_backward`; `native` takes the mask."""
         roles = (Role.INPUT_GRADIENT, Role.FILTER_GRADIENT)
         try:
             geometry = Geometry.of(x, w, sizes, options)
@@ -110,17 +112,17 @@ class ReadyMaker:
                 for role, wanted in zip(roles, mask, strict=False)
             ]
         except (MucudnnError, ValueError, RuntimeError) as e:
-            return Ready(None, _reason(e))
+            return PreparedCall(None, _reason(e))
         mine = [kernel for kernel in kernels if kernel is not None]
         if not mine:
-            return Ready(None)
+            return PreparedCall(None)
         ours = Backward(kernels, geometry.transposed, mask)
         return self._faster(ours, mine, lambda: native(mask), (native, gy, x, w))
 
     def _kernel(
         self, geometry: "Geometry", role: Role, x: Any, w: Any
     ) -> "Kernel | None":
-        """A planned kernel of ours; None where the plan is PyTorch's own."""
+        """Return a planned kernel of ours; None if the plan is PyTorch's own."""
         (plan,) = self._tuner.plan([geometry.problem(role, x, w)])
         if not plan.divided and plan.steps[0].algo == TORCH:
             return None
@@ -133,11 +135,11 @@ class ReadyMaker:
         kernels: "Sequence[Kernel]",
         native: Run,
         args: tuple[Any, ...],
-    ) -> Ready:
-        """Ours, unless PyTorch's competes and was not clearly slower, all included."""
+    ) -> PreparedCall:
+        """Choose ours unless PyTorch's is offered and not clearly slower as a whole."""
         offered = self._tuner.backend.conv.algorithms(kernels[0].problem)
         if TORCH not in dict(offered):
-            return Ready(ours)
+            return PreparedCall(ours)
         try:
             first, second = measure_together(
                 [lambda: ours(*args), native],
@@ -145,10 +147,10 @@ class ReadyMaker:
                 self._tuner.rule,
             )
         except MucudnnError as e:
-            return Ready(None, _reason(e))
+            return PreparedCall(None, _reason(e))
         noise_ms = max(first.noise_ms, second.noise_ms)
         won = first.time_ms < second.time_ms - noise_ms
-        return Ready(ours if won else None)
+        return PreparedCall(ours if won else None)
 
 
 def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
@@ -161,7 +163,7 @@ def _reason(error: Exception) -> str:
 
 
 def result_form(problem: ConvProblem) -> tuple[tuple[int, ...], torch.memory_format]:
-    """Shape of a problem's result as PyTorch counts axes, and how it lies."""
+    """Return the shape of a problem's result in PyTorch's order, and its format."""
     *_, out = problem.operands()
     if problem.layout == "NCHW":
         return out.shape, torch.contiguous_format
@@ -174,10 +176,10 @@ class Kernel:
     """One planned kernel on tensors.
 
     Args:
-        role: What it computes.
+        role: The result that it computes.
         runner: Runs its plan.
-        nbytes: The workspace that it runs in.
-        workspace: Makes that.
+        nbytes: Bytes of its workspace.
+        workspace: Allocates the workspace.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class Kernel:
         self._shape, self._format = result_form(problem)
 
     def __call__(self, a: Any, b: Any) -> Any:
-        """The result, of its two inputs in the order of the problem's operands."""
+        """Return the result of two inputs, in the order of the problem's operands."""
         form = self._format
         a = a.detach().contiguous(memory_format=form)
         b = b.detach().contiguous(memory_format=form)
@@ -208,12 +210,12 @@ class Kernel:
 
 
 class Forward:
-    """Output and bias.
+    """A planned `aten::convolution`.
 
     Args:
         kernel: Computes the output.
         biased: Whether there is a bias.
-        axes: Of the output.
+        axes: Number of axes of the output.
     """
 
     def __init__(self, kernel: Kernel, biased: bool, axes: int) -> None:
@@ -229,12 +231,12 @@ class Forward:
 
 
 class Backward:
-    """Up to three gradients: by our kernels, the others by one call of PyTorch's.
+    """A planned `aten::convolution_backward`: our kernels, and PyTorch's for the rest.
 
     Args:
-        kernels: Of the input's gradient and of the filters'; None where PyTorch's is.
-        transposed: Whether the convolution is.
-        mask: Which gradients are wanted.
+        kernels: Those of the input's and the filters' gradient; None for PyTorch's.
+        transposed: Whether the convolution is transposed.
+        mask: Which of the three gradients to compute.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class Backward:
         self._transposed = transposed
         dx, dw, self._db = mask
         self._native = [dx and kernels[0] is None, dw and kernels[1] is None, False]
-        if any(self._native):  # which has them at hand
+        if any(self._native):  # PyTorch's call computes the bias's gradient as well
             self._native[2], self._db = self._db, False
 
     def __call__(self, native: Run, gy: Any, x: Any, w: Any) -> Any:
@@ -259,10 +261,10 @@ class Backward:
         return tuple(found)
 
 
-# What PyTorch calls a convolution, as our problems.
+# PyTorch's convolutions as our problems.
 #
-# A transposed convolution is the gradient of another one with respect to its input;
-# then the output is that one's input, and the roles of the kernels change places.
+# A transposed convolution is the gradient of another convolution with respect to its
+# input: its output is the other's input, and the kernels exchange their roles.
 
 
 _DIRECTIONS = {
@@ -280,13 +282,13 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The options of `aten::convolution`, and what its operands look like.
+    """The options of `aten::convolution`, and the layout of its operands.
 
     Attributes:
-        stride: One a spatial axis, or one for all; so are the next two.
-        output_padding: What is added to one end of a transposed convolution's output;
-            means nothing for others, but double backward hands it on.
-        layout: How the operands of our kernels are stored; see `ConvProblem`.
+        stride: One number for each spatial axis, as the next two.
+        output_padding: Added to one end of a transposed convolution's output. Without
+            meaning for others, but double backward passes it on.
+        layout: Layout of our kernels' operands; see `ConvProblem`.
     """
 
     stride: tuple[int, ...]
@@ -301,11 +303,11 @@ class Geometry:
     def of(
         cls, x: Any, w: Any, bias_sizes: Any, options: tuple[Any, ...]
     ) -> "Geometry":
-        """From the arguments of a call, stored as PyTorch stores its result.
+        """Return the geometry of a call, in the layout of PyTorch's result.
 
         Raises:
-            ValueError: It is not computed by us.
-            RuntimeError: PyTorch refuses it.
+            ValueError: Our kernels do not support the call.
+            RuntimeError: PyTorch refuses the call.
         """
         if x.dtype not in _DTYPES or w.dtype != x.dtype:
             raise ValueError(f"data type {str(x.dtype).removeprefix('torch.')}")
@@ -333,7 +335,7 @@ class Geometry:
         )
 
     def output_shape(self, x: Any, w: Any) -> tuple[int, ...]:
-        """Shape of what a transposed convolution gives."""
+        """Return the shape of a transposed convolution's output, given two shapes."""
         spatial = (
             (size - 1) * step - 2 * pad + dil * (k - 1) + 1 + more
             for size, k, step, pad, dil, more in zip(
@@ -349,10 +351,10 @@ class Geometry:
         return (x[0], w[1] * self.groups, *spatial)
 
     def problem(self, role: Role, x: Any, w: Any) -> ConvProblem:
-        """The problem that computes `role` for operands of these shapes.
+        """Return the problem that computes `role` for operands of these shapes.
 
         Raises:
-            ValueError: They contradict each other, or no problem says the same.
+            ValueError: The shapes contradict each other, or no problem is equivalent.
         """
         image = self.output_shape(x.shape, w.shape) if self.transposed else x.shape
         problem = ConvProblem(
@@ -371,13 +373,13 @@ class Geometry:
         return problem
 
     def result_shape(self, x: Any, w: Any) -> tuple[int, ...]:
-        """Shape of the output."""
+        """Return the shape of the output."""
         problem = self.problem(Role.OUTPUT, x, w)
         return problem.x_shape if self.transposed else problem.y_shape
 
 
 def operands(role: Role, transposed: bool, gy: Any, x: Any, w: Any) -> tuple[Any, Any]:
-    """The two inputs of a role's kernel, in the order of its problem's operands."""
+    """Return the two inputs of a kernel, in the order of its problem's operands."""
     if role is Role.OUTPUT:
         return x, w
     if role is Role.INPUT_GRADIENT:

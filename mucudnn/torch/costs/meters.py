@@ -214,7 +214,7 @@ def _handed_over_ms() -> float:
 
     As in a step: the computation goes on once a copy is begun, and waits for it after.
     """
-    lanes = ThreadCopies(reuse=True)
+    copies = ThreadCopies(reuse=True)
     matrix, tensor = torch.ones(_SHORT), torch.ones(MANY, dtype=torch.uint8)
 
     def compute() -> None:
@@ -222,12 +222,12 @@ def _handed_over_ms() -> float:
             matrix @ matrix
 
     def copied() -> None:
-        leaving = lanes.out(tensor, 0)
+        offloaded = copies.offload(tensor, 0)
         compute()
-        leaving.wait()
-        back = lanes.back(leaving)
+        offloaded.wait()
+        back = copies.prefetch(offloaded)
         compute()
-        leaving.wait()
+        offloaded.wait()
         bytes_of(back)
 
     clock = _clock()

@@ -1,1 +1,1 @@
-"""A PyTorch model trained in step on unequal devices, by its own DDP."""
+"""Data-parallel training of PyTorch models on unequal devices."""

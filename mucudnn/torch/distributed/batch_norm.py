@@ -1,8 +1,9 @@
-"""Batch norm over all ranks, whatever each one's share: the function of one device.
+"""Batch norm over the samples of all ranks, with unequal shares.
 
-PyTorch's own takes CUDA tensors only and weighs every rank's gradient the same. Here
-the moments are those of all samples, and gradients that cross ranks are weighted as the
-parameters' are afterwards. With G = n_i dL_i/dy on rank i, of M values a channel,
+It computes the function of one device. PyTorch's `SyncBatchNorm` takes CUDA tensors
+only and gives every rank's gradient the same weight. Here the moments are those of all
+samples, and gradients that cross ranks have the weights that the parameters' gradients
+get afterwards. With G = n_i dL_i/dy on rank i, and M values per channel,
 
     n_j dL/dx = w r (G - sum(G) / M - x^ sum(G x^) / M)      sums over all ranks
 """
@@ -16,64 +17,46 @@ from mucudnn.torch.distributed.collectives import SampleWeights, begin_sum
 
 
 def has_batch_norm(model: torch.nn.Module) -> bool:
-    """Whether any of its layers normalises by a mini-batch."""
+    """Return whether a model has batch norms."""
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
 def synchronise(model: torch.nn.Module, weights: SampleWeights) -> torch.nn.Module:
-    """The model with its batch norms over all ranks; parameters stay the tensors."""
+    """Replace a model's batch norms by synchronised ones with the same parameters."""
     if isinstance(model, _BatchNorm):
-        return _converted(model, weights)
+        return SynchronisedBatchNorm(model, weights)
     for name, child in model.named_children():
         setattr(model, name, synchronise(child, weights))
     return model
 
 
-def _converted(layer: _BatchNorm, weights: SampleWeights) -> "SynchronisedBatchNorm":
-    made = SynchronisedBatchNorm(
-        layer.num_features,
-        weights,
-        eps=layer.eps,
-        momentum=layer.momentum,
-        affine=False,
-        track_running_stats=False,
-    )
-    made.affine, made.track_running_stats = layer.affine, layer.track_running_stats
-    made.training = layer.training
-    for name, parameter in layer.named_parameters(recurse=False):
-        setattr(made, name, parameter)
-    for name, buffer in layer.named_buffers(recurse=False):
-        made.register_buffer(name, buffer)
-    return made
-
-
 class SynchronisedBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Batch norm by the moments of all ranks while it is trained.
+    """Batch norm by the moments of all ranks in training.
 
     Args:
-        num_features: Channels.
-        weights: How much each rank's gradients count.
-        eps: As of PyTorch's.
-        momentum: As of PyTorch's.
-        affine: As of PyTorch's.
-        track_running_stats: As of PyTorch's.
+        layer: The batch norm to replace, whose parameters and buffers it shares.
+        weights: The weights of the ranks' gradients.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        weights: SampleWeights,
-        *,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+    def __init__(self, layer: _BatchNorm, weights: SampleWeights) -> None:
+        super().__init__(
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            affine=False,
+            track_running_stats=False,
+        )
         self._weights = weights
+        self.affine = layer.affine
+        self.track_running_stats = layer.track_running_stats
+        self.training = layer.training
+        for name, parameter in layer.named_parameters(recurse=False):
+            setattr(self, name, parameter)
+        for name, buffer in layer.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; all ranks call it together while it is trained."""
+        """Normalise; in training all ranks call it together."""
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
@@ -99,7 +82,7 @@ class SynchronisedBatchNorm(_BatchNorm):  # type: ignore[misc]
 
 
 class _Normalise(torch.autograd.Function):  # type: ignore[misc]
-    """Values by the moments of all ranks, and those moments."""
+    """Normalization by the moments of all ranks; returns the moments as well."""
 
     @staticmethod
     def forward(
@@ -153,5 +136,5 @@ def _summed(values: torch.Tensor, weights: SampleWeights) -> torch.Tensor:
 
 
 def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One value a channel, to be used with every value of it."""
+    """Return one value per channel in a shape that broadcasts over `like`."""
     return values.view(1, -1, *[1] * (like.ndim - 2))

@@ -18,21 +18,22 @@ T = TypeVar("T")
 
 _REPEATS = 3
 
-_LET_GO_S = 1.0
+_RELEASE_S = 1.0
+"""Longest wait for gloo to release a tensor."""
 
-_MOST_WORDS = 120
+_MAX_REASON = 120
+"""Longest part of a transport's message that is shown, in characters."""
 
-
-_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
-"""What the messages of transports have in them; they have no type of their own."""
+_TRANSPORT = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
+"""Parts of transports' error messages, which have no type of their own."""
 
 
 @contextmanager
 def lost_ranks_told() -> Iterator[None]:
-    """Around code that waits for others: a transport's error says that one is gone.
+    """Turn errors of the transport into `RankLostError`.
 
     Raises:
-        RankLostError: It is.
+        RankLostError: Another rank is gone or does not answer.
     """
     try:
         yield
@@ -43,14 +44,14 @@ def lost_ranks_told() -> Iterator[None]:
 
 
 def lost_rank(error: BaseException) -> RankLostError | None:
-    """What to say where an error is that of a transport; else None."""
+    """Return the error to raise in place of a transport's error; None for others."""
     words = str(error).lower()
     of_transport = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in words for sign in _SIGNS)
+        isinstance(error, RuntimeError) and any(sign in words for sign in _TRANSPORT)
     )
     if not of_transport:
         return None
-    reason = (str(error).strip().splitlines() or [""])[0][:_MOST_WORDS]
+    reason = (str(error).strip().splitlines() or [""])[0][:_MAX_REASON]
     return RankLostError(
         "another rank of the training is gone or does not answer; start all of them "
         f"again from the last checkpoint ({reason})"
@@ -58,7 +59,7 @@ def lost_rank(error: BaseException) -> RankLostError | None:
 
 
 class _Work:
-    """A collective of PyTorch's that was begun."""
+    """A collective operation in progress."""
 
     def __init__(self, work: dist.Work, array: torch.Tensor, holders: int) -> None:
         self._work: dist.Work | None = work
@@ -66,11 +67,11 @@ class _Work:
         self._holders = holders
 
     def wait(self) -> None:
-        """Return when it is done, and gloo does not hold the tensor any more.
+        """Wait until it is done and gloo has released the tensor.
 
-        A thread of gloo may be the last to hold it. To free it, it then needs the
-        interpreter, and where that has ended meanwhile the process is aborted. A GPU's
-        sums are only launched by now, and are not waited for here.
+        If a thread of gloo held the last reference, it would need the interpreter to
+        free the tensor, and the process would abort if that has ended meanwhile. Sums
+        on a GPU are only launched, and are not waited for here.
         """
         if self._work is None:
             return
@@ -79,13 +80,13 @@ class _Work:
         self._work = None
         if self._array.is_cuda:
             return
-        deadline = time.monotonic() + _LET_GO_S
+        deadline = time.monotonic() + _RELEASE_S
         while self._array._use_count() > self._holders and time.monotonic() < deadline:
             time.sleep(0)
 
 
 def begin_sum(array: torch.Tensor, group: dist.ProcessGroup | None) -> _Work:
-    """Begin to sum tensors over a group, in place.
+    """Begin to sum a tensor over a group, in place.
 
     Raises:
         RankLostError: Another rank is gone.
@@ -96,11 +97,11 @@ def begin_sum(array: torch.Tensor, group: dist.ProcessGroup | None) -> _Work:
 
 
 class TorchCollectives:
-    """Those of a process group.
+    """The collectives of a process group.
 
     Args:
-        group: Which; None is the default group.
-        device: Where tensors of this process are.
+        group: The process group; None is the default group.
+        device: Device of this process's tensors.
 
     Raises:
         RuntimeError: No group was initialised.
@@ -121,28 +122,28 @@ class TorchCollectives:
         self.size: int = dist.get_world_size(group)
 
     def all_reduce(self, array: torch.Tensor) -> _Work:
-        """Begin to sum tensors in place."""
+        """Begin to sum a tensor over the ranks, in place."""
         return begin_sum(array, self.group)
 
     def broadcast(self, array: torch.Tensor, root: int = 0) -> None:
-        """Everybody's tensor becomes that of one rank."""
+        """Copy the tensor of one rank to all ranks, in place."""
         with lost_ranks_told():
             dist.broadcast(array, group=self.group, group_src=root)
 
     def all_gather(self, value: T) -> list[T]:
-        """What each rank says; values are pickled."""
+        """Return the values of all ranks; they are pickled."""
         found: list[T | None] = [None] * self.size
         with lost_ranks_told():
             dist.all_gather_object(found, value, group=self.group)
         return found  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Return when all are here."""
+        """Wait until all ranks have called it."""
         with lost_ranks_told():
             dist.barrier(group=self.group)
 
     def time_all_reduce(self, nbytes: int) -> float:
-        """Milliseconds that a sum of so many bytes takes, the best of a few."""
+        """Return the milliseconds of a sum of this many bytes, the best of a few."""
         values = torch.zeros(max(1, nbytes // 4), device=self.device)
         found = []
         for _ in range(_REPEATS):
@@ -155,41 +156,41 @@ class TorchCollectives:
         return min(found)
 
     def abort(self, message: str) -> NoReturn:
-        """End the group: who waits for this rank fails, and this one says why.
+        """End the group, so that ranks that wait for this one fail.
 
         Raises:
-            RankLostError: With that message.
+            RankLostError: Always, with the message.
         """
         dist.destroy_process_group(self.group)
         raise RankLostError(message)
 
 
-# Gradients weighted by samples: the mean of a mini-batch that is shared out unevenly.
+# Gradients weighted by samples, for a mini-batch that is divided unequally.
 #
 # A rank's loss is the mean over its n_i samples, so the gradient of the whole batch is
 #
 #     sum of n_i / N * gradient_i,    N = sum of n_i
 #
 # where DistributedDataParallel takes the plain mean over ranks. Its communication hook
-# is the place to weigh. N is summed over the ranks once a step, ahead of the first
-# gradients: nobody has to tell it, and a last batch that is smaller is weighed right
-# too. Not earlier: ranks may run their shares in different numbers of passes, and
-# collectives of the wrapped model lie between those.
+# applies the weights. N is summed over the ranks once a step, before the first
+# gradients: users need not give it, and a smaller last batch is weighted correctly.
+# Not earlier: ranks may run their shares in different numbers of passes, with
+# collectives of the wrapped model between them.
 
 
 Count = Callable[[Sequence[Any], Mapping[str, Any]], float]
-"""The arguments of a forward pass -> how much its loss is a mean of."""
+"""Returns the number of terms in the mean loss, given a forward pass's arguments."""
 
 
 Reduction = Literal["mean", "sum"]
-"""What the loss does with its samples."""
+"""How the loss combines its samples."""
 
 
 def samples_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The first axis of the first tensor among a forward pass's arguments.
+    """Return the size of axis 0 of the first tensor among a forward pass's arguments.
 
     Raises:
-        ValueError: There is no tensor with an axis.
+        ValueError: No argument is a tensor with an axis.
     """
     found = _first_axis(args, kwargs)
     if found is None:
@@ -208,18 +209,18 @@ def _first_axis(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
 
 
 class SampleWeights:
-    """How much the gradients of this rank count.
+    """The weight of this rank's gradients.
 
     Args:
-        group: Of the ranks; None is the default group.
-        device: Where the sum of samples is made.
-        clock: Of this rank's steps.
-        reduction: Of the loss: the gradients of sums are summed as they are.
-        count: Of a forward pass.
+        group: The process group; None is the default group.
+        device: Device on which counts are summed.
+        clock: Times this rank's steps.
+        reduction: Reduction of the loss: the gradients of sums have no weights.
+        count: Returns the samples of a forward pass.
 
     Attributes:
-        current: What the last forward pass that is trained on counts.
-        stepped: What all passes of the last step count.
+        current: Samples of the last forward pass in training.
+        stepped: Samples of all passes of the last step.
         share: n_i / N of the last step.
     """
 
@@ -242,13 +243,13 @@ class SampleWeights:
 
     @property
     def counted(self) -> float:
-        """What the passes of this step count so far, or those of the last one."""
+        """Samples of this step's passes so far, or else of the last step."""
         return self._own or self.stepped
 
     def before_forward(
         self, model: DistributedDataParallel, args: Any, kwargs: Any
     ) -> None:
-        """Count a pass that is trained on."""
+        """Count the samples of a forward pass in training."""
         if not (model.training and torch.is_grad_enabled()):
             return
         self.clock.begin(_first_axis(args, kwargs) or 0)
@@ -258,7 +259,7 @@ class SampleWeights:
         self._own += self.current
 
     def sum_up(self) -> None:
-        """Sum what all passes count since the last time over all ranks."""
+        """Sum the samples since the last call over all ranks, and set `share`."""
         own = torch.tensor(self._own, dtype=torch.float64, device=self._device)
         total = own.clone()
         begin_sum(total, self.group).wait()
@@ -267,14 +268,15 @@ class SampleWeights:
 
 
 def weigh_gradients(model: DistributedDataParallel, weights: SampleWeights) -> None:
-    """Have a model's gradients weighted: no other communication hook may be there."""
+    """Weight a model's gradients by its communication hook."""
     model.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
-    model.register_comm_hook(weights, _weighted_sum)
+    model.register_comm_hook(weights, _sum_weighted)
 
 
-def _weighted_sum(
+def _sum_weighted(
     weights: SampleWeights, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
+    """Begin the weighted sum of a bucket of gradients; see `register_comm_hook`."""
     buffer = bucket.buffer()
     if bucket.is_last():
         weights.clock.end()

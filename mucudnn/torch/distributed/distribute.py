@@ -4,11 +4,12 @@
     work = mt.distribute(model, loss_fn, (x, y), batch=256)
     loader = DataLoader(data, batch_sampler=work.batches(BatchSampler(...)))
     for x, y in loader:
-        loss = loss_fn(work.model(x), y)                 # the rest is as ever
+        loss = loss_fn(work.model(x), y)                 # the rest is unchanged
         loss.backward()
         optimizer.step()
 
-Each rank measures itself, all learn all tables, and each plans the same shares.
+Each rank measures its steps, all ranks gather all tables, and each computes the same
+shares.
 """
 
 import contextlib
@@ -58,11 +59,15 @@ PER_RANK = "per_rank"
 
 
 _OF_A_RANK = ("model", "example", "table", "memory", "group")
-"""Arguments in which ranks may differ, and the model, which is compared in parts."""
+"""Arguments that may differ between ranks, and the model, compared in parts."""
 
 
 _PAIR = 2
-"""Samples that are measured at the least where batch norm refuses a single one."""
+"""Smallest batch to measure if batch norm refuses a single sample."""
+
+
+_SHOWN = 8
+"""Samples by which ranks compare their first batches."""
 
 
 def distribute(
@@ -82,34 +87,35 @@ def distribute(
         DistributedDataParallel
     ),
 ) -> "Distribution":
-    """Train a model in step on all ranks, each with as much as it can do in the time.
+    """Train a model on all ranks, with shares of the batch that balance their times.
 
-    All ranks call it, with the same arguments but for `table` and `memory`. They
-    compare these, the model, the libraries, each optimizer at its first step, and at
-    each epoch the first batch; an error of one rank in here ends all. Losses are
-    those of one device up to the order of sums, if batch norm is synchronised and
-    nothing is drawn at random. Gradients may be accumulated over whole batches of one
-    size, within `model.no_sync()`.
+    All ranks call it, with the same arguments except `table` and `memory`. They compare
+    the arguments, the model, the libraries, each optimizer at its first step, and the
+    first batch of each epoch. An error of one rank in this function ends all ranks.
+    Losses equal those of one device up to the order of sums, if batch norm is
+    synchronised and the model draws no random numbers. Gradients may be accumulated
+    over whole batches of one size, within `model.no_sync()`.
 
     Args:
-        model: On this rank's device. Its batch norms are replaced where they are
-            synchronised.
-        loss_fn: Of the model's result and the rest of a batch; a mean over samples.
+        model: The model, on this rank's device. Synchronised batch norms replace its
+            own.
+        loss_fn: Takes the model's result and the rest of a batch; returns the mean over
+            samples.
         example: A batch of any size to measure with: the model's input, then the rest.
         batch: Samples of all ranks together.
-        table: What steps take on this rank; if given, nothing is measured.
+        table: Step times of this rank; if given, nothing is measured.
         memory: Bytes that this rank's step may use; by default its device's.
-        batch_norm: "synchronised" over all ranks, as one device has it; or "per_rank".
-        reduction: Of the loss: "mean" over samples, or their "sum".
-        count: What the loss is a mean of, by the arguments of a forward pass: if not
-            given, the samples of the first tensor.
-        at_least: Samples of every rank.
-        group: Of the ranks; None is the default group.
-        wrap: Makes the model distributed, where it needs more than its device.
+        batch_norm: "synchronised" over all ranks, as on one device; or "per_rank".
+        reduction: Reduction of the loss: "mean" over samples, or their "sum".
+        count: Returns the number of terms in the mean loss, given the arguments of a
+            forward pass; by default the samples of the first tensor.
+        at_least: Minimum samples of every rank.
+        group: The process group; None is the default group.
+        wrap: Wraps the model; by default in `DistributedDataParallel(model)`.
 
     Raises:
-        ValueError: A size or a word is out of range, the ranks ask for different
-            things, or the model is wrapped already.
+        ValueError: A size or a word is out of range, the ranks' arguments differ, or
+            the model is wrapped already.
         TypeError: There is neither a table nor something to measure with.
         PlanningError: The batch does not fit on the ranks.
         RuntimeError: No process group was initialised.
@@ -149,7 +155,7 @@ def distribute(
         f"rank {together.rank}",
         table,
         memory_of(device) if memory is None else memory,
-        # Passes of a rank are its own; joint statistics need all ranks in each.
+        # With synchronised statistics all ranks run the same number of passes.
         accumulates=not joined,
     )
     fleet = _fleet(together, own, model)
@@ -185,7 +191,7 @@ def _measured(
 
 
 def _described(model: torch.nn.Module) -> dict[str, object]:
-    """What all ranks must have alike beside the arguments: model, libraries, modes."""
+    """Return what has to be equal on all ranks beside the arguments."""
     found: dict[str, object] = {
         "the version of mucudnn": installed_version(),
         "the version of PyTorch": torch.__version__,
@@ -206,10 +212,10 @@ def _described(model: torch.nn.Module) -> dict[str, object]:
 def _compare_optimizers(
     model: DistributedDataParallel, together: TorchCollectives
 ) -> None:
-    """Have ranks compare each optimizer of a model when it first makes a step.
+    """Let ranks compare the settings of each optimizer of a model at its first step.
 
-    Optimizers are made after the model is distributed, and differ in silence: the
-    gradients are the same on all ranks, the weights are then not.
+    Optimizers are created after the model is distributed. A difference would go
+    unnoticed: gradients are equal on all ranks, but weights are then not.
     """
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     held = weakref.ref(model)
@@ -233,55 +239,31 @@ def _compare_optimizers(
 
 
 def _fleet(together: TorchCollectives, own: Rank, model: torch.nn.Module) -> Fleet:
-    """All ranks, and what one sum of gradients takes."""
+    """Return all ranks, with the measured time of one sum of gradients."""
     found = together.all_gather(own)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     took = max(together.all_gather(together.time_all_reduce(nbytes)))
     return Fleet(tuple(found), AllReduce(measured_ms=took))
 
 
-# A model trained in step on unequal devices: what `distribute` returns.
-
-
-_SHOWN = 8
-"""Samples that batches are told apart by."""
-
-
-def _check_last(batches: Iterable[Sequence[int]], least: int) -> None:
-    """Refuse what is known to fail at the end of an epoch.
-
-    Raises:
-        ValueError: It would.
-    """
-    if not isinstance(batches, BatchSampler) or batches.drop_last:
-        return
-    last = len(batches.sampler) % batches.batch_size
-    if 0 < last < least:
-        raise ValueError(
-            f"the last batch of an epoch has {last} samples, of which the ranks take "
-            f"{least} at the least: drop_last=True leaves it out, or choose another "
-            "batch size"
-        )
-
-
 class Distribution:
-    """A model whose mini-batches are shared out as its ranks can end together.
+    """A distributed model, and each rank's share of a mini-batch.
 
-    As a context manager it says in one line when another rank is gone.
+    As a context manager it raises `RankLostError` when another rank is gone.
 
     Args:
-        model: Wrapped, its gradients weighted.
-        fleet: The ranks as they were measured.
-        plan: How a whole mini-batch is shared out.
-        together: What the ranks do together.
-        weights: How much each rank's gradients count.
-        at_least: Samples of every rank.
+        model: The wrapped model, with weighted gradients.
+        fleet: The ranks as measured.
+        plan: The shares of a whole mini-batch.
+        together: The collectives of the ranks.
+        weights: The weight of this rank's gradients.
+        at_least: Minimum samples of every rank.
 
     Attributes:
-        model: What to call; a `DistributedDataParallel`.
-        plan: How a mini-batch is shared out now.
-        fleet: The ranks as they were measured.
-        rank: The number of this one.
+        model: The model to call; a `DistributedDataParallel`.
+        plan: The current shares of a mini-batch.
+        fleet: The ranks as measured.
+        rank: Number of this rank.
     """
 
     def __init__(
@@ -315,24 +297,31 @@ class Distribution:
         skip: int = 0,
         keep_up: bool = True,
     ) -> "ShareSampler":
-        """This rank's share of each batch of one device's batch sampler.
+        """Return this rank's share of each batch of a single-device batch sampler.
 
             order = RandomSampler(data, generator=torch.Generator().manual_seed(0))
             batches = work.batches(BatchSampler(order, 256, drop_last=False))
             loader = DataLoader(data, batch_sampler=batches)
 
         Args:
-            of_one_device: Made and seeded alike on every rank.
-            skip: Batches to leave out in the first epoch, of one that is resumed.
-            keep_up: Whether the ranks see before each epoch if their times are still
-                as planned, and share out anew where that pays; and if its first batch
-                is the same on all of them.
+            of_one_device: The batch sampler, created and seeded alike on every rank.
+            skip: Batches to skip in the first epoch, to resume it.
+            keep_up: Whether to call `replan` before each epoch, and to compare the
+                epoch's first batch between ranks.
 
         Raises:
-            ValueError: The last batch of an epoch has fewer samples than the ranks
-                together take at the least.
+            ValueError: The last batch of an epoch has fewer samples than the minimum of
+                all ranks together.
         """
-        _check_last(of_one_device, len(self.fleet.ranks) * self._at_least)
+        if isinstance(of_one_device, BatchSampler) and not of_one_device.drop_last:
+            last = len(of_one_device.sampler) % of_one_device.batch_size
+            least = len(self.fleet.ranks) * self._at_least
+            if 0 < last < least:
+                raise ValueError(
+                    f"the last batch of an epoch has {last} samples, of which the "
+                    f"ranks take {least} at the least: drop_last=True leaves it out, "
+                    "or choose another batch size"
+                )
         before = (self.replan,) if keep_up else ()
         first = (self._check_batch,) if keep_up else ()
         return ShareSampler(
@@ -347,10 +336,10 @@ class Distribution:
         check_alike(self._together, {"the first batch": f"{len(batch)} from {words}"})
 
     def shares(self, samples: int) -> tuple[int, ...]:
-        """How a batch is shared out, of any size that every rank has a part of.
+        """Return every rank's share of a batch of any size.
 
         Raises:
-            ValueError: It has fewer samples than there are ranks.
+            ValueError: The batch has fewer samples than there are ranks.
         """
         if samples not in self._splits:
             found = split_batch(self._now, samples, at_least=self._at_least)
@@ -358,30 +347,31 @@ class Distribution:
         return self._splits[samples]
 
     def backward(self, loss_fn: Callable[..., Any], inputs: Any, *targets: Any) -> Any:
-        """Forward and backward of this rank's share, in as many passes as it needs.
+        """Run forward and backward on this rank's share, in passes that fit in memory.
 
         Args:
-            loss_fn: Of the model's result and the targets; a mean over samples.
-            inputs: The model's input, a tensor.
-            targets: Tensors with the same first axis.
+            loss_fn: Takes the model's result and the targets; returns the mean over
+                samples.
+            inputs: The model's input, a tensor with samples along axis 0.
+            targets: Tensors with samples along axis 0.
 
         Returns:
-            The mean loss of the share, without a graph.
+            The mean loss of the share, detached.
         """
         at_once = self.fleet.ranks[self.rank].most_at_once
         passes = -(-inputs.shape[0] // max(1, at_once))
         parts = [torch.tensor_split(t, passes) for t in (inputs, *targets)]
         losses = []
         for number, (x, *rest) in enumerate(zip(*parts, strict=True), start=1):
-            apart = number < len(parts[0])
-            with self.model.no_sync() if apart else contextlib.nullcontext():
+            more = number < len(parts[0])
+            with self.model.no_sync() if more else contextlib.nullcontext():
                 loss = loss_fn(self.model(x), *rest) * (x.shape[0] / inputs.shape[0])
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over all samples of a batch, from each rank's mean over its own."""
+        """Return the mean loss of a batch, from the mean over each rank's samples."""
         own = torch.tensor(self._weights.counted, device=loss.device)
         both = torch.stack([loss.detach().double() * own, own.double()])
         self._together.all_reduce(both).wait()
@@ -390,10 +380,12 @@ class Distribution:
         return (both[0] / both[1]).to(loss.dtype)
 
     def replan(self) -> bool:
-        """Share out anew if ranks have left their tables and it pays; all call it.
+        """Recompute the shares if measured times differ from the tables and it pays.
+
+        All ranks call it.
 
         Returns:
-            Whether anything changed.
+            Whether the shares changed.
         """
         times = share_times(self.fleet.ranks[self.rank], self.plan.batch)
         factor = self._weights.clock.factor(lambda n: times.time_ms(min(n, times.most)))
@@ -422,19 +414,19 @@ class Distribution:
 
 
 class ShareSampler(Sampler[list[int]]):  # type: ignore[misc]
-    """A batch sampler that takes one rank's part of each batch of another.
+    """A batch sampler that yields one rank's share of each batch of another sampler.
 
-    The other one is what a single device would use, made and seeded alike on every
-    rank: so the batches are the same as there, and in the same order. It serves as the
+    The other sampler is what a single device would use, created and seeded alike on
+    every rank, so that batches are the same, in the same order. It serves as the
     `batch_sampler` of a `DataLoader`.
 
     Args:
-        batches: Of one device, the same on every rank.
-        shares: Samples of a batch -> samples of every rank.
-        rank: Whose part is taken.
-        skip: Batches to leave out the first time, of an epoch that is resumed.
-        before: Called before each epoch.
-        first: Called with the first whole batch of each.
+        batches: The sampler of a single device.
+        shares: Returns the samples of every rank, given those of a batch.
+        rank: The rank whose share is taken.
+        skip: Batches to skip in the first epoch, to resume it.
+        before: Functions called before each epoch.
+        first: Functions called with the first whole batch of each epoch.
     """
 
     def __init__(
@@ -455,7 +447,7 @@ class ShareSampler(Sampler[list[int]]):  # type: ignore[misc]
         self._first = first
 
     def __iter__(self) -> Iterator[list[int]]:
-        """One epoch.
+        """Yield the shares of one epoch.
 
         Raises:
             ValueError: A batch has fewer samples than there are ranks.
@@ -474,5 +466,5 @@ class ShareSampler(Sampler[list[int]]):  # type: ignore[misc]
             yield list(batch[start : start + samples[self._rank]])
 
     def __len__(self) -> int:
-        """Batches of an epoch, as many as on one device."""
+        """Return the batches of an epoch, as many as on one device."""
         return len(self._batches)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Time a step on this rank, forward and backward, at a few sizes.
+"""Time forward and backward passes on this rank, at a few batch sizes.
 
-Every rank measures itself, all at the same time, before the model is wrapped: nobody
-waits for anybody. The model is left as it was found.
+All ranks measure at the same time, before the model is wrapped, so none waits for
+another. The model's state is restored afterwards.
 """
 
 import copy
@@ -23,12 +23,12 @@ _REPEATS = 3
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where a model's parameters are; the CPU where it has none."""
+    """Return the device of a model's parameters; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of a device that a step may use; None on the CPU."""
+    """Return the total memory of a device in bytes; None for the CPU."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.mem_get_info(device)[1])
@@ -42,38 +42,42 @@ def measure_steps(
     least: int,
     most: int,
 ) -> StepTable:
-    """The table of steps of this rank, up to a size, or the largest that fits.
+    """Return the table of step times of this rank.
 
     Args:
-        model: What is trained, before it is wrapped.
-        loss_fn: Of its result and the rest of a batch.
+        model: The model, before it is wrapped.
+        loss_fn: Takes the model's result and the rest of a batch.
         example: A batch of any size: the model's input, then the loss's arguments.
-        least: The smallest size.
-        most: The largest.
+        least: The smallest batch size.
+        most: The largest batch size; the table ends earlier if memory runs out.
     """
     device = device_of(model)
     name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)
 
     def measure(samples: int) -> StepPoint:
-        torch.cuda.empty_cache()  # of a size that did not fit; nothing on the CPU
+        torch.cuda.empty_cache()  # after a size that did not fit; no effect on the CPU
         inputs, *targets = _sized(example, samples)
         _step(model, loss_fn, inputs, targets)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        times = [_timed(model, loss_fn, inputs, targets) for _ in range(_REPEATS)]
+        times = []
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            _step(model, loss_fn, inputs, targets)
+            times.append(1e3 * (time.perf_counter() - began))
         nbytes = 0
         if device.type == "cuda":
             nbytes = torch.cuda.max_memory_allocated(device)
         return StepPoint(samples, statistics.median(times), nbytes)
 
-    with _left_alone(model):
+    with _restored(model):
         return measured_table(
             name, least, most, measure, unfitting=torch.OutOfMemoryError
         )
 
 
 def _sized(example: Sequence[Any], samples: int) -> Sequence[Any]:
-    """The example with as many samples, repeated or cut off."""
+    """Return the example with this many samples, repeated or cut off."""
 
     def sized(leaf: Any) -> Any:
         if not (isinstance(leaf, torch.Tensor) and leaf.ndim):
@@ -82,14 +86,6 @@ def _sized(example: Sequence[Any], samples: int) -> Sequence[Any]:
 
     found: Sequence[Any] = pytree.tree_map(sized, tuple(example))
     return found
-
-
-def _timed(
-    model: torch.nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any
-) -> float:
-    began = time.perf_counter()
-    _step(model, loss_fn, inputs, targets)
-    return 1e3 * (time.perf_counter() - began)
 
 
 def _step(
@@ -103,8 +99,8 @@ def _step(
 
 
 @contextmanager
-def _left_alone(model: torch.nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random numbers as they were."""
+def _restored(model: torch.nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers and the state of random generators."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [copy.deepcopy(b.detach()) for b in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.is_cuda}
@@ -121,22 +117,19 @@ def _left_alone(model: torch.nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-# What this rank's steps take, without what it waits for others.
-
-
-_KEPT = 20
-"""Steps that are looked at: as many as to see through a single slow one."""
+_RECENT = 20
+"""Steps of which the median is taken, so that a single slow one does not matter."""
 
 
 class StepClock:
-    """Times from the start of the forward pass until the last gradients are there.
+    """Times steps from the begin of the forward pass to the last gradients.
 
-    On the CPU what collectives inside the passes take is left out. On a CUDA device the
-    times are between events of its stream.
+    On the CPU the time of collectives inside the passes is subtracted. On a CUDA device
+    times are measured between events of its stream.
 
     Args:
-        device: Where the model is.
-        now: A clock in seconds, for the CPU.
+        device: Device of the model.
+        now: Clock in seconds, for the CPU.
     """
 
     def __init__(
@@ -148,18 +141,18 @@ class StepClock:
         self._waited = Stopwatch(now)
         self._samples = 0.0
         self._steps: deque[tuple[float, float | tuple[torch.cuda.Event, ...]]] = deque(
-            maxlen=_KEPT
+            maxlen=_RECENT
         )
 
     def begin(self, samples: float) -> None:
-        """A forward pass begins; those up to the next `end` are one step."""
+        """Note the begin of a forward pass; all passes up to `end` are one step."""
         self._samples += samples
         if self._began is None:
             self._began = self._mark()
             self._waited.read_ms()
 
     def end(self) -> None:
-        """The last gradients of a step are there."""
+        """Note that the last gradients of a step are computed."""
         if self._began is None:
             return
         began, end = self._began, self._mark()
@@ -173,13 +166,13 @@ class StepClock:
         self._began, self._samples = None, 0.0
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around what waits for others in the middle of a pass."""
+        """Return a context for waits for other ranks in the middle of a pass."""
         return self._waited.running()
 
     def factor(self, expected_ms: Callable[[int], float]) -> float:
-        """How many times as long as expected steps took, in the middle; 1 without any.
+        """Return the median ratio of measured to expected time; 1 without any step.
 
-        What was seen is forgotten then.
+        The measured steps are forgotten.
         """
         steps = [(int(n), self._ms(took)) for n, took in self._steps if n >= 1]
         self._steps.clear()

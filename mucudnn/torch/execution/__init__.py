@@ -1,1 +1,1 @@
-"""A planned step, run: its program in Python, and its copies to and from the host."""
+"""Execution of planned PyTorch steps: generated code, copies, and offload targets."""

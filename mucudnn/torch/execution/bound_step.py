@@ -1,15 +1,14 @@
-"""Steps and halves that are ready to run, and host-resident inputs.
+"""Compiled steps, and compiled halves of a step, bound to their host memory.
 
 A step computes first and writes parameters, buffers and state as late as memory allows.
-An error or an interrupt before the first write leaves everything as it was. From there
-on Ctrl-C waits until the step is complete. Where an error stops a step in between, the
-next one is refused.
+An error or an interrupt before the first write leaves everything unchanged. From there
+on Ctrl-C waits until the step is complete. If an error stops a step in between, the
+next step is refused.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -23,7 +22,7 @@ from mucudnn.torch.capture.optimizers import UnusedState
 from mucudnn.torch.execution.copies import bytes_of, host_bytes
 from mucudnn.torch.execution.devices import Copies, copies_for, device_of
 from mucudnn.torch.execution.program import (
-    Kept,
+    CarriedValue,
     Program,
     Segment,
     bind,
@@ -37,69 +36,57 @@ from mucudnn.torch.interrupts import DeferredInterrupt
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 from mucudnn.torch.source_lines import storage_of
 
-Memory = Callable[[str, int], torch.Tensor]
 
-
-def at_home(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is none of PyTorch's allocator."""
+def is_outside_allocator(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is not of PyTorch's allocator."""
     return not tensor.untyped_storage().resizable()
 
 
 @dataclass(frozen=True)
-class Homes:
+class HostResidents:
     """The inputs of a program that are host-resident.
 
     Attributes:
-        places: Which of the inputs, and their storages.
-        memory: Allocates for a storage so many bytes.
+        inputs: Position of each of them, and its storage.
+        memory: Allocates host memory for a storage, given its name and bytes.
     """
 
-    places: tuple[tuple[int, str], ...]
-    memory: Memory
-
-    @classmethod
-    def of(cls, lowered: Lowered, schedule: Schedule, memory: Memory) -> "Homes":
-        """What a schedule has on the host, in memory of this kind."""
-        hosted, storages = set(schedule.hosted), lowered.graph.storages
-        found = ((i, storages[t]) for i, t in enumerate(lowered.inputs) if t)
-        return cls(tuple((i, name) for i, name in found if name in hosted), memory)
+    inputs: tuple[tuple[int, str], ...]
+    memory: Callable[[str, int], torch.Tensor]
 
     def move(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give these inputs their homes, as far as they are not there.
+        """Move these inputs to host memory unless they are there.
 
-        A tensor's memory may be PyTorch's again, after a checkpoint was loaded.
+        A tensor may be in PyTorch's memory again, after a checkpoint was loaded.
 
         Raises:
-            UnsupportedError: One is not on the CPU.
-            OutOfMemoryError: There is no room; what has moved stays as it was.
+            UnsupportedError: A tensor is not on the CPU.
+            OutOfMemoryError: There is not enough memory; moved tensors stay moved.
         """
         shared: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        for place, storage in self.places:
-            if not at_home(tensor := tensors[place]):
+        for position, storage in self.inputs:
+            if not is_outside_allocator(tensor := tensors[position]):
                 shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
         for storage, found in shared.values():
-            _move(found, partial(self.memory, storage))
+            self._move_storage(storage, found)
 
-
-def _move(
-    tensors: Sequence[torch.Tensor], memory: Callable[[int], torch.Tensor]
-) -> None:
-    """Give tensors that share their bytes other memory."""
-    if not tensors[0].is_cpu:
-        raise UnsupportedError(
-            f"a parameter or state is on {tensors[0].device}; these leave the device "
-            "on the CPU so far"
-        )
-    whole = bytes_of(tensors[0].detach())
-    home = memory(whole.numel()).copy_(whole).untyped_storage()
-    moved = [
-        torch.empty(0, dtype=t.dtype).set_(
-            home, t.storage_offset(), t.shape, t.stride()
-        )
-        for t in tensors
-    ]
-    # One call in C: an interrupt between two tensors would leave them apart for good.
-    list(map(setattr, tensors, repeat("data"), moved))
+    def _move_storage(self, storage: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors that share a storage."""
+        if not tensors[0].is_cpu:
+            raise UnsupportedError(
+                f"a parameter or state is on {tensors[0].device}; these leave the "
+                "device on the CPU so far"
+            )
+        whole = bytes_of(tensors[0].detach())
+        host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()
+        moved = [
+            torch.empty(0, dtype=t.dtype).set_(
+                host, t.storage_offset(), t.shape, t.stride()
+            )
+            for t in tensors
+        ]
+        # One call in C: an interrupt between two tensors would separate them for good.
+        list(map(setattr, tensors, repeat("data"), moved))
 
 
 _AFTER = {
@@ -116,13 +103,13 @@ _HALF_DONE = (
 
 
 class StepCommit:
-    """What the steps of one optimizer change for good: all of it or nothing.
+    """Makes the permanent changes of one optimizer's steps all or nothing.
 
     Args:
-        optimizer: State that is made for a plan stays with it once a step has used it.
+        optimizer: State that is created for a plan is kept once a step has used it.
 
     Attributes:
-        begun: Whether the step under way has written something.
+        begun: Whether the current step has written a permanent tensor.
         unused: The state that no step has used yet.
     """
 
@@ -134,7 +121,7 @@ class StepCommit:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Put back what is made of the optimizer's state."""
+        """Withdraw the optimizer state that is created in this context."""
         try:
             self.unused.lend()
             yield
@@ -172,7 +159,7 @@ class StepCommit:
             self._interrupt.end(note)
 
     def begin(self) -> None:
-        """Have Ctrl-C wait until the step is complete: its first write comes next."""
+        """Defer Ctrl-C until the step is complete: the first write is next."""
         if not self.begun:
             self._interrupt.begin()
             self.begun = True
@@ -184,38 +171,38 @@ class StepCommit:
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A program, and where what it borrows for the device lives.
+    """A compiled step, and where its host-resident inputs live.
 
     Attributes:
-        segment: The program.
-        device: The type of the device that it runs on.
-        homes: Of inputs that are host-resident.
-        random: The devices whose generators it draws from; None is the CPU.
-        tiers: What copies to the tiers that were planned for, if any were.
+        segment: The compiled program.
+        device: Type of the device that it runs on.
+        host_residents: Its host-resident inputs.
+        random: Devices whose generators it draws from; None is the CPU.
+        tiers: Copies to the planned tiers, if the plan has any.
     """
 
     segment: Segment
     device: str
-    homes: Homes
+    host_residents: HostResidents
     random: Sequence[torch.device | None] = ()
     tiers: TierCopies | None = None
 
     @property
     def source(self) -> str:
-        """The program, to be read."""
+        """The program's source."""
         return self.segment.source
 
     def run(self, given: list[Any], commit: StepCommit) -> list[Any]:
-        """One step: values of the graph's inputs in, which are let go of; results out.
+        """Run one step on the graph's inputs, which are released; return its results.
 
-        Nothing is cast: what had to be was when the step was captured. If it fails
-        before its first write, random numbers are as they were too.
+        Autocast is off: casts were captured with the step. If the step fails before its
+        first write, the states of random generators are restored as well.
 
         Raises:
-            BackendError: A tier has lost what was there; says whether anything that is
+            BackendError: A tier has lost its contents; says whether anything that is
                 trained was changed already.
         """
-        self.homes.move(given)
+        self.host_residents.move(given)
         given.append(commit.begin)
         drawn = [(keep_state(device), device) for device in self.random]
         try:
@@ -233,41 +220,40 @@ class BoundStep:
 def bind_step(
     lowered: Lowered, schedule: Schedule, tiers: TierCopies | None = None
 ) -> BoundStep:
-    """A schedule on the device of its tensors; its copies keep their host memory.
+    """Compile a schedule for the device of its tensors.
 
     Args:
         lowered: The step.
-        schedule: What is run.
-        tiers: What copies to the tiers that are planned for, if any are.
+        schedule: The instructions.
+        tiers: Copies to the planned tiers, if the plan has any.
 
     Raises:
         UnsupportedError: Tensors are on several devices.
     """
     device = device_of(lowered.layouts)
     copies = tiers or copies_for(device, reuse=True)
-    memory = _host_memory if tiers is None else tiers.memory
     first = {origin(node.name) for node in schedule.graph.nodes}
     random = {generator_of(lowered, n) for n in first if lowered.calls[n].random}
+    hosted, storages = set(schedule.hosted), lowered.graph.storages
+    inputs = ((i, storages[t]) for i, t in enumerate(lowered.inputs) if t)
     return BoundStep(
         bind(lowered, schedule, copies, announced=True),
         device.type,
-        Homes.of(lowered, schedule, memory),
+        HostResidents(
+            tuple((i, name) for i, name in inputs if name in hosted),
+            (lambda storage, n: host_bytes(n)) if tiers is None else tiers.memory,
+        ),
         tuple(random),
         tiers,
     )
 
 
-def _host_memory(storage: str, nbytes: int) -> torch.Tensor:
-    """Memory of the host, whatever it is for."""
-    return host_bytes(nbytes)
-
-
-# A program in two halves: what runs before the loss, and what after it.
+# A program in two halves: forward and backward.
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many tensors the forward half is given, and how many results it has."""
+    """Number of tensors that the forward half takes, and of results that it has."""
 
     tensors: int
     results: int
@@ -275,11 +261,19 @@ class Count:
 
 @dataclass(frozen=True)
 class Halves:
-    """The two halves of a program, and what goes from one to the other."""
+    """The two compiled halves of a program.
+
+    Attributes:
+        forward: The part up to the last forward node.
+        backward: The rest.
+        kept: The values that the forward half returns for the backward half.
+        layouts: Layout of each tensor.
+        inputs: The inputs of the graph.
+    """
 
     forward: Segment
     backward: Segment
-    kept: Sequence[Kept]
+    kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
 
@@ -290,33 +284,34 @@ def bind_halves(
     count: Count,
     tiers: Copies | None = None,
 ) -> Halves:
-    """A schedule in two halves, cut where the last forward node has run.
+    """Compile a schedule in two halves, cut behind the last forward node.
 
     Args:
-        lowered: The graph.
-        schedule: What is run.
-        count: What the forward half takes and gives.
-        tiers: What copies to the tiers that are planned for, if any are.
+        lowered: The joint graph.
+        schedule: The instructions.
+        count: The inputs and results of the forward half.
+        tiers: Copies to the planned tiers, if the plan has any.
     """
     cut = _cut(schedule)
     copies = tiers or copies_for(device_of(lowered.layouts), reuse=False)
     program = Program(lowered, schedule, copies)
-    names = program.given(name for name in lowered.inputs if name is not None)
-    program.begin(names[: count.tensors])
-    for name, value in lowered.constants.items():
-        program.constant(name, value)
-    program.write(schedule.instructions[:cut])
-    program.settle()
-    results = [program.result(r) for r in lowered.results[: count.results]]
+    # Forward half: it also returns what the backward half needs.
+    names = program.declare_inputs(name for name in lowered.inputs if name is not None)
     tangents = names[count.tensors :]
+    program.begin_segment(names[: count.tensors])
+    program.add_constants()
+    program.write(schedule.instructions[:cut])
+    program.wait_for_copies()
+    results = [program.result(r) for r in lowered.results[: count.results]]
     read = _read_later(lowered, schedule, cut, count)
     kept = [
-        k
-        for k in program.kept()
-        if k.variable not in tangents and (k.variable != k.value or k.tensor in read)
+        c
+        for c in program.carried_values()
+        if c.variable not in tangents and (c.variable != c.value or c.tensor in read)
     ]
-    forward = program.end([*results, *(k.value for k in kept)])
-    program.begin([*(k.variable for k in kept), *tangents])
+    forward = program.end_segment([*results, *(c.value for c in kept)])
+    # Backward half.
+    program.begin_segment([*(c.variable for c in kept), *tangents])
     program.resume(kept)
     program.write(schedule.instructions[cut:])
     gradients = lowered.results[count.results :]
@@ -325,12 +320,12 @@ def bind_halves(
         for given, gradient in zip(lowered.inputs, gradients, strict=False)
         if given is not None
     ]
-    inputs = frozenset(lowered.inputs)
-    return Halves(forward, program.end(results), kept, lowered.layouts, inputs)
+    backward = program.end_segment(results)
+    return Halves(forward, backward, kept, lowered.layouts, frozenset(lowered.inputs))
 
 
 def _cut(schedule: Schedule) -> int:
-    """The first instruction of the second half."""
+    """Return the index of the first instruction of the backward half."""
     nodes = schedule.graph.by_name
     program = schedule.instructions
     last = max(
@@ -344,36 +339,39 @@ def _cut(schedule: Schedule) -> int:
     rest = range(last + 1, len(program))
     match program[last] if last >= 0 else None:
         case Compute(node) if nodes[node].mutates:
-            return last + 1  # inputs are written: what goes with that is returned first
+            return last + 1  # inputs are written: return before what follows
     return next((i for i in rest if isinstance(program[i], Compute)), len(program))
 
 
 def _read_later(
     lowered: Lowered, schedule: Schedule, cut: int, count: Count
 ) -> Collection[str | None]:
-    """Tensors that the second half reads, moves or returns; states have no name."""
+    """Return the tensors that the backward half reads, moves or returns.
+
+    None is among them: it stands for the states of generators, which have no name.
+    """
     graph, storages = schedule.graph, schedule.graph.storages
     read: set[str | None] = {None, *lowered.results[count.results :]}
-    leaving = set()
+    offloaded = set()
     for step in schedule.instructions[cut:]:
         match step:
             case Compute(name) if lowered.calls[origin(name)] is not NOTHING:
                 read.update(graph.by_name[name].inputs)
             case SwapOut(storage):
-                leaving.add(storage)
-    read.update(name for name in storages if storages[name] in leaving)
+                offloaded.add(storage)
+    read.update(name for name in storages if storages[name] in offloaded)
     return read
 
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """One half of a program, as a node of a graph calls it.
+    """One half of a program, as the target of a graph node.
 
     Attributes:
-        segment: What is run.
-        own: Arguments that it may write over: kept for it and for nobody else.
-        without: Arguments that it does not take, in ascending order.
-        filled: Results that it does not have, which are None.
+        segment: The compiled half.
+        own: Positions of arguments that it may overwrite: saved for it alone.
+        without: Positions of arguments that it does not take, ascending.
+        filled: Positions of results that it does not have, which become None.
     """
 
     segment: Segment
@@ -383,15 +381,15 @@ class Half:
     __name__ = "planned_half"
 
     def __call__(self, *args: Any) -> Any:
-        """Run it on arguments that stay."""
+        """Run the half on arguments that the caller keeps."""
         return self.run(list(args))
 
     def run(self, args: list[Any]) -> list[Any]:
-        """Run it on arguments in a list, which it empties."""
+        """Run the half on arguments in a list, which it empties."""
         for i in reversed(self.without):
             del args[i]
         if self.own and graph_is_kept():
-            copies = _apart([args[i] for i in self.own])
+            copies = _clone_with_storages([args[i] for i in self.own])
             for i, copied in zip(self.own, copies, strict=True):
                 args[i] = copied
         results = self.segment.run(args)
@@ -403,7 +401,7 @@ class Half:
 def runner_of(
     module: torch.fx.GraphModule, example: Sequence[Any]
 ) -> Callable[..., Any]:
-    """One half, or a graph that no gradient is asked of."""
+    """Return the function that runs one half, or a graph without gradients."""
     del example
     targets = (node.target for node in module.graph.nodes)
     half = next((t for t in targets if isinstance(t, Half)), None)
@@ -420,16 +418,17 @@ def runner_of(
     return run
 
 
-def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that lie as those given, in copies of their storages."""
+def _clone_with_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the same layouts in copies of their storages."""
     storages: dict[int, torch.UntypedStorage] = {}
     found = []
     for tensor in tensors:
-        place = storage_of(tensor)
-        if place not in storages:
-            storages[place] = tensor.untyped_storage().clone()
+        key = storage_of(tensor)
+        if key not in storages:
+            storages[key] = tensor.untyped_storage().clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        lies = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        lying = empty.set_(storages[place], *lies)
-        found.append(Layout.of(tensor).read(lying))
+        view = empty.set_(
+            storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        found.append(Layout.of(tensor).read(view))
     return found

@@ -1,13 +1,11 @@
-"""Copies to the host and back, beside the computation, in two lanes.
+"""Copies to the host and back by two threads, for programs on the CPU.
 
-Host memory does not come from PyTorch's allocator, so that it is not counted as the
-device's. A lane is a thread, and the device is the CPU. A copy of few bytes takes less
-time than waking a thread does: it is made where it is asked for. A forked child has
-threads and memory of its own.
+Host memory does not come from PyTorch's allocator, so it is not counted as the
+device's. One thread offloads and one prefetches. A small copy takes less time than
+waking a thread, so it is made at once. A forked child has its own threads and memory.
 
-Bytes are moved by the C library, not by an operation of PyTorch's: that would start
-threads of its own beside the computation's, and hold Python's lock for longer, for
-which the computation has to wait.
+Bytes are moved by the C library, not by an operation of PyTorch: that would start
+threads beside those of the computation, and hold Python's global lock for longer.
 """
 
 import ctypes
@@ -23,15 +21,15 @@ import torch
 from mucudnn.processes import Own
 
 MANY = 256 << 10
-"""Bytes that are worth a thread: fewer are copied at once."""
+"""Bytes from which on a copy is handed to a thread."""
 
 
 _Bytes: TypeAlias = torch.Tensor | torch.UntypedStorage
-"""All bytes of one of them, which lie without gaps."""
+"""A storage, or a tensor whose elements are contiguous."""
 
 
-class Leaving:
-    """A storage that has left or is on its way.
+class ThreadOffloadedStorage:
+    """An offloaded storage.
 
     Args:
         host: Its bytes on the host.
@@ -54,24 +52,24 @@ class Leaving:
 
 
 class ThreadCopies:
-    """Copies by two threads, which begin when the first copy does.
+    """Copies by two threads, which start with the first copy.
 
     Args:
-        reuse: Keep the host's bytes of every slot from step to step. Not where two
-            steps may be under way at once: there bytes are used again when nobody holds
-            them any more.
+        reuse: Keep the host memory of every storage from step to step. Not for steps of
+            which two may be in flight at once: then memory is reused when no tensor
+            holds it any more.
     """
 
     def __init__(self, *, reuse: bool) -> None:
         self._hosts: dict[Hashable, torch.Tensor] | None = {} if reuse else None
         self._memory = _HostMemory()
-        self._lanes = Own(lambda: (_Lane(), _Lane()))
+        self._threads = Own(lambda: (_CopyThread(), _CopyThread()))
 
-    def begin(self) -> Callable[[torch.Tensor, str], Leaving]:
-        """What begins copies out in one run."""
-        return self.out
+    def start_run(self) -> Callable[[torch.Tensor, str], ThreadOffloadedStorage]:
+        """Return the function that offloads a tensor of a storage in one run."""
+        return self.offload
 
-    def out(self, tensor: torch.Tensor, slot: Hashable) -> Leaving:
+    def offload(self, tensor: torch.Tensor, slot: Hashable) -> ThreadOffloadedStorage:
         """Begin to copy the storage of a tensor to the host."""
         storage = tensor.untyped_storage()
         host = None if self._hosts is None else self._hosts.get(slot)
@@ -79,45 +77,48 @@ class ThreadCopies:
             host = self._memory.take(storage.nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        out, _ = self._lanes.mine
-        return Leaving(host, out.copy(storage, host, host.numel(), None))
+        out, _ = self._threads.mine
+        done = out.copy(storage, host, host.numel(), None)
+        return ThreadOffloadedStorage(host, done)
 
-    def back(self, leaving: Leaving) -> torch.Tensor:
-        """Begin to copy it back; the bytes that it will have."""
-        host = leaving.host
+    def prefetch(self, offloaded: ThreadOffloadedStorage) -> torch.Tensor:
+        """Begin to copy an offloaded storage back; return its new bytes."""
+        host = offloaded.host
         found = torch.empty(host.numel(), dtype=torch.uint8)
-        _, back = self._lanes.mine
-        leaving.done = back.copy(host, found, host.numel(), leaving.done)
+        _, back = self._threads.mine
+        offloaded.done = back.copy(host, found, host.numel(), offloaded.done)
         return found
 
-    def home(self, tensor: torch.Tensor, leaving: Leaving) -> None:
-        """Begin to copy the storage of a tensor to where it came from."""
+    def write_back(
+        self, tensor: torch.Tensor, offloaded: ThreadOffloadedStorage
+    ) -> None:
+        """Begin to copy the storage of a tensor to the bytes that it came from."""
         storage = tensor.untyped_storage()
-        host = leaving.host
-        out, _ = self._lanes.mine
-        leaving.done = out.copy(storage, host, host.numel(), leaving.done)
+        host = offloaded.host
+        out, _ = self._threads.mine
+        offloaded.done = out.copy(storage, host, host.numel(), offloaded.done)
 
-    def left(self, host: torch.Tensor, storage: str) -> Leaving:
-        """What is on the host, and has no copy under way."""
-        return Leaving(host)
+    def on_host(self, host: torch.Tensor, storage: str) -> ThreadOffloadedStorage:
+        """Return a storage that is on the host, with no copy in flight."""
+        return ThreadOffloadedStorage(host)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all copies: one may write what a user is about to restore."""
-        for lane in self._lanes.mine:
-            Leaving(torch.empty(0), lane.last).wait()
+        for thread in self._threads.mine:
+            ThreadOffloadedStorage(torch.empty(0), thread.last).wait()
 
 
 class _HostMemory:
-    """Bytes of the host that are used again once no tensor has them.
+    """Host memory that is reused once no tensor holds it.
 
-    A page that is touched for the first time costs ten times what a copy of it does.
+    A page that is touched for the first time costs ten times the copy of it.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """So many bytes that nobody has."""
+        """Return this many bytes that no other tensor holds."""
         free = self._free.setdefault(nbytes, [])
         try:
             memory = free.pop()
@@ -128,8 +129,8 @@ class _HostMemory:
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
 
 
-class _Lane:
-    """Copies in their order, by one thread that is started when it is needed."""
+class _CopyThread:
+    """Makes copies in their order, in a thread that starts when it is needed."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -144,7 +145,7 @@ class _Lane:
         nbytes: int,
         after: "threading.Lock | None",
     ) -> "threading.Lock | None":
-        """Queue one copy, after another; a lock that is free when it is done.
+        """Queue one copy, after another; return a lock that is free when it is done.
 
         None if it is done already.
         """
@@ -164,7 +165,7 @@ class _Lane:
 
 
 class _Job:
-    """One copy; lets go of its bytes before it says that it is done."""
+    """One copy; drops its references to the bytes before it reports to be done."""
 
     __slots__ = ("after", "done", "nbytes", "source", "target")
 
@@ -199,17 +200,17 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
 
 
 def move(source: _Bytes, target: _Bytes, nbytes: int) -> None:
-    """Copy so many bytes here and now, in this thread."""
+    """Copy bytes in the calling thread."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
 def host_bytes(nbytes: int) -> torch.Tensor:
-    """Bytes of the host that are not of PyTorch's allocator."""
+    """Return host memory that is not of PyTorch's allocator."""
     return torch.frombuffer(_mapped(nbytes), dtype=torch.uint8)[:nbytes]
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone: `mmap` shares it with forked children otherwise."""
+    """Map memory of this process alone: by default forked children share a mapping."""
     flags = {}
     if hasattr(mmap, "MAP_PRIVATE"):  # Windows has no forks
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
@@ -217,6 +218,6 @@ def _mapped(nbytes: int) -> mmap.mmap:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor."""
+    """Return the whole storage of a tensor, as bytes."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

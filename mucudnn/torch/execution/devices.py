@@ -1,4 +1,4 @@
-"""What runs the copies of a program, by the device that its tensors are on."""
+"""Devices that programs run on, and the copies that each of them uses."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ DEVICES = ("cpu", "cuda")
 """Types of devices that programs run on; CUDA's no test has run on a GPU yet."""
 
 
-class Away(Protocol):
-    """A storage that has left or is on its way.
+class OffloadedStorage(Protocol):
+    """A storage whose bytes are offloaded, or a copy of which is in flight.
 
     Attributes:
         host: Its bytes on the host.
@@ -25,39 +25,39 @@ class Away(Protocol):
     host: torch.Tensor
 
     def wait(self) -> None:
-        """Have what is computed from now on wait for the last copy that was begun."""
+        """Make later computation wait for the last copy that was begun."""
 
 
 class Copies(Protocol):
-    """Two lanes, one to the host and one back, beside the computation.
+    """Copies to the host and back that run beside the computation.
 
-    A program waits for a copy before it uses what was copied back, before it frees what
-    was copied out, and before it begins the copy back.
+    A program waits for a copy before it uses what was prefetched, before it frees what
+    was offloaded, and before it begins the prefetch.
     """
 
-    def begin(self) -> Callable[[torch.Tensor, str], Away]:
-        """What begins copies out in one run, of a tensor and its storage's name."""
+    def start_run(self) -> Callable[[torch.Tensor, str], OffloadedStorage]:
+        """Return the function that offloads a tensor of a storage in one run."""
 
-    def back(self, leaving: Any) -> torch.Tensor:
-        """Begin to copy it back; the bytes that it will have."""
+    def prefetch(self, offloaded: Any) -> torch.Tensor:
+        """Begin to copy an offloaded storage to the device; return its new bytes."""
 
-    def home(self, tensor: torch.Tensor, leaving: Any) -> None:
-        """Begin to copy the storage of a tensor to where it came from."""
+    def write_back(self, tensor: torch.Tensor, offloaded: Any) -> None:
+        """Begin to copy the storage of a tensor to the bytes that it came from."""
 
-    def left(self, host: torch.Tensor, storage: str) -> Away:
-        """What is on the host, and has no copy under way."""
+    def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
+        """Return a storage that is on the host, with no copy in flight."""
 
-    def settle(self) -> None:
-        """Make it safe to let go of everything, whatever is under way."""
+    def synchronize(self) -> None:
+        """Make it safe to free all tensors, whatever copies are in flight."""
 
 
 def copies_for(device: torch.device, *, reuse: bool) -> Copies:
-    """What runs copies between a device and the host.
+    """Return the copies between a device and the host.
 
     Args:
         device: Where programs compute.
-        reuse: Keep the host's bytes of every slot from step to step. Not where two
-            steps may be under way at once.
+        reuse: Keep the host memory of every storage from step to step. Not for steps of
+            which two may be in flight at once.
     """
     if device.type == "cuda":
         return StreamCopies(device, reuse=reuse)
@@ -65,10 +65,10 @@ def copies_for(device: torch.device, *, reuse: bool) -> Copies:
 
 
 def device_of(layouts: Mapping[str, Layout]) -> torch.device:
-    """The one device of a graph's tensors.
+    """Return the one device of a graph's tensors.
 
-    Beside those on another device there may be single numbers on the CPU, such as
-    learning rates and counts of steps.
+    Scalar tensors on the CPU, such as learning rates and step counts, may accompany
+    tensors on another device.
 
     Raises:
         UnsupportedError: There are several; names tensors of two.
@@ -87,10 +87,10 @@ def device_of(layouts: Mapping[str, Layout]) -> torch.device:
 
 
 def check_devices(given: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that are where nothing is run yet.
+    """Refuse tensors on devices that programs do not run on.
 
     Raises:
-        UnsupportedError: Says where.
+        UnsupportedError: A tensor is on such a device.
     """
     for value in given:
         if value.device.type not in DEVICES:

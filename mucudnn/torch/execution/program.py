@@ -1,8 +1,9 @@
-"""A schedule as a Python function: generated source, compiled.
+"""Compile a schedule to a Python function.
 
-Every tensor is a local variable. What the plan frees is set to None: PyTorch's
-allocator has it back at that very line. So a planned step costs no more per node than
-the same lines written by hand, and it can be read.
+Every tensor is a local variable. Where the plan frees a storage, its variables are set
+to None, and PyTorch's allocator gets the memory back at that line. A planned step
+therefore costs no more per node than the same lines written by hand, and its source can
+be read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,11 +33,11 @@ from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered, Number, Ope
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a program as a function of what is there at its start.
+    """A compiled part of a program.
 
     Attributes:
-        source: Python.
-        run: Takes a list, which it empties, and returns a list.
+        source: Its Python source.
+        run: Takes a list of values, which it empties, and returns a list of results.
     """
 
     source: str
@@ -44,14 +45,15 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What one segment leaves to the next, as a tensor.
+class CarriedValue:
+    """A tensor that one segment returns and the next segment takes.
 
     Attributes:
-        variable: That has it in both.
-        value: What the first returns of it.
-        tensor: Whose it is; of a storage on the host, the storage; else None.
-        host_bytes: Its size on the host; 0 if it is a tensor on the device.
+        variable: Its variable in both segments.
+        value: The expression that the first segment returns.
+        tensor: Name of the tensor; the storage if the bytes are on the host; None for
+            the state of a random generator.
+        host_bytes: Size on the host; 0 if it is a tensor on the device.
     """
 
     variable: str
@@ -60,145 +62,144 @@ class Kept:
     host_bytes: int = 0
 
     def like(self, layouts: Mapping[str, Layout]) -> torch.Tensor:
-        """A tensor of its kind."""
+        """Return an uninitialized tensor of the same layout."""
         if self.host_bytes or self.tensor is None:
             return torch.empty(self.host_bytes, dtype=torch.uint8)
-        layout = layouts[origin(self.tensor)]
-        return torch.empty_strided(
-            layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
-        )
+        return layouts[origin(self.tensor)].empty()
 
 
 def bind(
     lowered: Lowered, schedule: Schedule, copies: Copies, *, announced: bool = False
 ) -> Segment:
-    """A whole schedule: the inputs of the graph in, its results out.
+    """Compile a whole schedule, from the inputs of the graph to its results.
 
     Args:
-        lowered: How nodes are called.
-        schedule: What is run.
-        copies: What runs its copies.
-        announced: Whether the last value given is a function to call before the first
+        lowered: The graph with the calls of its nodes.
+        schedule: The instructions.
+        copies: Runs the offloading copies.
+        announced: Whether the last given value is a function to call before the first
             input is written.
     """
     program = Program(lowered, schedule, copies)
-    given = program.given(lowered.inputs)
-    program.begin([*given, program.announced()] if announced else given)
-    for name, value in lowered.constants.items():
-        program.constant(name, value)
-    program.depart()
+    inputs = program.declare_inputs(lowered.inputs)
+    if announced:
+        inputs.append(program.announce_writes())
+    program.begin_segment(inputs)
+    program.add_constants()
+    program.offload_state()
     program.write(schedule.instructions)
-    program.come_home()
-    return program.end([program.result(value) for value in lowered.results])
+    program.write_back_state()
+    return program.end_segment([program.result(value) for value in lowered.results])
 
 
 class Program:
-    """Writes instructions down, segment by segment.
+    """Writes the instructions of a schedule as source, segment by segment.
 
     Args:
-        lowered: How nodes are called.
-        schedule: In which order, and what is there when.
-        copies: What runs its copies.
+        lowered: The graph with the calls of its nodes.
+        schedule: The instructions.
+        copies: Runs the offloading copies.
     """
 
     def __init__(self, lowered: Lowered, schedule: Schedule, copies: Copies) -> None:
         self._lowered = lowered
         self._graph = schedule.graph
         self._lines: list[str] = []
-        self._given: list[str] = []
-        self._leaves = False
+        self._inputs: list[str] = []
+        self._offloads = False
         self._handles: dict[str, str] = {}
-        self._numbers = count()
-        self._states: dict[str, str] = {}
+        self._handle_numbers = count()
+        self._generator_states: dict[str, str] = {}
         self._names = Names(
             schedule.graph,
             {
-                "begin": copies.begin,
-                "copy_back": copies.back,
-                "copy_home": copies.home,
+                "begin": copies.start_run,
+                "copy_back": copies.prefetch,
+                "copy_home": copies.write_back,
                 "bytes_of": bytes_of,
-                "left": copies.left,
-                "settle": copies.settle,
-                "lie": _lie,
+                "left": copies.on_host,
+                "settle": copies.synchronize,
+                "lie": _view_bytes,
                 "get_state": get_state,
                 "set_state": set_state,
                 "keep_state": keep_state,
             },
         )
-        self._hosted = schedule.hosted
+        self._host_resident = schedule.hosted
         self._unannounced: set[str] = set()
-        self._across = schedule.live_across
+        self._live_across = schedule.live_across
         self._changed: set[str] = set()
         self._instructions = schedule.instructions
-        self._last_read = self._reads(schedule.instructions)
         self._at = 0
-
-    def _reads(self, instructions: Sequence[Instruction]) -> dict[str, int]:
-        """Tensor -> the last instruction that reads it under this name."""
-        calls = self._lowered.calls
-        found = {
+        # Tensor -> the last instruction that reads it under this name.
+        self._last_read = {
             name: at
-            for at, step in enumerate(instructions)
-            if isinstance(step, Compute) and calls[origin(step.node)] is not NOTHING
+            for at, step in enumerate(schedule.instructions)
+            if isinstance(step, Compute)
+            and lowered.calls[origin(step.node)] is not NOTHING
             for name in self._graph.by_name[step.node].inputs
         }
-        end = len(instructions)
-        found.update((r, end) for r in self._lowered.results if isinstance(r, str))
-        return found
+        end = len(schedule.instructions)
+        self._last_read.update((r, end) for r in lowered.results if isinstance(r, str))
+        recomputed = {origin(n.name) for n in self._graph.nodes if "~" in n.name}
+        self._redrawn = frozenset(n for n in recomputed if lowered.calls[n].random)
 
-    @cached_property
-    def _again(self) -> frozenset[str]:
-        """Random nodes that are computed again."""
-        copies = (n.name for n in self._graph.nodes if "~" in n.name)
-        calls = self._lowered.calls
-        return frozenset(o for name in copies if calls[o := origin(name)].random)
-
-    def given(self, inputs: Iterable[str | None]) -> list[str]:
-        """Variables of a graph's inputs; `_` for one that is no tensor or known."""
+    def declare_inputs(self, inputs: Iterable[str | None]) -> list[str]:
+        """Return the variables of graph inputs; `_` if not a tensor or a repetition."""
         return [
             "_" if name is None or name in self._names.bound else self._variable(name)
             for name in inputs
         ]
 
-    def begin(self, given: Sequence[str]) -> None:
-        """A new segment, given values of these variables."""
-        self._lines = []
-        self._given = list(given)
-        self._leaves = False
+    def announce_writes(self) -> str:
+        """Call a function before an input is first written; return its variable."""
+        storages = self._graph.storages
+        self._unannounced.update(storages[t] for t in self._lowered.inputs if t)
+        return "begin_update"
 
-    def constant(self, tensor: str, value: torch.Tensor) -> None:
-        """A tensor that is part of the graph."""
-        self._lines.append(f"{self._variable(tensor)} = {self._names.literal(value)}")
+    def begin_segment(self, inputs: Sequence[str]) -> None:
+        """Begin a segment that takes the values of these variables."""
+        self._lines = []
+        self._inputs = list(inputs)
+        self._offloads = False
+
+    def end_segment(self, results: Sequence[str]) -> Segment:
+        """Compile the segment."""
+        on_error = "settle()" if self._handles else None
+        first = ["copy_out = begin()"] if self._offloads else []
+        lines = [*first, *self._lines]
+        return compiled(self._inputs, lines, results, self._names.space, on_error)
+
+    def add_constants(self) -> None:
+        """Bind the tensors that are part of the graph."""
+        for name, value in self._lowered.constants.items():
+            literal = self._names.literal(value)
+            self._lines.append(f"{self._variable(name)} = {literal}")
 
     def result(self, value: Any) -> str:
-        """What is returned: a tensor by its name, or a constant."""
-        return (
-            self._variable(value)
-            if isinstance(value, str)
-            else self._names.literal(value)
-        )
+        """Return the expression of a result: a tensor by its name, or a constant."""
+        if isinstance(value, str):
+            return self._variable(value)
+        return self._names.literal(value)
 
-    def depart(self) -> None:
-        """Leave inputs that are host-resident at home.
-
-        What a step begins with is copied to the device first.
-        """
-        for storage in self._hosted:
+    def offload_state(self) -> None:
+        """Treat host-resident inputs as offloaded; prefetch what a step begins with."""
+        for storage in self._host_resident:
             handle = self._handle(storage)
-            tensor = self._names.any_of(storage)
+            tensor = self._names.variable_of(storage)
             self._lines.append(f"{handle} = left(bytes_of({tensor}), {storage!r})")
             self._free(storage)
-        for storage in self._across:
+        for storage in self._live_across:
             self._swap_in(storage)
-        self._lines += [f"{self._handles[storage]}.wait()" for storage in self._across]
+        self._lines += [f"{self._handles[s]}.wait()" for s in self._live_across]
 
-    def come_home(self) -> None:
-        """Copy home what a step ends with and has changed.
+    def write_back_state(self) -> None:
+        """Write back host-resident storages that are on the device and were changed.
 
-        A schedule lets it stay on the device for the next step. Here a step ends with
-        everything where whoever reads it between two steps finds it.
+        The schedule lets them stay on the device for the next step. Here every step
+        ends with all of them on the host, where users read them between two steps.
         """
-        here = [storage for storage in self._across if self._names.has(storage)]
+        here = [storage for storage in self._live_across if self._names.has(storage)]
         changed = [storage for storage in here if storage in self._changed]
         for storage in changed:
             self._swap_out(storage)
@@ -206,51 +207,41 @@ class Program:
         for storage in here:
             self._free(storage)
 
-    def settle(self) -> None:
-        """Wait for all copies that are under way."""
+    def wait_for_copies(self) -> None:
+        """Wait for all copies in flight."""
         self._lines += [f"{handle}.wait()" for handle in self._handles.values()]
 
-    def kept(self) -> list[Kept]:
-        """What instructions that follow need of those so far."""
+    def carried_values(self) -> list[CarriedValue]:
+        """Return what the remaining instructions need of the ones written so far."""
         later = self._instructions[self._at :]
         back = {step.tensor for step in later if isinstance(step, SwapIn)}
         out = {step.tensor for step in later if isinstance(step, SwapOut)}
+        order = {name: i for i, name in enumerate(self._graph.tensors)}
         found = []
-        for name in sorted(self._names.bound, key=self._graph_order.__getitem__):
+        for name in sorted(self._names.bound, key=order.__getitem__):
             storage = self._graph.storages[name]
             if self._last_read.get(name, -1) >= self._at or storage in out:
                 variable = self._variable(name)
-                found.append(Kept(variable, variable, name))
+                found.append(CarriedValue(variable, variable, name))
         for storage, handle in self._handles.items():
             if storage in back:
                 nbytes = self._graph.tensors[storage].nbytes
-                found.append(Kept(handle, f"{handle}.host", storage, nbytes))
-        for node, state in self._states.items():
+                found.append(CarriedValue(handle, f"{handle}.host", storage, nbytes))
+        for node, state in self._generator_states.items():
             nbytes = keep_state(generator_of(self._lowered, node)).numel()
-            found.append(Kept(state, state, None, nbytes))
+            found.append(CarriedValue(state, state, None, nbytes))
         return found
 
-    def resume(self, kept: Sequence[Kept]) -> None:
-        """Begin with what was kept: what is on the host has left."""
+    def resume(self, carried: Sequence[CarriedValue]) -> None:
+        """Begin a segment with carried values; bytes on the host become handles."""
         handles = set(self._handles.values())
         self._lines += [
-            f"{k.variable} = left({k.variable}, {k.tensor!r})"
-            for k in kept
-            if k.variable in handles
+            f"{c.variable} = left({c.variable}, {c.tensor!r})"
+            for c in carried
+            if c.variable in handles
         ]
-        mine = {k.variable for k in kept}
-        self._handles = {s: h for s, h in self._handles.items() if h in mine}
-
-    @cached_property
-    def _graph_order(self) -> Mapping[str, int]:
-        return {name: i for i, name in enumerate(self._graph.tensors)}
-
-    def end(self, results: Sequence[str]) -> Segment:
-        """The segment, compiled."""
-        settle = "settle()" if self._handles else None
-        first = ["copy_out = begin()"] if self._leaves else []
-        lines = [*first, *self._lines]
-        return compiled(self._given, lines, results, self._names.space, settle)
+        variables = {c.variable for c in carried}
+        self._handles = {s: h for s, h in self._handles.items() if h in variables}
 
     def write(self, instructions: Iterable[Instruction]) -> None:
         """Append instructions."""
@@ -275,67 +266,56 @@ class Program:
         call = self._lowered.planned.get(node.name, self._lowered.calls[first])
         if call is NOTHING:
             return
+        # The call: its function, and its arguments as text.
         operands = [self._variable(name) for name in node.inputs]
         positional = [self._names.argument(a, operands) for a in call.args]
         named = [
             f"{k}={self._names.argument(a, operands)}" for k, a in call.kwargs.items()
         ]
-        function, taken = call.function, self._taken(node)
-        if call.into is not None and taken is not None:
+        function: Any = call.function
+        alias = self._graph.tensors[node.outputs[0]].alias if node.outputs else None
+        if call.into is not None and alias is not None and alias in node.inputs:
             function = call.into
             if not call.first:
-                named.append(f"out={self._variable(taken)}")
-        called = self._names.literal(_direct(function))
-        text = f"{called}({', '.join([*positional, *named])})"
+                named.append(f"out={self._variable(alias)}")
+        if type(function) is torch._ops.OpOverload:
+            function = function._op  # saves one Python frame per node
+        text = f"{self._names.literal(function)}({', '.join([*positional, *named])})"
+        # Announce writes of inputs.
         changed = {self._graph.storages[name] for name in node.mutates}
         self._changed |= changed
-        self._announce(changed.difference(self._hosted))
+        self._announce(changed.difference(self._host_resident))
+        # Save the generator's state where random numbers are drawn again later, and
+        # put it back around a recomputation, so that the same numbers are drawn.
+        if first not in self._redrawn:
+            self._assign(node, call.results, text)
+            return
+        state = self._generator_states.setdefault(
+            first, f"s{len(self._generator_states)}"
+        )
+        device = generator_of(self._lowered, first)
+        of = "" if device is None else self._names.literal(device)
+        on = f", {of}" if of else ""
+        if node.name == first:
+            self._lines.append(f"{state} = keep_state({of})")
+            self._assign(node, call.results, text)
+            return
+        self._lines.append(f"drawn = get_state({of})")
         start = len(self._lines)
-        if first in self._again:
-            self._drawing(first, node)
+        self._lines.append(f"set_state({state}{on})")
         self._assign(node, call.results, text)
-        if first in self._again and node.name != first:
-            _, on = self._generator_text(first)
-            saved, *drawing = self._lines[start:]
-            indented = [f"    {line}" for line in drawing]
-            undone = ["finally:", f"    set_state(drawn{on})", "drawn = None"]
-            self._lines[start:] = [saved, "try:", *indented, *undone]
-
-    def announced(self) -> str:
-        """Return the variable of a function called before an input is first written."""
-        storages = self._graph.storages
-        self._unannounced.update(storages[t] for t in self._lowered.inputs if t)
-        return "begin_update"
+        indented = [f"    {line}" for line in self._lines[start:]]
+        undone = ["finally:", f"    set_state(drawn{on})", "drawn = None"]
+        self._lines[start:] = ["try:", *indented, *undone]
 
     def _announce(self, written: set[str]) -> None:
-        """Call `begin_update` before the first of these storages that is an input's."""
+        """Call `begin_update` before the first write to one of the inputs' storages."""
         if not self._unannounced.isdisjoint(written):
             self._lines.append("begin_update()")
             self._unannounced.clear()
 
-    def _taken(self, node: Node) -> str | None:
-        """The operand that a node's result overwrites, if it does."""
-        if not node.outputs:
-            return None
-        alias = self._graph.tensors[node.outputs[0]].alias
-        return alias if alias in node.inputs else None
-
-    def _drawing(self, first: str, node: Node) -> None:
-        """Random numbers that are drawn again are the same: the state is put back."""
-        state = self._states.setdefault(first, f"s{len(self._states)}")
-        of, on = self._generator_text(first)
-        if node.name == first:
-            self._lines.append(f"{state} = keep_state({of})")
-        else:
-            self._lines += [f"drawn = get_state({of})", f"set_state({state}{on})"]
-
-    def _generator_text(self, node: str) -> tuple[str, str]:
-        """The same as the only argument of a call, and as one more."""
-        device = generator_of(self._lowered, node)
-        text = "" if device is None else self._names.literal(device)
-        return text, f", {text}" if text else ""
-
     def _assign(self, node: Node, paths: Sequence[int | None], text: str) -> None:
+        """Assign the results of a call to the variables of a node's outputs."""
         names = [self._variable(name) for name in node.outputs]
         if not names:
             self._lines.append(text)
@@ -349,29 +329,29 @@ class Program:
             self._lines += [f"{', '.join(names)} = {parts}", "all_ = None"]
 
     def _free(self, storage: str) -> None:
-        if variables := self._names.released(storage):
+        if variables := self._names.release(storage):
             self._lines.append(f"{' = '.join(variables)} = None")
 
     def _handle(self, storage: str) -> str:
-        """The variable of what has left; none has another's, whatever is back."""
+        """Return the variable of an offloaded storage; it is never used for another."""
         if storage not in self._handles:
-            self._handles[storage] = f"h{next(self._numbers)}"
+            self._handles[storage] = f"h{next(self._handle_numbers)}"
         return self._handles[storage]
 
     def _swap_out(self, storage: str) -> None:
         handle = self._handle(storage)
-        tensor = self._names.any_of(storage)
-        if storage in self._hosted:
+        tensor = self._names.variable_of(storage)
+        if storage in self._host_resident:
             self._announce(self._changed & {storage})
             self._lines.append(f"copy_home({tensor}, {handle})")
             self._changed.discard(storage)
         else:
             self._lines.append(f"{handle} = copy_out({tensor}, {storage!r})")
-            self._leaves = True
+            self._offloads = True
 
     def _swap_in(self, storage: str) -> None:
-        known = self._names.known(storage)
-        wanted = [n for n in known if self._last_read.get(n, -1) >= self._at]
+        names = self._names.once_bound(storage)
+        wanted = [n for n in names if self._last_read.get(n, -1) >= self._at]
         if not wanted:
             return  # it is for the next step, which begins with it
         self._lines.append(f"back = copy_back({self._handles[storage]})")
@@ -384,23 +364,18 @@ class Program:
         return self._names.variable(tensor)
 
 
-def _direct(function: Any) -> Any:
-    """What an overload calls itself: a frame of Python's less for every node."""
-    return function._op if type(function) is torch._ops.OpOverload else function
-
-
-def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
-    """A tensor in given bytes."""
+def _view_bytes(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a tensor of a layout whose storage is that of `whole`."""
     tensor = torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
         whole.untyped_storage(), layout.offset, layout.shape, layout.stride
     )
     return layout.read(tensor)
 
 
-# What a program calls its tensors and its constants.
+# Names of a program's tensors and constants.
 #
-# Every tensor is a local variable, which keeps its name for good: what was freed and is
-# there again is the same one. Values that Python cannot write down are globals.
+# Every tensor has one local variable throughout: a storage that is freed and fetched or
+# computed again gets the same variables. Values without a literal are globals.
 
 
 _WRITTEN = (int, bool, str, type(None))
@@ -410,11 +385,11 @@ class Names:
     """The names of one program.
 
     Args:
-        graph: Whose tensors it has.
-        space: Global name -> value, to begin with.
+        graph: The graph of the program.
+        space: Initial globals.
 
     Attributes:
-        space: All of them.
+        space: All globals.
         bound: Tensors whose variables have a value at this point of the program.
     """
 
@@ -427,38 +402,38 @@ class Names:
 
     @cached_property
     def _members(self) -> Mapping[str, list[str]]:
-        """Storage -> all names of its bytes."""
+        """All tensors of each storage."""
         found: dict[str, list[str]] = {}
         for name, storage in self._graph.storages.items():
             found.setdefault(storage, []).append(name)
         return found
 
     def variable(self, tensor: str) -> str:
-        """The local variable of a tensor, which is there from now on."""
+        """Return the variable of a tensor, which is bound from now on."""
         self.bound.add(tensor)
         return self._variables.setdefault(tensor, f"t{len(self._variables)}")
 
-    def any_of(self, storage: str) -> str:
-        """The variable of some tensor that is there and has these bytes."""
+    def variable_of(self, storage: str) -> str:
+        """Return the variable of some bound tensor of a storage."""
         name = next(n for n in self._members[storage] if n in self.bound)
         return self._variables[name]
 
     def has(self, storage: str) -> bool:
-        """Whether any tensor that is there has these bytes."""
+        """Return whether any tensor of a storage is bound."""
         return not self.bound.isdisjoint(self._members[storage])
 
-    def known(self, storage: str) -> list[str]:
-        """Tensors with these bytes that have been there."""
+    def once_bound(self, storage: str) -> list[str]:
+        """Return the tensors of a storage that have been bound so far."""
         return [n for n in self._members[storage] if n in self._variables]
 
-    def released(self, storage: str) -> list[str]:
-        """Variables that have these bytes; their tensors are no longer there."""
+    def release(self, storage: str) -> list[str]:
+        """Unbind the tensors of a storage; return their variables."""
         names = [n for n in self._members[storage] if n in self.bound]
         self.bound.difference_update(names)
         return [self._variables[name] for name in names]
 
     def argument(self, value: Any, operands: Sequence[str]) -> str:
-        """An argument of a call as text, given its operands'."""
+        """Return an argument of a call as text, given its operands' variables."""
         match value:
             case Operand(index):
                 return operands[index]
@@ -472,7 +447,7 @@ class Names:
                 return self.literal(value)
 
     def literal(self, value: Any) -> str:
-        """A value as text, or a name that stands for it."""
+        """Return a value as text, or the name of a global with this value."""
         if isinstance(value, _WRITTEN):
             return repr(value)
         key = id(value)
@@ -484,52 +459,52 @@ class Names:
 
 
 def compiled(
-    given: Sequence[str],
+    inputs: Sequence[str],
     lines: Sequence[str],
     results: Sequence[str],
     space: Mapping[str, Any],
-    failed: str | None = None,
+    on_error: str | None = None,
 ) -> Segment:
-    """A function of these variables with these lines.
+    """Compile a function.
 
     Args:
-        given: Variables, in the order of their values; `_` for a value of no use.
+        inputs: Variables, in the order of their values; `_` for an unused value.
         lines: Statements.
-        results: What it returns, as text.
-        space: Name -> what it stands for.
-        failed: What is done if it raises, while its variables are still there.
+        results: Expressions that it returns.
+        space: Globals.
+        on_error: Statement to run if it raises, while its variables still hold.
     """
     head = ["def run(given):"]
-    if given:
-        head.append(f"    {', '.join(given)}, = given")
+    if inputs:
+        head.append(f"    {', '.join(inputs)}, = given")
     head.append("    given.clear()")
-    if "_" in given:
+    if "_" in inputs:
         head.append("    _ = None")
     body = [f"    {line}" for line in (*lines, f"return [{', '.join(results)}]")]
-    if failed is not None:
+    if on_error is not None:
         body = ["    try:", *(f"    {line}" for line in body)]
-        body += ["    except BaseException:", f"        {failed}", "        raise"]
+        body += ["    except BaseException:", f"        {on_error}", "        raise"]
     source = "\n".join([*head, *body, ""])
     found = dict(space)
     exec(compile(source, "<planned step>", "exec"), found)
     return Segment(source, found["run"])
 
 
-# States of random generators: what is drawn again is what was drawn.
+# States of random generators, so that a recomputation draws the same numbers.
 #
-# They are kept in memory that is not of PyTorch's allocator: not on the device. A CUDA
-# generator is a seed and an offset, which PyTorch has on the host.
+# States are kept outside of PyTorch's allocator and never on the device. The state of a
+# CUDA generator is a seed and an offset, which PyTorch has on the host.
 
 
 def generator_of(lowered: Lowered, node: str) -> torch.device | None:
-    """The device whose generator a random node draws from; None is the CPU."""
+    """Return the device whose generator a random node draws from; None is the CPU."""
     names = lowered.graph.by_name[node].tensors
     devices = {lowered.layouts[name].device for name in names}
     return next((device for device in devices if device.type != "cpu"), None)
 
 
 def get_state(device: torch.device | None = None) -> torch.Tensor:
-    """The state of a device's generator; None is the CPU's."""
+    """Return the state of a device's generator; None is the CPU."""
     if device is None:
         return torch.get_rng_state()
     found: torch.Tensor = torch.cuda.get_rng_state(device)
@@ -537,7 +512,7 @@ def get_state(device: torch.device | None = None) -> torch.Tensor:
 
 
 def set_state(state: torch.Tensor, device: torch.device | None = None) -> None:
-    """Have random numbers drawn from a state on."""
+    """Set the state of a device's generator; None is the CPU."""
     if device is None:
         torch.set_rng_state(state)
     else:
@@ -545,6 +520,6 @@ def set_state(state: torch.Tensor, device: torch.device | None = None) -> None:
 
 
 def keep_state(device: torch.device | None = None) -> torch.Tensor:
-    """The generator's state, in memory that is not of PyTorch's allocator."""
+    """Return the generator's state in memory outside of PyTorch's allocator."""
     state = get_state(device)
     return torch.frombuffer(bytearray(state.numpy()), dtype=torch.uint8)

@@ -1,13 +1,14 @@
-"""Offload targets of a PyTorch step: host, files, other processes.
+"""Offload targets of a PyTorch step: host memory, files, other processes.
 
-The memories and the copies are those of our own executor: a tier has bytes and two
-queues. What leaves in one run has a room, which is the bytes of each tier that a plan
-uses; it is free for the next run once no tensor has any of them. So a step that runs
-again and again has one room, and several forward passes under way one each.
+Memory and copies are those of the executor in `runtime`: a tier has bytes and two copy
+queues. What one run offloads is kept in an arena, which is the bytes of each tier that
+the plan uses. An arena is free for the next run once no tensor holds any of its bytes:
+a step that runs again and again has one arena, and several forward passes in flight
+have one each.
 
-After a failure nothing is copied any more, and the next run begins in a new room: what
-another process lost was only ever of one run. Parameters and state go only where they
-can be read between two steps, and have memory of their own there.
+After a failure nothing is copied any more, and the next run begins in a new arena: what
+another process lost belonged to one run only. Parameters and state are offloaded only
+to tiers that can be read between two steps, and have memory of their own there.
 """
 
 import math
@@ -35,16 +36,16 @@ def tiers_within(
     *,
     shared: bool,
 ) -> "StepTiers | None":
-    """Where to what leaves for a budget goes, as a user says it; None if he does not.
+    """Return the offload targets that a user names; None if there are none.
 
     Args:
         budget: Bytes, or infinity.
         tiers: Such as `("host=4GiB", "disk:/scratch", "peer:1")`.
-        shared: As `StepTiers` takes it.
+        shared: See `StepTiers`.
 
     Raises:
-        ValueError: One is no tier, or is there twice; or there is no budget.
-        TypeError: One is something else.
+        ValueError: A text is no tier, or a tier is there twice; or there is no budget.
+        TypeError: An entry is something else.
     """
     choices = parse_tiers(tiers)
     if choices and math.isinf(budget):
@@ -56,71 +57,66 @@ def tiers_within(
 
 
 class StepTiers:
-    """The tiers that steps on the CPU leave to.
+    """The tiers that steps on the CPU offload to.
 
     Args:
-        choices: Which; several are filled the fastest first.
-        shared: Whether steps run one at a time, and may have the same room.
+        choices: The tiers; several are filled fastest first.
+        shared: Whether steps run one at a time, so that plans may share arenas.
     """
 
     def __init__(self, choices: Sequence[TierChoice], *, shared: bool) -> None:
         self._choices = {str(choice): choice for choice in choices}
         self._device = get_backend("cpu").device
-        self._rates: tuple[MemoryTier, ...] | None = None
-        self._rooms = Rooms(self._device) if shared else None
+        self._tiers: tuple[MemoryTier, ...] | None = None
+        self._arenas = ArenaPool(self._device) if shared else None
 
     def measured(self, device: torch.device) -> tuple[MemoryTier, ...]:
-        """The tiers as planners see them; their links are measured once.
+        """Return the tiers for planners; their links are measured once.
 
         Raises:
             UnsupportedError: Steps do not run on the CPU.
-            ValueError: There is no such folder or device.
-            OutOfMemoryError: There is no room to measure in.
+            ValueError: A folder or device does not exist.
+            OutOfMemoryError: There is not enough memory to measure in.
         """
         if device.type != "cpu":
             raise UnsupportedError(
                 f"a step on {device} leaves to the memory of its host so far; tiers "
                 "are for steps on the CPU"
             )
-        if self._rates is None:
+        if self._tiers is None:
             choices = tuple(self._choices.values())
-            self._rates = measured_tiers(self._device, choices, LINK_BYTES)
-        return self._rates
+            self._tiers = measured_tiers(self._device, choices, LINK_BYTES)
+        return self._tiers
 
     def copies(self, plan: StepPlan) -> "TierCopies | None":
-        """What runs the copies of a plan; None if it is for no tiers.
+        """Return the copies of a plan; None if it was made without tiers.
 
         Raises:
-            OutOfMemoryError: What the plan uses is not there any more.
+            OutOfMemoryError: A tier no longer has the bytes that the plan uses.
         """
         placement = plan.prediction.placement
         if placement is None:
             return None
         choices = [self._choices[tier.name] for tier in placement.tiers]
-        rooms = self._rooms or Rooms(self._device)
-        base = _state_ends(plan, placement)
+        arenas = self._arenas or ArenaPool(self._device)
+        # Parameters and state come first in each tier and have memory of their own.
+        base = [0] * len(placement.tiers)
+        tensors = plan.schedule.graph.tensors
+        for name in plan.schedule.hosted:
+            tier, offset = placement.places[name]
+            base[tier] = max(base[tier], offset + rounded(tensors[name].nbytes))
         sizes = [n - first for n, first in zip(placement.used, base, strict=True)]
-        rooms.reserve(choices, sizes)
-        return TierCopies(rooms, choices, placement, base, self._device)
+        arenas.reserve(choices, sizes)
+        return TierCopies(arenas, choices, placement, base, self._device)
 
 
-def _state_ends(plan: StepPlan, placement: TierPlacement) -> list[int]:
-    """Where in each tier the bytes end that parameters and state have to themselves."""
-    ends = [0] * len(placement.tiers)
-    tensors = plan.schedule.graph.tensors
-    for name in plan.schedule.hosted:
-        tier, offset = placement.places[name]
-        ends[tier] = max(ends[tier], offset + rounded(tensors[name].nbytes))
-    return ends
-
-
-class TierLeaving:
-    """A storage that has left or is on its way.
+class TierOffloadedStorage:
+    """An offloaded storage.
 
     Args:
         host: Its bytes in a tier.
-        copier: Of that tier.
-        ticket: Of its last copy; None if none is under way.
+        copier: The copier of that tier.
+        ticket: Ticket of its last copy; None if no copy is in flight.
     """
 
     __slots__ = ("copier", "host", "ticket")
@@ -130,11 +126,16 @@ class TierLeaving:
         self.copier = copier
         self.ticket = ticket
 
+    @property
+    def after(self) -> tuple[Any, ...]:
+        """Tickets that the next copy has to wait for."""
+        return () if self.ticket is None else (self.ticket,)
+
     def wait(self) -> None:
         """Wait for the last copy that was begun.
 
         Raises:
-            BackendError: It failed, as one to a process that has ended.
+            BackendError: It failed, for instance because another process has ended.
         """
         if self.ticket is not None:
             self.copier.wait(self.ticket)
@@ -144,98 +145,88 @@ class TierCopies:
     """The copies of one plan.
 
     Args:
-        rooms: What leaves in a run goes there.
+        arenas: Memory for what a run offloads.
         choices: The tiers, in the order of the plan.
-        placement: Which storage goes where.
-        base: Where a room begins in each tier.
+        placement: The tier and offset of each storage.
+        base: Offset in each tier at which an arena begins.
         device: Where the step runs.
     """
 
     def __init__(
         self,
-        rooms: "Rooms",
+        arenas: "ArenaPool",
         choices: Sequence[TierChoice],
         placement: TierPlacement,
         base: Sequence[int],
         device: Device,
     ) -> None:
-        self._rooms = rooms
+        self._arenas = arenas
         self._choices = choices
         self._places = placement.places
         self._base = base
         self._device = device
         self._state: dict[int, Copier] = {}
 
-    def begin(self) -> Callable[[torch.Tensor, str], TierLeaving]:
-        """What begins copies out in one run, which has a room of its own."""
-        return partial(self._out, self._rooms.take())
+    def start_run(self) -> Callable[[torch.Tensor, str], TierOffloadedStorage]:
+        """Return the function that offloads tensors in one run, to its own arena."""
+        return partial(self._offload, self._arenas.take())
 
-    def _out(self, room: "HeldRoom", tensor: torch.Tensor, storage: str) -> TierLeaving:
+    def _offload(
+        self, arena: "HeldArena", tensor: torch.Tensor, storage: str
+    ) -> TierOffloadedStorage:
         whole = bytes_of(tensor)
-        link, offset = self._places[storage]
-        host = room.bytes(link, offset - self._base[link], whole.numel())
-        copier = room.copier(link)
-        return TierLeaving(host, copier, copier.out(whole.numpy(), host.numpy()))
+        tier, offset = self._places[storage]
+        host = arena.bytes(tier, offset - self._base[tier], whole.numel())
+        copier = arena.copier(tier)
+        ticket = copier.out(whole.numpy(), host.numpy())
+        return TierOffloadedStorage(host, copier, ticket)
 
-    def back(self, leaving: TierLeaving) -> torch.Tensor:
-        """Begin to copy it back; the bytes that it will have."""
-        found = torch.empty(leaving.host.numel(), dtype=torch.uint8)
-        leaving.ticket = leaving.copier.back(
-            leaving.host.numpy(), found.numpy(), _after(leaving)
+    def prefetch(self, offloaded: TierOffloadedStorage) -> torch.Tensor:
+        """Begin to copy an offloaded storage back; return its new bytes."""
+        found = torch.empty(offloaded.host.numel(), dtype=torch.uint8)
+        offloaded.ticket = offloaded.copier.back(
+            offloaded.host.numpy(), found.numpy(), offloaded.after
         )
         return found
 
-    def home(self, tensor: torch.Tensor, leaving: TierLeaving) -> None:
-        """Begin to copy the storage of a tensor to where it came from."""
-        whole = bytes_of(tensor).numpy()
-        leaving.ticket = leaving.copier.out(
-            whole, leaving.host.numpy(), _after(leaving)
+    def write_back(self, tensor: torch.Tensor, offloaded: TierOffloadedStorage) -> None:
+        """Begin to copy the storage of a tensor to the bytes that it came from."""
+        offloaded.ticket = offloaded.copier.out(
+            bytes_of(tensor).numpy(), offloaded.host.numpy(), offloaded.after
         )
 
-    def left(self, host: torch.Tensor, storage: str) -> TierLeaving:
-        """What is in a tier, and has no copy under way."""
-        link = self._places[storage][0]
-        room = self._rooms.having(host)
-        copier = self._copier(link) if room is None else room.copier(link)
-        return TierLeaving(host, copier)
+    def on_host(self, host: torch.Tensor, storage: str) -> TierOffloadedStorage:
+        """Return a storage that is in a tier, with no copy in flight."""
+        tier = self._places[storage][0]
+        arena = self._arenas.containing(host)
+        if arena is not None:
+            return TierOffloadedStorage(host, arena.copier(tier))
+        # Parameters and state: the host can read them, so the device's own copier does.
+        if tier not in self._state:
+            self._state[tier] = self._device.copier()
+        return TierOffloadedStorage(host, self._state[tier])
 
-    def settle(self) -> None:
-        """Stop all copies that are under way; the next run has a new room."""
-        self._rooms.give_up()
+    def synchronize(self) -> None:
+        """Stop all copies in flight; the next run has a new arena."""
+        self._arenas.discard()
         for copier in self._state.values():
             copier.close()
         self._state.clear()
 
     def memory(self, storage: str, nbytes: int) -> torch.Tensor:
-        """Memory for a parameter, or for state, that is to live where it is planned.
+        """Allocate memory for a parameter, or for state, in the tier of the plan.
 
         Raises:
-            OutOfMemoryError: There is no room.
+            OutOfMemoryError: The tier has not enough memory.
         """
-        link = self._places[storage][0]
-        tier = self._choices[link].open(self._device, max(1, nbytes))
-        held = memoryview(tier.view(0, max(1, nbytes)))
+        tier = self._places[storage][0]
+        memory = self._choices[tier].open(self._device, max(1, nbytes))
+        held = memoryview(memory.view(0, max(1, nbytes)))
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
 
-    def _copier(self, link: int) -> Copier:
-        """Of parameters and state: the device's own, as the host can read these."""
-        if link not in self._state:
-            self._state[link] = self._device.copier()
-        return self._state[link]
 
-
-def _after(leaving: TierLeaving) -> tuple[Any, ...]:
-    return () if leaving.ticket is None else (leaving.ticket,)
-
-
-# Rooms in tiers: the bytes of each that what leaves in one run may have.
-#
-# A room is held by every tensor that has bytes of it, and by the run itself: when the
-# last of these is gone, it is free for another run.
-
-
-class Room:
-    """Bytes of some tiers, and what copies to them and back.
+class TierArena:
+    """Bytes of some tiers, and the copiers to them and back.
 
     Args:
         device: Where steps run.
@@ -243,10 +234,10 @@ class Room:
         sizes: Bytes of each.
 
     Attributes:
-        stale: Whether it is to be closed once nobody has it.
+        stale: Whether to close it as soon as nobody holds it.
 
     Raises:
-        OutOfMemoryError: There is no room.
+        OutOfMemoryError: A tier has not enough memory.
     """
 
     def __init__(
@@ -264,62 +255,62 @@ class Room:
             raise
 
     def views(self) -> list[memoryview]:
-        """All bytes of each tier."""
+        """Return all bytes of each tier."""
         return [memoryview(tier.view(0, tier.nbytes)) for tier in self._tiers]
 
-    def has(self, address: int) -> bool:
-        """Whether a byte is one of its own."""
+    def contains(self, address: int) -> bool:
+        """Return whether a byte is in this arena."""
         views = (tier.view(0, tier.nbytes) for tier in self._tiers)
         return any(0 <= address - v.ctypes.data < v.nbytes for v in views)
 
-    def copier(self, link: int) -> Copier:
-        """That of a tier, which is opened by its first copy."""
-        if link not in self._copiers:
-            self._copiers[link] = self._tiers[link].copier(self._device)
-        return self._copiers[link]
+    def copier(self, tier: int) -> Copier:
+        """Return the copier of a tier, which its first copy opens."""
+        if tier not in self._copiers:
+            self._copiers[tier] = self._tiers[tier].copier(self._device)
+        return self._copiers[tier]
 
     def stop(self) -> None:
-        """Wait for the copies that run, and drop the rest."""
+        """Wait for the copies that run, and drop the queued ones."""
         copiers, self._copiers = self._copiers, {}
         for copier in copiers.values():
             copier.close()
 
     def close(self) -> None:
-        """Give its bytes back as soon as no tensor has them."""
+        """Release its bytes as soon as no tensor holds them."""
         self.stop()
         for tier in self._tiers:
             tier.close()
 
 
-class HeldRoom:
-    """A room that a run has.
+class HeldArena:
+    """An arena in use by a run, and by every tensor that holds bytes of it.
 
     Args:
-        room: The room.
-        free: Called once neither the run nor any tensor has it any more.
+        arena: The arena.
+        release: Called once neither the run nor any tensor holds it any more.
     """
 
-    def __init__(self, room: Room, free: Callable[[Room], None]) -> None:
-        self.copier = room.copier
-        self._views = room.views()
+    def __init__(self, arena: TierArena, release: Callable[[TierArena], None]) -> None:
+        self.copier = arena.copier
+        self._views = arena.views()
         held = {id(view) for view in self._views}
 
-        def let_go(view: int) -> None:
+        def drop(view: int) -> None:
             held.discard(view)
             if not held:
-                free(room)
+                release(arena)
 
         for view in self._views:
-            weakref.finalize(view, let_go, id(view)).atexit = False
+            weakref.finalize(view, drop, id(view)).atexit = False
 
-    def bytes(self, link: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Some bytes of a tier, which hold on to the room."""
-        view = self._views[link]
+    def bytes(self, tier: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Return some bytes of a tier, which keep the arena in use."""
+        view = self._views[tier]
         return torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-class Rooms:
-    """Rooms of one size; it grows with what is asked for.
+class ArenaPool:
+    """Arenas of one size, which is the largest that was requested of each tier.
 
     Args:
         device: Where steps run.
@@ -329,61 +320,59 @@ class Rooms:
         self._device = device
         self._choices: tuple[TierChoice, ...] = ()
         self._sizes: dict[TierChoice, int] = {}
-        self._free: list[Room] = []
-        self._open: list[Room] = []
+        self._free: list[TierArena] = []
+        self._open: list[TierArena] = []
 
     def reserve(self, choices: Sequence[TierChoice], sizes: Sequence[int]) -> None:
-        """Have a room with so many bytes of these tiers at least.
+        """Have an arena with at least this many bytes of these tiers.
 
         Raises:
-            OutOfMemoryError: There is none.
+            OutOfMemoryError: A tier has not enough memory.
         """
         self._choices = tuple(choices)
         known = self._sizes
         wanted = dict(zip(choices, sizes, strict=True))
         self._sizes = {c: max(n, known.get(c, 0)) for c, n in wanted.items()}
         if self._sizes != known:
-            self.give_up()
+            self.discard()
         try:
             if not self._free:
-                self._free.append(self._made())
+                self._free.append(self._opened())
         except BaseException:
             self._sizes = known
             raise
 
-    def take(self) -> HeldRoom:
-        """A room that nobody has."""
+    def take(self) -> HeldArena:
+        """Return an arena that nobody holds."""
         try:
-            room = self._free.pop()
+            arena = self._free.pop()
         except IndexError:
-            room = self._made()
-        return HeldRoom(room, self._back)
+            arena = self._opened()
+        return HeldArena(arena, self._take_back)
 
-    def having(self, host: torch.Tensor) -> Room | None:
-        """The room that some bytes are in."""
-        return next((room for room in self._open if room.has(host.data_ptr())), None)
+    def containing(self, host: torch.Tensor) -> TierArena | None:
+        """Return the arena that contains some bytes; None if none does."""
+        address = host.data_ptr()
+        return next((arena for arena in self._open if arena.contains(address)), None)
 
-    def give_up(self) -> None:
-        """Stop all copies, and use no room any more that there is."""
+    def discard(self) -> None:
+        """Stop all copies, and do not reuse any arena that is open now."""
         free, self._free = self._free, []
-        for room in tuple(self._open):
-            room.stop()
-            room.stale = True
-        for room in free:
-            self._closed(room)
+        for arena in tuple(self._open):
+            arena.stop()
+            arena.stale = True
+        for arena in free:
+            self._take_back(arena)
 
-    def _made(self) -> Room:
+    def _opened(self) -> TierArena:
         sizes = [self._sizes[choice] for choice in self._choices]
-        room = Room(self._device, self._choices, sizes)
-        self._open.append(room)
-        return room
+        arena = TierArena(self._device, self._choices, sizes)
+        self._open.append(arena)
+        return arena
 
-    def _back(self, room: Room) -> None:
-        if room.stale:
-            self._closed(room)
+    def _take_back(self, arena: TierArena) -> None:
+        if arena.stale:
+            self._open.remove(arena)
+            arena.close()
         else:
-            self._free.append(room)
-
-    def _closed(self, room: Room) -> None:
-        self._open.remove(room)
-        room.close()
+            self._free.append(arena)

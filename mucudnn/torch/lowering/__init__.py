@@ -1,1 +1,1 @@
-"""From PyTorch's graphs to ours: what each node is, and how it is called."""
+"""Lowering of PyTorch graphs to `Graph`, with a call for each node."""

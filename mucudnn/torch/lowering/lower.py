@@ -1,16 +1,17 @@
 """Lower PyTorch's graph of a step to a `Graph`, with a call for each node.
 
-Memory is made of storages, counted in bytes: a tensor that shares one is a view of
-another tensor. Tuples are taken apart: a node has as many outputs as tensors. Numbers
-that are computed on the way are no nodes; whatever uses them computes them.
+Memory consists of storages, sized in bytes: a tensor that shares the storage of an
+earlier one is a view of it. Tuples are flattened: a node has one output for each
+tensor. Numbers that are computed on the way are not nodes; the calls that use them
+compute them.
 
-Every node says by its traits what the planner has to know of it: whether it is a view,
-a product, random, or may overwrite operands.
+The traits of a node tell the planner whether it is a view, expensive, or random, and
+which operands it may overwrite.
 """
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,33 +42,32 @@ CHECKS = frozenset(
         torch.ops.aten._linalg_check_errors.default,
     }
 )
-"""Operations without results that raise by values: they stay where they are."""
+"""Operations without results that raise depending on values; never removed."""
 
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-"""Operations whose result is their operand."""
+"""Operations that return their operand."""
 
 
 _IGNORED = frozenset({"profiler"})
-"""Namespaces of operations that compute nothing."""
+"""Namespaces of operations without an effect on values."""
 
 
 _SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
 )
-"""Operations whose results are numbers, as functions of tensors."""
+"""Operations that return numbers -> a function of the tensor that does the same."""
 
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
     """Lower a functional graph of PyTorch's operations.
 
     Args:
-        module: Its nodes have their results' metadata as `val`.
-        phase_of: Node -> the part of the step it belongs to.
+        module: The graph; its nodes have fake results in `meta["val"]`.
+        phase_of: Returns the phase of the step that a node belongs to.
 
     Raises:
-        UnsupportedError: It has sizes that depend on data, or an operation that changes
-            its operands.
+        UnsupportedError: A size depends on data, or an operation changes its operands.
     """
     lowering = _Lowering(module, phase_of)
     for node in module.graph.nodes:
@@ -90,7 +90,7 @@ class _Lowering:
         self._inputs: list[str | None] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._results: tuple[Any, ...] = ()
-        self._held: list[Any] = []
+        self._kept_alive: list[Any] = []
 
     def visit(self, node: torch.fx.Node) -> None:
         """Lower one node."""
@@ -113,19 +113,28 @@ class _Lowering:
                 self._operation(node)
 
     def result(self) -> Lowered:
-        """What has been lowered, without what nobody reads."""
+        """Return the lowered graph, without nodes whose results are not used."""
         made = {name for node in self._nodes for name in node.outputs}
-        asked = tuple(
+        outputs = tuple(
             dict.fromkeys(
                 value.name
                 for value in self._results
                 if isinstance(value, Value) and value.name in made
             )
         )
-        kept = _needed(self._nodes, asked, self._calls)
-        gone = made.difference(name for node in kept for name in node.outputs)
+        # Random nodes stay, for the sequence of draws, and so do checks.
+        needed = set(outputs)
+        used = []
+        for node in reversed(self._nodes):
+            call = self._calls[node.name]
+            stays = call.random or call.function in CHECKS
+            if stays or not needed.isdisjoint(node.outputs):
+                used.append(node)
+                needed.update(node.inputs)
+        used.reverse()
+        gone = made.difference(name for node in used for name in node.outputs)
         tensors = {n: spec for n, spec in self._tensors.items() if n not in gone}
-        graph = Graph(MappingProxyType(tensors), kept, asked)
+        graph = Graph(MappingProxyType(tensors), tuple(used), outputs)
         return Lowered(
             graph,
             self._calls,
@@ -143,7 +152,7 @@ class _Lowering:
             return
         owner = self._owners.get(storage_of(value))
         if owner is not None and self._layouts[owner] == Layout.of(value):
-            name = owner  # one tensor under two names
+            name = owner  # the same tensor is given twice
         else:
             name = self._declare(node.name, value, Role.STATE, ())
         self._inputs.append(name)
@@ -170,14 +179,20 @@ class _Lowering:
             given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
             value = corrected(value, statistics_types(node.target, given))
             value = without_masked(node.target, node.args, value)
-            self._held.append(value)  # a storage is told by where it is
+            self._kept_alive.append(value)  # `storage_of` compares addresses
             found = [
                 (k, f"{node.name}.{k}", v)
                 for k, v in enumerate(value)
                 if isinstance(v, torch.Tensor)
             ]
             if node.target is torch.ops.aten.convolution_backward.default:
-                self._split_convolution(node, args, found)
+                # One node for the input's gradient, one for those of the parameters.
+                # The bias's is summed in another order if it is computed alone.
+                for group in ((0,), (1, 2)):
+                    mine = [row for row in found if row[0] in group]
+                    if mine:
+                        mask = [on and k in group for k, on in enumerate(args[-1])]
+                        self._add(node, (*args[:-1], mask), {}, mine)
             else:
                 read = without_unread(node.target, args)
                 self._add(node, read, kwargs, found)
@@ -187,23 +202,6 @@ class _Lowering:
             function = _SCALARS.get(node.target, node.target)
             self._values[node] = Pending(function, args)
 
-    def _split_convolution(
-        self,
-        node: torch.fx.Node,
-        args: tuple[Any, ...],
-        found: Sequence[tuple[int, str, torch.Tensor]],
-    ) -> None:
-        """The gradient of a convolution's input, and those of its parameters, apart.
-
-        A bias's comes with the filters': alone it would be summed in another order.
-        """
-        asked = args[-1]
-        for group in ((0,), (1, 2)):
-            mine = [row for row in found if row[0] in group]
-            if mine:
-                mask = [on and k in group for k, on in enumerate(asked)]
-                self._add(node, (*args[:-1], mask), {}, mine)
-
     def _add(
         self,
         node: torch.fx.Node,
@@ -211,15 +209,22 @@ class _Lowering:
         kwargs: Mapping[str, Any],
         outputs: Sequence[tuple[int | None, str, torch.Tensor]],
     ) -> None:
+        """Add a node with these outputs: position in the result, name, and value."""
         function = node.target
         refuse(node, function, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
             functools.partial(bound, inputs), (args, dict(kwargs)), is_leaf=is_leaf
         )
-        if (constant := self._viewed(node)) is not None:
+        # A view of a constant has, as a fake tensor, a storage of its own.
+        first = next(iter(self._resolved(node.args[:1])), None)
+        if (
+            isinstance(first, Value)
+            and first.name in self._constants
+            and function._schema.arguments[0].alias_info is not None
+        ):
             for _, _, value in outputs:
-                self._owners.setdefault(storage_of(value), constant)
+                self._owners.setdefault(storage_of(value), first.name)
         names: tuple[str, ...] = tuple(
             self._declare(name, value, Role.ACTIVATION, inputs)
             for _, name, value in outputs
@@ -256,22 +261,10 @@ class _Lowering:
             )
         )
 
-    def _viewed(self, node: torch.fx.Node) -> str | None:
-        """The constant that a node's result is a view of, if it is of one.
-
-        Without data it has bytes of its own, which no other tensor of the graph has.
-        """
-        first, arguments = node.args[:1], node.target._schema.arguments
-        found = self._resolved(first)
-        if not found or not isinstance(found[0], Value):
-            return None
-        viewing = arguments[0].alias_info is not None
-        return found[0].name if viewing and found[0].name in self._constants else None
-
     def _overwriting(
         self, call: Call, inputs: Sequence[str], names: Sequence[str]
     ) -> tuple[Call, tuple[int, ...]]:
-        """How a pointwise result may take the place of operands, and of which."""
+        """Return a call that can overwrite operands, and the operands' positions."""
         into, first = in_place_variant(call.function)
         if into is None or len(names) != 1 or self._tensors[names[0]].alias is not None:
             return call, ()
@@ -294,7 +287,7 @@ class _Lowering:
     def _declare(
         self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
     ) -> str:
-        """A tensor with bytes of its own, or a view of one among those given."""
+        """Declare a tensor that owns its storage, or a view of one of `among`."""
         storage = storage_of(value)
         owner = self._owners.setdefault(storage, name)
         alias = None
@@ -311,54 +304,39 @@ class _Lowering:
         return name
 
     def _resolved(self, tree: Any) -> Any:
-        """Arguments with what stands for the nodes among them."""
+        """Return arguments with the lowered values of the graph nodes among them."""
         return torch.fx.node.map_arg(tree, self._values.__getitem__)
 
 
 def _first(node: torch.fx.Node) -> torch.Tensor | None:
-    """The first operand of a node, if it is a tensor of the graph."""
+    """Return the first operand of a node, if it is a tensor of the graph."""
     operand = node.args[0] if node.args else None
     value = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _needed(
-    nodes: Sequence[Node], asked: Collection[str], calls: Mapping[str, Call]
-) -> tuple[Node, ...]:
-    """Without nodes whose results nobody reads; random ones and checks stay."""
-    needed = set(asked)
-    kept = []
-    for node in reversed(nodes):
-        call = calls[node.name]
-        stays = call.random or call.function in CHECKS
-        if stays or not needed.isdisjoint(node.outputs):
-            kept.append(node)
-            needed.update(node.inputs)
-    return tuple(reversed(kept))
-
-
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph, as a value."""
+    """A tensor of the graph among the arguments of a call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A number that is computed where it is used, from tensors and numbers."""
+    """A number among the arguments, computed from tensors and numbers."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is one of the two, which trees are not looked into."""
+    """Return whether a value is a leaf of the tree of arguments."""
     return isinstance(value, Value | Pending)
 
 
 def bound(inputs: list[str], value: Any) -> Any:
-    """An argument with tensors by their place among the inputs."""
+    """Return an argument with tensors as operands; append new ones to `inputs`."""
     match value:
         case Value(name):
             if name not in inputs:
@@ -371,7 +349,7 @@ def bound(inputs: list[str], value: Any) -> Any:
 
 
 def times(call: Call, index: int) -> int:
-    """How often a call names an operand."""
+    """Return how often a call names an operand."""
     found = 0
     pending: list[Any] = [call.args, dict(call.kwargs)]
     while pending:
@@ -391,7 +369,7 @@ DENSE = (
     "use dense ones (sparse=False, and Adam in place of SparseAdam), or let mt.backend "
     "compile what is behind an embedding and leave the embedding as it is"
 )
-"""What works in place of sparse tensors."""
+"""Advice to users of sparse tensors."""
 
 
 def refuse(
@@ -399,11 +377,11 @@ def refuse(
     function: Any,
     outputs: Sequence[tuple[int | None, str, torch.Tensor]],
 ) -> None:
-    """Look at a node and its results.
+    """Refuse nodes that cannot be planned.
 
     Raises:
-        UnsupportedError: It is no operation of PyTorch's, changes its operands, or has
-            results that are not dense or whose shapes depend on data.
+        UnsupportedError: The node is no operation of PyTorch, changes its operands, or
+            has results that are not dense or whose shapes depend on data.
     """
     where = line_of_stack(node.meta.get("stack_trace"))
     schema = getattr(function, "_schema", None)

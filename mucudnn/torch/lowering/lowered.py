@@ -1,4 +1,4 @@
-"""A PyTorch graph as a graph of ours, with what is needed to run it: plain values."""
+"""A lowered PyTorch graph: a `Graph` with the call of each node, as plain values."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from mucudnn.ir.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An input of a node, by its place."""
+    """An input of a node, by its position."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that follows from operands, computed where it is used."""
+    """A number that is computed from operands where it is used."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -27,10 +27,10 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in its storage; strides and offset count elements.
+    """Layout of a tensor in its storage; strides and offset count elements.
 
-    A view may be of the conjugates, or the negatives, of what is stored: PyTorch notes
-    it and computes neither before it must.
+    A view may be conjugate or negative: PyTorch sets a flag and computes neither before
+    it has to.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
-        """The layout of a tensor."""
+        """Return the layout of a tensor."""
         return cls(
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -55,25 +55,31 @@ class Layout:
         )
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies so, read as this says."""
+        """Return a view of a tensor with the conjugate and negative flags."""
         if self.conjugate:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negative else tensor
 
+    def empty(self) -> torch.Tensor:
+        """Return an uninitialized tensor of this shape and these strides."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a node is run on tensors.
+    """The call that runs a node on tensors.
 
     Attributes:
-        function: What is called.
-        args: With operands, numbers and constants, nested as the function has them.
-        kwargs: The same by name.
-        results: Where its outputs are in what it returns; None for all of it.
+        function: The function.
+        args: Operands, numbers and constants, nested as in the function's signature.
+        kwargs: Keyword arguments, of the same kinds.
+        results: Position of each output in the returned value; None for all of it.
         random: Whether it draws random numbers.
-        into: The same function with its result given as `out`, or overwriting its first
-            argument if `first`.
-        first: Which of the two.
+        into: Variant of the function that writes its result to the argument `out`, or
+            to its first argument if `first`; None if there is none.
+        first: Whether `into` writes to its first argument.
     """
 
     function: Callable[..., Any]
@@ -90,21 +96,21 @@ def _nothing() -> None:
 
 
 NOTHING = Call(_nothing, (), MappingProxyType({}), ())
-"""How a node is run that only tells the planner something."""
+"""Call of a node that computes nothing and only informs the planner."""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph of ours with what is needed to run it.
+    """A graph with what is needed to run it.
 
     Attributes:
-        graph: Every input of it is state: PyTorch owns it, and it stays.
-        calls: Node -> how it is run.
-        layouts: Tensor -> how it lies.
-        inputs: The tensor of each placeholder; None where it has none.
+        graph: The graph. All its inputs are state: PyTorch owns them.
+        calls: Call of each node.
+        layouts: Layout of each tensor.
+        inputs: The tensor of each placeholder; None if it is not a tensor.
         results: The tensor, or the constant, of each result.
         constants: Tensors that are part of the graph.
-        planned: Node of a schedule -> how a plan runs it, instead of its call.
+        planned: Calls by which a plan replaces those of some nodes of its schedule.
     """
 
     graph: Graph

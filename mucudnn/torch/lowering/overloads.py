@@ -1,4 +1,8 @@
-"""Overloads of PyTorch's operators that write their results into given tensors."""
+"""Functions that run PyTorch's operators as a lowered graph needs them.
+
+Overloads that write into given tensors, results in the layout of the graph, and
+corrections of PyTorch's models of its own kernels.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,40 +21,40 @@ _REDUCED = frozenset(
         torch.ops.aten.soft_margin_loss.default,
     }
 )
-"""Losses whose mean, or sum, lies in the storage of all that it is of."""
+"""Losses whose mean or sum is a view of the storage of the unreduced loss."""
 
 
 def as_laid_out(
     function: Any, result: torch.Tensor, first: torch.Tensor | None
 ) -> Callable[..., Any]:
-    """What makes a result that lies as it is said to, by the same numbers.
+    """Return a function that has a result of the captured layout, with the same values.
 
-    A graph has `bernoulli_`, which draws into a tensor as that lies, as an operation
-    that draws for a contiguous one: another order of the same draws. Dropout behind
-    attention, for one, is of tensors that are not contiguous.
+    `bernoulli_` draws in the memory order of its tensor. A graph has it as an operation
+    that draws for a contiguous tensor, in another order. Dropout behind attention, for
+    example, is applied to tensors that are not contiguous.
 
     Args:
-        function: What the graph calls.
-        result: As it is said to be.
-        first: The first operand.
+        function: The function that the graph calls.
+        result: Its result as captured.
+        first: Its first operand.
     """
     if function is torch.ops.aten.bernoulli.p:
         if not result.is_contiguous():
-            return _drawn_into
+            return _bernoulli_like
         if first is not None and not first.is_contiguous():
-            return _drawn_densely
+            return _contiguous_bernoulli_like
     if function is torch.ops.aten._ctc_loss.Tensor:
         return padded_ctc
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
     if function is torch.ops.aten.mkldnn_rnn_layer.default:
-        return _recurrent
+        return _lstm_layer
     return function  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _compact(function: Any) -> Callable[..., Any]:
-    """A reduced loss without the storage of the whole one, which its kernel keeps."""
+    """Return a reduced loss that does not keep the storage of the unreduced loss."""
 
     def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = function(*args, **kwargs)
@@ -60,30 +64,32 @@ def _compact(function: Any) -> Callable[..., Any]:
     return compact
 
 
-def _recurrent(*args: Any) -> Any:
-    """A layer of an LSTM, and what its gradients need, which it keeps for autograd."""
+def _lstm_layer(*args: Any) -> Any:
+    """Run a layer of an LSTM with the workspace that its gradients need.
+
+    The kernel fills it only while gradients are enabled.
+    """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         return torch.ops.aten.mkldnn_rnn_layer.default(*args)
 
 
-def _drawn_into(like: torch.Tensor, p: float) -> torch.Tensor:
-    """Zeros and ones, drawn in the order in which a tensor's elements lie."""
+def _bernoulli_like(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Draw zeros and ones in the memory order of a tensor."""
     return torch.empty_like(like).bernoulli_(p)
 
 
-def _drawn_densely(like: torch.Tensor, p: float) -> torch.Tensor:
-    """The same numbers, contiguous."""
-    return _drawn_into(like, p).contiguous()
+def _contiguous_bernoulli_like(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Draw zeros and ones in the memory order of a tensor, and make them contiguous."""
+    return _bernoulli_like(like, p).contiguous()
 
 
 @functools.cache
 def in_place_variant(function: Any) -> tuple[Callable[..., Any] | None, bool]:
-    """What runs a pointwise operation into a given tensor.
+    """Return an overload that runs a pointwise operation into a given tensor.
 
     Returns:
-        An overload with `out`, or one that overwrites its first argument, and whether
-        it is the latter. Overloads that PyTorch generates allocate and copy: they do
-        not count.
+        An overload with `out` and False, or one that overwrites its first argument and
+        True. Overloads that PyTorch generates allocate and copy: they do not count.
     """
     if torch.Tag.pointwise not in getattr(function, "tags", ()):
         return None, False
@@ -110,12 +116,12 @@ def _signature(function: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in arguments if not a.is_out]
 
 
-# What normalisations save and read, as PyTorch's kernels really do.
+# Corrections of PyTorch's models (meta functions) of normalization kernels.
 #
-# PyTorch's own model of these kernels says another type where a network's parameters
-# are narrow. Statistics are in the weight's type, new running ones in that of the old.
-# And the gradient of a batch norm names running statistics that it reads only where
-# they were what it normalised with: in training they would live on for nothing.
+# The models have wrong types where parameters are of low precision: the kernels save
+# statistics in the weight's type, and new running statistics in that of the old ones.
+# The gradient of a batch norm takes running statistics, but reads them only if they
+# were used to normalize: in training they would be kept in memory for nothing.
 
 
 _aten = torch.ops.aten
@@ -130,15 +136,18 @@ _NORMS: Mapping[Any, bool] = MappingProxyType(
         _aten.native_group_norm.default: False,
     }
 )
-"""Operation -> whether new running statistics are results, too."""
+"""Operation -> whether new running statistics are among its results."""
 
 
 def statistics_types(function: Any, args: Sequence[Any]) -> Mapping[int, torch.dtype]:
-    """Place of a result -> its type, where PyTorch's model of a kernel may be wrong.
+    """Return the types of those results for which PyTorch's model may be wrong.
 
     Args:
-        function: What is called.
-        args: Its operands, with or without data.
+        function: The operation.
+        args: Its operands, real or fake.
+
+    Returns:
+        Position of a result -> its type.
     """
     if function not in _NORMS:
         return {}
@@ -152,7 +161,7 @@ def statistics_types(function: Any, args: Sequence[Any]) -> Mapping[int, torch.d
 
 
 def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands without running statistics that the function does not look at."""
+    """Return operands without the running statistics that a function does not read."""
     if function is not _aten.native_batch_norm_backward.default or not args[7]:
         return args
     return (*args[:3], None, None, *args[5:])
@@ -161,10 +170,10 @@ def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def without_masked(
     function: Any, args: Sequence[Any], results: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Results without gradients that were not asked for.
+    """Return results without the gradients that the mask excludes.
 
-    PyTorch's model of a batch norm's gradient has all three; its kernel returns none
-    for a mask that is off, as behind a layer that is frozen.
+    PyTorch's model of a batch norm's gradient has all three; its kernel returns None
+    where the mask is off, as behind a frozen layer.
     """
     if function is not _aten.native_batch_norm_backward.default:
         return tuple(results)
@@ -174,7 +183,7 @@ def without_masked(
 
 
 def corrected(results: Any, types: Mapping[int, torch.dtype]) -> Any:
-    """Results without data, some of other types; the same where nothing is wrong."""
+    """Return fake results in the given types; the same object if none differ."""
     if not types:
         return results
     return tuple(

@@ -1,1 +1,1 @@
-"""PyTorch's graphs cut along the batch: where the batch is, and calls of slices."""
+"""Division of PyTorch steps into slices of the batch, or strips of images."""

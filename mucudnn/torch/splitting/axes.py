@@ -1,4 +1,8 @@
-"""Where the batch, or the height, is in a tensor, and how its rows lie in a storage."""
+"""The split axis of a tensor, how a call is cut along it, and the layout of rows.
+
+The split axis is the batch or the height of images. A row is what is cut: one sample,
+or one row of an image.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,30 +14,30 @@ from mucudnn.torch.lowering.lowered import Call, Layout, Operand
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The axis of a tensor along which samples, or rows of images, follow each other.
+    """The split axis of a tensor.
 
     Attributes:
-        index: Which axis.
-        each: Entries along it that belong to one of them.
+        index: Index of the axis.
+        each: Entries along it that belong to one row.
     """
 
     index: int
     each: int = 1
 
     def fits(self, layout: Layout, batch: int) -> bool:
-        """Whether a tensor has so many samples along it."""
+        """Return whether a tensor has `batch` rows along this axis."""
         rank = len(layout.shape)
         return self.index < rank and layout.shape[self.index] == self.each * batch
 
 
 @dataclass(frozen=True, slots=True)
 class StripCall:
-    """What computes some rows of a call's results.
+    """A call that computes some rows of another call's results.
 
     Attributes:
-        reads: Operand -> the rows of it that are read; those outside of it are zeros.
-        made: The rows of the results that are computed; None where they are sums.
-        call: What is called.
+        reads: Operand -> the rows that are read; rows outside of it are zeros.
+        made: The rows of the results that are computed; None for sums over rows.
+        call: The call.
     """
 
     reads: Mapping[int, Interval]
@@ -42,26 +46,25 @@ class StripCall:
 
 
 Stripped = Callable[[Rows], StripCall]
-"""What computes a strip, which is a part of rows of another number."""
+"""Returns the call of a strip, which is given as a share of another number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a call is cut into calls of some samples each.
+    """How a call is cut into calls of some rows each.
 
     Attributes:
-        inputs: Operand -> where the samples are that a slice reads; it reads all of
-            those that are not named.
-        outputs: Where the samples of each result are; None for a sum of what slices
-            compute.
-        shaped: Arguments that are the shape of the first result.
-        counted: Arguments that are the number of samples.
-        averaged: Whether the whole call divides by the number of samples: what a slice
-            of n of N computes has to be multiplied by n / N.
-        gathered: Whether results are no sums: who reads one is given those of all
-            slices, as the last of its operands.
-        stripped: What computes a strip, where it reads other rows than it computes; it
-            stands in for `shaped`, `counted` and `averaged`.
+        inputs: Split axis of each operand of which a slice reads its rows only; it
+            reads all of any other operand.
+        outputs: Split axis of each result; None for a sum over the slices.
+        shaped: Positions of arguments that are the shape of the first result.
+        counted: Positions of arguments that are the number of rows.
+        averaged: Whether the whole call divides by the number of rows: the result of a
+            slice of n of N rows has to be multiplied by n / N.
+        gathered: Whether results without a split axis are not sums: their readers take
+            those of all slices as their last operand.
+        stripped: Returns the call of a strip that reads other rows than it computes;
+            replaces `shaped`, `counted` and `averaged`.
     """
 
     inputs: Mapping[int, Axis]
@@ -75,18 +78,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A call in a graph, with what is known of the batch before it.
+    """A call in a graph, with the split axes of its operands.
 
     Attributes:
-        op: The operation's name.
+        op: Name of the operation.
         args: Its arguments.
-        kwargs: Those by name.
-        results: Where its outputs are in what it returns.
-        inputs: How its operands lie.
-        outputs: How its results lie.
-        axes: Where the batch is in each operand; None if it is not known to have one.
-        batch: Samples; or rows of images, of the first operand that is known to have
-            some.
+        kwargs: Its keyword arguments.
+        results: Position of each output in the returned value.
+        inputs: Layouts of its operands.
+        outputs: Layouts of its results.
+        axes: Split axis of each operand; None if it has none.
+        batch: Number of rows; of images, of the first operand that has a split axis.
     """
 
     op: str
@@ -99,26 +101,26 @@ class Site:
     batch: int
 
     def arg(self, position: int, default: Any = None) -> Any:
-        """An argument by its position, or what it is if it is not given."""
+        """Return the argument at a position, or its default."""
         return self.args[position] if position < len(self.args) else default
 
     def operand(self, position: int) -> int | None:
-        """Which operand an argument is; None if it is none."""
+        """Return the index of the operand that an argument is; None if it is none."""
         found = self.arg(position)
         return found.index if isinstance(found, Operand) else None
 
     def axis(self, position: int) -> Axis | None:
-        """Where the batch is in an argument."""
+        """Return the split axis of an argument; None if it has none."""
         index = self.operand(position)
         return None if index is None else self.axes[index]
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """Sizes of an argument that is a tensor."""
+        """Return the shape of an argument; empty if it is no operand."""
         index = self.operand(position)
         return () if index is None else self.inputs[index].shape
 
     def at(self, axes: Mapping[int, Axis]) -> dict[int, Axis]:
-        """Operand -> axis, from positions of arguments that are operands."""
+        """Map positions of arguments to indices of operands, if they are operands."""
         return {
             index: axis
             for position, axis in axes.items()
@@ -127,49 +129,52 @@ class Site:
 
 
 Rule = Callable[[Site], Cut | None]
-"""How a call is cut; None if it is not known to be the same slice by slice."""
+"""Returns how a call is cut; None if slices are not known to compute the same."""
 
 
 def rows_in(layout: Layout, axis: Axis, nbytes: int) -> tuple[int, int, int] | None:
-    """How the rows along an axis lie in a storage of so many bytes.
+    """Find the rows along an axis as runs of a storage with `nbytes` bytes.
+
+    A run is a part of the storage in which all rows follow each other: one for the
+    whole storage if the axis is the outermost, one for each channel of NCHW images.
 
     Returns:
-        How many stretches there are of rows behind each other, rows in each, and bytes
-        of one in each; None if they are not such stretches.
+        Number of runs, rows in each, and bytes of a row in each; None if the storage
+        does not consist of such runs.
     """
     if axis.index >= len(layout.shape) or 0 in layout.shape:
         return None
     rows, rest = divmod(layout.shape[axis.index], axis.each)
     row = layout.stride[axis.index] * axis.each
-    stretch, item = rows * row, layout.dtype.itemsize
-    if rest or not stretch or not nbytes or nbytes % (stretch * item):
+    run, item = rows * row, layout.dtype.itemsize
+    if rest or not run or not nbytes or nbytes % (run * item):
         return None
     sizes = list(layout.shape)
     sizes[axis.index] = axis.each
     within = (
         (size - 1) * stride
         for size, stride in zip(sizes, layout.stride, strict=True)
-        if stride % stretch
+        if stride % run
     )
-    if layout.offset % stretch + sum(within) >= row:
+    if layout.offset % run + sum(within) >= row:
         return None
-    return nbytes // (stretch * item), rows, row * item
+    return nbytes // (run * item), rows, row * item
 
 
-def of_rows(layout: Layout, axis: Axis, count: int, before: int = 0) -> Layout:
-    """How some rows of a tensor lie, in a storage with so many others before.
+def layout_of_rows(layout: Layout, axis: Axis, count: int, before: int = 0) -> Layout:
+    """Return the layout of `count` rows of a tensor behind `before` others.
 
-    Where rows are in several stretches, those of the storage are as much shorter.
+    The storage has these rows only: each of its runs is shorter in proportion.
     """
     row = layout.stride[axis.index] * axis.each
-    stretch, mine = layout.shape[axis.index] // axis.each * row, count * row
+    run, mine = layout.shape[axis.index] // axis.each * row, count * row
     sizes = list(layout.shape)
     sizes[axis.index] = count * axis.each
     strides = [
-        step // stretch * mine if size > 1 and step % stretch == 0 else step
+        step // run * mine if size > 1 and step % run == 0 else step
         for size, step in zip(layout.shape, layout.stride, strict=True)
     ]
     strides[axis.index] = layout.stride[axis.index]
-    stretches, within = divmod(layout.offset, stretch)
-    offset = stretches * mine + within + before * row
+    runs, within = divmod(layout.offset, run)
+    offset = runs * mine + within + before * row
     return replace(layout, shape=tuple(sizes), stride=tuple(strides), offset=offset)

@@ -1,11 +1,12 @@
 """Rules that cut PyTorch's operations along the batch.
 
-A rule says what a slice of the call reads and writes; that holds whatever the axis is
-that is called the batch. What has no rule stays whole.
+A rule tells what a slice of a call reads and writes. It holds for whatever axis is the
+split axis, so strips use these rules as well. Operations without a rule stay whole;
+pointwise operations share one rule and are found by their tag.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,23 +15,94 @@ import torch
 from mucudnn.torch.lowering.lowered import Call, Operand
 from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
 
+# Operations that only rearrange elements: the split axis moves to another index.
 
-def _moved(site: Site, index: int, *, shaped: tuple[int, ...] = ()) -> Cut | None:
-    """The first argument's samples along another axis of every result."""
-    axis = site.axis(0)
-    if axis is None:
+
+def _moved(
+    index_of: Callable[[Site, int], int | None], *, shaped: tuple[int, ...] = ()
+) -> Rule:
+    """Return a rule for operations that move the split axis of their first argument.
+
+    Args:
+        index_of: Takes the call and the axis, and returns its index in every result;
+            None if the call works along the split axis.
+        shaped: See `Cut`.
+    """
+
+    def rule(site: Site) -> Cut | None:
+        axis = site.axis(0)
+        index = None if axis is None else index_of(site, axis.index)
+        if axis is None or index is None:
+            return None
+        outputs = (Axis(index, axis.each),) * len(site.outputs)
+        return Cut(site.at({0: axis}), outputs, shaped)
+
+    return rule
+
+
+def _same(site: Site, axis: int) -> int:
+    return axis
+
+
+def _permuted(site: Site, axis: int) -> int:
+    rank = len(site.shape(0))
+    return [int(d) % rank for d in site.args[1]].index(axis)
+
+
+def _transposed(site: Site, axis: int) -> int:
+    first, second = _dim(site, 1), int(site.arg(2, 1)) % len(site.shape(0))
+    return {first: second, second: first}.get(axis, axis)
+
+
+def _matrix_transposed(site: Site, axis: int) -> int:
+    return 1 - axis if len(site.shape(0)) == 2 else axis
+
+
+def _unsqueezed(site: Site, axis: int) -> int:
+    new = int(site.args[1]) % (len(site.shape(0)) + 1)
+    return axis + (new <= axis)
+
+
+def _squeezed(site: Site, axis: int) -> int | None:
+    # A slice of one sample would lose the split axis.
+    sizes, given = site.shape(0), site.arg(1)
+    several = given if isinstance(given, Sequence) else (given,)
+    named = {int(d) % len(sizes) for d in several}
+    if axis in named:
         return None
-    outputs = (Axis(index, axis.each),) * len(site.outputs)
-    return Cut(site.at({0: axis}), outputs, shaped)
+    return axis - sum(d < axis and sizes[d] == 1 for d in named)
 
 
-def _same(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    return None if axis is None else _moved(site, axis.index)
+def _expanded(site: Site, axis: int) -> int:
+    return axis + len(site.outputs[0].shape) - len(site.shape(0))
+
+
+def _selected(site: Site, axis: int) -> int | None:
+    d = _dim(site, 1)
+    return None if d == axis else axis - (d < axis)
+
+
+def _select_gradient(site: Site, axis: int) -> int:
+    d = int(site.arg(2, 0)) % len(site.outputs[0].shape)
+    return axis + (d <= axis)
+
+
+def _unless_along(position: int) -> Callable[[Site, int], int | None]:
+    """Keep the index, unless the call works along the split axis itself."""
+    return lambda site, axis: None if _dim(site, position) == axis else axis
+
+
+def _padded(site: Site, axis: int) -> int | None:
+    return None if axis >= len(site.shape(0)) - len(site.args[1]) // 2 else axis
+
+
+def _dim(site: Site, position: int) -> int:
+    """Return the axis of the first argument that another argument names."""
+    return int(site.arg(position, 0)) % len(site.shape(0))
 
 
 def _view(site: Site) -> Cut | None:
-    """Other sizes of the same elements: what is before the batch must be as much."""
+    """Cut a view if the axes before the split axis have as many elements as before."""
     axis = site.axis(0)
     if axis is None:
         return None
@@ -43,84 +115,8 @@ def _view(site: Site) -> Cut | None:
     return None
 
 
-def _permute(site: Site) -> Cut | None:
-    axis, rank = site.axis(0), len(site.shape(0))
-    if axis is None:
-        return None
-    return _moved(site, [d % rank for d in site.args[1]].index(axis.index))
-
-
-def _transpose(site: Site) -> Cut | None:
-    axis, rank = site.axis(0), len(site.shape(0))
-    if axis is None:
-        return None
-    first, second = site.arg(1, 0) % rank, site.arg(2, 1) % rank
-    return _moved(site, {first: second, second: first}.get(axis.index, axis.index))
-
-
-def _t(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None:
-        return None
-    return _moved(site, 1 - axis.index if len(site.shape(0)) == 2 else axis.index)
-
-
-def _unsqueeze(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None:
-        return None
-    new = site.args[1] % (len(site.shape(0)) + 1)
-    return _moved(site, axis.index + (new <= axis.index))
-
-
-def _squeeze(site: Site) -> Cut | None:
-    """Of one sample it would take away the batch's axis, where that is among them."""
-    axis, sizes = site.axis(0), site.shape(0)
-    if axis is None:
-        return None
-    asked = site.arg(1)
-    several = asked if isinstance(asked, Sequence) else (asked,)
-    named = {d % len(sizes) for d in several}
-    if axis.index in named:
-        return None
-    gone = {d for d in named if sizes[d] == 1}
-    return _moved(site, axis.index - sum(d < axis.index for d in gone))
-
-
-def _expand(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None:
-        return None
-    more = len(site.outputs[0].shape) - len(site.shape(0))
-    return _moved(site, axis.index + more, shaped=(1,))
-
-
-def _along(site: Site, position: int, rank: int) -> int:
-    return int(site.arg(position, 0)) % rank
-
-
-def _select(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None or (d := _along(site, 1, len(site.shape(0)))) == axis.index:
-        return None
-    return _moved(site, axis.index - (d < axis.index))
-
-
-def _beside(position: int) -> Rule:
-    """Each sample alone, unless it works along the batch itself."""
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(0)
-        rank = len(site.shape(0))
-        if axis is None or _along(site, position, rank) == axis.index:
-            return None
-        return _moved(site, axis.index)
-
-    return rule
-
-
 def _joined(site: Site, new: int) -> Cut | None:
-    """Tensors joined along an axis that is not the batch's, new or one of theirs."""
+    """Cut a concatenation along another axis; `new` if it adds that axis."""
     tensors = site.args[0]
     if not all(isinstance(tensor, Operand) for tensor in tensors):
         return None
@@ -128,38 +124,16 @@ def _joined(site: Site, new: int) -> Cut | None:
     axis = next((a for a in found if a is not None), None)
     if axis is None:
         return None
-    d = _along(site, 1, len(site.outputs[0].shape))
+    d = site.arg(1, 0) % len(site.outputs[0].shape)
     if not new and d == axis.index:
         return None
     moved = Axis(axis.index + (new and d <= axis.index), axis.each)
     return Cut({tensor.index: axis for tensor in tensors}, (moved,))
 
 
-def _select_backward(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None:
-        return None
-    d = _along(site, 2, len(site.outputs[0].shape))
-    return _moved(site, axis.index + (d <= axis.index), shaped=(1,))
-
-
-def _slice_backward(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None or _along(site, 2, len(site.shape(0))) == axis.index:
-        return None
-    return _moved(site, axis.index, shaped=(1,))
-
-
-def _pad(site: Site) -> Cut | None:
-    axis = site.axis(0)
-    if axis is None or axis.index >= len(site.shape(0)) - len(site.args[1]) // 2:
-        return None
-    return _moved(site, axis.index)
-
-
 def _gather(site: Site) -> Cut | None:
     axis = site.axis(0) or site.axis(2)
-    if axis is None or _along(site, 1, len(site.shape(0))) == axis.index:
+    if axis is None or _dim(site, 1) == axis.index:
         return None
     if site.shape(0)[axis.index] != site.shape(2)[axis.index]:
         return None
@@ -168,47 +142,47 @@ def _gather(site: Site) -> Cut | None:
 
 SHAPES: Mapping[str, Rule] = MappingProxyType(
     {
-        "aten.clone.default": _same,
-        "aten._to_copy.default": _same,
+        "aten.clone.default": _moved(_same),
+        "aten._to_copy.default": _moved(_same),
         "aten.view.default": _view,
         "aten._unsafe_view.default": _view,
-        "aten.permute.default": _permute,
-        "aten.transpose.int": _transpose,
-        "aten.t.default": _t,
-        "aten.unsqueeze.default": _unsqueeze,
-        "aten.squeeze.dim": _squeeze,
-        "aten.squeeze.dims": _squeeze,
-        "aten.expand.default": _expand,
-        "aten.select.int": _select,
-        "aten.unbind.int": _select,
-        "aten.slice.Tensor": _beside(1),
-        "aten.split.Tensor": _beside(2),
-        "aten.split_with_sizes.default": _beside(2),
-        "aten.cumsum.default": _beside(1),
+        "aten.permute.default": _moved(_permuted),
+        "aten.transpose.int": _moved(_transposed),
+        "aten.t.default": _moved(_matrix_transposed),
+        "aten.unsqueeze.default": _moved(_unsqueezed),
+        "aten.squeeze.dim": _moved(_squeezed),
+        "aten.squeeze.dims": _moved(_squeezed),
+        "aten.expand.default": _moved(_expanded, shaped=(1,)),
+        "aten.select.int": _moved(_selected),
+        "aten.unbind.int": _moved(_selected),
+        "aten.slice.Tensor": _moved(_unless_along(1)),
+        "aten.split.Tensor": _moved(_unless_along(2)),
+        "aten.split_with_sizes.default": _moved(_unless_along(2)),
+        "aten.cumsum.default": _moved(_unless_along(1)),
         "aten.cat.default": lambda site: _joined(site, 0),
         "aten.stack.default": lambda site: _joined(site, 1),
-        "aten.select_backward.default": _select_backward,
-        "aten.slice_backward.default": _slice_backward,
-        "aten.constant_pad_nd.default": _pad,
+        "aten.select_backward.default": _moved(_select_gradient, shaped=(1,)),
+        "aten.slice_backward.default": _moved(_unless_along(2), shaped=(1,)),
+        "aten.constant_pad_nd.default": _moved(_padded),
         "aten.gather.default": _gather,
     }
 )
 """Operation -> its rule."""
 
 
-# Losses by slices: what is averaged over the batch is so by the whole's count.
+# Losses: means over the batch divide by the count of the whole batch.
 
 
 NONE, MEAN, SUM = 0, 1, 2
-"""PyTorch's numbers of how a loss is reduced."""
+"""PyTorch's codes of a loss's reduction."""
 
 
 def _pair(reduction: int, *more: int) -> Rule:
-    """A loss of two tensors, element by element.
+    """Return the rule of a pointwise loss of two tensors.
 
     Args:
-        reduction: Position of the argument that says how it is reduced.
-        more: Positions of further tensors of the same sizes.
+        reduction: Position of the argument `reduction`.
+        more: Positions of further tensors of the same shape.
     """
 
     def rule(site: Site) -> Cut | None:
@@ -224,7 +198,7 @@ def _pair(reduction: int, *more: int) -> Rule:
 
 
 def _pair_backward(reduction: int, *more: int) -> Rule:
-    """Its gradient, of which the first argument is that of the loss."""
+    """Return the rule of its gradient, whose first argument is the loss's gradient."""
 
     def rule(site: Site) -> Cut | None:
         axis = site.axis(1) or site.axis(2)
@@ -241,7 +215,7 @@ def _pair_backward(reduction: int, *more: int) -> Rule:
 def _alike(
     site: Site, positions: tuple[int, ...], axis: Axis | None
 ) -> dict[int, Axis] | None:
-    """Tensors of one shape, those that are given; None if one has another."""
+    """Map the given tensors to the axis; None if their shapes differ."""
     if axis is None:
         return None
     given = [p for p in positions if site.operand(p) is not None]
@@ -251,7 +225,7 @@ def _alike(
 
 
 def _classes(site: Site, scores: int, labels: int) -> tuple[Axis, Axis] | None:
-    """Where the batch, or the height, is in scores of classes and in their labels."""
+    """Return the split axis of scores, (N, classes, ...), and of labels, (N, ...)."""
     axis, of_labels = site.axis(scores), site.axis(labels)
     if axis is None and of_labels is not None:
         behind = of_labels.index > 0
@@ -262,7 +236,7 @@ def _classes(site: Site, scores: int, labels: int) -> tuple[Axis, Axis] | None:
 
 
 def _nll(site: Site) -> Cut | None:
-    """Of classes; a mean needs the whole batch's count and is taken apart before."""
+    """Cut a loss of classes; `prepare` rewrites means, which need the batch's count."""
     found = _classes(site, 0, 1)
     how = site.arg(3, MEAN)
     if found is None or how == MEAN:
@@ -274,7 +248,6 @@ def _nll(site: Site) -> Cut | None:
 
 
 def _nll_backward(site: Site) -> Cut | None:
-    """It divides by the count that it is given."""
     found = _classes(site, 1, 2)
     if found is None:
         return None
@@ -285,10 +258,10 @@ def _nll_backward(site: Site) -> Cut | None:
     return Cut(site.at(read), (scores,))
 
 
-nll_counted = frozenset(
+COUNTED_LOSSES = frozenset(
     {"aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"}
 )
-"""Losses that divide by a count of the whole batch."""
+"""Losses whose mean divides by a count over the whole batch."""
 
 
 LOSSES: Mapping[str, Rule] = MappingProxyType(
@@ -311,7 +284,7 @@ LOSSES: Mapping[str, Rule] = MappingProxyType(
 
 
 def cut_of(site: Site, call: Call) -> Cut | None:
-    """How a call is cut; None if it stays whole."""
+    """Return how a call is cut; None if it stays whole."""
     if call.random and site.op not in UNDRAWN:
         return None
     rule = RULES.get(site.op)
@@ -322,7 +295,7 @@ def cut_of(site: Site, call: Call) -> Cut | None:
 
 
 def carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
-    """Where the batch is in results of a call that stays whole."""
+    """Return the split axes of the results of a call that stays whole."""
     nowhere = (None,) * len(site.outputs)
     if site.op in _COUPLED:
         found = tuple(site.axis(0) if path == 0 else None for path in site.results)
@@ -336,7 +309,7 @@ def carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
 
 
 def _fits(site: Site, cut: Cut) -> bool:
-    """Whether there are as many samples as a rule says, wherever it says so."""
+    """Return whether all operands and results have the expected number of rows."""
     outputs = zip(site.outputs, cut.outputs, strict=True)
     read = ((site.inputs[i], axis) for i, axis in cut.inputs.items())
     return bool(cut.inputs) and all(
@@ -347,7 +320,7 @@ def _fits(site: Site, cut: Cut) -> bool:
 
 
 def _pointwise(site: Site) -> Cut | None:
-    """Element by element; sizes are matched from the last axis on."""
+    """Cut a pointwise operation; shapes broadcast from the last axis on."""
     given = [*site.args, *site.kwargs.values()]
     direct = {leaf.index for leaf in given if isinstance(leaf, Operand)}
     if direct != set(range(len(site.inputs))):
@@ -369,12 +342,12 @@ def _pointwise(site: Site) -> Cut | None:
 
 
 def _samples(*positions: int, sums: Sequence[int] = (), **more: Any) -> Rule:
-    """Tensors at some positions, all with samples along the first's axis 0.
+    """Return the rule of an operation on samples along axis 0.
 
     Args:
-        positions: Of arguments with samples.
-        sums: Places of results that are sums over the samples.
-        more: What else a cut has.
+        positions: Arguments with samples.
+        sums: Results that are sums over the samples.
+        more: Further fields of `Cut`.
     """
 
     def rule(site: Site) -> Cut | None:
@@ -388,7 +361,7 @@ def _samples(*positions: int, sums: Sequence[int] = (), **more: Any) -> Rule:
 
 
 def _reduced(linear: bool, averaged: bool = False) -> Rule:
-    """Reduced over some axes; over the batch's only what sums up."""
+    """Return the rule of a reduction; only `linear` ones reduce the split axis."""
 
     def rule(site: Site) -> Cut | None:
         axis, rank = site.axis(0), len(site.shape(0))
@@ -410,7 +383,7 @@ def _reduced(linear: bool, averaged: bool = False) -> Rule:
 
 
 def _softmax(*positions: int) -> Rule:
-    """Along an axis, which is the argument behind the tensors."""
+    """Return the rule of a softmax, whose axis is the argument behind the tensors."""
 
     def rule(site: Site) -> Cut | None:
         axis = site.axis(positions[0])
@@ -424,7 +397,7 @@ def _softmax(*positions: int) -> Rule:
 
 
 def _product(first: int, added: bool) -> Rule:
-    """A product of matrices, of rows or summed over them."""
+    """Return the rule of a matrix product, of rows or summed over rows."""
 
     def rule(site: Site) -> Cut | None:
         a, b = site.axis(first), site.axis(first + 1)
@@ -444,7 +417,7 @@ def _product(first: int, added: bool) -> Rule:
 
 
 def _layer_norm(*positions: int, sizes: int) -> Rule:
-    """Normalised over the last axes; gradients of parameters are sums."""
+    """Return the rule of a layer norm; gradients of parameters are sums."""
 
     def rule(site: Site) -> Cut | None:
         axis = site.axis(positions[0])
@@ -472,7 +445,7 @@ def _embedding_backward(site: Site) -> Cut | None:
 
 
 def _attention(backward: bool) -> Rule:
-    """Samples on the first axis; no mask but one that is every sample's."""
+    """Return the rule of attention without dropout, with samples along axis 0."""
 
     def rule(site: Site) -> Cut | None:
         count = 6 if backward else 3
@@ -497,7 +470,7 @@ _COUPLED = frozenset(
         "aten.native_batch_norm_backward.default",
     }
 )
-"""Operations whose first result has the batch, and which see all of it."""
+"""Operations on all samples at once, whose first result has the split axis."""
 
 
 _POOLS = {
@@ -548,7 +521,7 @@ _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 UNDRAWN = frozenset({f"{_FLASH}.default", f"{_FLASH}_backward.default"})
-"""Operations that draw no random numbers where their rule cuts them."""
+"""Random operations that draw no numbers in the cases that their rule cuts."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -579,4 +552,4 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         f"{_FLASH}_backward.default": _attention(backward=True),
     }
 )
-"""Operation -> its rule; what is computed element by element needs none."""
+"""Operation -> its rule; pointwise operations need none."""

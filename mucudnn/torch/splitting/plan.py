@@ -1,7 +1,13 @@
-"""Plan a PyTorch step whole, in slices of its batch or in strips.
+"""Plan a PyTorch step whole, in slices of its batch, or in strips of its images.
 
-Every candidate is a lowered graph of its own with measurements of its own, planned
-under the same budget; what is predicted to be fastest runs.
+1. `prepare` rewrites operations that could not be cut, by others with equal values.
+2. `traits` follows the batch axis (or the height) from the inputs through the graph.
+   Rules (`batch_rules`, `strip_rules`) tell for each call which rows its results have
+   when it reads some rows of its operands. The nodes' traits then say how to cut them.
+3. `plan_splitting` of the passes cuts the graph into numbers of slices or strips. Each
+   candidate is a lowered graph of its own (`_SliceCalls` writes the calls), which is
+   measured with its updates and planned under the same budget.
+4. The candidate that is predicted to be fastest runs.
 """
 
 import re
@@ -24,49 +30,77 @@ from mucudnn.passes.planning.split_search import plan_splitting
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.planning import Planner
-from mucudnn.torch.splitting.axes import Axis, Cut, of_rows
+from mucudnn.torch.splitting.axes import Axis, Cut, layout_of_rows
 from mucudnn.torch.splitting.prepare import (
-    prepared,
-    with_norms_in_parts,
+    rewrite_for_cutting,
+    split_norms,
     without_shape_operands,
 )
-from mucudnn.torch.splitting.traits import Batched, with_batches, with_strips
+from mucudnn.torch.splitting.traits import SplittableStep, follow_rows
 
 _IMAGES = 3
-"""Axes that images have at least, (N, C, *spatial)."""
+"""Least number of axes of images, (N, C, *spatial)."""
 
 
-def batched_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
-    """A step of which is known where the batch is.
+def plan_in_parts(
+    lowered: Lowered,
+    names: Sequence[str],
+    make: Callable[[Lowered], Planner],
+    budget: float,
+    split: Split,
+) -> tuple[Planner, TorchPlan]:
+    """Plan the fastest way to run a step within a budget, whole or in parts.
 
     Args:
         lowered: The step, without updates in place.
-        names: Of its inputs, in order; those of a batch begin with `batch.`.
+        names: Names of its inputs.
+        make: Measures a step and adds its updates.
+        budget: Bytes.
+        split: `auto`, a number of parts, `height` or `height:4`.
 
-    Returns:
-        None if no tensor of the batch has an axis, or there is one sample only.
+    Raises:
+        PlanningError: Nothing fits; reports the minimum feasible budget.
+        UnsupportedError: A number of parts was given and nothing can be cut.
     """
+    strips = isinstance(split, str) and split.startswith(HEIGHT)
+    step = (_along_height if strips else _along_batch)(lowered, names)
+    if step is None and split == AUTO:  # one sample, perhaps a large one
+        step = _along_height(lowered, names)
+    if step is not None:
+        return _Candidates(lowered, step, make).plan(budget, split)
+    if strips:
+        raise UnsupportedError(
+            f"the step was to run in strips, split={split!r}, but its batch has no "
+            "images, (N, C, height, width) or with a depth, or no operation on their "
+            "rows can be cut; ask for a number of parts of its batch"
+        )
+    if split != AUTO:
+        raise UnsupportedError(
+            f"the step was to run in {split} parts, but its batch has one sample, or "
+            "no operation on it can be cut; split='height' cuts images, split='auto' "
+            "runs it whole where nothing can be cut"
+        )
+    planner = make(lowered)
+    return planner, planner.plan(budget)
+
+
+def _along_batch(lowered: Lowered, names: Sequence[str]) -> SplittableStep | None:
+    """Make a step splittable along its batch; None if nothing can be cut."""
     shapes = _batch_shapes(lowered, names)
     samples = next((shape[0] for shape in shapes.values() if shape), 0)
     given = [name for name, shape in shapes.items() if shape[:1] == (samples,)]
     if samples < 2:
         return None
-    found = with_batches(prepared(lowered), given, samples)
-    return found if found.cuts and set(given) & found.axes.keys() else None
+    axes = dict.fromkeys(given, Axis(0))
+    found = follow_rows(rewrite_for_cutting(lowered), axes, samples)
+    return found if found.cuts and axes.keys() & found.axes.keys() else None
 
 
-def stripped_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
-    """A step of which is known where the height of its images is, depth of volumes.
+def _along_height(lowered: Lowered, names: Sequence[str]) -> SplittableStep | None:
+    """Make a step splittable along the height of its images, or depth of volumes.
 
-    Images are the tensors of the batch with the most axes, (N, C, *spatial); those with
-    one less are labels, (N, *spatial).
-
-    Args:
-        lowered: The step, without updates in place.
-        names: Of its inputs, in order; those of a batch begin with `batch.`.
-
-    Returns:
-        None if there are no images, or nothing is computed by their rows.
+    Images are the tensors of the batch with the most axes, (N, C, *spatial). Tensors
+    with one axis less are labels, (N, *spatial). None if nothing can be cut.
     """
     shapes = _batch_shapes(lowered, names)
     most = max(map(len, shapes.values()), default=0)
@@ -77,72 +111,18 @@ def stripped_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
         for name, shape in shapes.items()
         if len(shape) >= most - 1
     }
-    ready = with_norms_in_parts(without_shape_operands(prepared(lowered)))
-    found = with_strips(ready, images)
+    ready = split_norms(without_shape_operands(rewrite_for_cutting(lowered)))
+    found = follow_rows(ready, images, None)
     return found if found.cuts and images.keys() & found.axes.keys() else None
 
 
 def _batch_shapes(
     lowered: Lowered, names: Sequence[str]
 ) -> Mapping[str, tuple[int, ...]]:
-    """Tensors of the batch, and their sizes."""
-    of_name = zip(names, lowered.inputs, strict=True)
-    batch = [t for n, t in of_name if t is not None and n.startswith("batch.")]
+    """Return the shapes of the batch's tensors, whose names begin with `batch.`."""
+    inputs = zip(names, lowered.inputs, strict=True)
+    batch = [t for n, t in inputs if t is not None and n.startswith("batch.")]
     return {name: lowered.layouts[name].shape for name in batch}
-
-
-def in_parts(
-    lowered: Lowered,
-    names: Sequence[str],
-    make: Callable[[Lowered], Planner],
-    *,
-    strips: bool = False,
-) -> "_Candidates | None":
-    """What plans a step whole and in parts, or strips; None if none can be cut."""
-    batched = stripped_step(lowered, names) if strips else batched_step(lowered, names)
-    return None if batched is None else _Candidates(lowered, batched, make)
-
-
-def plan_in_parts(
-    lowered: Lowered,
-    names: Sequence[str],
-    make: Callable[[Lowered], Planner],
-    budget: float,
-    split: Split,
-) -> tuple[Planner, TorchPlan]:
-    """The fastest way to run a step within a budget, whole or in parts.
-
-    Args:
-        lowered: The step, without updates in place.
-        names: Of its inputs.
-        make: Measures a step, with its updates.
-        budget: Bytes.
-        split: `auto`, a number of parts, `height` or `height:4`.
-
-    Raises:
-        PlanningError: Nothing fits; says the least budget that works.
-        UnsupportedError: A number of parts was given and nothing can be cut.
-    """
-    strips = isinstance(split, str) and split.startswith(HEIGHT)
-    candidates = in_parts(lowered, names, make, strips=strips)
-    if candidates is None and split == AUTO:  # one sample, perhaps a large one
-        candidates = in_parts(lowered, names, make, strips=True)
-    if candidates is None and strips:
-        raise UnsupportedError(
-            f"the step was to run in strips, split={split!r}, but its batch has no "
-            "images, (N, C, height, width) or with a depth, or no operation on their "
-            "rows can be cut; ask for a number of parts of its batch"
-        )
-    if candidates is None:
-        if split == AUTO:
-            planner = make(lowered)
-            return planner, planner.plan(budget)
-        raise UnsupportedError(
-            f"the step was to run in {split} parts, but its batch has one sample, or "
-            "no operation on it can be cut; split='height' cuts images, split='auto' "
-            "runs it whole where nothing can be cut"
-        )
-    return candidates.planned(budget, split)
 
 
 @dataclass(frozen=True)
@@ -151,9 +131,9 @@ class PartedStep:
 
     Attributes:
         lowered: The step, without updates in place.
-        names: Of its inputs.
-        make: Costs a step, with its updates.
-        split: As `plan_in_parts` takes it.
+        names: Names of its inputs.
+        make: Measures a step and adds its updates.
+        split: See `plan_in_parts`.
     """
 
     lowered: Lowered
@@ -162,12 +142,12 @@ class PartedStep:
     split: Split
 
     def plan(self, budget: float) -> TorchPlan:
-        """The fastest way within a budget; raises as `plan_in_parts` does."""
+        """Return the fastest plan within a budget; raises as `plan_in_parts` does."""
         _, plan = plan_in_parts(self.lowered, self.names, self.make, budget, self.split)
         return plan
 
     def least_budget(self) -> int:
-        """The least bytes that it is planned in, by any of the ways it may run."""
+        """Return the minimum feasible budget of all ways to run the step, in bytes."""
         try:
             return self.plan(0).peak_bytes
         except PlanningError as e:
@@ -176,34 +156,38 @@ class PartedStep:
             return e.least_bytes
 
 
-@dataclass(frozen=True)
-class _Planned:
-    graph: Graph
-    planner: Planner
-
-
 class _Candidates:
-    """A step whole and in parts, each made and measured when it is asked for."""
+    """A step whole and in parts, each lowered and measured when it is planned."""
 
     def __init__(
-        self, whole: Lowered, batched: Batched, make: Callable[[Lowered], Planner]
+        self,
+        whole: Lowered,
+        splittable: SplittableStep,
+        make: Callable[[Lowered], Planner],
     ) -> None:
-        self._whole, self._batched, self._make = whole, batched, make
-        self._made: list[_Planned] = []
+        self._whole, self._splittable, self._make = whole, splittable, make
+        self._planners: list[Planner] = []
 
-    def planned(self, budget: float, split: Split) -> tuple[Planner, TorchPlan]:
-        """The fastest within a budget.
+    def plan(self, budget: float, split: Split) -> tuple[Planner, TorchPlan]:
+        """Return the fastest plan within a budget, and its planner.
 
         Raises:
             PlanningError: Nothing fits.
         """
+
+        def request(graph: Graph, profile: Profile) -> StepRequest:
+            return self._planner(graph).request(budget)
+
+        def profile(graph: Graph) -> Profile:
+            return self._planner(graph).profile
+
+        step = SplitStep(self._splittable.graph, self._complete, profile, request)
         try:
-            found = plan_splitting(self.step(budget), split)
+            found = plan_splitting(step, split)
         except PlanningError as e:
-            given = self._made[0].planner.given_bytes
             if e.least_bytes is None:
                 raise
-            least = e.least_bytes - given
+            least = e.least_bytes - self._planners[0].given_bytes
             raise PlanningError(
                 f"neither whole nor in parts does the step fit into "
                 f"{exact_bytes(int(budget))}; the least budget that works is "
@@ -216,75 +200,68 @@ class _Candidates:
             raise PlanningError("the step has no plan")
         planner = self._planner(chosen.request.graph)
         plan = chosen.plan if not planner.tiers else planner.decided(chosen.request)
-        told = planner.described(plan, budget)
-        return planner, replace(told, splitting=found)
+        return planner, replace(planner.described(plan, budget), splitting=found)
 
-    def step(self, budget: float) -> SplitStep:
-        """What is planned, and how it is asked for."""
-
-        def asked(graph: Graph, profile: Profile) -> StepRequest:
-            return self._planner(graph).request(budget)
-
-        return SplitStep(self._batched.graph, self._finished, self._costs, asked)
-
-    def _finished(self, graph: Graph) -> Graph:
-        """A step with its updates, and a planner of it."""
-        whole = graph is self._batched.graph
-        planner = self._make(self._whole if whole else in_slices(self._batched, graph))
-        self._made.append(_Planned(planner.lowered.graph, planner))
+    def _complete(self, graph: Graph) -> Graph:
+        """Return the graph of a candidate with its updates; remember its planner."""
+        lowered = self._whole
+        if graph is not self._splittable.graph:
+            lowered = _SliceCalls(self._splittable, graph).lowered()
+        planner = self._make(lowered)
+        self._planners.append(planner)
         return planner.lowered.graph
-
-    def _costs(self, graph: Graph) -> Profile:
-        return self._planner(graph).profile
 
     def _planner(self, graph: Graph) -> Planner:
         nodes = graph.nodes
-        return next(m.planner for m in self._made if m.graph.nodes is nodes)
+        return next(p for p in self._planners if p.lowered.graph.nodes is nodes)
 
 
-# A PyTorch step in slices or strips: the passes' graph, and calls of its nodes.
+# Calls of a graph that was cut into slices or strips.
 
 
-_OF = re.compile(r"[@\[]")
-"""What is behind it in a name tells which rows."""
+_ROWS = re.compile(r"[@\[]")
+"""Separates the name of a tensor from which rows of it a tensor has."""
 
 
-def in_slices(batched: Batched, graph: Graph) -> Lowered:
-    """The calls of a graph that was cut.
+class _SliceCalls:
+    """Writes the calls and layouts of a graph that the passes have cut.
 
     Args:
-        batched: The whole step.
-        graph: The same, split along what it says.
+        splittable: The whole step.
+        graph: Its graph, cut as its traits say.
     """
-    return _Calls(batched, graph).lowered()
 
-
-class _Calls:
-    def __init__(self, batched: Batched, graph: Graph) -> None:
-        self._batched, self._graph = batched, graph
-        self._whole = batched.lowered
+    def __init__(self, splittable: SplittableStep, graph: Graph) -> None:
+        self._splittable, self._graph = splittable, graph
+        self._whole = splittable.lowered
         self._calls: dict[str, Call] = {}
         self._layouts: dict[str, Layout] = {
             name: self._whole.layouts[name] for name in graph.inputs
         }
 
     def lowered(self) -> Lowered:
-        """The graph, with calls and layouts of all that is in it."""
-        nodes = tuple(self._written(node) for node in self._graph.nodes)
+        """Return the cut graph with calls and layouts."""
+        nodes = tuple(self._node(node) for node in self._graph.nodes)
         tensors = {name: self._spec(spec) for name, spec in self._graph.tensors.items()}
-        graph = replace(
-            self._graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes)
-        )
+        graph = replace(self._graph, tensors=MappingProxyType(tensors), nodes=nodes)
         return replace(
             self._whole, graph=graph, calls=self._calls, layouts=self._layouts
         )
 
-    def _written(self, node: Node) -> Node:
-        """Note how a node is called; the node as it is planned."""
-        known = self._whole.graph.by_name.get(node.name)
-        if known is not None:
-            more = len(node.inputs) - len(known.inputs)
-            self._calls[node.name] = _given(self._whole.calls[node.name], known, more)
+    def _node(self, node: Node) -> Node:
+        """Write the call of a node; return the node as it is planned."""
+        whole = self._whole.graph.by_name.get(node.name)
+        if whole is not None:
+            # A node that stays whole. Operands beyond its own are gathered results of
+            # slices, which stand in for its last operand.
+            call = self._whole.calls[node.name]
+            more = len(node.inputs) - len(whole.inputs)
+            if more:
+                last = len(whole.inputs) - 1
+                parts = [Operand(i) for i in range(last, last + more + 1)]
+                args = (parts if v == [Operand(last)] else v for v in call.args)
+                call = replace(call, args=tuple(args))
+            self._calls[node.name] = call
             for name in node.outputs:
                 self._layouts[name] = self._whole.layouts[name]
             traits = replace(node.traits, batch=None, strips=None)
@@ -294,128 +271,115 @@ class _Calls:
         if node.op == "slice":
             self._view(node)
         elif node.op == "concat":
-            self._join(node)
+            self._concat(node)
         else:
-            self._add(node)
+            # What a slice computes is added to the sum of those before.
+            self._layouts[node.outputs[0]] = self._layouts[node.inputs[0]]
+            self._calls[node.name] = Call(
+                torch.ops.aten.add_.Tensor, (Operand(0), Operand(1)), {}, (None,)
+            )
         return replace(node, attrs=MappingProxyType({}))
 
     def _spec(self, spec: TensorSpec) -> TensorSpec:
-        """As PyTorch's tensors are described: inputs are state."""
-        known = self._whole.graph.tensors.get(spec.name)
+        """Return a tensor as lowered graphs have it: bytes, and inputs are state."""
         if spec.name in self._graph.inputs:
             return replace(spec, role=Role.STATE, shape=(spec.nbytes,))
-        return spec if known is None else replace(spec, shape=(spec.nbytes,))
+        known = spec.name in self._whole.graph.tensors
+        return replace(spec, shape=(spec.nbytes,)) if known else spec
 
     def _slice(self, node: Node) -> Node:
+        """Write the call of a slice or strip; return its node."""
         first = node.name.rpartition("@")[0]
         whole = self._whole.graph.by_name[first]
-        cut = self._batched.cuts[first]
+        cut = self._splittable.cuts[first]
         for name, of, axis in zip(
             node.outputs, whole.outputs, cut.outputs, strict=True
         ):
             layout = self._whole.layouts[of]
             if axis is not None:
-                layout = of_rows(layout, axis, self._rows(name))
+                layout = layout_of_rows(layout, axis, self._rows(name))
             self._layouts[name] = layout
         if "strip" in node.attrs:
             call: Call = node.attrs["strip"]
         else:
-            call = self._sliced(self._whole.calls[first], whole, node, cut)
-        overwrites = self._overwritten(node) if call.into is not None else ()
+            axes = self._splittable.axes
+            narrowed = {
+                i: axis
+                for i, axis in cut.inputs.items()
+                if axes.get(whole.inputs[i]) != axis
+            }
+            shape = self._layouts[node.outputs[0]].shape
+            call = slice_call(
+                self._whole.calls[first], cut, node.attrs["rows"], shape, narrowed
+            )
+            call = replace(call, random=node.traits.random)
+        # A slice may overwrite operands that have the layout of its result.
+        overwrites: tuple[int, ...] = ()
+        if call.into is not None:
+            result = self._layouts[node.outputs[0]]
+            nbytes = self._graph.tensors[node.outputs[0]].nbytes
+            overwrites = tuple(
+                i
+                for i in node.traits.overwrites
+                if self._layouts[node.inputs[i]] == result
+                and self._graph.tensors[node.inputs[i]].nbytes == nbytes
+            )
         if not overwrites:
             call = replace(call, into=None, first=False)
         self._calls[node.name] = call
         traits = replace(node.traits, overwrites=overwrites)
         return replace(node, attrs=MappingProxyType({}), traits=traits)
 
-    def _sliced(self, call: Call, whole: Node, node: Node, cut: Cut) -> Call:
-        axes = self._batched.axes
-        narrowed = {
-            i: axis
-            for i, axis in cut.inputs.items()
-            if axes.get(whole.inputs[i]) != axis
-        }
-        shape = self._layouts[node.outputs[0]].shape
-        found = in_part(call, cut, node.attrs["rows"], shape, narrowed)
-        return replace(found, random=node.traits.random)
-
-    def _overwritten(self, node: Node) -> tuple[int, ...]:
-        result = self._layouts[node.outputs[0]]
-        nbytes = self._graph.tensors[node.outputs[0]].nbytes
-        return tuple(
-            i
-            for i in node.traits.overwrites
-            if self._layouts[node.inputs[i]] == result
-            and self._graph.tensors[node.inputs[i]].nbytes == nbytes
-        )
-
     def _view(self, node: Node) -> None:
-        """Some rows of what is there as one."""
+        """Write the view of a row range of an uncut tensor."""
         (held,), (view,) = node.inputs, node.outputs
         axis = self._axis(held)
         spec, count = self._graph.tensors[view], self._rows(view)
         start = spec.offset // (spec.nbytes // count)
-        self._layouts[view] = of_rows(self._layouts[held], axis, count, start)
-        place = axis.index, start * axis.each, count * axis.each
-        self._calls[node.name] = Call(_narrowed, (Operand(0), *place), {}, (None,))
+        self._layouts[view] = layout_of_rows(self._layouts[held], axis, count, start)
+        rows = axis.index, start * axis.each, count * axis.each
+        self._calls[node.name] = Call(_narrowed, (Operand(0), *rows), {}, (None,))
 
-    def _join(self, node: Node) -> None:
-        """Rows put together, as the whole tensor lies or would; zeros around them."""
+    def _concat(self, node: Node) -> None:
+        """Write the concatenation of rows, with zeros around them, in one layout."""
         (joined,) = node.outputs
-        axis, of = self._axis(joined), _OF.split(joined)[0]
+        axis, of = self._axis(joined), _ROWS.split(joined)[0]
         spec, layout = self._graph.tensors[joined], self._whole.layouts[of]
         if joined != of:
-            layout = of_rows(layout, axis, self._rows(joined))
+            layout = layout_of_rows(layout, axis, self._rows(joined))
         self._layouts[joined] = layout
         parts = [Operand(i) for i in range(len(node.inputs))]
         rows = [(a * axis.each, b * axis.each) for a, b in node.attrs["parts"]]
         before = node.attrs["before"] * axis.each
         items = spec.nbytes // layout.dtype.itemsize
-        lies = layout.shape, layout.stride, layout.offset, layout.dtype, layout.device
+        place = layout.shape, layout.stride, layout.offset, layout.dtype, layout.device
         self._calls[node.name] = Call(
-            _joined, (parts, rows, before, axis.index, items, *lies), {}, (None,)
+            _concatenated, (parts, rows, before, axis.index, items, *place), {}, (None,)
         )
 
     def _rows(self, name: str) -> int:
-        """Samples of a slice, or rows of a strip."""
+        """Return the samples of a slice, or rows of a strip."""
         return self._graph.tensors[name].shape[-2]
 
-    def _add(self, node: Node) -> None:
-        """What a slice leaves, added to the sum of those before."""
-        self._layouts[node.outputs[0]] = self._layouts[node.inputs[0]]
-        self._calls[node.name] = Call(
-            torch.ops.aten.add_.Tensor, (Operand(0), Operand(1)), {}, (None,)
-        )
-
     def _axis(self, name: str) -> Axis:
-        return self._batched.axes[_OF.split(name)[0]]
+        return self._splittable.axes[_ROWS.split(name)[0]]
 
 
-def _given(call: Call, node: Node, more: int) -> Call:
-    """A call with so many operands more: the last is what slices have left."""
-    if not more:
-        return call
-    last = len(node.inputs) - 1
-    left = [Operand(i) for i in range(last, last + more + 1)]
-    args = tuple(left if value == [Operand(last)] else value for value in call.args)
-    return replace(call, args=args)
-
-
-def in_part(
+def slice_call(
     call: Call,
     cut: Cut,
     rows: Rows,
     shape: Sequence[int],
     narrowed: Mapping[int, Axis],
 ) -> Call:
-    """A call for some samples.
+    """Return a call for some samples.
 
     Args:
-        call: For all of them.
+        call: The call for all samples.
         cut: How it is cut.
-        rows: Which samples.
-        shape: Of its first result.
-        narrowed: Operands that are given whole, of which it reads what it needs.
+        rows: The samples.
+        shape: Shape of the first result.
+        narrowed: Operands that are given whole, and their axes: the call reads a part.
     """
     leaves = {
         i: Number(
@@ -424,42 +388,42 @@ def in_part(
         )
         for i, axis in narrowed.items()
     }
-    args = [_put(leaves, value) for value in call.args]
+    args = [_replace_operands(leaves, value) for value in call.args]
     for position in cut.shaped:
         args[position] = list(shape)
     for position in cut.counted:
         args[position] = rows.count * next(iter(cut.inputs.values())).each
-    kwargs = {key: _put(leaves, value) for key, value in call.kwargs.items()}
+    kwargs = {k: _replace_operands(leaves, value) for k, value in call.kwargs.items()}
     found = replace(call, args=tuple(args), kwargs=kwargs)
     if not cut.averaged:
         return found
-    weighed = (call.function, rows.count / rows.total, *args)
-    return replace(found, function=_weighed, args=weighed, into=None)
+    weighted = (call.function, rows.count / rows.total, *args)
+    return replace(found, function=_weighted, args=weighted, into=None)
 
 
-def _put(leaves: Mapping[int, Number], value: Any) -> Any:
-    """An argument with some operands replaced."""
+def _replace_operands(leaves: Mapping[int, Number], value: Any) -> Any:
+    """Return an argument with some operands replaced."""
     match value:
         case Operand(index):
             return leaves.get(index, value)
         case list() | tuple():
-            return type(value)(_put(leaves, v) for v in value)
+            return type(value)(_replace_operands(leaves, v) for v in value)
         case _:
             return value
 
 
 def _narrowed(tensor: torch.Tensor, axis: int, start: int, count: int) -> torch.Tensor:
-    """Some entries along an axis."""
+    """Return a view of some entries along an axis."""
     return tensor.narrow(axis, start, count)
 
 
-def _weighed(function: Any, share: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A mean's share in that of the whole batch."""
+def _weighted(function: Any, share: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the mean over a slice times the slice's share of the batch."""
     mean: torch.Tensor = function(*args, **kwargs)
     return mean.mul_(share)
 
 
-def _joined(
+def _concatenated(
     parts: Sequence[torch.Tensor],
     rows: Sequence[tuple[int, int]],
     before: int,
@@ -471,20 +435,20 @@ def _joined(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Rows of parts behind each other, in memory that is laid out as is said.
+    """Concatenate row ranges of parts in memory of a given layout.
 
-    Some are zeros before them, as many as are said, and all that are behind them.
+    `before` rows of zeros come first; rows behind the parts are zeros as well.
     """
     memory = torch.empty(items, dtype=dtype, device=device)
     whole = memory.as_strided(shape, stride, offset)
     start = before
     for part, (first, past) in zip(parts, rows, strict=True):
-        mine = whole.narrow(axis, start, past - first)
-        part = part.narrow(axis, first, past - first)
+        target = whole.narrow(axis, start, past - first)
+        source = part.narrow(axis, first, past - first)
         for d, step in enumerate(stride):
             if step == 0:  # every entry is the same bytes
-                mine, part = mine.narrow(d, 0, 1), part.narrow(d, 0, 1)
-        mine.copy_(part)
+                target, source = target.narrow(d, 0, 1), source.narrow(d, 0, 1)
+        target.copy_(source)
         start += past - first
     if before:
         whole.narrow(axis, 0, before).zero_()

@@ -1,8 +1,10 @@
-"""Rewrite a graph so that it can be cut: same values by other operations.
+"""Rewrite a graph so that it can be cut: the same values by other operations.
 
-What is filled with a constant reads nothing, though PyTorch gives it a tensor to be
-like. A classes' loss divides by the whole batch's count: that is counted first, from
-labels alone; the loss is summed; the sum is divided.
+* Tensors filled with a constant do not read the tensor that gives their shape.
+* A mean loss of classes divides by a count over the whole batch. The count is computed
+  first, from labels alone; the loss is summed; the sum is divided.
+* For strips, batch norms in training become several nodes (`split_norms`), and the
+  gradients of images do not read the images (`without_shape_operands`).
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +20,14 @@ from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
 from mucudnn.torch.splitting.axes import Cut, Rule, Site
-from mucudnn.torch.splitting.batch_rules import MEAN, SUM, nll_counted
+from mucudnn.torch.splitting.batch_rules import COUNTED_LOSSES, MEAN, SUM
 
 
-class Rewriting(ABC):
-    """What is written so far; it begins with the tensors and calls that there are.
+class GraphRewriter(ABC):
+    """Writes the nodes of a graph anew, with additional tensors and calls.
 
     Args:
-        lowered: The step, which stays as it is.
+        lowered: The step, which is not changed.
     """
 
     def __init__(self, lowered: Lowered) -> None:
@@ -37,10 +39,10 @@ class Rewriting(ABC):
 
     @abstractmethod
     def write(self, node: Node) -> None:
-        """Append a node, or what is in its place."""
+        """Append a node, or its replacement."""
 
     def rewritten(self) -> Lowered:
-        """The same step by the nodes that are written."""
+        """Return the step with all nodes rewritten."""
         graph = self._lowered.graph
         for node in graph.nodes:
             self.write(node)
@@ -49,6 +51,39 @@ class Rewriting(ABC):
         return replace(
             self._lowered, graph=graph, calls=self.calls, layouts=self.layouts
         )
+
+    def declare(self, name: str, like: str, shape: tuple[int, ...]) -> str:
+        """Declare a contiguous tensor of another one's type and device."""
+        layout = self.layouts[like]
+        whole = torch.empty(shape, dtype=layout.dtype, device="meta")
+        self.layouts[name] = replace(Layout.of(whole), device=layout.device)
+        nbytes = whole.numel() * whole.element_size()
+        self.tensors[name] = TensorSpec(name, (nbytes,), "uint8")
+        return name
+
+    def add(
+        self,
+        node: Node,
+        suffix: str,
+        op: str,
+        call: Call,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        traits: NodeTraits = PLAIN,
+    ) -> None:
+        """Append one of the nodes that replace a node."""
+        name = f"{node.name}:{suffix}"
+        self.calls[name] = call
+        self.nodes.append(
+            Node(
+                name, op, tuple(inputs), tuple(outputs), phase=node.phase, traits=traits
+            )
+        )
+
+
+def _is_contiguous(layout: Layout) -> bool:
+    plain = torch.empty(layout.shape, device="meta").stride()
+    return layout.stride == tuple(plain)
 
 
 _FILLED: Mapping[str, Callable[[tuple[Any, ...]], Any]] = MappingProxyType(
@@ -61,103 +96,83 @@ _FILLED: Mapping[str, Callable[[tuple[Any, ...]], Any]] = MappingProxyType(
         "aten.new_full.default": lambda args: args[2],
     }
 )
-"""Operation -> what it fills a tensor with."""
+"""Operation -> the value that it fills a tensor with, given its arguments."""
 
 
 _UNFILLED = frozenset({"aten.empty_like.default", "aten.new_empty.default"})
 
 
-def prepared(lowered: Lowered) -> Lowered:
-    """The same step, ready to be cut."""
-    return _PartsWriter(lowered).rewritten()
+def rewrite_for_cutting(lowered: Lowered) -> Lowered:
+    """Rewrite constant tensors and mean losses of classes."""
+    return _FillsAndLosses(lowered).rewritten()
 
 
-class _PartsWriter(Rewriting):
+class _FillsAndLosses(GraphRewriter):
     def write(self, node: Node) -> None:
-        """A node, or what is in its place."""
+        """Append a node, or its replacement."""
         call = self.calls[node.name]
-        if node.op in nll_counted and _mean_of(call) and call.results[:1] == (0,):
+        if (
+            node.op in COUNTED_LOSSES
+            and call.args[3:4] in ((), (MEAN,))
+            and not call.kwargs
+            and call.results[:1] == (0,)
+        ):
             self._loss(node, call)
-        elif (node.op in _FILLED or node.op in _UNFILLED) and self._dense(node):
-            self.calls[node.name] = self._filled(node, call)
-            self.nodes.append(replace(node, inputs=()))
+        elif (
+            (node.op in _FILLED or node.op in _UNFILLED)
+            and _is_contiguous(self.layouts[node.outputs[0]])
+            and not any(map(_is_tensor, call.args[1:]))
+        ):
+            self._fill(node, call)
         else:
             self.nodes.append(node)
 
-    def _dense(self, node: Node) -> bool:
-        layout = self.layouts[node.outputs[0]]
-        plain = torch.empty(layout.shape, device="meta").stride()
-        leaves = [*self.calls[node.name].args[1:]]
-        return layout.stride == tuple(plain) and not any(map(_is_tensor, leaves))
-
-    def _filled(self, node: Node, call: Call) -> Call:
+    def _fill(self, node: Node, call: Call) -> None:
         layout = self.layouts[node.outputs[0]]
         kind = {"dtype": layout.dtype, "device": layout.device}
         sizes = list(layout.shape)
         if node.op in _UNFILLED:
             function: Any = torch.ops.aten.empty.memory_format
-            return Call(function, (sizes,), kind, (None,))
-        value = _FILLED[node.op](call.args)
-        return Call(torch.ops.aten.full.default, (sizes, value), kind, (None,))
+            filled = Call(function, (sizes,), kind, (None,))
+        else:
+            value = _FILLED[node.op](call.args)
+            function = torch.ops.aten.full.default
+            filled = Call(function, (sizes, value), kind, (None,))
+        self.calls[node.name] = filled
+        self.nodes.append(replace(node, inputs=()))
 
     def _loss(self, node: Node, call: Call) -> None:
-        """A mean over the labels that count."""
+        """Write a mean loss as the count of its labels, the sum, and the division."""
         scores, labels, weights, _, ignored = (*call.args, -100)[:5]
         loss = node.outputs[0]
-        count, total = f"{node.name}:count", f"{node.name}:sum"
         if len(node.outputs) > 1:
             count = node.outputs[1]
         else:
-            self._declare(count, loss)
-        self._declare(total, loss)
-        dtype = self.layouts[loss].dtype
+            count = self.declare(f"{node.name}:count", loss, ())
+        total = self.declare(f"{node.name}:sum", loss, ())
         read = [node.inputs[a.index] for a in (labels, weights) if _is_tensor(a)]
         given = [Operand(0), Operand(1) if _is_tensor(weights) else None]
-        counted = Call(_counted, (*given, ignored, dtype), {}, (None,))
-        self._add(node, "count", counted, tuple(read), count)
+        dtype = self.layouts[loss].dtype
+        counted = Call(_label_count, (*given, ignored, dtype), {}, (None,))
+        self.add(node, "count", f"{node.op}:count", counted, read, [count])
         args = (scores, labels, weights, SUM, ignored)
-        self._add(
-            node, "sums", replace(call, args=args, results=(0,)), node.inputs, total
-        )
+        summed = replace(call, args=args, results=(0,))
+        self.add(node, "sums", node.op, summed, node.inputs, [total])
         divided = Call(torch.ops.aten.div.Tensor, (Operand(0), Operand(1)), {}, (None,))
-        self._add(node, "mean", divided, (total, count), loss)
-
-    def _declare(self, name: str, like: str) -> None:
-        layout = self.layouts[like]
-        self.tensors[name] = replace(
-            self.tensors[like],
-            name=name,
-            alias=None,
-            shape=(layout.dtype.itemsize,),
-        )
-        self.layouts[name] = replace(layout, offset=0)
-
-    def _add(
-        self, node: Node, what: str, call: Call, inputs: tuple[str, ...], output: str
-    ) -> None:
-        name = f"{node.name}:{what}"
-        self.calls[name] = call
-        op = node.op if what == "sums" else f"{node.op}:{what}"
-        self.nodes.append(
-            Node(name, op, inputs, (output,), phase=node.phase, traits=PLAIN)
-        )
+        self.add(node, "mean", f"{node.op}:mean", divided, [total, count], [loss])
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Operand)
 
 
-def _mean_of(call: Call) -> bool:
-    return call.args[3:4] in ((), (MEAN,)) and not call.kwargs
-
-
-def _counted(
+def _label_count(
     labels: torch.Tensor,
     weights: torch.Tensor | None,
     ignored: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """How many labels count, or what they weigh."""
+    """Return the number of labels that are not ignored, or the sum of their weights."""
     counts = labels != ignored
     if weights is None:
         return counts.sum().to(dtype)
@@ -165,11 +180,12 @@ def _counted(
     return torch.where(counts, weights[known], 0).sum()
 
 
-# Batch normalisation in parts: what a strip adds to statistics, and what it is given.
+# Batch normalization by strips.
 #
-# Statistics of strips are merged (Chan, Golub and LeVeque, 1979); each strip is then
-# normalised by those of all. Gradients of parameters are sums over strips, and a
-# strip's own gradient follows from them. Kernels are PyTorch's for given statistics.
+# Forward: each strip computes its statistics, which are merged (Chan, Golub and
+# LeVeque, 1979); then each strip is normalized by the merged statistics. Backward:
+# gradients of parameters are sums over strips, and a strip's own gradient follows from
+# them. The kernels are PyTorch's for given statistics.
 
 
 SUMS = "batch_norm:sums"
@@ -184,7 +200,7 @@ GRAD_APPLY = "batch_norm:grad_apply"
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:
-    """Of each channel the mean, the squares beside it, and how many there are."""
+    """Return of each channel the mean, the sum of squared deviations, and the count."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
     variance, mean = torch.var_mean(x, axes, correction=0)
     count = x.numel() // x.shape[1]
@@ -198,10 +214,10 @@ def merged_parts(
     running_var: torch.Tensor | None,
     parts: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Statistics of all parts together.
+    """Merge the statistics of all strips.
 
     Returns:
-        The mean, one over the deviation, the variance, and both running statistics.
+        Mean, reciprocal of the deviation, variance, and new running statistics.
     """
     means, squares, counts = torch.stack(list(parts)).unbind(1)
     count = counts.sum(0)
@@ -226,7 +242,7 @@ def normalised(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A strip, by the statistics of all."""
+    """Normalize a strip by the merged statistics."""
     found: torch.Tensor = torch.ops.aten._native_batch_norm_legit_no_training(
         x, weight, bias, mean, variance, 0.0, eps
     )[0]
@@ -240,7 +256,7 @@ def grad_sums(
     mean: torch.Tensor,
     variance: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a strip adds to the gradients of weights and biases."""
+    """Return a strip's summands of the gradients of weights and biases."""
     _, weight, bias = torch.ops.aten.native_batch_norm_backward(
         *(gradient, x, None, mean, variance, None, None, False, eps),
         [False, True, True],
@@ -258,7 +274,7 @@ def grad_applied(
     of_bias: torch.Tensor,
     weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient of a strip, of so many elements of each channel in all."""
+    """Return the gradient of a strip, given the element count of a whole channel."""
     sizes = [1, -1, *[1] * (x.dim() - 2)]
     slope = inverse if weight is None else inverse * weight
     along = (inverse * of_weight).div_(-count)
@@ -272,7 +288,7 @@ def grad_applied(
 
 
 def _by_rows(*positions: int, **more: Any) -> Rule:
-    """Images at some positions, whose channels are not what is cut."""
+    """Return a rule for images at some positions, not cut along their channels."""
 
     def rule(site: Site) -> Cut | None:
         axis = site.axis(positions[0])
@@ -293,10 +309,7 @@ NORMS: Mapping[str, Rule] = MappingProxyType(
         GRAD_APPLY: _by_rows(1, 2),
     }
 )
-"""Operation -> how it is cut."""
-
-
-# Batch normalisations rewritten into parts: all but the statistics are cut.
+"""Operation -> its rule; the merge of statistics stays whole."""
 
 
 _WITH_RUNNING = "aten._native_batch_norm_legit_functional.default"
@@ -306,27 +319,27 @@ _WITHOUT_RUNNING = "aten._native_batch_norm_legit.no_stats"
 _BACKWARD = "aten.native_batch_norm_backward.default"
 
 
-_KEPT = NodeTraits(recomputable=False)
-"""Of statistics: they are not merged twice."""
+_NOT_RECOMPUTED = NodeTraits(recomputable=False)
+"""Traits of merged statistics: running statistics must not be updated twice."""
 
 
 _TYPES = frozenset({torch.float32, torch.float64})
-"""In which parts are computed; what is narrower stays whole."""
+"""Types of batch norms that are split; those of lower precision stay whole."""
 
 
-def with_norms_in_parts(lowered: Lowered) -> Lowered:
-    """The same step with batch norms of images in training as several nodes each."""
-    return _NormsWriter(lowered).rewritten()
+def split_norms(lowered: Lowered) -> Lowered:
+    """Rewrite batch norms of images in training as several nodes each."""
+    return _Norms(lowered).rewritten()
 
 
-class _NormsWriter(Rewriting):
+class _Norms(GraphRewriter):
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered)
         self._variances: dict[str, tuple[str, float]] = {}
-        """Mean of a norm in parts -> its variance, and what is added to that."""
+        """Mean of a split norm -> its variance, and the epsilon."""
 
     def write(self, node: Node) -> None:
-        """A node, or what is in its place."""
+        """Append a node, or its replacement."""
         call = self.calls[node.name]
         done = False
         if node.op in (_WITH_RUNNING, _WITHOUT_RUNNING):
@@ -337,76 +350,68 @@ class _NormsWriter(Rewriting):
             self.nodes.append(node)
 
     def _forward(self, node: Node, call: Call) -> bool:
+        """Write a norm as nodes; return whether it can be."""
         x, weight, bias, *rest = call.args
         running = rest[:-3] or [None, None]
         training, momentum, eps = rest[-3:]
         given = self._names(node, (x, weight, bias, *running))
         known = training is True and isinstance(momentum, float)
-        if 0 not in call.results or not known or not self._alike(given):
+        if 0 not in call.results or not known or not self._have_one_type(given):
             return False
         results = dict(zip(call.results, node.outputs, strict=True))
         image, weights, biases, *ran = given
         channels = self.layouts[image].shape[1]
-        left = self._declared(f"{node.name}:left", image, (3, channels))
+        sums_of_strip = self.declare(f"{node.name}:left", image, (3, channels))
         for path, kind in ((1, "mean"), (2, "inverse")):
             if path not in results:
                 name = f"{node.name}:{kind}"
-                results[path] = self._declared(name, image, (channels,))
-        variance = self._declared(f"{node.name}:variance", image, (channels,))
+                results[path] = self.declare(name, image, (channels,))
+        variance = self.declare(f"{node.name}:variance", image, (channels,))
         self._variances[results[1]] = variance, eps
-        self._add(node, SUMS, sums, (), [image], {None: left})
+        self._add(node, SUMS, sums, (), [image], {None: sums_of_strip})
         merged = {0: results[1], 1: results[2], 2: variance}
         merged |= {path: results[path] for path in (3, 4) if path in results}
-        options = momentum, eps
-        self._add(node, MERGE, merged_parts, options, [*ran, [left]], merged)
-        applied = [image, results[1], variance, weights, biases]
-        made = {None: results[0]}
-        self._add(node, APPLY, normalised, (eps,), applied, made)
+        read = [*ran, [sums_of_strip]]
+        self._add(node, MERGE, merged_parts, (momentum, eps), read, merged)
+        read = [image, results[1], variance, weights, biases]
+        self._add(node, APPLY, normalised, (eps,), read, {None: results[0]})
         return True
 
     def _backward(self, node: Node, call: Call) -> bool:
+        """Write the gradient of a split norm as nodes; return whether it is one."""
         names = self._names(node, call.args[:7])
         gradient, image, weights, _, _, mean, inverse = names
         known = self._variances.get(mean) if mean is not None else None
-        if known is None or not self._alike([gradient, image, weights]):
+        if known is None or not self._have_one_type([gradient, image, weights]):
             return False
         results = dict(zip(call.results, node.outputs, strict=True))
-        sizes = self.layouts[image].shape
+        shape = self.layouts[image].shape
         for path, kind in ((1, "weight"), (2, "bias")):
             if path not in results:
                 name = f"{node.name}:{kind}"
-                results[path] = self._declared(name, image, sizes[1:2])
+                results[path] = self.declare(name, image, shape[1:2])
         variance, eps = known
         read = [gradient, image, mean, variance]
-        sums = {0: results[1], 1: results[2]}
-        self._add(node, GRAD_SUMS, grad_sums, (eps,), read, sums)
-        if 0 not in results:
-            return True
-        count = torch.Size(sizes).numel() // sizes[1]
-        read = [gradient, image, mean, inverse, results[1], results[2], weights]
-        made = {None: results[0]}
-        self._add(node, GRAD_APPLY, grad_applied, (count,), read, made)
+        summed = {0: results[1], 1: results[2]}
+        self._add(node, GRAD_SUMS, grad_sums, (eps,), read, summed)
+        if 0 in results:
+            count = torch.Size(shape).numel() // shape[1]
+            read = [gradient, image, mean, inverse, results[1], results[2], weights]
+            made = {None: results[0]}
+            self._add(node, GRAD_APPLY, grad_applied, (count,), read, made)
         return True
 
     def _names(self, node: Node, values: Sequence[Any]) -> list[Any]:
-        """Tensors among arguments, and None for those that are not given."""
+        """Return the tensors among arguments; None for those that are not given."""
         return [
             node.inputs[value.index] if isinstance(value, Operand) else None
             for value in values
         ]
 
-    def _alike(self, names: Sequence[str | None]) -> bool:
-        """Whether tensors, the first one there, are in one type that is computed in."""
-        kinds = {self.layouts[name].dtype for name in names if name is not None}
-        return names[0] is not None and len(kinds) == 1 and kinds <= _TYPES
-
-    def _declared(self, name: str, like: str, sizes: tuple[int, ...]) -> str:
-        layout = self.layouts[like]
-        whole = torch.empty(sizes, dtype=layout.dtype, device="meta")
-        self.layouts[name] = replace(Layout.of(whole), device=layout.device)
-        nbytes = whole.numel() * whole.element_size()
-        self.tensors[name] = TensorSpec(name, (nbytes,), "uint8")
-        return name
+    def _have_one_type(self, names: Sequence[str | None]) -> bool:
+        """Return whether the first tensor is given and all have one supported type."""
+        types = {self.layouts[name].dtype for name in names if name is not None}
+        return names[0] is not None and len(types) == 1 and types <= _TYPES
 
     def _add(
         self,
@@ -417,7 +422,10 @@ class _NormsWriter(Rewriting):
         tensors: Sequence[Any],
         results: Mapping[Any, str],
     ) -> None:
-        """A part: a function of options, then tensors, the last perhaps of parts."""
+        """Append a node that calls a function of options and tensors.
+
+        Tensors may be None, and the last one a list: of the results of all strips.
+        """
         inputs: list[str] = []
         args: list[Any] = []
         for tensor in tensors:
@@ -428,25 +436,20 @@ class _NormsWriter(Rewriting):
                 args.append([Operand(inputs.index(name)) for name in tensor])
             else:
                 args.append(None if tensor is None else Operand(inputs.index(tensor)))
-        name = f"{node.name}:{op.partition(':')[2]}"
-        self.calls[name] = Call(
-            function, (*options, *args), MappingProxyType({}), tuple(results)
-        )
-        outputs = tuple(results.values())
-        traits = _KEPT if op == MERGE else PLAIN
-        self.nodes.append(
-            Node(name, op, tuple(inputs), outputs, phase=node.phase, traits=traits)
-        )
+        call = Call(function, (*options, *args), MappingProxyType({}), tuple(results))
+        traits = _NOT_RECOMPUTED if op == MERGE else PLAIN
+        suffix = op.partition(":")[2]
+        self.add(node, suffix, op, call, inputs, [*results.values()], traits)
 
 
-# Gradients without the operands of which they need the sizes alone.
+# Gradients without the operands of which they read the shape alone.
 #
-# PyTorch gives a gradient of images the images themselves, and reads nothing of them
-# but how large they are. A strip of the gradient would have to wait for them.
+# PyTorch passes the images to the gradient of images, which uses only their shape. A
+# strip of the gradient would have to wait for all of them.
 
 
 _IMAGE = 1
-"""Where gradients have the images."""
+"""Position of the images among the arguments of gradients."""
 
 
 _POOLS = frozenset(
@@ -460,17 +463,17 @@ _POOLS = frozenset(
 _CONVOLUTION = "aten.convolution_backward.default"
 
 _TRANSPOSED = 7
-"""Where the gradient of a convolution has whether it is a transposed one."""
+"""Position of the flag `transposed` among a convolution gradient's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class OfShape:
-    """A call of `of_shape`, by its arguments.
+class ShapedGradient:
+    """A call of `gradient_of_shape`, by its arguments.
 
     Attributes:
-        function: PyTorch's.
-        sizes: Of the images.
-        args: PyTorch's, without the images.
+        function: PyTorch's function.
+        sizes: Shape of the images.
+        args: PyTorch's arguments, without the images.
     """
 
     function: Any
@@ -478,60 +481,56 @@ class OfShape:
     args: tuple[Any, ...]
 
     @classmethod
-    def of(cls, call: Call) -> "OfShape | None":
-        """What is called; None if it is something else."""
-        if call.function is not of_shape:
+    def of(cls, call: Call) -> "ShapedGradient | None":
+        """Return the parts of a call; None if it calls another function."""
+        if call.function is not gradient_of_shape:
             return None
         function, sizes, *args = call.args
         return cls(function, tuple(sizes), tuple(args))
 
     def call(self, whole: Call) -> Call:
-        """As a call, like another."""
+        """Return another call with this function and these arguments."""
         args = (self.function, list(self.sizes), *self.args)
-        return replace(whole, function=of_shape, args=args, into=None)
+        return replace(whole, function=gradient_of_shape, args=args, into=None)
 
 
-def of_shape(
+def gradient_of_shape(
     function: Any, sizes: list[int], gradient: torch.Tensor, *args: Any
 ) -> Any:
-    """A gradient of images of which there are the sizes alone."""
+    """Compute a gradient of images from their shape."""
     image = gradient.new_zeros(()).expand(sizes)
     return function(gradient, image, *args)
 
 
 def without_shape_operands(lowered: Lowered) -> Lowered:
-    """The same step, whose gradients of images do not read them.
+    """Rewrite gradients of images so that they do not read the images.
 
-    A bias's gradient of a transposed convolution is a sum of its own: the rows that a
-    strip of the filter's reads overlap.
+    The bias's gradient of a transposed convolution becomes a sum of its own: the rows
+    that strips of the filter's gradient read overlap.
     """
-    return _ShapesWriter(lowered).rewritten()
+    return _ShapeOperands(lowered).rewritten()
 
 
-class _ShapesWriter(Rewriting):
+class _ShapeOperands(GraphRewriter):
     def write(self, node: Node) -> None:
-        """A node, or what is in its place."""
+        """Append a node, or its replacement."""
         call = self.calls[node.name]
-        of_images = node.op in _POOLS or (
-            node.op == _CONVOLUTION and call.results == (0,)
-        )
-        if of_images and self._shape_alone(node, call):
+        convolution = node.op == _CONVOLUTION
+        of_images = node.op in _POOLS or (convolution and call.results == (0,))
+        if of_images and self._reads_shape_alone(node, call):
             self._without_image(node, call)
-        elif node.op == _CONVOLUTION and call.results == (1, 2) and self._turned(call):
-            self._apart(node, call)
+        elif convolution and call.results == (1, 2) and call.args[_TRANSPOSED] is True:
+            self._separate_bias(node, call)
         else:
             self.nodes.append(node)
 
-    def _turned(self, call: Call) -> bool:
-        return call.args[_TRANSPOSED] is True
-
-    def _shape_alone(self, node: Node, call: Call) -> bool:
-        """Whether the images are dense, and are no other operand too."""
+    def _reads_shape_alone(self, node: Node, call: Call) -> bool:
+        """Return whether the images are contiguous, and no other operand too."""
         image = call.args[_IMAGE]
         others = [*call.args[:_IMAGE], *call.args[_IMAGE + 1 :]]
         if not isinstance(image, Operand) or image in others:
             return False
-        return _dense(self.layouts[node.inputs[image.index]])
+        return _is_contiguous(self.layouts[node.inputs[image.index]])
 
     def _without_image(self, node: Node, call: Call) -> None:
         gone = call.args[_IMAGE].index
@@ -541,12 +540,12 @@ class _ShapesWriter(Rewriting):
         ]
         sizes = self.layouts[node.inputs[gone]].shape
         args = (*moved[:_IMAGE], *moved[_IMAGE + 1 :])
-        self.calls[node.name] = OfShape(call.function, sizes, args).call(call)
+        self.calls[node.name] = ShapedGradient(call.function, sizes, args).call(call)
         inputs = (*node.inputs[:gone], *node.inputs[gone + 1 :])
         self.nodes.append(replace(node, inputs=inputs))
 
-    def _apart(self, node: Node, call: Call) -> None:
-        """A filter's gradient, and its bias's, of a transposed convolution."""
+    def _separate_bias(self, node: Node, call: Call) -> None:
+        """Write the gradients of filters and of a bias as two nodes."""
         filters, bias = node.outputs
         self.calls[node.name] = replace(
             call, args=(*call.args[:-1], [False, True, False]), results=(1,)
@@ -555,16 +554,6 @@ class _ShapesWriter(Rewriting):
         gradient = node.inputs[call.args[0].index]
         rank = len(self.layouts[gradient].shape)
         axes = [axis for axis in range(rank) if axis != 1]
-        name = f"{node.name}:bias"
         summed = torch.ops.aten.sum.dim_IntList
-        self.calls[name] = Call(
-            summed, (Operand(0), axes), MappingProxyType({}), (None,)
-        )
-        self.nodes.append(
-            Node(name, str(summed), (gradient,), (bias,), phase=node.phase)
-        )
-
-
-def _dense(layout: Layout) -> bool:
-    plain = torch.empty(layout.shape, device="meta").stride()
-    return layout.stride == tuple(plain)
+        call = Call(summed, (Operand(0), axes), MappingProxyType({}), (None,))
+        self.add(node, "bias", str(summed), call, [gradient], [bias])

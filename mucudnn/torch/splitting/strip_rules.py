@@ -1,7 +1,12 @@
-"""Rules that cut PyTorch's operations along the height, by strips.
+"""Rules that cut PyTorch's operations along the height of images, into strips.
 
-What a strip reads beyond the image is zeros that are there, so that it is padded alike
-at both ends: PyTorch's convolutions know no other padding.
+An operation that computes each row from the same row of its operands is cut by its rule
+for the batch. Operations with windows (convolutions, pools, resized and padded images)
+have rules here: for the rows that a strip computes, a rule gives the rows that it reads
+and the arguments of its call. Other operations stay whole.
+
+Rows that a strip of a convolution reads beyond the image are stored as zeros. PyTorch's
+convolutions pad both ends alike, which the first and the last strip could not use.
 """
 
 import math
@@ -18,24 +23,24 @@ from mucudnn.ir.traits import Interval, Rows, Window
 from mucudnn.torch.lowering.lowered import Call
 from mucudnn.torch.splitting.axes import Axis, Cut, Site, StripCall
 from mucudnn.torch.splitting.batch_rules import carried, cut_of
-from mucudnn.torch.splitting.prepare import NORMS, OfShape
+from mucudnn.torch.splitting.prepare import NORMS, ShapedGradient
 
 _HEIGHT = Axis(HEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Of a convolution, as PyTorch has them behind its tensors.
+    """Options of a convolution, one number for each spatial axis.
 
     Attributes:
-        window: Along the height.
-        before: Arguments in front of them.
-        stride: Steps of the windows.
-        padding: Rows and columns around an image.
-        dilation: Steps within windows.
-        transposed: Whether it is the gradient of a convolution by its images.
-        beyond: Rows and columns that a transposed one has more of.
-        behind: Arguments behind those.
+        window: The window along the height.
+        before: Arguments before the options.
+        stride: Strides.
+        padding: Padding.
+        dilation: Dilations.
+        transposed: Whether the convolution is transposed.
+        output_padding: Additional rows and columns of a transposed convolution.
+        behind: Arguments behind the options.
     """
 
     window: Window
@@ -44,37 +49,37 @@ class _Options:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     transposed: bool
-    beyond: tuple[int, ...]
+    output_padding: tuple[int, ...]
     behind: tuple[Any, ...]
 
     @classmethod
     def of(cls, args: Sequence[Any], first: int, filters: Sequence[int]) -> "_Options":
-        """Those that begin at an argument; one number for all axes is as many."""
+        """Return the options that begin at argument `first`."""
         dims = len(filters) - HEIGHT
-        stride, padding, dilation, transposed, beyond, *behind = args[first:]
-        stride, padding, dilation, beyond = (
+        stride, padding, dilation, transposed, more, *behind = args[first:]
+        stride, padding, dilation, more = (
             tuple(some) * (dims if len(some) == 1 else 1)
-            for some in (stride, padding, dilation, beyond)
+            for some in (stride, padding, dilation, more)
         )
         window = Window(filters[HEIGHT], stride[0], padding[0], dilation[0])
-        options = stride, padding, dilation, transposed, beyond
+        options = stride, padding, dilation, transposed, more
         return cls(window, tuple(args[:first]), *options, tuple(behind))
 
-    def args(self, padding: int, beyond: int = 0) -> tuple[Any, ...]:
-        """All arguments of a strip, with this padding along the height."""
+    def args(self, padding: int, output_padding: int = 0) -> tuple[Any, ...]:
+        """Return all arguments of a strip with this padding along the height."""
         return (
             *self.before,
             list(self.stride),
             [padding, *self.padding[1:]],
             list(self.dilation),
             self.transposed,
-            [beyond, *self.beyond[1:]],
+            [output_padding, *self.output_padding[1:]],
             *self.behind,
         )
 
 
 def convolution(site: Site, call: Call) -> Cut | None:
-    """Of images with filters, and perhaps a bias."""
+    """Cut a convolution; the rows that a strip reads include its halo."""
     x = site.operand(0)
     if x is None or not _images(site, 0) or x == site.operand(1):
         return None
@@ -95,13 +100,13 @@ def convolution(site: Site, call: Call) -> Cut | None:
 
 
 def convolution_backward(site: Site, call: Call) -> Cut | None:
-    """By images, of which there are the sizes alone; or by filters and a bias."""
-    if (found := OfShape.of(call)) is not None:
-        return _by_images(site, found, call)
-    return _by_filters(site, call) if 0 not in call.results else None
+    """Cut the gradient of images, or the gradients of filters and bias."""
+    if (found := ShapedGradient.of(call)) is not None:
+        return _image_gradient(site, found, call)
+    return _filter_gradient(site, call) if 0 not in call.results else None
 
 
-def _by_images(site: Site, of: OfShape, call: Call) -> Cut | None:
+def _image_gradient(site: Site, of: ShapedGradient, call: Call) -> Cut | None:
     site = replace(site, args=of.args)
     gradient = site.operand(0)
     if gradient is None or not _images(site, 0) or gradient == site.operand(1):
@@ -121,8 +126,8 @@ def _by_images(site: Site, of: OfShape, call: Call) -> Cut | None:
     return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
 
 
-def _by_filters(site: Site, call: Call) -> Cut | None:
-    """Rows of each window's gradient once, and those under them."""
+def _filter_gradient(site: Site, call: Call) -> Cut | None:
+    """Cut the rows of the output's gradient once; a strip also reads their windows."""
     gradient, x = site.operand(0), site.operand(1)
     known = _images(site, 0) and _images(site, 1)
     if gradient is None or x is None or not known or gradient == x:
@@ -143,7 +148,7 @@ def _by_filters(site: Site, call: Call) -> Cut | None:
 
 
 def _images(site: Site, position: int) -> bool:
-    """Whether an argument has images whose height is where images have it."""
+    """Return whether an argument has images, cut along their height."""
     return site.axis(position) == _HEIGHT and len(site.shape(position)) > HEIGHT
 
 
@@ -151,24 +156,24 @@ def _with(call: Call, args: tuple[Any, ...]) -> Call:
     return replace(call, args=args, into=None)
 
 
-# PyTorch's pools by strips, and their gradients.
+# Pools and their gradients.
 #
-# A maximum's position counts through all of an image; within a strip it counts from the
-# strip's first row, which is where its first window begins.
+# The index of a maximum counts the elements of the whole image. Within a strip it
+# counts from the strip's first row, which is where its first window begins.
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What a pool's arguments say, one number for each axis of an image.
+    """Options of a pool, one number for each spatial axis.
 
     Attributes:
-        window: Along the height.
-        kernel: Rows and columns of a window.
-        stride: Steps of the windows.
-        padding: Rows and columns around an image.
-        dilation: Steps within windows.
-        ceil: Whether windows may begin inside of an image and end outside.
-        behind: Arguments behind those.
+        window: The window along the height.
+        kernel: Size of a window.
+        stride: Strides.
+        padding: Padding.
+        dilation: Dilations.
+        ceil: PyTorch's `ceil_mode`: windows may end outside of the image.
+        behind: Arguments behind the options.
     """
 
     window: Window
@@ -181,7 +186,7 @@ class _Pool:
 
     @classmethod
     def of(cls, args: Sequence[Any], dims: int, *, dilated: bool) -> "_Pool":
-        """Of the arguments that begin with the kernel."""
+        """Return the options among arguments that begin with the kernel."""
         kernel, *rest = args
         stride = rest[0] if rest and rest[0] else kernel
         padding = rest[1] if len(rest) > 1 else [0]
@@ -195,20 +200,20 @@ class _Pool:
         return cls(window, kernel, stride, padding, dilation, ceil, tuple(behind))
 
     def args(self, *, dilated: bool) -> tuple[Any, ...]:
-        """Those of a strip, which has no padding along the height."""
+        """Return the arguments of a strip, which has no padding along the height."""
         padding = [0, *self.padding[1:]]
         dilation = [list(self.dilation)] if dilated else []
         return list(self.kernel), list(self.stride), padding, *dilation, self.ceil
 
     def gathered(self, x: Rows, windows: int) -> tuple[tuple[int, int], int, int]:
-        """Windows that hold some rows, and the rows from the first's on to the last."""
+        """Return the windows that contain some rows, and first and last row of them."""
         first, past = self.window.holding(x, windows)
         start, stop = self.window.under(Rows(first, past, windows))
         return (first, past), start, max(stop, x.stop)
 
 
 def max_pool(site: Site, call: Call) -> Cut | None:
-    """The largest of every window, and where it is."""
+    """Cut a maximum pool, with the indices of the maxima."""
     x, dims = site.operand(0), len(site.shape(0)) - HEIGHT
     if x is None or site.axis(0) != _HEIGHT or dims < 1:
         return None
@@ -222,15 +227,16 @@ def max_pool(site: Site, call: Call) -> Cut | None:
         reads = max(first, 0), min(stop, size)
         around = reads[0] - first, stop - reads[1]
         args = (call.function, around, first * row, *call.args[:1])
-        mine = replace(call, function=_largest, args=(*args, *pool.args(dilated=True)))
+        args = (*args, *pool.args(dilated=True))
+        mine = replace(call, function=_max_pool_strip, args=args)
         return StripCall({x: reads}, y.interval, mine)
 
     return Cut({x: _HEIGHT}, (_HEIGHT,) * len(site.outputs), stripped=strip)
 
 
 def max_pool_backward(site: Site, call: Call) -> Cut | None:
-    """To where each largest was; sizes of the images are given alone."""
-    of = OfShape.of(call)
+    """Cut the gradient of a maximum pool."""
+    of = ShapedGradient.of(call)
     if of is None or not _covers(of, dilated=True):
         return None
     gradient, places = of.args[0].index, of.args[-1].index
@@ -244,7 +250,8 @@ def max_pool_backward(site: Site, call: Call) -> Cut | None:
         reads, start, stop = pool.gathered(rows.of(of.sizes[HEIGHT]), windows)
         sizes = (*of.sizes[:HEIGHT], stop - start, *of.sizes[HEIGHT + 1 :])
         args = (of.args[0], of.function, start * row, *pool.args(dilated=True))
-        mine = OfShape(_back_to_largest, sizes, (*args, of.args[-1])).call(call)
+        args = (*args, of.args[-1])
+        mine = ShapedGradient(_max_pool_gradient, sizes, args).call(call)
         return StripCall({gradient: reads, places: reads}, (start, stop), mine)
 
     read = {gradient: _HEIGHT, places: _HEIGHT}
@@ -252,7 +259,7 @@ def max_pool_backward(site: Site, call: Call) -> Cut | None:
 
 
 def avg_pool(site: Site, call: Call) -> Cut | None:
-    """The mean of every window, of zeros around the image as well."""
+    """Cut an average pool, if every window divides by the same count."""
     x, dims = site.operand(0), len(site.shape(0)) - HEIGHT
     if x is None or site.axis(0) != _HEIGHT or dims < 1:
         return None
@@ -271,8 +278,8 @@ def avg_pool(site: Site, call: Call) -> Cut | None:
 
 
 def avg_pool_backward(site: Site, call: Call) -> Cut | None:
-    """A share of every window's gradient; sizes of the images are given alone."""
-    of = OfShape.of(call)
+    """Cut the gradient of an average pool."""
+    of = ShapedGradient.of(call)
     if of is None or not _covers(of, dilated=False):
         return None
     gradient = of.args[0].index
@@ -292,9 +299,9 @@ def avg_pool_backward(site: Site, call: Call) -> Cut | None:
 
 
 def _alike(pool: _Pool, size: int, windows: int) -> bool:
-    """Whether every window divides by as many rows, wherever along the height it is.
+    """Return whether every window along the height divides by the same number of rows.
 
-    Rows around the image count, and no window reaches beyond them.
+    This is so if padding counts, and no window reaches beyond it.
     """
     counted = pool.behind[0] if pool.behind else True
     last = (windows - 1) * pool.window.stride + pool.window.span
@@ -302,30 +309,30 @@ def _alike(pool: _Pool, size: int, windows: int) -> bool:
     return inside and (counted or not pool.window.padding)
 
 
-def _covers(of: OfShape, *, dilated: bool) -> bool:
-    """Whether a strip has as many windows as PyTorch finds in its rows.
+def _covers(of: ShapedGradient, *, dilated: bool) -> bool:
+    """Return whether PyTorch finds the intended number of windows in a strip's rows.
 
-    It finds one more where rows are left over behind the last and are rounded up.
+    With `ceil_mode` it finds one more if rows are left over behind the last window.
     """
     pool = _Pool.of(of.args[1:], len(of.sizes) - HEIGHT, dilated=dilated)
     return not pool.ceil or pool.window.span >= pool.window.stride
 
 
-def _largest(
+def _max_pool_strip(
     function: Any,
     around: tuple[int, int],
     before: int,
     image: torch.Tensor,
     *args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A strip's maxima, and where they are in the whole image.
+    """Return a strip's maxima, and their indices in the whole image.
 
     Args:
         function: PyTorch's pool.
-        around: Rows above and below the image that windows reach over.
-        before: Elements of the image in front of the strip's first window.
+        around: Rows of windows above and below the image.
+        before: Elements of the image before the strip's first window.
         image: The strip.
-        args: Further ones of the pool.
+        args: Further arguments of the pool.
     """
     if any(around):
         columns = [0, 0] * (image.dim() - HEIGHT - 1)
@@ -334,36 +341,37 @@ def _largest(
     return largest, places.add_(before)
 
 
-def _back_to_largest(
+def _max_pool_gradient(
     gradient: torch.Tensor,
     image: torch.Tensor,
     function: Any,
     before: int,
     *args: Any,
 ) -> torch.Tensor:
-    """The gradient of a strip, from maxima whose places are in the whole image."""
+    """Return the gradient of a strip, given indices of maxima in the whole image."""
     *options, places = args
-    most = math.prod(image.shape[HEIGHT:]) - 1
-    here = places.sub(before).clamp_(0, most)
-    found: torch.Tensor = function(gradient, image, *options, here)
+    last = math.prod(image.shape[HEIGHT:]) - 1
+    local = places.sub(before).clamp_(0, last)
+    found: torch.Tensor = function(gradient, image, *options, local)
     return found
 
 
-# PyTorch's resized and padded images by strips.
+# Resized and padded images.
 #
-# Images grow by a whole number of times; where neighbours are mixed, one row more on
-# each side is read, and what a strip makes of its own border is not kept.
+# Images are enlarged by an integer factor. Where neighbours are interpolated, one more
+# row on each side is read, and the rows that a strip computes at its own border are
+# dropped.
 
 
-_TIMES = 12
-"""Up to which a scale's reciprocal is rounded up: no row falls below its own."""
+_MAX_INEXACT_SCALE = 12
+"""Up to this scale the reciprocal is rounded such that no row maps below its own."""
 
 
 def _resized(around: int, site: Site, call: Call) -> Cut | None:
-    """Images that grow; `around` is how many rows are read on each side."""
+    """Cut an enlargement of images that reads `around` more rows on each side."""
     x = site.operand(0)
-    if x is None or site.axis(0) != _HEIGHT or _corners(around, call.args[2:3]):
-        return None
+    if x is None or site.axis(0) != _HEIGHT or (around and call.args[2:3] == (True,)):
+        return None  # with aligned corners each row has other weights
     size, total = site.shape(0)[HEIGHT], site.outputs[0].shape[HEIGHT]
     columns = site.outputs[0].shape[HEIGHT + 1 :]
     scale = _scale(around, size, total, call)
@@ -374,10 +382,11 @@ def _resized(around: int, site: Site, call: Call) -> Cut | None:
         y = rows.of(total)
         start = max(0, y.start // scale - around)
         stop = min(size, -(-y.stop // scale) + around)
-        sizes = [(stop - start) * scale, *columns]
-        args = _sized(call, sizes)
+        image, sizes, *rest = call.args
+        if sizes is not None:
+            sizes = [(stop - start) * scale, *columns]
         made = start * scale, stop * scale
-        mine = replace(call, args=args, into=None)
+        mine = replace(call, args=(image, sizes, *rest), into=None)
         return StripCall({x: (start, stop)}, made, mine)
 
     return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
@@ -387,7 +396,7 @@ def _resized_backward(around: int, site: Site, call: Call) -> Cut | None:
     gradient = site.operand(0)
     if gradient is None or site.axis(0) != _HEIGHT:
         return None
-    if _corners(around, call.args[3:4]):
+    if around and call.args[3:4] == (True,):
         return None
     out, before, *rest = call.args[1:]
     scale = _scale(around, before[HEIGHT], out[0], call)
@@ -415,37 +424,26 @@ bilinear = partial(_resized, 1)
 bilinear_backward = partial(_resized_backward, 1)
 
 
-def _corners(around: int, aligned: Sequence[Any]) -> bool:
-    """Whether corners lie over corners: then each row is mixed by another share."""
-    return bool(around) and aligned == (True,)
-
-
 def _scale(around: int, size: int, total: int, call: Call) -> int | None:
-    """How many times as large images become; None if strips would be rounded otherwise.
+    """Return the integer scale of an enlargement; None if strips would round otherwise.
 
-    Shares of neighbours are exact for powers of two. PyTorch may be told the number
-    beside the sizes, and then goes by that.
+    Weights of neighbours are exact for powers of two. If PyTorch is given the scale
+    beside the sizes, it computes with that one, so the two have to be equal.
     """
     scale, rest = divmod(total, size)
-    said = [a for a in call.args if isinstance(a, float)]
+    given = [a for a in call.args if isinstance(a, float)]
     lists = [a for a in call.args if isinstance(a, list | tuple) and a]
-    said += [a[0] for a in lists if isinstance(a[0], float)]
-    if rest or not scale or any(number != scale for number in said[:1]):
+    given += [a[0] for a in lists if isinstance(a[0], float)]
+    if rest or not scale or any(number != scale for number in given[:1]):
         return None
-    exact = not scale & (scale - 1)
-    return scale if exact or (not around and scale <= _TIMES) else None
-
-
-def _sized(call: Call, sizes: list[int]) -> tuple[Any, ...]:
-    """Arguments with the sizes of a strip, if they have any."""
-    image, asked, *rest = call.args
-    return image, asked if asked is None else sizes, *rest
+    exact = not scale & (scale - 1) or (not around and scale <= _MAX_INEXACT_SCALE)
+    return scale if exact else None
 
 
 def pad(site: Site, call: Call) -> Cut | None:
-    """Zeros around images, or less of them; of other axes than the height any number.
+    """Cut a padding, by zeros along the split axis, or a cropping.
 
-    A strip reads one row of the image at least.
+    A strip reads at least one row of the image.
     """
     axis, widths = site.axis(0), list(site.arg(1))
     rank = len(site.shape(0))
@@ -462,7 +460,7 @@ def pad(site: Site, call: Call) -> Cut | None:
 
 
 def slice_backward(site: Site, call: Call) -> Cut | None:
-    """Zeros around what was cut out of images, row by row."""
+    """Cut the gradient of a slice of images, which is padded by zeros."""
     axis = site.axis(0)
     sizes, dim, start, _, step = call.args[1:]
     if axis is None or axis.each != 1 or dim % len(sizes) != axis.index or step != 1:
@@ -476,7 +474,7 @@ def slice_backward(site: Site, call: Call) -> Cut | None:
 
 
 def _shifted(site: Site, axis: Axis, before: int, call: Call) -> Cut | None:
-    """Rows of images as they are, with so many of zeros above them."""
+    """Cut a call that copies rows behind `before` rows of zeros."""
     x = site.operand(0)
     if x is None:
         return None
@@ -491,27 +489,21 @@ def _shifted(site: Site, axis: Axis, before: int, call: Call) -> Cut | None:
     return Cut({x: axis}, (axis,), stripped=strip)
 
 
-# How PyTorch's operations are cut into strips: rows of images, and what windows reach.
-#
-# What computes each row from the same row of all that it reads is cut as it is along
-# the batch; the rest has rules of its own, or stays whole.
-
-
 def strip_of(site: Site, call: Call) -> Cut | None:
-    """How a call is cut into strips; None if it stays whole."""
+    """Return how a call is cut into strips; None if it stays whole."""
     if site.op in NORMS:
         return NORMS[site.op](site)
-    if (cut := cut_of(site, call)) is not None:  # each row by itself
+    if (cut := cut_of(site, call)) is not None:  # row by row
         return cut
     rule = IMAGE_RULES.get(site.op)
     return None if rule is None else rule(site, call)
 
 
 def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
-    """Where the height is in results of a call that stays whole.
+    """Return the split axes of the results of a call that stays whole.
 
-    Images are taken to be made of images. Where that is wrong it is no harm: a rule
-    holds along any axis.
+    The results of images are taken for images. If that is wrong, nothing is computed
+    wrong: the rules hold along any axis.
     """
     if site.op == _CROPPED:
         return (site.axis(0),)
@@ -524,7 +516,7 @@ def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
 
 
 _CROPPED = "aten.slice.Tensor"
-"""What is a view of some rows: strips read theirs of it as one."""
+"""A view of some rows, of which strips read row ranges."""
 
 
 IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType(

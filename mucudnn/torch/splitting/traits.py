@@ -1,13 +1,12 @@
-"""Where the batch or the height is in a lowered graph: its nodes say how to cut them.
+"""Follow the split axis through a lowered graph, and set traits that tell how to cut.
 
-From the tensors of a batch on, the rules of operations tell where the samples of every
-result are, or the rows of its images. A tensor whose samples are stretches of its
-storage has rows in the graph that the passes see, as have images whose rows are
-stretches of each of its channels; of any other tensor a slice of a call reads what it
-needs itself.
+From the tensors of a batch on, the rules of operations give the split axis of every
+result. A tensor has rows in the graph that the passes see if its samples are contiguous
+runs of its storage, or if the rows of images are, in each of their channels. Of any
+other tensor a slice of a call narrows what it needs itself.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,15 +25,15 @@ _SAMPLES = 0
 
 
 @dataclass(frozen=True)
-class Batched:
-    """A lowered graph of which is known where the batch, or the height, is.
+class SplittableStep:
+    """A lowered graph that can be cut along the batch or the height.
 
     Attributes:
-        lowered: Its nodes say how they are cut, and tensors with rows have two axes:
-            samples and bytes of one; images have two before them, one and how many
-            stretches of rows there are.
+        lowered: The traits of its nodes tell how they are cut. Tensors with rows have
+            two axes, samples and bytes of one; images have two axes before them, of
+            size one and of the number of runs (see `rows_in`).
         cuts: Node -> how its call is cut.
-        axes: Tensor that has rows -> where they are.
+        axes: Tensor that has rows -> its split axis.
     """
 
     lowered: Lowered
@@ -43,106 +42,104 @@ class Batched:
 
     @property
     def graph(self) -> Graph:
-        """What passes work on."""
+        """The graph that passes work on."""
         return self.lowered.graph
 
 
-def with_batches(lowered: Lowered, batch: Collection[str], samples: int) -> Batched:
-    """Follow the samples of a batch through a graph.
+def follow_rows(
+    lowered: Lowered, inputs: Mapping[str, Axis], samples: int | None
+) -> SplittableStep:
+    """Follow the split axis of some inputs through a graph.
 
     Args:
         lowered: The graph.
-        batch: Its inputs whose first axis has the samples.
-        samples: How many.
+        inputs: Input -> its split axis.
+        samples: Number of samples along the batch; None to follow the rows of images.
     """
-    return _followed(_Following(lowered, samples), dict.fromkeys(batch, Axis(0)))
-
-
-def with_strips(lowered: Lowered, images: Mapping[str, Axis]) -> Batched:
-    """Follow the rows of images through a graph.
-
-    Args:
-        lowered: The graph.
-        images: Its inputs that have some, and where.
-    """
-    return _followed(_Following(lowered, None), images)
-
-
-def _followed(following: "_Following", given: Mapping[str, Axis]) -> Batched:
-    lowered = following.lowered
-    for name, axis in given.items():
-        following.found(name, axis)
-    nodes = tuple(following.visited(node) for node in lowered.graph.nodes)
+    follower = _Follower(lowered, samples)
+    for name, axis in inputs.items():
+        follower.set_axis(name, axis)
+    nodes = tuple(follower.visit(node) for node in lowered.graph.nodes)
     tensors = {
-        name: following.shaped(spec, name in given)
+        name: follower.spec(spec, name in inputs)
         for name, spec in lowered.graph.tensors.items()
     }
     graph = replace(lowered.graph, tensors=MappingProxyType(tensors), nodes=nodes)
-    return Batched(replace(lowered, graph=graph), following.cuts, following.rows)
+    return SplittableStep(replace(lowered, graph=graph), follower.cuts, follower.rows)
 
 
-class _Following:
-    """Follows samples, of which there are so many; or rows of images, if None."""
+class _Follower:
+    """See `follow_rows`.
+
+    Attributes:
+        rows: Split axis of the tensors that have rows in the passes' graph.
+        cuts: Node -> how its call is cut.
+    """
 
     def __init__(self, lowered: Lowered, samples: int | None) -> None:
-        self.lowered, self._samples = lowered, samples
-        self._axes: dict[str, Axis] = {}
         self.rows: dict[str, Axis] = {}
         self.cuts: dict[str, Cut] = {}
+        self._lowered, self._samples = lowered, samples
+        self._axes: dict[str, Axis] = {}
         self._sliced: set[str] = set()
 
-    def visited(self, node: Node) -> Node:
-        """A node with how it is cut, if it is.
+    def set_axis(self, name: str, axis: Axis) -> None:
+        """Note the split axis of a tensor."""
+        self._axes[name] = axis
+        if self._has_rows(name, axis):
+            self.rows[name] = axis
 
-        A view of what is whole stays so: it costs nothing, and its rows are views.
+    def visit(self, node: Node) -> Node:
+        """Return a node with traits that tell how it is cut, if it can be.
+
+        A view of an uncut tensor stays whole: it costs nothing, and row ranges of it
+        are views.
         """
-        site, call = self._site(node), self.lowered.calls[node.name]
+        site, call = self._site(node), self._lowered.calls[node.name]
         strips = self._samples is None
         cut = None
         if not node.mutates:
             cut = strip_of(site, call) if strips else cut_of(site, call)
         view = node.traits.view and self._sliced.isdisjoint(node.inputs)
-        if cut is None or view or not self._cuttable(node, cut):
-            if cut is not None:
-                axes = cut.outputs
-            else:
-                axes = strip_carried(site, call) if strips else carried(site, call)
-            self._follow(node, axes)
+        if cut is None:
+            axes = strip_carried(site, call) if strips else carried(site, call)
+        else:
+            axes = cut.outputs
+        whole = cut is None or view or not self._cuttable(node, cut)
+        for name, axis in zip(node.outputs, axes, strict=True):
+            if axis is not None:
+                self.set_axis(name, axis)
+        if cut is None or whole:
             return node
-        self._follow(node, cut.outputs)
         self._sliced.update(node.outputs)
         self.cuts[node.name] = cut
         random = node.traits.random and node.op not in UNDRAWN
-        traits = replace(node.traits, random=random)
         if strips:
-            return replace(node, traits=replace(traits, strips=self._strips(node, cut)))
-        return replace(node, traits=replace(traits, batch=self._batch(node, cut)))
+            traits = replace(node.traits, random=random, strips=self._strips(node, cut))
+        else:
+            batch = Batch(*self._places(node, cut, _SAMPLES), sliced=_with_rows)
+            traits = replace(node.traits, random=random, batch=batch)
+        return replace(node, traits=traits)
 
-    def shaped(self, spec: TensorSpec, given: bool) -> TensorSpec:
-        """A tensor as passes see it."""
+    def spec(self, spec: TensorSpec, given: bool) -> TensorSpec:
+        """Return a tensor as passes see it; `given` ones become inputs."""
         axis = self.rows.get(spec.name)
         if axis is None:
             return replace(spec, shape=(1, spec.nbytes))
-        found = rows_in(self.lowered.layouts[spec.name], axis, spec.nbytes)
+        found = rows_in(self._lowered.layouts[spec.name], axis, spec.nbytes)
         if found is None:
             raise AssertionError(f"{spec.name} has rows and lies otherwise")
         shape = found[1:] if self._samples is not None else (1, *found)
         return replace(spec, shape=shape, role=Role.INPUT if given else spec.role)
 
-    def found(self, name: str, axis: Axis) -> None:
-        """Samples, or rows, of a tensor are along an axis."""
-        self._axes[name] = axis
-        if self._has_rows(name, axis):
-            self.rows[name] = axis
-
     def _site(self, node: Node) -> Site:
-        call, layouts = self.lowered.calls[node.name], self.lowered.layouts
+        call, layouts = self._lowered.calls[node.name], self._lowered.layouts
         inputs = tuple(layouts[name] for name in node.inputs)
         axes = tuple(self._axes.get(name) for name in node.inputs)
         batch = self._samples
         if batch is None:
             known = zip(inputs, axes, strict=True)
-            rows = (lies.shape[at.index] // at.each for lies, at in known if at)
+            rows = (layout.shape[at.index] // at.each for layout, at in known if at)
             batch = next(rows, 0)
         return Site(
             node.op,
@@ -155,82 +152,76 @@ class _Following:
             batch,
         )
 
-    def _batch(self, node: Node, cut: Cut) -> Batch:
-        return Batch(*self._places(node, cut, _SAMPLES), sliced=_said)
-
     def _strips(self, node: Node, cut: Cut) -> Batch:
         places = self._places(node, cut, HEIGHT)
         if cut.stripped is not None:
-            return Batch(*places, reach=partial(_reached, cut.stripped))
+            return Batch(*places, reach=partial(_strip, cut.stripped))
         index, axis = next(iter(cut.inputs.items()))
-        layout = self.lowered.layouts[node.inputs[index]]
+        layout = self._lowered.layouts[node.inputs[index]]
         size = layout.shape[axis.index] // axis.each
         gathered = tuple(range(len(cut.outputs))) if cut.gathered else ()
-        said = partial(_said_of, size)
-        return Batch(*places, gathered=gathered, sliced=said)
+        return Batch(*places, gathered=gathered, sliced=partial(_with_rows_of, size))
 
     def _places(
         self, node: Node, cut: Cut, place: int
     ) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-        """Which axis of what is read, and written, passes cut."""
+        """Return the axis of the passes' graph of each operand and result to cut."""
         read = tuple(
-            place if self._reads(name, cut.inputs.get(i)) else None
+            place if self._reads_rows(name, cut.inputs.get(i)) else None
             for i, name in enumerate(node.inputs)
         )
         return read, tuple(None if axis is None else place for axis in cut.outputs)
 
-    def _follow(self, node: Node, axes: tuple[Axis | None, ...]) -> None:
-        for name, axis in zip(node.outputs, axes, strict=True):
-            if axis is not None:
-                self.found(name, axis)
-
     def _has_rows(self, name: str, axis: Axis) -> bool:
-        nbytes = self.lowered.graph.tensors[name].nbytes
-        found = rows_in(self.lowered.layouts[name], axis, nbytes)
+        nbytes = self._lowered.graph.tensors[name].nbytes
+        found = rows_in(self._lowered.layouts[name], axis, nbytes)
         if found is None or self._samples is None:
             return found is not None
         return found[:2] == (1, self._samples)
 
     def _cuttable(self, node: Node, cut: Cut) -> bool:
-        """Whether results are rows, and so is something that is read.
-
-        Windows reach over rows of what is there by rows alone.
-        """
-        tensors = self.lowered.graph.tensors
+        """Return whether the passes can cut a node as a rule says."""
+        tensors, storages = self._lowered.graph.tensors, self._lowered.graph.storages
         pairs = [*zip(node.outputs, cut.outputs, strict=True)]
+        # All results that are cut have rows.
         if not all(axis is None or self._has_rows(name, axis) for name, axis in pairs):
             return False
+        # Some operand is read by rows. Windows overlap, so a rule for strips needs rows
+        # of every operand that it cuts.
         read = [
-            self._reads(name, cut.inputs.get(i)) for i, name in enumerate(node.inputs)
+            self._reads_rows(name, cut.inputs.get(i))
+            for i, name in enumerate(node.inputs)
         ]
         if sum(read) < (1 if cut.stripped is None else len(cut.inputs)):
             return False
+        # Results that are views are cut, and are views of operands that are cut.
         if any(tensors[name].alias is not None for name, axis in pairs if not axis):
             return False
-        storages = self.lowered.graph.storages
         rows = {storages[n] for n, at in zip(node.inputs, read, strict=True) if at}
         aliased = (storages[n] for n in node.outputs if tensors[n].alias is not None)
         return all(storage in rows for storage in aliased)
 
-    def _reads(self, name: str, axis: Axis | None) -> bool:
-        """Whether rows are read of a tensor that is there by rows."""
+    def _reads_rows(self, name: str, axis: Axis | None) -> bool:
+        """Return whether a slice reads a tensor by rows of the passes' graph."""
         return axis is not None and self.rows.get(name) == axis
 
 
-def _said(attrs: Mapping[str, Any], specs: object, rows: Rows) -> Mapping[str, Any]:
-    """A slice's attributes: which samples it computes."""
+def _with_rows(
+    attrs: Mapping[str, Any], specs: object, rows: Rows
+) -> Mapping[str, Any]:
+    """Return a slice's attributes with the samples that it computes."""
     return {**attrs, "rows": rows}
 
 
-def _said_of(
+def _with_rows_of(
     size: int, attrs: Mapping[str, Any], specs: object, rows: Rows
 ) -> Mapping[str, Any]:
-    """A strip's attributes: which of so many rows it computes."""
+    """Return a strip's attributes with the rows, of `size`, that it computes."""
     return {**attrs, "rows": rows.of(size)}
 
 
-def _reached(stripped: Stripped, node: Operands, rows: Rows) -> Strip:
-    """What a strip reads and computes, and its call among its attributes."""
+def _strip(stripped: Stripped, node: Operands, rows: Rows) -> Strip:
+    """Return the rows that a strip reads and computes, and its call as an attribute."""
     found = stripped(rows)
     reads = tuple(found.reads.get(i) for i in range(len(node.inputs)))
     attrs: Mapping[str, Call] = {"strip": found.call}
