@@ -84,20 +84,8 @@ class Measuring:
     ) -> tuple[PerfTable, ...]:
         """Measure every algorithm at every candidate micro-batch size of problems.
 
-        Rows of failed algorithms carry the error. Rows that a limit prevented carry the
-        limit; such a table is not kept. Pruning skips rows that no plan under `limits`
-        needs; see `Pruning`.
-
-        Args:
-            problems: Convolutions; an executor's workers measure them concurrently.
-            time_limit_s: Seconds for all problems together; None for the tuner's limit,
-                which applies to each problem.
-            memory_limit: Bytes, in addition to the tuner's limit.
-            limits: Workspace limits under which plans will be made.
-
-        Raises:
-            PlanningError: A problem has too many samples to be divided.
-            OutOfMemoryError: There is no room for the smallest micro-batch.
+        For arguments and errors see `Tuner.measure`. `time_limit_s` is for all problems
+        together; the tuner's own limit applies to each one.
         """
         found = self._known(problems, limits)
         if any(problem not in found for problem in problems):
