@@ -16,7 +16,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -54,21 +53,6 @@ PlanCacheChoice = str | os.PathLike[str] | Users | None
 
 _FILE = "plans.sqlite"
 _PROFILE, _PLAN = "profile", "plan"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a schedule is computed from.
-
-    Attributes:
-        residency: Residency by tensor.
-        scheduler: Name of the scheduler of the copies.
-        schedule: Hash of the schedule that was computed from both.
-    """
-
-    residency: Mapping[str, Residency]
-    scheduler: str
-    schedule: str
 
 
 class PlanEntries(Protocol):
@@ -161,14 +145,13 @@ class PlanStore:
         data = self._entries.get(_PLAN, key)
         if data is not None:
             try:
-                return _replan(data, request, places)
+                return replay_decision(data, request, places)
             except (PlanningError, ValueError) as e:
                 self._entries.refuse(_PLAN, key, str(e))
         plan = plan_step(request)
-        digest = schedule_digest(plan.schedule, places)
         try:
-            data = decision_to(Decision(plan.residency, plan.scheduler, digest), places)
-            _replan(data, request, places)
+            data = decision_to(plan, places)
+            replay_decision(data, request, places)
         except (PlanningError, ValueError) as e:
             logger.debug("a plan is not remembered: %s", e)
         else:
@@ -209,20 +192,6 @@ class PlanStore:
             None if hosted is None else sorted(str(places.tensor(n)) for n in hosted),
         ]
         return digest_of([*parts, profile_to(request.profile, places), options])
-
-
-def _replan(data: object, request: StepRequest, places: "Places") -> StepPlan:
-    """Compute the schedule of a stored decision.
-
-    Raises:
-        ValueError: The data is no decision, or another schedule was stored with it.
-        PlanningError: The schedule does not fit.
-    """
-    decision = decision_from(data, places)
-    plan = plan_residency(request.scheduled(decision.scheduler), decision.residency)
-    if schedule_digest(plan.schedule, places) != decision.schedule:
-        raise ValueError("another schedule follows from it than was decided")
-    return plan
 
 
 # Profiles and decisions as JSON. Decoders raise a `ValueError` for members that are
@@ -304,23 +273,25 @@ def _front(rows: object) -> tuple[ConvPlan, ...]:
     return front
 
 
-def decision_to(decision: Decision, places: "Places") -> dict[str, Any]:
-    """Encode a decision as JSON values."""
+def decision_to(plan: StepPlan, places: "Places") -> dict[str, Any]:
+    """Encode what a plan's schedule is computed from as JSON values."""
     return {
         "residency": [
             [places.tensor(name), residency.value]
-            for name, residency in decision.residency.items()
+            for name, residency in plan.residency.items()
         ],
-        "scheduler": decision.scheduler,
-        "schedule": decision.schedule,
+        "scheduler": plan.scheduler,
+        "schedule": schedule_digest(plan.schedule, places),
     }
 
 
-def decision_from(data: object, places: "Places") -> Decision:
-    """Decode `decision_to`.
+def replay_decision(data: object, request: StepRequest, places: "Places") -> StepPlan:
+    """Compute the plan that `decision_to` encoded.
 
     Raises:
-        ValueError: The data is no decision, or of another graph; names the member.
+        ValueError: The data is no decision, or of another graph, or another schedule
+            was stored with it.
+        PlanningError: The schedule does not fit.
     """
     rows, scheduler, schedule = members_of("decision", data, _DECISION_MEMBERS)
     residency = {}
@@ -334,7 +305,11 @@ def decision_from(data: object, places: "Places") -> Decision:
         residency[name] = decode("residency", Residency, value)
     named = decode("scheduler", str, scheduler)
     SCHEDULERS.resolve(named)
-    return Decision(residency, named, decode("schedule", str, schedule))
+    digest = decode("schedule", str, schedule)
+    plan = plan_residency(request.scheduled(named), residency)
+    if schedule_digest(plan.schedule, places) != digest:
+        raise ValueError("another schedule follows from it than was decided")
+    return plan
 
 
 def schedule_digest(schedule: Schedule, places: "Places") -> str:
