@@ -117,7 +117,7 @@ def _call(graph: Graph, node: Node, counted: Traffic) -> KernelCall:
 
 def _launches(graph: Graph, run: Sequence[Node], apart: int) -> int:
     """Of nodes of one operation in a row; `apart` is how many if each has its own."""
-    together = KERNELS[run[0].op].together
+    together = KERNELS[run[0].op].run_batched
     if together is None or len(run) < 2:
         return apart
     joined = Traffic()

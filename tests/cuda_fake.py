@@ -161,5 +161,5 @@ def fake_backend(library=None):
             conv, plan, device.capture if replay else None
         ),
         split_alignment=ALIGNMENT,
-        plan_texts=conv,
+        plan_serializer=conv,
     )

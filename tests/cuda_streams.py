@@ -48,7 +48,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Job:
-    """One copy of a lane."""
+    """One copy of a stream."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -62,15 +62,15 @@ class StandIn(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.compute = Stream(self, "compute")
-        self.lanes = []
+        self.streams = []
         self.current = self.compute
         self.copies = 0
         self._touched = {}  # address -> (begin, end, number of the last operation)
         self._at_work = False
 
     def Stream(self, device):  # noqa: N802  (its name there)
-        self.lanes.append(Stream(self, f"lane {len(self.lanes)}"))
-        return self.lanes[-1]
+        self.streams.append(Stream(self, f"stream {len(self.streams)}"))
+        return self.streams[-1]
 
     def current_stream(self, device):
         return self.current
@@ -87,7 +87,7 @@ class StandIn(TorchDispatchMode):
             return function(*args, **kwargs)
         if self.current is not self.compute:
             if function is not torch.ops.aten.copy_.default:
-                raise OrderingError(f"{function} in a lane")
+                raise OrderingError(f"{function} in a copy stream")
             return self._queue(self.current, *args[:2])
         views = function.is_view or "set_" in str(function) or "empty" in str(function)
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -102,7 +102,7 @@ class StandIn(TorchDispatchMode):
         return result
 
     def run(self, stream, count):
-        """Run the first jobs of a lane, and what they are behind."""
+        """Run the first jobs of a stream, and what they are behind."""
         if stream is self.compute:
             return
         while stream.ran < count:
@@ -119,29 +119,31 @@ class StandIn(TorchDispatchMode):
 
     def finish(self):
         """Nothing may be under way that nobody has waited for."""
-        left = [j for lane in self.lanes for j in lane.jobs if not j.done]
+        left = [j for stream in self.streams for j in stream.jobs if not j.done]
         if left:
             raise OrderingError(f"{len(left)} copies were never waited for")
 
-    def _queue(self, lane, target, source):
-        known = lane.clocks.get(self.compute, 0)
+    def _queue(self, stream, target, source):
+        known = stream.clocks.get(self.compute, 0)
         for tensor in (target, source):
             if self._last_touch(tensor) > known:
                 raise OrderingError("a copy began before what was computed before it")
-        for other in self.lanes:
+        for other in self.streams:
             for number, job in enumerate(other.jobs, 1):
                 mine = {_at(target), _at(source)} & {_at(job.target), _at(job.source)}
-                seen = other is lane or lane.clocks.get(other, 0) >= number
+                seen = other is stream or stream.clocks.get(other, 0) >= number
                 if mine and not job.done and not seen:
                     raise OrderingError("two copies of the same bytes race")
-        lane.jobs.append(Job(target, source, {**lane.clocks, lane: len(lane.jobs)}))
+        stream.jobs.append(
+            Job(target, source, {**stream.clocks, stream: len(stream.jobs)})
+        )
         self.copies += 1
         return target
 
     def _check_reads(self, function, tensors):
         writing = function._schema.is_mutable
-        for lane in self.lanes:
-            for job in lane.jobs[lane.ran :]:
+        for stream in self.streams:
+            for job in stream.jobs[stream.ran :]:
                 busy = {_at(job.target)} | ({_at(job.source)} if writing else set())
                 if busy & {_at(t) for t in tensors}:
                     raise OrderingError(f"{function} before a copy was waited for")

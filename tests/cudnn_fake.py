@@ -1,6 +1,6 @@
 """A libcudnn of a few made-up engines that computes, remembers and fails on demand.
 
-It stands where `Cudnn` stands (see `Calls`). Descriptors are objects with attributes;
+It stands where `Cudnn` stands. Descriptors are objects with attributes;
 what is executed is decoded from them and from bare addresses, as the library does, and
 computed by the float64 reference, so that a wrong stride or offset gives wrong numbers.
 """
@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from mucudnn.backends.cuda.conv.graph_api import _NODES, BIAS_UID, UIDS
+from mucudnn.backends.cuda.conv.graph_api import BIAS_UID, NODES, UIDS
 from mucudnn.backends.cuda.libcudnn import (
     Attribute as At,
     AttributeType,
@@ -137,7 +137,7 @@ class FakeCudnn:
         self.ran, self.map_ms = [], 0.5
         self._numbers = itertools.count(0x1000, 8)
 
-    # --- what stands for `Calls` -----------------------------------------------------
+    # --- the methods of `Cudnn` -----------------------------------------------------
 
     def call(self, name, *arguments):
         status = self._invoke(name, arguments)
@@ -429,11 +429,14 @@ def _knobs(config):
 def decoded(graph):
     """The convolution that a finalized operation graph describes, and what follows."""
     operation, *behind = graph.values[At.OPERATIONGRAPH_OPS]
-    direction, node = next(
-        (d, node) for d, node in _NODES.items() if node.kind == operation.kind
+    direction, prefix, names = next(
+        (d, *rest) for d, (kind, *rest) in NODES.items() if kind == operation.kind
     )
-    convolution = operation.values[node.convolution][0].values
-    found = {name: operation.values[at][0] for name, at in node.tensors.items()}
+    convolution = operation.values[At[f"{prefix}_CONV_DESC"]][0].values
+    found = {
+        name: operation.values[At[f"{prefix}_{own}"]][0]
+        for name, own in zip("xwy", names.split(), strict=True)
+    }
     bias = None
     if behind:
         bias, found["y"] = _bias_and_relu(behind, found["y"])
@@ -446,7 +449,7 @@ def decoded(graph):
         tuple(convolution[At.CONVOLUTION_FILTER_STRIDES]),
         tuple(convolution[At.CONVOLUTION_PRE_PADDINGS]),
         tuple(convolution[At.CONVOLUTION_DILATIONS]),
-        operation.values[node.beta][0],
+        operation.values[At[f"{prefix}_BETA"]][0],
         None if bias is None else _tensor(bias, BIAS_UID),
     )
 

@@ -110,5 +110,5 @@ def load(argument, device):
         null,
         Misbehaving(null, offered),
         index=device,
-        fragile=True,
+        may_crash=True,
     )

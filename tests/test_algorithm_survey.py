@@ -19,10 +19,9 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.algorithms import (
     Algorithm,
     SurveyedBatch,
-    SurveyInterrupted,
     survey_algorithms,
 )
-from mucudnn.studies.convolutions import in_directions
+from mucudnn.studies.convolutions import StudyInterrupted, in_directions
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem, watched
 
@@ -191,9 +190,9 @@ def test_ctrl_c_keeps_what_is_done():
         if at.index == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(SurveyInterrupted) as caught:
+    with pytest.raises(StudyInterrupted) as caught:
         survey_algorithms(crowded(3), LAYERS, "all", [0], progress=interrupt)
-    kept = caught.value.survey
+    kept = caught.value.found
     assert [x.direction for x in kept.layers] == list(Direction)[:2]
     assert kept.to_json()["interrupted"] is True
     assert "interrupted: 1 of 3 were not surveyed" in printed(kept)

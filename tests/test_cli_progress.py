@@ -223,11 +223,11 @@ def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
 def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
     seen = []
 
-    def shown(self, stage):
-        assert 0 <= stage.done <= max(1, stage.total)
-        seen.append(stage.text)
+    def shown(self, text, done, total, **more):
+        assert 0 <= done <= max(1, total)
+        seen.append(text)
 
-    monkeypatch.setattr(progress.ProgressLines, "show", shown)
+    monkeypatch.setattr(progress.ProgressLines, "__call__", shown)
     options = [] if arguments[0] == "memory" else ["--backend", "null"]
     done = CliRunner().invoke(main, [*arguments, *options, "--cache", "none"])
     assert done.exit_code == 0, done.output
@@ -240,8 +240,8 @@ def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
     seen = []
     monkeypatch.setattr(
         progress.ProgressLines,
-        "show",
-        lambda self, stage: seen.append(stage.text),
+        "__call__",
+        lambda self, text, *_, **more: seen.append(text),
     )
     cache, file = tmp_path / "c.sqlite", tmp_path / "c.json"
     for name in dict.fromkeys(("export", command)):
@@ -327,7 +327,10 @@ def test_a_limit_ends_it_at_the_latest():
 
 def test_training_knows_what_steps_take():
     lefts = []
-    show = progress.Show(lambda stage: lefts.append(stage.left_s))
+
+    def show(*stage, left_s, **more):
+        lefts.append(left_s)
+
     words = TrainingWords(show, 2, 10, steps=15, quiet=True)
     words(Position(epoch=0, batch=4, steps=4, ms=2000.0), None)
     words(Position(epoch=1, batch=5, steps=15, ms=2000.0), None)

@@ -12,7 +12,7 @@ from mucudnn.ir.conv import Direction
 from mucudnn.passes.microbatch import undivided
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.convolutions import ComparisonInterrupted, compare, in_directions
+from mucudnn.studies.convolutions import StudyInterrupted, compare, in_directions
 from mucudnn.suites import Layer, parse_problem
 
 KIB = 1 << 10
@@ -153,9 +153,9 @@ def test_with_time_every_layer_has_a_plan():
 def test_interruption_keeps_what_was_done():
     tuner = failing_tuner(interrupt_k=9)
     layers = [layer(64, 8, "done"), layer(64, 9, "not"), layer(64, 7, "never")]
-    with pytest.raises(ComparisonInterrupted) as caught:
+    with pytest.raises(StudyInterrupted) as caught:
         compare(tuner, layers, [16 * KIB], total_workspace=KIB)
-    partial = caught.value.comparison
+    partial = caught.value.found
     assert [x.name for x in partial.layers] == ["done"]
     assert partial.to_json()["interrupted"] is True
     assert len(partial.summary) == 1

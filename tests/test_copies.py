@@ -361,8 +361,8 @@ def test_a_bound_cuda_copy_is_ordered_anew_whenever_it_is_started(fake):
     runtime, stream = fake.runtime, 7
     copier = CudaCopier(fake, 0, lambda: stream)
     host = np.empty(64, np.uint8)
-    out = copier.bound("out", DeviceArray(4096, 64), host)
-    back = copier.bound("back", host, DeviceArray(8192, 64))
+    out = copier.prebind("out", DeviceArray(4096, 64), host)
+    back = copier.prebind("back", host, DeviceArray(8192, 64))
     for step in range(3):
         runtime.launch(stream, f"kernel {step}")
         came = back([out()])

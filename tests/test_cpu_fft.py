@@ -165,7 +165,8 @@ def test_spectrum_is_the_discrete_fourier_transform(lengths, channels_last):
     for n, table in zip(lengths, tables, strict=True):
         fill_table(table, range(n))
     chunk = Chunk(slice(0, 2), slice(0, 3))
-    transform.forward(tables, x, spectrum, chunk, np.empty(1 << 16, np.uint8))
+    scratch = np.empty(1 << 16, np.uint8)
+    transform.bind(tables, x, spectrum, chunk, scratch).forward()
 
     axes = tuple(range(2, 2 + len(lengths)))
     every = np.fft.fftn(x, axes=axes).reshape(2, 3, -1)

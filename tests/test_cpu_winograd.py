@@ -97,7 +97,7 @@ def test_matrices_compute_a_correlation_exactly(m):
 def test_a_band_transforms_every_tile_of_a_padded_or_cropped_axis(
     size, pad, first, count, m
 ):
-    matrix = MINIMAL[m].input_matrix()
+    matrix = np.array(MINIMAL[m].data, np.float64)
     reach, tiles = matrix.shape[1], (first, first + count)
     start, stop = window(tiles, m, reach, pad, size)
     assert 0 <= start <= stop <= size

@@ -68,7 +68,7 @@ def prepared(kernel, op, shape, dtype, wide, wrap):
     scratch = np.full(kernel.workspace(*specs, ATTRS), 0xFF, np.uint8)
     arrays = [[wrap(a) for a in some] for some in (inputs, outputs)]
     workspace = wrap(scratch) if scratch.size else None
-    call = kernel.ready(*arrays, ATTRS, workspace)
+    call = kernel.prebind(*arrays, ATTRS, workspace)
     return call, (*outputs, *inputs), scratch
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: 
 
 PROGRAM = Program(
     r"""
+#include "prelude.cuh"
 KERNEL copied(const T* x, T* y, I begin) {
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
         store(y, load<PACKED>(x + begin));
@@ -22,6 +23,7 @@ KERNEL copied(const T* x, T* y, I begin) {
 )
 BARRIER = Program(
     r"""
+#include "prelude.cuh"
 KERNEL waiting(const T* x, I those) {
     if (threadIdx.x < those) __syncthreads();
 }
@@ -47,7 +49,7 @@ def launch(request, tmp_path, monkeypatch):
         program = BARRIER if name == "waiting" else PROGRAM
         arguments = tuple(wrap(a) if isinstance(a, np.ndarray) else a for a in given)
         types = dtype, dtype
-        launcher.launch(KernelLaunch(program, name, blocks, arguments, types))
+        launcher.prepared(KernelLaunch(program, name, blocks, arguments, types))()
 
     return launched
 

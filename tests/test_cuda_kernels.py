@@ -110,9 +110,9 @@ def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how, folder):
     emulator = Emulator(folder, **how)
     kernels = bind(emulator)
     assert mirror(kernels, dtype) == set(KERNELS)
-    for op in (op for op in KERNELS if KERNELS[op].together):
+    for op in (op for op in KERNELS if KERNELS[op].run_batched):
         calls = [(inputs, [], attrs, None) for inputs, attrs in several(op, dtype)]
-        kernels[op].together(calls)()
+        kernels[op].run_batched(calls)()
     mean_of_what_is_given(kernels["softmax_cross_entropy"], dtype)
     every = {(p, name) for p in PROGRAMS.values() for name in p.kernels}
     assert emulator.launched == every
@@ -158,7 +158,7 @@ def several(op, dtype, scaled=0):
 
 @emulated
 @pytest.mark.parametrize("scaled", [0, 1, 2])
-@pytest.mark.parametrize("op", [name for name in KERNELS if KERNELS[name].together])
+@pytest.mark.parametrize("op", [name for name in KERNELS if KERNELS[name].run_batched])
 def test_updates_together_are_the_updates_one_by_one(op, scaled, folder):
     """To the last bit, whatever is aligned, with a decay and without."""
     emulator = Emulator(folder)
@@ -167,7 +167,7 @@ def test_updates_together_are_the_updates_one_by_one(op, scaled, folder):
     for inputs, attrs in apart:
         kernel.run(inputs, [], attrs, None)
     emulator.launched.clear()
-    launch = kernel.together([(inputs, [], attrs, None) for inputs, attrs in joint])
+    launch = kernel.run_batched([(inputs, [], attrs, None) for inputs, attrs in joint])
     assert emulator.launched == set()  # it was made ready
     launch()
     assert {name for _, name in emulator.launched} == {f"{op}_all"}
@@ -242,7 +242,7 @@ def test_an_overflow_is_found_wherever_it_is(folder):
         tensors, counts = [np.ones(n, "f4") for n in (5, 8193, 1)], np.zeros(3, "i8")
         if place is not None:
             tensors[1][place] = np.inf
-        kernel.together([([t, counts], [], {}, None) for t in tensors])()
+        kernel.run_batched([([t, counts], [], {}, None) for t in tensors])()
         assert counts.tolist() == [place is not None, 0, 0]
 
 

@@ -69,11 +69,11 @@ def stand_in(monkeypatch, folder, *, lazy=False, kind=StrictCupy):
         conv,
         binder=lambda plan, replay: CudaPlan(conv, plan, None),
         split_alignment=ALIGNMENT,
-        plan_texts=conv,
+        plan_serializer=conv,
         kernels=own.beside(bind(CupyLauncher(device.stream))),
         library_kernels=own,
         capture=device.capture,
-        transit=device.transit,
+        step_io=device.step_io,
     )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mucudnn.backends.cuda.copies import CudaCopier, CudaTransit
+from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO
 from mucudnn.errors import BackendError
 from mucudnn.ir.optimizers import DynamicLossScale
 from mucudnn.ir.schedule import SwapOut
@@ -28,11 +28,11 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g+
     ids=lambda p: f"copies {'late' if p[0] else 'early'}{', staged' * p[1]}",
 )
 def device(request, tmp_path):
-    """CuPy's stand-in that computes late, and a transit on it."""
+    """CuPy's stand-in that computes late, and a step_io on it."""
     lazy, staged = request.param
     cupy = StrictCupy(tmp_path, lazy=lazy)
     cupy.current._lazy = True
-    return cupy, CudaTransit(cupy, 0, lambda: cupy.current.ptr, staged=staged)
+    return cupy, CudaStepIO(cupy, 0, lambda: cupy.current.ptr, staged=staged)
 
 
 def values(number):
@@ -41,12 +41,12 @@ def values(number):
 
 def test_every_step_reads_its_own_input(device):
     """However far the host is ahead, and whatever it does with its array afterwards."""
-    cupy, transit = device
+    cupy, step_io = device
     target, read = cupy.empty(24, "uint8").view("float32").reshape(3, 2), []
     source = values(0)
     for number in range(6):
         source[...] = number
-        transit.upload(source, target)
+        step_io.upload(source, target)
         cupy.current.put(lambda: read.append(target.host.copy()))
     source[...] = 99
     cupy.current.synchronize()
@@ -54,12 +54,12 @@ def test_every_step_reads_its_own_input(device):
 
 
 def test_results_are_those_of_their_step_whenever_they_are_read(device):
-    cupy, transit = device
+    cupy, step_io = device
     source = StrictArray(values(0))
     found = []
     for number in range(5):
         cupy.current.put(lambda n=number: source.host.fill(n))
-        found.append(transit.download(source))
+        found.append(step_io.download(source))
     cupy.current.put(lambda: source.host.fill(99))
     assert [set(result().flat) for result in found] == [{float(n)} for n in range(5)]
     assert all(result.ready for result in found)
@@ -68,11 +68,11 @@ def test_results_are_those_of_their_step_whenever_they_are_read(device):
 
 
 def test_nothing_is_waited_for_before_it_is_read(device):
-    cupy, transit = device
+    cupy, step_io = device
     source = StrictArray(values(0))
     cupy.current.put(lambda: source.host.fill(1))
-    transit.upload(values(2), StrictArray(values(0)))
-    result = transit.download(source)
+    step_io.upload(values(2), StrictArray(values(0)))
+    result = step_io.download(source)
     assert not result.ready
     assert cupy.current.queue
     assert (result() == 1).all()
@@ -80,32 +80,32 @@ def test_nothing_is_waited_for_before_it_is_read(device):
 
 
 def test_closing_leaves_results_readable(device):
-    _, transit = device
+    _, step_io = device
     source = StrictArray(values(3))
-    result = transit.download(source)
-    transit.close()
+    result = step_io.download(source)
+    step_io.close()
     assert (result() == 3).all()
 
 
 def test_what_cuda_refuses_is_our_error(device, monkeypatch):
-    cupy, transit = device
+    cupy, step_io = device
 
     def fails(*_):
         raise CUDARuntimeError("cudaErrorIllegalAddress")
 
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", fails)
     with pytest.raises(BackendError, match="24 bytes to the device failed"):
-        transit.upload(values(1), StrictArray(values(0)))
+        step_io.upload(values(1), StrictArray(values(0)))
     with pytest.raises(BackendError, match="to the host failed"):
-        transit.download(StrictArray(values(0)))
+        step_io.download(StrictArray(values(0)))
 
 
 def test_without_a_place_on_the_device_an_input_takes_none(tmp_path, monkeypatch):
     cupy = StrictCupy(tmp_path)
     target = StrictArray(values(0))
-    transit = CudaTransit(cupy, 0, lambda: cupy.current.ptr, staged=False)
+    step_io = CudaStepIO(cupy, 0, lambda: cupy.current.ptr, staged=False)
     monkeypatch.setattr(cupy, "empty", None)
-    transit.upload(values(1), target)
+    step_io.upload(values(1), target)
     assert (target.host == 1).all()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mucudnn.backends.cuda import libcudnn
-from mucudnn.backends.cuda.libcudnn import C_NAMES, PROTOTYPES, AlgoPerf, Cudnn, c_name
+from mucudnn.backends.cuda.libcudnn import PROTOTYPES, AlgoPerf, Cudnn
 
 pytestmark = pytest.mark.cudnn
 
@@ -32,6 +32,35 @@ ENUMERATIONS = [
     for value in vars(libcudnn).values()
     if inspect.isclass(value) and issubclass(value, IntEnum) and value is not IntEnum
 ]
+C_NAMES = {
+    libcudnn.Status: "CUDNN_STATUS_{}",
+    libcudnn.DataType: "CUDNN_DATA_{}",
+    libcudnn.TensorFormat: "CUDNN_TENSOR_{}",
+    libcudnn.ConvolutionMode: "CUDNN_{}",
+    libcudnn.MathType: "CUDNN_{}",
+    libcudnn.Determinism: "CUDNN_{}",
+    libcudnn.ForwardAlgo: "CUDNN_CONVOLUTION_FWD_ALGO_{}",
+    libcudnn.BackwardDataAlgo: "CUDNN_CONVOLUTION_BWD_DATA_{}",
+    libcudnn.BackwardFilterAlgo: "CUDNN_CONVOLUTION_BWD_FILTER_{}",
+    libcudnn.DescriptorType: "CUDNN_BACKEND_{}_DESCRIPTOR",
+    libcudnn.AttributeType: "CUDNN_TYPE_{}",
+    libcudnn.Attribute: "CUDNN_ATTR_{}",
+    libcudnn.HeurMode: "CUDNN_HEUR_MODE_{}",
+    libcudnn.NanPropagation: "CUDNN_{}",
+    libcudnn.PointwiseMode: "CUDNN_POINTWISE_{}",
+    libcudnn.PoolingMode: "CUDNN_POOLING_{}",
+    libcudnn.LRNMode: "CUDNN_LRN_{}",
+    libcudnn.BatchNormMode: "CUDNN_BATCHNORM_{}",
+    libcudnn.SoftmaxAlgorithm: "CUDNN_SOFTMAX_{}",
+    libcudnn.SoftmaxMode: "CUDNN_SOFTMAX_MODE_{}",
+    libcudnn.NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
+    libcudnn.BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
+}
+"""Enumeration to the format of its enumerators' names in the header.
+
+The backward algorithms `ALGO_0` … are `…_ALGO_0` there, the others `…_ALGO_FFT`; see
+`c_name`.
+"""
 NO_CUDA = {
     "cuda_runtime_api.h": "typedef struct CUstream_st *cudaStream_t;\n"
     "typedef struct CUgraph_st *cudaGraph_t;\n",
@@ -113,6 +142,14 @@ def headers_say(cudnn_library, tmp_path_factory):
         return [line.split() for line in run.stdout.splitlines()]
 
     return say
+
+
+def c_name(member):
+    """The header's spelling of a member."""
+    name = member.name
+    if isinstance(member, libcudnn.BackwardDataAlgo | libcudnn.BackwardFilterAlgo):
+        name = name if name.startswith("ALGO_") else f"ALGO_{name}"
+    return C_NAMES[type(member)].format(name)
 
 
 def kinds(ctype):

@@ -11,9 +11,9 @@ from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.cudnn_kernels import (
     OPERATIONS,
-    Arguments,
     Case,
     CudnnKernels,
+    LibraryCall,
 )
 from mucudnn.backends.cuda.descriptors import Descriptors, LiveSession
 from mucudnn.backends.cuda.kernels.losses import GIVEN
@@ -381,8 +381,8 @@ def test_the_real_library_takes_every_description(dtype, real):
         made = [stale(*result) for result in results]
         case, found = Case.of(op, inputs, made, attrs), OPERATIONS[op]
         assert found.takes(case)
-        kept = Arguments(real, dtype)
-        arguments = found.arguments(case, kept, [512] * len(inputs), [1024] * len(made))
+        call = LibraryCall(real, case, [512] * len(inputs), [1024] * len(made))
+        arguments = found.arguments(call)
         _, kinds = PROTOTYPES[found.function]
         for kind, value in zip(kinds[1:], arguments, strict=True):
             kind.from_param(value)
@@ -395,8 +395,8 @@ def test_windows_are_counted_as_the_real_library_does(real, cudnn_library):
         if op != "avg_pool":
             continue
         y = stale(*results[0])
-        case, kept = Case.of(op, inputs, [y], attrs), Arguments(real, "float32")
-        windows, _, x, *_ = OPERATIONS[op].arguments(case, kept, [512], [1024])
+        call = LibraryCall(real, Case.of(op, inputs, [y], attrs), [512], [1024])
+        windows, _, x, *_ = OPERATIONS[op].arguments(call)
         rank = max(4, inputs[0].ndim)
         dims = (ctypes.c_int * rank)()
         if asked(ctypes.c_void_p(windows), ctypes.c_void_p(x), rank, dims):

@@ -129,6 +129,6 @@ def test_an_interrupted_demonstration_keeps_its_acts(monkeypatch, tmp_path):
     page = tmp_path / "demo.html"
     done = CliRunner().invoke(main, ["demo", "--report", str(page)])
     assert done.exit_code == 130
-    assert "interrupted: 1 of 3 acts are over" in done.stderr
+    assert "interrupted: 1 of 3 acts are finished" in done.stderr
     assert layer.sentence in done.stdout
     assert "A convolution in a limit" in page.read_text(encoding="utf-8")

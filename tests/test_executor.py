@@ -49,7 +49,7 @@ class LazyCopier:
         self.jobs.append((source, target, "in", tuple(after)))
         return len(self.jobs) - 1
 
-    def bound(self, way, source, target):
+    def prebind(self, way, source, target):
         return partial(getattr(self, way), source, target)
 
     def wait(self, ticket):

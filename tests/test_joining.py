@@ -22,7 +22,7 @@ def kernels(ran):
             names = tuple(attrs["name"] for _, _, attrs, _ in calls)
             return lambda: ran.append(names)
 
-        return Kernel(lambda *_: None, together=together, flags=flags)
+        return Kernel(lambda *_: None, run_batched=together, flags=flags)
 
     return {
         "momentum": joining("momentum"),

@@ -147,7 +147,7 @@ class Direct:
 
 def test_the_host_waits_for_copies_when_state_is_asked_for(monkeypatch):
     cpu, finished, finish = one_algorithm(), [], Copies.finish
-    backend = replace(cpu, transit=lambda staged: Direct(cpu.device))
+    backend = replace(cpu, step_io=lambda staged: Direct(cpu.device))
     nbytes = trainer(BATCH, evaluate=False).peak_bytes
     within = MemoryBudget(nbytes=nbytes, policy="vdnn_all", convolutions="fixed")
     made = trainer(BATCH, backend=backend, evaluate=False, budget=within)
@@ -166,7 +166,7 @@ def test_inputs_get_room_of_a_budget_where_that_is_predicted_to_be_faster():
     """Than to fetch them as a step begins. All times are made up."""
     cpu, told = one_algorithm(), []
 
-    def transit(staged):
+    def step_io(staged):
         told.append(staged)
         return Direct(cpu.device)
 
@@ -183,7 +183,7 @@ def test_inputs_get_room_of_a_budget_where_that_is_predicted_to_be_faster():
         within = MemoryBudget(nbytes=nbytes, convolutions="fixed", measured=costs)
         more = {"evaluate": False, "budget": within, "plans": plans}
         fetched = trainer(BATCH, **more)
-        made = trainer(BATCH, backend=replace(cpu, transit=transit), **more)
+        made = trainer(BATCH, backend=replace(cpu, step_io=step_io), **more)
         assert made.peak_bytes <= nbytes
         one, other = (m.placed.plan.prediction for m in (made, fetched))
         if told[-1]:

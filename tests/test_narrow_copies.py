@@ -134,7 +134,7 @@ def test_the_gpus_updates_keep_a_copy(op, folder):
         )
         for calls in (plain, given):
             if together:
-                kernel.together([(inputs, [], a, None) for inputs, a in calls])()
+                kernel.run_batched([(inputs, [], a, None) for inputs, a in calls])()
             else:
                 for inputs, attrs in calls:
                     kernel.run(inputs, [], attrs, None)

@@ -104,8 +104,10 @@ def test_every_table_of_strategies_is_looked_at():
     assert strategies_of_package <= known
 
 
-def test_nothing_in_the_package_registers_itself():
+def test_no_strategy_of_the_package_registers_itself():
     for path in ROOT.rglob("*.py"):
+        if path.name == "notebook.py":  # functions by type, of functools.singledispatch
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             for decorator in getattr(node, "decorator_list", ()):
                 assert ".register" not in ast.unparse(decorator), path

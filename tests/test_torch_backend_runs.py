@@ -23,6 +23,7 @@ from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution import copies  # noqa: E402
 from mucudnn.torch.execution.bound_step import Half  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from tests.torch_backends import (  # noqa: E402
     WithLoss,
     differing,
@@ -339,7 +340,7 @@ def test_an_error_in_the_middle_of_a_step_leaves_nothing(error, monkeypatch):
     free = mt.CompileBackend(math.inf)
     one_backward(torch.compile(model, backend=free), *batch)
     torch._dynamo.reset()
-    backend = mt.CompileBackend(0.75 * free.peak_bytes, by_a_slow_link)
+    backend = mt.CompileBackend(0.75 * free.peak_bytes, PlanOptions(by_a_slow_link))
     call = torch.compile(model, backend=backend)
     assert not differing(observed(model, one_backward, call, batch), wanted)
     assert any("dropout" in name for name in backend.plans[0].recomputed)

@@ -21,9 +21,9 @@ from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
 from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
 from mucudnn.torch.conv.backend import TORCH  # noqa: E402
 from mucudnn.torch.conv.fronts import ConvolutionNode, is_native, with_plans  # noqa: E402
-from mucudnn.torch.costs.measure import evaluate, measured  # noqa: E402
+from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.costs.meters import CpuMeter  # noqa: E402
-from mucudnn.torch.plan_program import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
@@ -161,7 +161,9 @@ def lowered_network(dtype=torch.float64, form=torch.contiguous_format):
     model, batch = network(dtype, form)
     optimizer = sgd(model)
     captured = capture_step(model, functional.cross_entropy, optimizer, batch)
-    return planner_of(captured, StepParts.of(model, optimizer), measured)
+    return LoweredStep.of_captured(captured, StepParts.of(model, optimizer)).planner(
+        PlanOptions()
+    )
 
 
 def test_fronts_have_what_is_really_allocated():

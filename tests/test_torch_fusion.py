@@ -18,7 +18,6 @@ from mucudnn.ir.graph import Phase  # noqa: E402
 from mucudnn.ir.traits import Batch  # noqa: E402
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution.bound_step import StepCommit, bind_step  # noqa: E402
 from mucudnn.torch.fusion.costs import costs_of_kernels  # noqa: E402
 from mucudnn.torch.fusion.fusing import Fusing  # noqa: E402
@@ -27,7 +26,7 @@ from mucudnn.torch.fusion.kernels import Kernels, check_compiler  # noqa: E402
 from mucudnn.torch.fusion.members import fusible  # noqa: E402
 from mucudnn.torch.fusion.rewriting import fused  # noqa: E402
 from mucudnn.torch.fusion.runs import Footprint, groups_of  # noqa: E402
-from mucudnn.torch.plan_program import StepPlanning, planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import (  # noqa: E402
     Places,
     PlanStore,
@@ -53,7 +52,12 @@ def planner(name):
     optimizer = optimizer_of(name, model)
     captured = capture_step(model, loss_fn, optimizer, batch)
     parts = StepParts.of(model, optimizer)
-    return planner_of(captured, parts, measured), model, optimizer, batch
+    return (
+        LoweredStep.of_captured(captured, parts).planner(PlanOptions()),
+        model,
+        optimizer,
+        batch,
+    )
 
 
 def interpreted(recipe):
@@ -96,7 +100,7 @@ def test_a_graph_with_fused_nodes_computes_the_same_bits(name, share):
     budget = least + share * (ours.plan().peak_bytes - least)
     plan = ours.plan(budget)
     bound = bind_step(lowered, plan.plan.schedule)
-    step = mt.TrainStep(model, build(name)[1], optimizer, StepPlanning(budget))
+    step = mt.TrainStep(model, build(name)[1], optimizer, budget)
     parts = StepParts.of(step._model, step._optimizer, step._loss_fn)
     given, commit = [*parts.tensors(), *batch], StepCommit(optimizer)
     torch.manual_seed(1)

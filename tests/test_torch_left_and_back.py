@@ -1,5 +1,7 @@
 """What leaves in one half of a program is not taken for what leaves in the other."""
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +12,7 @@ from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.ir.devices import get_device  # noqa: E402
 from mucudnn.torch import CompileBackend  # noqa: E402
 from mucudnn.torch.costs.measure import estimated  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -42,7 +45,9 @@ def gradients(budget=None):
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
     backend = (
-        CompileBackend(budget, lambda lowered: estimated(lowered, get_device("h200")))
+        CompileBackend(
+            budget, PlanOptions(partial(estimated, device=get_device("h200")))
+        )
         if budget
         else None
     )

@@ -231,7 +231,7 @@ def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
     from mucudnn.torch.capture.step import capture_step
     from mucudnn.torch.capture.step_tensors import StepParts
     from mucudnn.torch.costs import measure
-    from mucudnn.torch.plan_program import planner_of
+    from mucudnn.torch.plan_program import LoweredStep, PlanOptions
     from tests.torch_steps import build
 
     model, loss_fn, batch = build("mlp")
@@ -248,7 +248,9 @@ def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
             return super().time_ms(call)
 
     monkeypatch.setattr(measure, "meter_of", lambda device: Meter())
-    planner = planner_of(captured, StepParts.of(model, optimizer), measure.measured)
+    planner = LoweredStep.of_captured(captured, StepParts.of(model, optimizer)).planner(
+        PlanOptions()
+    )
     calls, nodes = planner.lowered.calls, planner.lowered.graph.nodes
     into = {calls[n.name].into for n in nodes if n.mutates and n.outputs}
     assert into

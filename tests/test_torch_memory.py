@@ -16,7 +16,7 @@ from mucudnn.ir.devices import get_device  # noqa: E402
 from mucudnn.studies.memory import study_memory  # noqa: E402
 from mucudnn.torch import TrainStep  # noqa: E402
 from mucudnn.torch.costs.measure import estimated  # noqa: E402
-from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -42,7 +42,7 @@ def least_of(model, loss_fn, batch, optimizer):
     def costs(lowered):
         return estimated(lowered, get_device(H200))
 
-    step = TrainStep(model, loss_fn, optimizer, StepPlanning(0, costs))
+    step = TrainStep(model, loss_fn, optimizer, 0, PlanOptions(costs))
     with pytest.raises(PlanningError) as caught:
         step.prepare(*batch)
     return caught.value.least_bytes

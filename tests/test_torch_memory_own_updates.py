@@ -89,7 +89,7 @@ def test_other_devices_have_kernels_over_many_tensors():
     def most(device, foreach):
         optimizer = optim.Adafactor(model.parameters(), 0.1, foreach=foreach)
         study = mt.memory(model, functional.mse_loss, batch, optimizer, device=device)
-        return study.plan().own_update.most
+        return study.plan().own_update.peak
 
     assert most("h200", None) == most("cpu", True) > most("cpu", None)
     assert most("h200", False) == most("cpu", None)

@@ -12,6 +12,7 @@ from bench.torch.rivals import WithLoss  # noqa: E402
 from bench.torch.zoo import ZOO  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.torch import CompileBackend  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 from tests.torch_zoo import (  # noqa: E402
@@ -70,7 +71,7 @@ def compiled(name, budget, table):
     """A case, it with its loss as one function, and the backend that plans it."""
     torch._dynamo.reset()
     case = build(name)
-    backend = CompileBackend(budget, table)
+    backend = CompileBackend(budget, PlanOptions(table))
     call = torch.compile(WithLoss(case), backend=backend, fullgraph=True)
     return case, call, backend
 

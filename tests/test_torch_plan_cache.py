@@ -37,7 +37,7 @@ from mucudnn.torch import cpu_backend  # noqa: E402
 from mucudnn.torch.conv import fronts  # noqa: E402
 from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts  # noqa: E402
 from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import (  # noqa: E402
     Places,
     PlanStore,
@@ -100,7 +100,7 @@ def planned(folder, budget=None, net=residual_net):
     counted = Counted()
     plans = open_plans(folder)
     limit = float("inf") if budget is None else budget
-    step = mt.TrainStep(model, loss_fn, optimizer, StepPlanning(limit, counted, plans))
+    step = mt.TrainStep(model, loss_fn, optimizer, limit, PlanOptions(counted, plans))
     plan = step.prepare(*batch)
     del step, plans
     gc.collect()  # closes the file
@@ -512,9 +512,8 @@ def captured(net):
         model,
         loss_fn,
         optimizer,
-        StepPlanning(
-            float("inf"), lambda lowered: found.append(lowered) or measured(lowered)
-        ),
+        float("inf"),
+        PlanOptions(lambda lowered: found.append(lowered) or measured(lowered)),
     ).prepare(*batch)
     return found[0]
 

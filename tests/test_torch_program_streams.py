@@ -14,14 +14,13 @@ from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution import cuda_copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import StreamCopies  # noqa: E402
 from mucudnn.torch.execution.devices import copies_for, device_of  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.lowering.lowered import Layout  # noqa: E402
-from mucudnn.torch.plan_program import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.cuda_streams import OrderingError, StandIn  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
@@ -46,7 +45,7 @@ def offloading():
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     parts = StepParts.of(model, optimizer)
     captured = capture_step(model, loss_fn, optimizer, batch)
-    planner = planner_of(captured, parts, measured)
+    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
     graph = planner.lowered.graph
     leave = {saved.name: Residency.OFFLOAD for saved in saved_tensors(graph)}
     plan = plan_residency(planner.request().scheduled("on_demand"), leave)
@@ -82,7 +81,7 @@ def test_streams_compute_what_threads_do(offloading, reuse):
     found, wanted, copies = in_streams(offloading, cuda, reuse)
     assert found == wanted
     assert cuda.copies >= 3 * 6
-    assert len(cuda.lanes) == 2
+    assert len(cuda.streams) == 2
     assert not copies._pending
 
 
@@ -94,16 +93,16 @@ class Deaf(StandIn):
         self.which = which
 
     def Stream(self, device):  # noqa: N802  (its name there)
-        lane = super().Stream(device)
-        wait = lane.wait_event
+        stream = super().Stream(device)
+        wait = stream.wait_event
 
         def heard(event):
             of_compute = len(event.clocks) >= 1 and event_of(event) is self.compute
             if (self.which == "compute") != of_compute:
                 wait(event)
 
-        lane.wait_event = heard
-        return lane
+        stream.wait_event = heard
+        return stream
 
 
 def event_of(event):
@@ -111,7 +110,7 @@ def event_of(event):
 
 
 @pytest.mark.parametrize("which", ["compute", "copies"])
-def test_a_lane_that_does_not_wait_is_noticed(offloading, which):
+def test_a_stream_that_does_not_wait_is_noticed(offloading, which):
     with pytest.raises(OrderingError):
         in_streams(offloading, Deaf(which))
 
@@ -122,14 +121,14 @@ def test_a_program_that_does_not_wait_is_noticed(offloading, monkeypatch):
         in_streams(offloading, StandIn())
 
 
-def test_an_event_of_the_lane_itself_is_no_wait(offloading, monkeypatch):
-    def inside(self, lane, target, source, after):
-        with self._cuda.stream(lane):  # the mistake: current is the lane now
-            lane.wait_event(self._cuda.current_stream(self._device).record_event())
+def test_an_event_of_the_stream_itself_is_no_wait(offloading, monkeypatch):
+    def inside(self, stream, target, source, after):
+        with self._cuda.stream(stream):  # the mistake: it is the current stream now
+            stream.wait_event(self._cuda.current_stream(self._device).record_event())
             if after is not None:
-                lane.wait_event(after)
+                stream.wait_event(after)
             target.copy_(source, non_blocking=True)
-        return lane.record_event()
+        return stream.record_event()
 
     monkeypatch.setattr(StreamCopies, "_copy", inside)
     with pytest.raises(OrderingError, match="began before"):
@@ -171,7 +170,7 @@ def test_a_graph_runs_where_its_tensors_are():
         device_of({"x": layout("cuda:0", 3), "y": layout("cuda:1")})
 
 
-def test_lanes_follow_the_device():
+def test_copies_follow_the_device():
     assert isinstance(copies_for(CPU, reuse=True), ThreadCopies)
     cuda = torch.device("cuda", 0)
     assert isinstance(copies_for(cuda, reuse=True), StreamCopies)

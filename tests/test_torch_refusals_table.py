@@ -25,6 +25,7 @@ UNSEEN = {
     "the step has no plan",
     "…: …",
     "…; …",
+    "…: …; …",
     "… must be …, got …",
     "fronts: they are of other nodes than the convolutions",
     "fronts: … cannot be run so",

@@ -20,10 +20,9 @@ from mucudnn.torch.capture.step_tensors import (  # noqa: E402
     LiveParts,
     StepParts,
 )
-from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.plan_program import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_step_cases import CASES, QUICK, Whole  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
@@ -72,7 +71,9 @@ def test_three_steps_are_eager_ones_in_the_bytes_that_are_planned(name):
     results = KernelResults()
     planner = results.settled(
         lambda: capture_step(model, loss_fn, optimizer, batch, results=results),
-        lambda captured: planner_of(captured, parts, measured),
+        lambda captured: LoweredStep.of_captured(captured, parts).planner(
+            PlanOptions()
+        ),
     )
     least = planner.least_budget()
     for budget in (float("inf"), least):
@@ -150,7 +151,7 @@ def test_views_of_conjugates_are_such_when_they_are_back():
     model, optimizer, batch = of_ones_own()
     captured = capture_step(model, functional.mse_loss, optimizer, batch)
     parts = StepParts.of(model, optimizer)
-    planner = planner_of(captured, parts, measured)
+    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
     layouts = planner.lowered.layouts.values()
     assert any(layout.conjugate or layout.negative for layout in layouts)
     saved = saved_tensors(planner.lowered.graph)

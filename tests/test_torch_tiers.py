@@ -15,14 +15,15 @@ torch = pytest.importorskip("torch")
 
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError  # noqa: E402
+from mucudnn.runtime.executor.tiers import parse_tiers  # noqa: E402
 from mucudnn.torch import (  # noqa: E402
     CompileBackend,
     TrainStep,
 )
 from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
-from mucudnn.torch.execution.tiers import TierCopies, tiers_within  # noqa: E402
-from mucudnn.torch.plan_program import StepPlanning  # noqa: E402
+from mucudnn.torch.execution.tiers import StepTiers, TierCopies  # noqa: E402
+from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
@@ -65,10 +66,11 @@ class Step:
     def __init__(self, budget, tiers, name="mlp", **options):
         self.model, self.loss_fn, self.batch = build(name)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        away = tiers_within(budget, tiers, shared=True)
-        planning = StepPlanning(budget, costs, self.plans, tiers=away, **options)
-        self.run = TrainStep(self.model, self.loss_fn, self.optimizer, planning)
-        self.arenas = away and away._arenas
+        choices = parse_tiers(tiers)
+        targets = StepTiers(choices, shared=True) if choices else None
+        options = PlanOptions(costs, self.plans, tiers=targets, **options)
+        self.run = TrainStep(self.model, self.loss_fn, self.optimizer, budget, options)
+        self.arenas = targets and targets._arenas
 
     def losses(self, count=3):
         return [self.run(*self.batch).item() for _ in range(count)]
@@ -135,7 +137,7 @@ def test_what_a_dead_owner_had_is_lost_for_one_step_only():
     before = copy.deepcopy(step.model.state_dict())
     os.kill(owner, signal.SIGKILL)
     os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
-    told = rf"process {owner}, which owned .*peer:1, ended .*lost; nothing that is tra"
+    told = rf"process {owner}, which owned .*peer:1, ended .*lost; no parameter"
     with pytest.raises(BackendError, match=told):
         step.run(*step.batch)
     after = step.model.state_dict()
@@ -170,7 +172,7 @@ def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
             error = str(e)
         if error is not None:
             begun = re.search("had begun to change .* from a checkpoint", error)
-            assert begun or "nothing that is trained was changed" in error
+            assert begun or "no parameter or state was changed" in error
             told.add(bool(begun))
             if begun:
                 with pytest.raises(BackendError, match=r"half done by .*reset"):
@@ -228,12 +230,12 @@ def test_a_compiled_model_leaves_to_tiers_with_two_passes_under_way(tmp_path, pl
     model, loss_fn, (x, y) = build("conv")
     eager = copy.deepcopy(model)
     with pytest.raises(PlanningError) as caught:
-        torch.compile(model, backend=CompileBackend(0, costs, plans=plans))(x)
+        torch.compile(model, backend=CompileBackend(0, PlanOptions(costs, plans)))(x)
     torch.compiler.reset()
     budget = caught.value.least_bytes
     tiers = ["peer:1=132KiB@2GiB", f"disk:{tmp_path}@1GiB"]
-    away = tiers_within(budget, tiers, shared=False)
-    backend = CompileBackend(budget, costs, plans=plans, tiers=away)
+    away = StepTiers(parse_tiers(tiers), shared=False)
+    backend = CompileBackend(budget, PlanOptions(costs, plans, tiers=away))
     compiled = torch.compile(model, backend=backend)
     for run in (compiled, eager):
         losses = [loss_fn(run(part), y) for part in (x, x.flip(0), x * 2)]

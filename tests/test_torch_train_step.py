@@ -15,11 +15,10 @@ from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution import copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.plan_program import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
@@ -108,7 +107,7 @@ def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
     optimizer = sgd(model)
     parts = StepParts.of(model, optimizer)
     captured = capture_step(model, loss_fn, optimizer, batch)
-    planner = planner_of(captured, parts, measured)
+    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
     cheap = {
         saved.name: Residency.RECOMPUTE
         for saved in saved_tensors(planner.lowered.graph)

@@ -13,10 +13,9 @@ from mucudnn.passes.planning.request import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency  # noqa: E402  (where there is PyTorch)
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.plan_program import planner_of  # noqa: E402
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 from tests.torch_zoo import sgd  # noqa: E402
@@ -52,7 +51,7 @@ def test_a_recomputation_reads_the_version_of_the_first_time(right):
     optimizer = sgd(model)
     parts = StepParts.of(model, optimizer)
     captured = capture_step(model, loss_fn, optimizer, batch)
-    planner = planner_of(captured, parts, measured)
+    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
     plan = plan_residency(planner.request(), {"gelu": Residency.RECOMPUTE})
     again = [node for node in plan.schedule.graph.nodes if "gelu~" in node.name]
     assert [node.inputs for node in again] == [("addmm",)]

@@ -147,7 +147,7 @@ def test_the_gpus_updates_turn(op, together, folder):
     plain, turned = (list(updates(op, t, "f8", "f4")) for t in (False, True))
     for calls in (plain, turned):
         if together:
-            kernel.together([(inputs, [], attrs, None) for inputs, attrs in calls])()
+            kernel.run_batched([(inputs, [], attrs, None) for inputs, attrs in calls])()
         else:
             for inputs, attrs in calls:
                 kernel.run(inputs, [], attrs, None)
@@ -165,9 +165,9 @@ def test_those_that_turn_and_those_that_do_not_are_one_launch(folder):
         inputs[2] = rate
     mixed = [*plain[::2], *turned[1::2]]
     launches = []
-    launch = emulator.launch
-    emulator.launch = lambda one: (launches.append(one), launch(one))
-    bind(emulator)["momentum"].together([(i, [], a, None) for i, a in mixed])()
+    prepared = emulator.prepared
+    emulator.prepared = lambda one: (launches.append(one), prepared(one))[1]
+    bind(emulator)["momentum"].run_batched([(i, [], a, None) for i, a in mixed])()
     assert len(launches) == 1
     for inputs, attrs in expected:
         bind_cpu(Workers(1))["momentum"].run(inputs, [], attrs, None)

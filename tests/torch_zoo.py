@@ -6,7 +6,7 @@ from bench.torch.zoo import Case, GPTConfig, build as build_case, gpt, unet
 from mucudnn.errors import PlanningError
 from mucudnn.torch import TrainStep
 from mucudnn.torch.costs.measure import measured
-from mucudnn.torch.plan_program import StepPlanning
+from mucudnn.torch.plan_program import PlanOptions
 
 SMALL = {
     "small gpt": lambda: gpt(4, GPTConfig(layers=1, width=32, heads=2, length=16)),
@@ -78,7 +78,7 @@ class Steps:
         case = build(self._name)
         optimizer = self._optimizer_of(case.model)
         step = TrainStep(
-            case.model, case.loss_fn, optimizer, StepPlanning(budget, self._costs)
+            case.model, case.loss_fn, optimizer, budget, PlanOptions(self._costs)
         )
         step.prepare(*case.batch)
         return step, case, optimizer

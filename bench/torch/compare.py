@@ -23,6 +23,7 @@ from bench.torch.rivals import HostSaved, Partitioned, WithLoss, checkpointed
 from bench.torch.zoo import Case
 from mucudnn.errors import PlanningError
 from mucudnn.torch import CompileBackend
+from mucudnn.torch.plan_program import PlanOptions
 
 __all__ = ["KNOB", "compare"]
 
@@ -181,7 +182,7 @@ def _ours(bench: _Bench, peaks: Collection[int]) -> Iterator[_Way]:
 
 
 def _planned(bench: _Bench, budget: float) -> tuple[Callable[[], torch.Tensor], Any]:
-    backend = CompileBackend(budget, bench.table)
+    backend = CompileBackend(budget, PlanOptions(costs=bench.table))
     call = torch.compile(bench.module, backend=backend, fullgraph=True)
     loss = _of(bench, call)
     bench.step(loss)

@@ -17,6 +17,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from mucudnn.torch.costs.measure import (
 )
 from mucudnn.torch.costs.meters import CpuMeter
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.plan_program import planner_of
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
 
 __all__ = ["Outcome", "outcome_of", "shares"]
 
@@ -80,7 +81,8 @@ def shares(name: str) -> dict[str, Any]:
     captured = capture_step(case.model, case.loss_fn, optimizer, list(case.batch))
     parts = StepParts.of(case.model, optimizer)
     device = get_device("h200")  # times decide what leaves at the least, no more
-    planner = planner_of(captured, parts, lambda found: estimated(found, device))
+    options = PlanOptions(costs=partial(estimated, device=device))
+    planner = LoweredStep.of_captured(captured, parts).planner(options)
     lowered = planner.lowered
     known: dict[Any, Outcome] = {}
     fit: set[str] = set()

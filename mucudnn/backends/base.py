@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
-from mucudnn.backends.device import Array, Buffer, Device, Mapper, Transit
+from mucudnn.backends.device import Array, Buffer, Device, Mapper, StepIO
 from mucudnn.backends.plan_runner import Call, PlanRunner, per_slice
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
@@ -66,7 +66,7 @@ class Runner(Protocol):
         """
 
 
-class PlanTexts(Protocol):
+class PlanSerializer(Protocol):
     """A serializer of execution plans, which lets processes reuse them."""
 
     def dumps(
@@ -101,13 +101,9 @@ class Epilogues(Protocol):
 
 
 _Arrays = Sequence[Array]
-
 _Specs = Sequence[TensorSpec]
-
 _Attrs = Mapping[str, Any]
-
 _Call = Callable[[], None]
-
 KernelArguments = tuple[_Arrays, _Arrays, _Attrs, Buffer | None]
 """Inputs, outputs, attributes and workspace of one call."""
 
@@ -121,13 +117,14 @@ def no_workspace(inputs: _Specs, outputs: _Specs, attrs: _Attrs) -> int:
 class Kernel:
     """An operation of a training step; convolutions have plans instead.
 
-    Attributes: run: (inputs, outputs, attributes, workspace) -> None. Launches the
-        kernel, which writes into the outputs, and into inputs that are state. Arrays
-        are dense.
+    Attributes:
+        run: (inputs, outputs, attributes, workspace) -> None. Launches the kernel,
+            which writes into the outputs, and into inputs that are state. Arrays are
+            dense.
         workspace: (inputs, outputs, attributes) -> bytes that `run` must be given.
-        ready: Binds the arguments of `run` for repeated calls on arrays that stay in
+        prebind: Binds the arguments of `run` for repeated calls on arrays that stay in
             place; called on the device's queue (`Device.queue`). None: `run` is called.
-        together: Binds several consecutive calls as one. They write no tensor that
+        run_batched: Binds several consecutive calls as one. They write no tensor that
             another of them reads or writes, except flags. None: one after the other.
         flags: Positions of state inputs to which all writers write the same value,
             whatever the previous value.
@@ -135,16 +132,16 @@ class Kernel:
 
     run: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], None]
     workspace: Callable[[_Specs, _Specs, _Attrs], int] = no_workspace
-    ready: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], _Call] | None = None
-    together: Callable[[Sequence[KernelArguments]], _Call] | None = None
+    prebind: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], _Call] | None = None
+    run_batched: Callable[[Sequence[KernelArguments]], _Call] | None = None
     flags: tuple[int, ...] = ()
 
     def call(
         self, inputs: _Arrays, outputs: _Arrays, attrs: _Attrs, workspace: Buffer | None
     ) -> _Call:
-        """Return a call on these arrays, which stay in place; see `ready`."""
-        if self.ready is not None:
-            return self.ready(inputs, outputs, attrs, workspace)
+        """Return a call on these arrays, which stay in place; see `prebind`."""
+        if self.prebind is not None:
+            return self.prebind(inputs, outputs, attrs, workspace)
         return functools.partial(self.run, inputs, outputs, attrs, workspace)
 
 
@@ -186,15 +183,15 @@ class Backend:
         index: Index of the device among those of the backend.
         split_alignment: Bytes to which the operands of a micro-batch must be aligned;
             micro-batch sizes that violate this are no candidates.
-        fragile: Whether a failing kernel may crash the process or its device context,
+        may_crash: Whether a failing kernel may crash the process or its device context,
             so that unknown kernels are better timed in a child process.
         epilogues: Convolutions fused with bias and ReLU, if the library has them.
-        plan_texts: Serializer of execution plans, if the library has them.
+        plan_serializer: Serializer of execution plans, if the library has them.
         mapper: Maps physical memory at chosen addresses, if the device can (`Mapper`).
         kernels: Operation name to kernel, for all operations but convolutions.
         library_kernels: Kernels of a vendor library for some of the same operations.
         capture: Captures launches as a graph, if the device supports graphs.
-        transit: Makes the object that copies inputs and results while the device
+        step_io: Makes the object that copies inputs and results while the device
             computes. The flag tells whether inputs may be staged in device memory.
     """
 
@@ -204,14 +201,14 @@ class Backend:
     binder: Callable[[ConvPlan, bool], Runner] | None = None
     index: int = 0
     split_alignment: int = 1
-    fragile: bool = False
+    may_crash: bool = False
     epilogues: Epilogues | None = None
-    plan_texts: PlanTexts | None = None
+    plan_serializer: PlanSerializer | None = None
     mapper: Mapper | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
     library_kernels: LibraryKernels | None = field(default=None, compare=False)
     capture: Capture | None = field(default=None, compare=False)
-    transit: Callable[[bool], Transit] | None = field(default=None, compare=False)
+    step_io: Callable[[bool], StepIO] | None = field(default=None, compare=False)
 
     def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:
         """Bind a plan; with `replay` as a single launch if the backend can."""

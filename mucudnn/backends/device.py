@@ -7,13 +7,9 @@ from typing import Any, Literal, Protocol
 from mucudnn.ir.tensor import TensorSpec
 
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
-
 Buffer = Any
-
 Event = Any
-
 Ticket = Any  # one copy that was started
-
 Way = Literal["out", "back"]
 
 
@@ -156,7 +152,7 @@ class Copier(Protocol):
     ) -> Ticket:
         """Start a copy from the host."""
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts a repeated copy, with everything prepared.
 
         Its holder keeps source and target alive until the copy is done.
@@ -212,6 +208,15 @@ class Mapper(Protocol):
         """
 
 
+def check_chunks(chunks: Sequence[int], count: int) -> None:
+    """Raise ValueError if a chunk is not one of `count`."""
+    for chunk in chunks:
+        if not 0 <= chunk < count:
+            raise ValueError(
+                f"chunk {chunk} of {count} cannot be mapped; they are counted from 0"
+            )
+
+
 def runs(chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (position, first chunk, count) of each run of consecutive chunks."""
     for _, group in groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
@@ -234,7 +239,7 @@ class Arriving(Protocol):
         """Whether the copy is complete."""
 
 
-class Transit(Protocol):
+class StepIO(Protocol):
     """Copies of inputs and results, ordered with kernels; the host does not wait."""
 
     def upload(self, source: Any, target: Any) -> None:

@@ -105,8 +105,7 @@ def device_count(argument: str) -> int:
 def load(argument: str, device: int) -> Backend:
     """Return a new null backend with its own clock."""
     null = NullDevice()
-    kernels = NullKernels(null)
-    conv = NullConv(null)
+    kernels, conv = NullKernels(null), NullConv(null)
     return Backend(
         "null",
         null,

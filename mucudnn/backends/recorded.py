@@ -7,10 +7,10 @@ that such a clock cannot provide is returned directly: the uncertainty of a medi
 tuner, measuring through it, reproduces the machine's measurements and plans anywhere.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.plan_runner import Call, PlanRunner, per_step
@@ -22,6 +22,7 @@ from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.numerics import NATIVE, Traits
 from mucudnn.recording_format import MOST, read_recording, recorded_environments
 
+T = TypeVar("T")
 _ANYTHING = "*"  # stands for every algorithm if nothing at all was recorded
 
 
@@ -42,7 +43,9 @@ class RecordedConv:
         self._device = device
         self._rows: dict[ConvProblem, dict[str, AlgoPerf]] = {}
         self._batches: dict[ConvProblem, set[int]] = {}
-        modes = _modes(measurements)
+        modes: dict[tuple[ConvProblem, str], set[str]] = {}
+        for m in measurements:
+            modes.setdefault((m.problem, m.perf.algo), set()).add(m.perf.math_mode)
         for m in sorted(measurements, key=lambda m: m.measured_at):
             name = _name(m.perf, modes[m.problem, m.perf.algo])
             self._rows.setdefault(m.problem, {})[name] = m.perf
@@ -122,23 +125,32 @@ def recording_of(backend: Backend) -> RecordedConv | None:
 
 def device_count(argument: str) -> int:
     """Return the number of machines in the file."""
-    file = _file(argument)
-    try:
-        count = len(recorded_environments(_contents(file)))
-    except ValueError as e:
-        raise _unreadable(file, e) from e
+    count = len(_parsed(argument, recorded_environments))
     if count == 0:
-        raise BackendUnavailableError(f"recording {file} has no measurements")
+        raise BackendUnavailableError(f"recording {argument} has no measurements")
     return count
 
 
 def read_file(argument: str) -> Recording:
     """Read a whole recording; raise BackendUnavailableError if there is none."""
-    file = _file(argument)
+    return _parsed(argument, read_recording)
+
+
+def _parsed(argument: str, parse: Callable[[bytes], T]) -> T:
+    if not argument:
+        raise BackendUnavailableError(
+            "backend 'recorded' needs a file: recorded:FILE, where FILE was written "
+            "by `mucudnn tune --record` or the export of a cache"
+        )
+    file = Path(argument).expanduser()
     try:
-        return read_recording(_contents(file))
+        return parse(read_whole(file, most=MOST))
+    except OSError as e:
+        raise BackendUnavailableError(
+            f"recording {file} cannot be read: {e.strerror}"
+        ) from e
     except ValueError as e:
-        raise _unreadable(file, e) from e
+        raise BackendUnavailableError(f"{file} is not a usable recording: {e}") from e
 
 
 def load(argument: str, device: int) -> Backend:
@@ -161,38 +173,7 @@ def load(argument: str, device: int) -> Backend:
     )
 
 
-def _modes(
-    measurements: Sequence[Measurement],
-) -> dict[tuple[ConvProblem, str], set[str]]:
-    modes: dict[tuple[ConvProblem, str], set[str]] = {}
-    for m in measurements:
-        modes.setdefault((m.problem, m.perf.algo), set()).add(m.perf.math_mode)
-    return modes
-
-
 def _name(perf: AlgoPerf, modes: set[str]) -> str:
     if perf.math_mode == NATIVE or len(modes) == 1:
         return perf.algo
     return f"{perf.algo}[{perf.math_mode}]"
-
-
-def _file(argument: str) -> Path:
-    if not argument:
-        raise BackendUnavailableError(
-            "backend 'recorded' needs a file: recorded:FILE, where FILE was written "
-            "by `mucudnn tune --record` or the export of a cache"
-        )
-    return Path(argument).expanduser()
-
-
-def _contents(file: Path) -> bytes:
-    try:
-        return read_whole(file, most=MOST)
-    except OSError as e:
-        raise BackendUnavailableError(
-            f"recording {file} cannot be read: {e.strerror}"
-        ) from e
-
-
-def _unreadable(file: Path, error: ValueError) -> BackendUnavailableError:
-    return BackendUnavailableError(f"{file} is not a usable recording: {error}")

@@ -76,15 +76,9 @@ class VirtualDevice:
         self._clock.now += ms if isinstance(ms, Fraction) else Fraction(ms)
 
     def kernel(self, problem: ConvProblem, algo: str, nbytes: int, ms: float) -> Call:
-        """Return a kernel that checks its workspace and takes time.
+        """Return a kernel that takes `ms`, and `nbytes` of workspace or BackendError.
 
         It takes the operands of any batch: they need not be cut into slices.
-
-        Args:
-            problem: Problem named in errors.
-            algo: Algorithm named in errors.
-            nbytes: Bytes of workspace; a `BackendError` is raised if it is given less.
-            ms: Exact time in ms.
         """
         advance, exactly = self.advance, Fraction(ms)
 
@@ -206,25 +200,24 @@ class VirtualCopier:
         self, clock: Clock, out_bytes_per_ms: Fraction, in_bytes_per_ms: Fraction
     ) -> None:
         self._clock = clock
-        self._out = _Engine(clock, out_bytes_per_ms)
-        self._in = _Engine(clock, in_bytes_per_ms)
+        self._rates: dict[Way, Fraction]
+        self._rates = {"out": out_bytes_per_ms, "back": in_bytes_per_ms}
+        self._free = dict.fromkeys(self._rates, Fraction(0))
         self._closed = False
 
     def out(self, source: Any, target: Any, after: Sequence[Fraction] = ()) -> Fraction:
         """Simulate a copy to the host."""
-        self._check(source, target)
-        return self._out.copy(source.nbytes, after)
+        return self._start("out", source, target, after)
 
     def back(
         self, source: Any, target: Any, after: Sequence[Fraction] = ()
     ) -> Fraction:
         """Simulate a copy from the host."""
-        self._check(source, target)
-        return self._in.copy(source.nbytes, after)
+        return self._start("back", source, target, after)
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that simulates this copy."""
-        return partial(self.out if way == "out" else self.back, source, target)
+        return partial(self._start, way, source, target)
 
     def wait(self, ticket: Fraction) -> None:
         """Advance the clock to the end of the copy."""
@@ -232,29 +225,21 @@ class VirtualCopier:
 
     def finish(self) -> None:
         """Advance the clock to the end of both queues."""
-        self._clock.wait_until(self._out.free)
-        self._clock.wait_until(self._in.free)
+        self._clock.wait_until(max(self._free.values()))
 
     def close(self) -> None:
         """Refuse further copies."""
         self._closed = True
 
-    def _check(self, source: Any, target: Any) -> None:
+    def _start(
+        self, way: Way, source: Any, target: Any, after: Sequence[Fraction] = ()
+    ) -> Fraction:
         if self._closed:
             raise BackendError("a copy was asked of a closed copier")
         if source.nbytes != target.nbytes:
             raise BackendError(
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"
             )
-
-
-class _Engine:
-    def __init__(self, clock: Clock, bytes_per_ms: Fraction) -> None:
-        self.free = Fraction(0)
-        self._clock = clock
-        self._rate = bytes_per_ms
-
-    def copy(self, nbytes: int, after: Sequence[Fraction]) -> Fraction:
-        start = max(self._clock.now, self.free, *after)
-        self.free = start + nbytes / self._rate
-        return self.free
+        start = max(self._clock.now, self._free[way], *after)
+        self._free[way] = start + source.nbytes / self._rates[way]
+        return self._free[way]

@@ -1,8 +1,8 @@
 """`mucudnn train`: train a network, and print its results."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import (
         EpochReport,
-        LogEntry,
-        OnEntry,
         Position,
     )
     from mucudnn.runtime.training.loop import Between, Handover
@@ -73,7 +71,10 @@ class _MultiProcessCommand(cloup.Command):
 def train(
     ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
-    """Train a network and test it after every epoch."""
+    """Train a network and test it after every epoch.
+
+    Without --data, it trains on synthetic images.
+    """
     group = group_of()
     with nullcontext() if group is None else group.ends_together():
         if group is not None:
@@ -151,7 +152,11 @@ class _Training:
                     self._reports[report.epoch] = report
                 shown(at, report)
 
-            with self._log(shown) as log:
+            with (
+                train_log(settings, self._resume, shown.told)
+                if self.leads  # one process logs for all
+                else nullcontext()
+            ) as log:
                 show("planning the step", 0, batches, title="preparing")
                 self._trainer = self._make_trainer(shown)
                 try:
@@ -174,20 +179,6 @@ class _Training:
                     return True
         self._reports |= {report.epoch: report for report in reports}
         return False
-
-    @contextmanager
-    def _log(self, shown: "TrainingWords") -> "Iterator[OnEntry | None]":
-        """Log from one process for all."""
-        if not self.leads:
-            yield None
-            return
-        with train_log(self._settings, self._resume) as tell:
-
-            def told(entry: "LogEntry") -> None:
-                tell(entry)
-                shown.told(entry)
-
-            yield told
 
     def _between(self, shown: "TrainingWords") -> "Between | None":
         """Replace the trainer between epochs if other shares are faster."""

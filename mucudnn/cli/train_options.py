@@ -349,23 +349,23 @@ _TITLES = {"step": "train", "evaluation": "test", "epoch": "epoch"}
 
 @contextmanager
 def train_log(
-    settings: Mapping[str, Any], resume: "Checkpoint | None"
+    settings: Mapping[str, Any], resume: "Checkpoint | None", *listeners: "OnEntry"
 ) -> Iterator["OnEntry"]:
-    """Return a function that logs an entry; files are closed at the end."""
+    """Return a function that logs an entry and passes it to `listeners`."""
     from mucudnn.runtime.training.history import LogFile, read_resumption
 
     since = None if resume is None else read_resumption(resume).position
-    listeners: list[Callable[[LogEntry], None]] = []
+    writers: list[Callable[[LogEntry], None]] = []
     with ExitStack() as stack:
         if settings["log"] is not None:
             file = LogFile(settings["log"], since=since)
             stack.callback(file.close)
-            listeners.append(file)
+            writers.append(file)
         if settings["tensorboard"] is not None:
-            listeners.append(stack.enter_context(_event_writer(settings, since)))
+            writers.append(stack.enter_context(_event_writer(settings, since)))
 
         def tell(entry: "LogEntry") -> None:
-            for listener in listeners:
+            for listener in (*writers, *listeners):
                 listener(entry)
 
         yield tell

@@ -177,7 +177,7 @@ def _compare(
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with the results so far."""
     from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.convolutions import ComparisonInterrupted, compare
+    from mucudnn.studies.convolutions import StudyInterrupted, compare
 
     with (
         progress_display(
@@ -203,8 +203,8 @@ def _compare(
                     time_limit_s=settings["time_limit"],
                     progress=shown.advance,
                 )
-            except ComparisonInterrupted as e:
-                comparison = e.comparison
+            except StudyInterrupted as e:
+                comparison = e.found
             record.tables += [layer.table for layer in comparison.layers]
     return comparison, record
 
@@ -263,7 +263,8 @@ def take_survey(
 ) -> None:
     """List all algorithms and print them; Ctrl-C prints those found so far."""
     from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.algorithms import SurveyInterrupted, survey_algorithms
+    from mucudnn.studies.algorithms import survey_algorithms
+    from mucudnn.studies.convolutions import StudyInterrupted
 
     interrupted = False
     with progress_display(len(layers), lines=settings["verbose"]) as show:
@@ -276,8 +277,8 @@ def take_survey(
                 numerics=tuner.numerics,
                 progress=LayerWords(show).surveyed,
             )
-        except SurveyInterrupted as e:
-            found, interrupted = e.survey, True
+        except StudyInterrupted as e:
+            found, interrupted = e.found, True
     from mucudnn.report.survey import survey_report, survey_tables
 
     publish(settings, found, survey_tables, lambda found: survey_report(found, title))

@@ -14,9 +14,7 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.studies.convolutions import (
     Comparison,
-    LayerResult,
     Limit,
-    LimitResult,
     LimitSummary,
 )
 
@@ -63,7 +61,17 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
         for outcome in layer.outcomes:
             if (outcome.speedup or 0.0) >= _FASTER:
                 strong.add(len(rows))
-            rows.append(_row(layer, outcome))
+            choice, figures = outcome.choice, (NOTHING,) * 5
+            if choice is not None:
+                figures = (
+                    ms_text(choice.undivided_ms),
+                    ms_text(choice.planned_ms),
+                    speedup_text(outcome.speedup),
+                    bytes_text(choice.plan.workspace),
+                    plan_text(choice.plan),
+                )
+            limit = limit_text(outcome.limit)
+            rows.append((layer.name, DIRECTIONS[layer.direction], limit, *figures))
     notes = _reasons(comparison)
     missing = comparison.asked - len(comparison.layers)
     if missing:
@@ -95,21 +103,6 @@ def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
             )
         for note in table.notes:
             console.print(f"[dim]{escape(note)}[/dim]")
-
-
-def _row(layer: LayerResult, outcome: LimitResult) -> tuple[str, ...]:
-    head = (layer.name, DIRECTIONS[layer.direction], limit_text(outcome.limit))
-    choice = outcome.choice
-    if choice is None:
-        return (*head, *(NOTHING,) * 5)
-    return (
-        *head,
-        ms_text(choice.undivided_ms),
-        ms_text(choice.planned_ms),
-        speedup_text(outcome.speedup),
-        bytes_text(choice.plan.workspace),
-        plan_text(choice.plan),
-    )
 
 
 def _reasons(comparison: Comparison) -> list[str]:
@@ -375,6 +368,7 @@ def deepbench_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def _rows(comparison: Comparison, index: int) -> Iterable[tuple[str, ...]]:
+    """Yield shapes and times in microseconds, a row per layer."""
     times: dict[tuple[str, ConvProblem], dict[Direction, float | None]] = {}
     for layer in comparison.layers:
         key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
@@ -382,18 +376,13 @@ def _rows(comparison: Comparison, index: int) -> Iterable[tuple[str, ...]]:
         planned = None if choice is None else choice.planned_ms
         times.setdefault(key, {})[layer.direction] = planned
     for (_, problem), by_direction in times.items():
-        cells = [_microseconds_text(by_direction.get(d)) for d in Direction]
         known = [ms for ms in by_direction.values() if ms is not None]
         total = sum(known) if len(known) == len(by_direction) else None
-        yield (*_shape(problem), *cells, _microseconds_text(total))
-
-
-def _shape(problem: ConvProblem) -> tuple[str, ...]:
-    (n, c, h, w), (k, _, r, s) = problem.x_shape, problem.w_shape
-    pads, strides = problem.padding[::-1], problem.stride[::-1]
-    sizes = (w, h, c, n, k, s, r, *pads, *strides)
-    return (*map(str, sizes), _PRECISION[problem.dtype])
-
-
-def _microseconds_text(time_ms: float | None) -> str:
-    return _NOT_TIMED if time_ms is None else f"{time_ms * 1e3:.0f}"
+        cells = (
+            _NOT_TIMED if time_ms is None else f"{time_ms * 1e3:.0f}"
+            for time_ms in (*map(by_direction.get, Direction), total)
+        )
+        (n, c, h, w), (k, _, r, s) = problem.x_shape, problem.w_shape
+        pads, strides = problem.padding[::-1], problem.stride[::-1]
+        sizes = (w, h, c, n, k, s, r, *pads, *strides)
+        yield (*map(str, sizes), _PRECISION[problem.dtype], *cells)

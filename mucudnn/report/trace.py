@@ -34,22 +34,15 @@ _US = 1e3
 def trace_json(plan: StepPlan) -> str:
     """Return the trace as JSON text."""
     title = f"a training step, {plan.policy} with {plan.scheduler}"
-    events = [
-        _metadata_event("process_name", 0, title),
-        *(
-            _metadata_event("thread_name", i, n)
-            for i, n in enumerate(LANES.values(), 1)
-        ),
-        *_lanes(plan),
-        *_memory(plan),
-    ]
+    names = [("process_name", 0, title)]
+    names += [("thread_name", i, name) for i, name in enumerate(LANES.values(), 1)]
+    about = (
+        {"ph": "M", "pid": _PROCESS, "tid": i, "name": what, "args": {"name": name}}
+        for what, i, name in names
+    )
+    events = [*about, *_lanes(plan), *_memory(plan)]
     data = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(data, ensure_ascii=False, allow_nan=False)
-
-
-def _metadata_event(what: str, thread: int, name: str) -> dict[str, Any]:
-    about = {"name": what, "args": {"name": name}}
-    return {"ph": "M", "pid": _PROCESS, "tid": thread, **about}
 
 
 def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
@@ -129,15 +122,21 @@ def snapshot(placed: PlacedStep) -> dict[str, Any]:
     intervals = memory_intervals(plan)
     addresses = _addresses(placed, intervals)
     end = max((i.stop_ms for i in intervals), default=0.0)
-    trace = [
-        _event("segment_alloc", _BASE, size, 0.0, "arena"),
-        *_events(intervals, addresses),
-    ]
-    left = [
-        (address, interval)
-        for address, interval in zip(addresses, intervals, strict=True)
-        if interval.kept and interval.nbytes
-    ]
+    # Allocations and frees; storages kept to the end are not freed.
+    events: list[tuple[int, dict[str, Any]]] = []
+    left = []
+    for interval, address in zip(intervals, addresses, strict=True):
+        nbytes, name = interval.nbytes, interval.name
+        allocated = _event("alloc", address, nbytes, interval.start_ms, name)
+        events.append((interval.first, allocated))
+        if interval.kept:
+            left += [(address, interval)] if nbytes else []
+            continue
+        for action in ("free_requested", "free_completed"):
+            freed = _event(action, address, nbytes, interval.stop_ms, name)
+            events.append((interval.last, freed))
+    arena = _event("segment_alloc", _BASE, size, 0.0, "arena")
+    trace = [arena, *(e for _, e in sorted(events, key=lambda pair: pair[0]))]
     return {
         "segments": [_segment(sorted(left), size)],
         "device_traces": [trace],
@@ -163,22 +162,6 @@ def _addresses(placed: PlacedStep, intervals: Sequence[Interval]) -> list[int]:
         else:
             found.append(bottom + next(following[interval.name]))
     return found
-
-
-def _events(
-    intervals: Sequence[Interval], addresses: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Return allocations and frees; storages kept to the end are not freed."""
-    found: list[tuple[int, dict[str, Any]]] = []
-    for interval, address in zip(intervals, addresses, strict=True):
-        size, name = interval.nbytes, interval.name
-        taken = _event("alloc", address, size, interval.start_ms, name)
-        found.append((interval.first, taken))
-        if not interval.kept:
-            for action in ("free_requested", "free_completed"):
-                freed = _event(action, address, size, interval.stop_ms, name)
-                found.append((interval.last, freed))
-    return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
 
 def _event(

@@ -18,7 +18,7 @@ from mucudnn.ir.numerics import Numerics, RowStatus
 from mucudnn.notebook import html_of
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
-from mucudnn.studies.convolutions import LayerProgress, advancing
+from mucudnn.studies.convolutions import LayerProgress, StudyInterrupted, advancing
 from mucudnn.suites import Layer
 
 SCHEMA = 1
@@ -194,14 +194,6 @@ class AlgorithmSurvey:
     _repr_html_ = html_of
 
 
-class SurveyInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a survey; `survey` holds the finished layers."""
-
-    def __init__(self, found: AlgorithmSurvey) -> None:
-        super().__init__()
-        self.survey = found
-
-
 def survey_algorithms(
     backend: Backend,
     layers: Sequence[Layer],
@@ -224,7 +216,7 @@ def survey_algorithms(
         progress: Called when a layer begins and when it is done.
 
     Raises:
-        SurveyInterrupted: Ctrl-C; carries the finished layers.
+        StudyInterrupted: Ctrl-C; carries the finished layers.
         BackendUnavailableError: The library is missing.
         ValueError: The policy is unknown.
     """
@@ -254,7 +246,7 @@ def survey_algorithms(
         for layer in advancing(layers, survey, progress):
             done.append(layer)
     except KeyboardInterrupt:
-        raise SurveyInterrupted(found()) from None
+        raise StudyInterrupted(found()) from None
     return found()
 
 

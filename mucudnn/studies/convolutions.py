@@ -182,12 +182,12 @@ _MOST_REASONS = 6
 _OUT_OF_TIME = "not compared: the time limit was reached"
 
 
-class ComparisonInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a comparison; `comparison` holds the finished layers."""
+class StudyInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a study of convolutions; `found` holds the finished layers."""
 
-    def __init__(self, comparison: "Comparison") -> None:
+    def __init__(self, found: Any) -> None:
         super().__init__()
-        self.comparison = comparison
+        self.found = found
 
 
 def in_directions(
@@ -227,7 +227,7 @@ def compare(
         progress: Called when a layer begins and when it is done.
 
     Raises:
-        ComparisonInterrupted: Ctrl-C; carries the finished layers.
+        StudyInterrupted: Ctrl-C; carries the finished layers.
         ValueError: The planner is unknown.
     """
     widest = max(*limits, total_workspace or 0, 0)
@@ -271,7 +271,7 @@ def compare(
             done[i] = one(layers[i], len(short) - again)
         results = run.divide(done, total[0]) if total else done
     except KeyboardInterrupt:
-        raise ComparisonInterrupted(comparison(done, divided=False)) from None
+        raise StudyInterrupted(comparison(done, divided=False)) from None
     return comparison(results, divided=True)
 
 

@@ -2,11 +2,11 @@
 
     model = torch.compile(model, backend=mt.backend(budget="8GiB"))
 
-AOTAutograd hands over forward and backward as one graph. It is planned as one and cut
-where the forward pass has ended. What the second half still needs are ordinary tensors,
-which autograd keeps: those on the device, those on the host, and states of the random
-generator. So a forward pass without a backward pass leaves nothing behind, several may
-be under way at once, and autograd sees what has been changed between the halves.
+AOTAutograd hands over forward and backward as one joint graph. It is planned as one
+step and cut behind the last forward node. What the second half still needs are ordinary
+tensors that autograd saves: on the device, on the host, and states of the random
+generator. So a forward pass without a backward pass leaks nothing, several may be under
+way at once, and autograd sees what has been changed between the halves.
 
 Errors are raised by the first call of a graph, not while it is compiled: Dynamo would
 wrap them in its own, or with `suppress_errors` run the model without a budget.
@@ -23,9 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mucudnn.arguments import a_flag
 from mucudnn.errors import MucudnnError, PlanningError
-from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
@@ -33,12 +31,8 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
-from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.costs.measure import WrongResultsError, measured
+from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.execution.bound_step import Halves, bind_halves, runner_of
-from mucudnn.torch.execution.devices import device_of
-from mucudnn.torch.execution.tiers import StepTiers, tiers_within
-from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.internals import (
     aot_compiled,
     break_reasons,
@@ -51,40 +45,33 @@ from mucudnn.torch.internals import (
     refresh_values,
     while_compiling,
 )
-from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
-from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.plan_program import (
+    LoweredStep,
+    PlannedProgram,
+    PlanOptions,
+    plan_program,
+)
+from mucudnn.torch.plan_store import PlanCacheChoice
+from mucudnn.torch.planning import parse_budget
 from mucudnn.torch.source_lines import line_of_stack
 
 _SHARE = 1 / 3
-"""How much of what is left a graph takes that ends in a break."""
-
-
-@dataclass(frozen=True)
-class GraphSource:
-    """Where a graph comes from.
-
-    Attributes:
-        name: What it is called.
-        function: The function that it is part of; another version of it is the same.
-        ends: The user's line where a break ends it; None if none does.
-        resumes: Whether it begins behind a break.
-        share: How much of what is left it takes if it ends in a break.
-    """
-
-    name: str
-    function: str
-    ends: str | None = None
-    resumes: bool = False
-    share: float = _SHARE
-
+"""Share of the remaining budget that a graph gets that ends in a graph break."""
 
 _BUCKET = (
     "the buckets of DistributedDataParallel (with torch._dynamo.config.optimize_ddp = "
     "False there is one graph)"
 )
 
+_OPTIONS = ("budget", "tuner", "inductor", "tiers")
+"""Options of `torch.compile(backend="mucudnn", options=...)`."""
+
+_REFUSED = ("split", "offload_state")
+"""Options of `train_step` that are refused with a reason."""
+
+_SHOWN = 3
+"""Dynamo's reasons that a warning shows."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +84,7 @@ def backend(
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> "CompileBackend":
-    """A backend for `torch.compile` that keeps a budget in training.
+    """Make a backend for `torch.compile` that keeps a memory budget in training.
 
     The budget counts what one compiled graph has in use, forward to backward: its
     parameters and buffers, activations, gradients, results and scratch memory. The
@@ -143,14 +130,11 @@ def backend(
             none.
         TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
-    limit = as_budget(budget)
-    return CompileBackend(
-        limit,
-        plans=open_plans(cache),
-        tuner=tuner,
-        inductor=inductor,
-        tiers=tiers_within(limit, tiers, shared=False),
+    limit = parse_budget(budget)
+    options = PlanOptions.of(
+        "backend", limit, tuner=tuner, cache=cache, inductor=inductor, tiers=tiers
     )
+    return CompileBackend(limit, options)
 
 
 def compile_graph(
@@ -159,115 +143,131 @@ def compile_graph(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """What `torch.compile(backend="mucudnn", options={"budget": ...})` calls.
+    """Compile a graph for `torch.compile(backend="mucudnn", options={"budget": ...})`.
 
     Plans are logged by `mucudnn.torch.compile_backend`, as information.
 
     Raises:
-        ValueError: By the first call: an option is not known, or its value no size.
-        TypeError: By the first call: the budget is neither a number nor text.
+        ValueError: By the first call: an option is not known, or invalid.
+        TypeError: By the first call: an option is of another type.
     """
     given = dict(options or {})
-    budget, tuner = given.pop("budget", None), given.pop("tuner", None)
-    inductor, tiers = given.pop("inductor", False), given.pop("tiers", ())
-    if given:
-        unknown = ", ".join(map(repr, given))
-        wrong = ValueError(
-            f"unknown option {unknown}; there are 'budget', 'tuner', 'inductor' and "
-            "'tiers'"
+    if unknown := ", ".join(repr(n) for n in given if n not in _OPTIONS + _REFUSED):
+        return _raiser(
+            ValueError(
+                f"unknown option {unknown}; there are 'budget', 'tuner', 'inductor' "
+                "and 'tiers'"
+            )
         )
-        return _refusal(wrong)
     try:
-        limit, _ = as_budget(budget), ConvolutionChoice(tuner)  # which checks it
-        named = _named(limit, tuner, a_flag("inductor", inductor), parse_tiers(tiers))
+        budget = parse_budget(given.pop("budget", None))
+        PlanOptions.of("backend", budget, **given)  # which checks them
+        tuner, inductor = given.get("tuner"), given.get("inductor", False)
+        named = _backend_of(
+            budget, tuner, inductor, parse_tiers(given.get("tiers", ()))
+        )
     except (TypeError, ValueError) as e:
-        return _refusal(e)
+        return _raiser(e)
     return named(module, inputs)
 
 
 @functools.cache
-def _named(
+def _backend_of(
     budget: float,
     tuner: Tuner | None,
     inductor: bool,
     tiers: tuple[TierChoice, ...],
 ) -> "CompileBackend":
-    """One backend a budget, so that graphs of one model know of each other."""
-    away = tiers_within(budget, tiers, shared=False)
-    plans = open_plans(USERS)
-    return CompileBackend(
-        budget, plans=plans, tuner=tuner, inductor=inductor, tiers=away
-    )
+    """Return the one backend of these options: graphs of one model share its budget."""
+    return backend(budget=budget, tuner=tuner, inductor=inductor, tiers=tiers)
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """Where a graph comes from.
+
+    Attributes:
+        name: Its name in messages.
+        function: The function that it is part of; the same for all of its versions.
+        ends: The user's line where a graph break ends it; None if none does.
+        resumes: Whether it begins behind a graph break.
+        share: Share of the remaining budget that it gets if it ends in a break.
+    """
+
+    name: str
+    function: str
+    ends: str | None = None
+    resumes: bool = False
+    share: float = _SHARE
 
 
 class CompileBackend:
-    """Plans every graph that it is given.
+    """A backend of `torch.compile` that plans every graph that it is given.
 
     Args:
         budget: Bytes for all graphs of one model.
-        costs: What tells times and scratch memory of a graph's nodes.
-        plans: What was measured and planned before; None remembers nothing.
-        tuner: Measures other ways to run the convolutions, if they are wanted.
-        inductor: Whether operations are fused.
-        tiers: Where to what leaves goes; None means the host's memory.
+        options: How graphs are planned.
     """
 
-    def __init__(
-        self,
-        budget: float,
-        costs: Callable[[Lowered], Profile] = measured,
-        *,
-        plans: PlanStore | None = None,
-        tuner: Tuner | None = None,
-        inductor: bool = False,
-        tiers: StepTiers | None = None,
-    ) -> None:
+    def __init__(self, budget: float, options: PlanOptions | None = None) -> None:
         self._budget = SharedBudget(budget)
-        self._costs = costs
-        self._tuner = tuner
-        self._choice = ConvolutionChoice(tuner)
-        self._store = plans or PlanStore()
-        self._fusing = fusing_of(inductor, self._store)
-        self._tiers = tiers
+        self._options = PlanOptions() if options is None else options
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
         self._warned = False
-        self._eager = LeftEager()
         self._plans: list[TorchPlan] = []
+        self._reasons_before = break_reasons()
+        self._warned_of_eager = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the budget, and plans for itself."""
-        build = functools.partial(
-            CompileBackend,
-            plans=self._store,
-            tuner=self._tuner,
-            inductor=self._fusing is not None,
-            tiers=self._tiers,
+        """Copy budget and options; a copy plans for itself."""
+        return functools.partial(CompileBackend, options=self._options), (
+            self._budget.budget,
         )
-        return build, (self._budget.budget, self._costs)
 
     @property
     def plans(self) -> list[TorchPlan]:
-        """What was decided, in the order in which graphs were first seen.
+        """Plans in the order in which graphs were first seen.
 
-        Each names its graph, where that begins in the user's code, and sizes.
+        Each names its graph, the user's line where that begins, and sizes.
         """
-        if not self._plans:
-            self._eager.warn()
+        self._warn_if_eager()
         return self._plans
 
     @property
     def peak_bytes(self) -> int:
-        """The most in use while every graph is under way once, at its largest size."""
-        if not self._plans:
-            self._eager.warn()
+        """Peak memory while every graph is under way once, at its largest size."""
+        self._warn_if_eager()
         return self._budget.peak_bytes
 
     @property
     def left_eager(self) -> tuple[str, ...]:
-        """Why Dynamo left something eager, of all functions since this was made."""
-        return self._eager.reasons
+        """Dynamo's reasons for what it left eager since this backend was made.
+
+        Dynamo only gives a backend what it has captured: a model with full backward
+        hooks, with recurrent cells or with a function that is not to be compiled runs
+        without it, and PyTorch logs that at most. But Dynamo counts its reasons.
+        """
+        before = self._reasons_before
+        return tuple(
+            why for why, n in break_reasons().items() if n > before.get(why, 0)
+        )
+
+    def _warn_if_eager(self) -> None:
+        """Warn, once, if nothing was planned because nothing was captured."""
+        reasons = () if self._plans else self.left_eager
+        if self._warned_of_eager or not reasons:
+            return
+        self._warned_of_eager = True
+        more = f" ({len(reasons) - _SHOWN} more)" if len(reasons) > _SHOWN else ""
+        warnings.warn(
+            "nothing was planned, so that no budget is kept: Dynamo has left to eager "
+            f"mode what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
+            "torch.compile(..., fullgraph=True) raises there and says at which line; "
+            "train_step plans without Dynamo",
+            stacklevel=3,
+        )
 
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any]
@@ -311,9 +311,9 @@ class CompileBackend:
         *,
         static: bool,
     ) -> Callable[..., Any]:
-        """Compile it, and once more while kernels return what PyTorch does not say."""
-        partition = functools.partial(self._partitioned, source)
+        """Compile a graph, again while kernels return other layouts than it says."""
         results = self._results
+        partition = functools.partial(self._partitioned, source)
         while True:
             known = len(results)
             with kernels_corrected(inputs, results.corrected):
@@ -331,7 +331,7 @@ class CompileBackend:
         static_lifetime_input_indices: Sequence[int] | None = None,
         **_: Any,
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        """Two graphs of one node each: the halves of one planned program."""
+        """Return two graphs of one node each: the halves of one planned program."""
         del joint_inputs
         own = tuple(static_lifetime_input_indices or ())
         refresh_values(joint)
@@ -341,48 +341,36 @@ class CompileBackend:
         except (MucudnnError, ValueError) as e:  # the latter of a tier's folder
             if isinstance(e, WrongResultsError):
                 self._results.learn(joint, e)
-            return parts.refused(_refusal(e))
+            return parts.refused(_raiser(e))
         return parts.split(halves)
 
     def _halves(self, source: GraphSource, parts: Joint, own: Sequence[int]) -> Halves:
-        """Two halves of a program; the same graph of a function is planned once."""
+        """Plan a graph and cut it in halves; equal graphs of a function only once."""
         parts.check()
         key = source.function, parts.key(own)
         if key not in self._planned:
             with outside_of_tracing():
-                lowered = parts.lowered()
-                mine = {lowered.inputs[i] for i in own}
-                given = {t for t in lowered.inputs if t is not None} - mine
-                store = self._store
-                profile = self._choice.profile(lowered, self._costs, store)
-                away = self._tiers
-                device = device_of(lowered.layouts)
-                tiers = away.measured(device) if away else ()
-                whole = Planner(lowered, profile, given, tiers=tiers)
-                fusing = self._fusing
+                step = LoweredStep.of_joint(parts, own)
 
-                def planned(budget: float) -> tuple[Planner, TorchPlan]:
-                    if fusing is not None:
-                        return fusing.plan(whole, budget, store)
-                    return whole, whole.plan(budget, store)
+                def plan(budget: float) -> PlannedProgram:
+                    return plan_program(step, self._options, budget)
 
-                planner, plan = self._budget.plan(source, planned)
-                bound = self._choice.bound(planner.lowered, plan.plan)
-                copies = away.copies(plan.plan) if away else None
-                halves = bind_halves(bound, plan.plan.schedule, parts.count, copies)
-            self._note(source, plan, halves)
+                program = self._budget.plan(source, plan)
+                schedule = program.plan.plan.schedule
+                halves = bind_halves(
+                    program.lowered, schedule, parts.count, program.copies
+                )
             self._planned[key] = halves
+            code = f"{halves.forward.source}\n{halves.backward.source}"
+            found = replace(program.plan, source=code, name=source.name)
+            self._plans.append(found)
+            _log.info("%s", found)
+            self._budget.note(source, found.peak_bytes)
+            message = self._budget.exceeded_by_models(source)
+            if message and not self._warned:
+                self._warned = True
+                warnings.warn(message, stacklevel=2)
         return self._planned[key]
-
-    def _note(self, source: GraphSource, plan: TorchPlan, halves: Halves) -> None:
-        program = f"{halves.forward.source}\n{halves.backward.source}"
-        self._plans.append(replace(plan, source=program, name=source.name))
-        _log.info("%s", self._plans[-1])
-        shared = self._budget
-        shared.note(source, plan.peak_bytes)
-        if not self._warned and (said := shared.apart(source)):
-            self._warned = True
-            warnings.warn(said, stacklevel=2)
 
 
 def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:
@@ -399,8 +387,8 @@ def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:
     )
 
 
-def _refusal(error: Exception) -> Callable[..., Any]:
-    """Raises an error, anew each time."""
+def _raiser(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises a new copy of an error at every call."""
 
     def refuse(*_: Any) -> Any:
         raise copy.copy(error)
@@ -408,55 +396,15 @@ def _refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-# What Dynamo leaves to eager mode, said where the user asks what was planned.
-#
-# Dynamo tells a backend of what it has captured alone: a model with full backward
-# hooks, with recurrent cells or with a function that is not to be compiled runs without
-# it, and PyTorch logs that at most. But it counts its reasons.
-
-
-_SHOWN = 3
-
-
-class LeftEager:
-    """Dynamo's reasons from now on, of all compiled functions of this process."""
-
-    def __init__(self) -> None:
-        self._before: Mapping[str, int] = break_reasons()
-        self._warned = False
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why something runs in no graph, each reason once; empty if nothing does."""
-        now = break_reasons()
-        before = self._before
-        return tuple(why for why, n in now.items() if n > before.get(why, 0))
-
-    def warn(self) -> None:
-        """Say, once, that there is no plan as there was nothing to plan."""
-        reasons = self.reasons
-        if self._warned or not reasons:
-            return
-        self._warned = True
-        more = f" ({len(reasons) - _SHOWN} more)" if len(reasons) > _SHOWN else ""
-        warnings.warn(
-            "nothing was planned, so that no budget is kept: Dynamo has left to eager "
-            f"mode what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
-            "torch.compile(..., fullgraph=True) raises there and says at which line; "
-            "train_step plans without Dynamo",
-            stacklevel=3,
-        )
-
-
 # One budget for the graphs that a model falls into where Dynamo breaks it.
 #
 # While one of them runs, those before it hold what their backward passes need, and
-# those behind it have parameters and gradients: of each no more than its own peak. So
-# peaks that add up to the budget are a promise for all of them.
+# those behind it have parameters and gradients: each no more than its own peak. So if
+# all peaks together are within the budget, the budget is kept.
 #
 # A graph is planned when it is first called, and what follows a break is not known
-# then. So a graph that ends in one takes a third of what is left, or what it cannot do
-# without; the last one takes the rest. The parts that Dynamo cuts a model in
+# then. So a graph that ends in one takes a third of what is left, or its least budget;
+# the last one takes the rest. The parts that Dynamo cuts a model in
 # DistributedDataParallel into are all known: each takes as much of what is left as its
 # tensors are of those of the parts that are left.
 
@@ -466,7 +414,7 @@ Planned = TypeVar("Planned")
 
 @dataclass(frozen=True)
 class _Part:
-    """What one graph has in use at most."""
+    """The peak memory of one graph."""
 
     source: GraphSource
     model: int
@@ -474,7 +422,7 @@ class _Part:
 
 
 class SharedBudget:
-    """Divides a budget among the graphs of each model.
+    """A budget that is divided among the graphs of each model.
 
     Args:
         budget: Bytes for all graphs of one model together.
@@ -491,8 +439,8 @@ class SharedBudget:
         """All peaks together, each of its graph's largest version."""
         return sum(part.peak for part in self._parts.values())
 
-    def apart(self, source: GraphSource) -> str:
-        """That several models may need more than the budget together; empty if not.
+    def exceeded_by_models(self, source: GraphSource) -> str:
+        """Return a warning if all models together may exceed the budget; else empty.
 
         Args:
             source: The last graph of theirs.
@@ -508,7 +456,7 @@ class SharedBudget:
         )
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
-        """A graph in its share of the budget.
+        """Plan a graph in its share of the budget.
 
         Args:
             source: Where it comes from.
@@ -518,7 +466,12 @@ class SharedBudget:
             PlanningError: It does not fit, by itself or beside the others; says a
                 budget that works.
         """
-        others = self._others(source)
+        model = self._model(source)
+        others = [  # of the same model, in the order in which they came
+            part
+            for function, part in self._parts.items()
+            if part.model == model and function != source.function
+        ]
         left = max(0.0, self.budget - sum(part.peak for part in others))
         try:
             if source.ends is None:
@@ -535,7 +488,7 @@ class SharedBudget:
             raise self._refusal(source, others, e.least_bytes, e.node) from None
 
     def note(self, source: GraphSource, peak: int) -> None:
-        """Remember what a graph has in use at most."""
+        """Remember the peak memory of a graph."""
         model = self._model(source)
         self._models = max(self._models, model + 1)
         known = self._parts.get(source.function)
@@ -544,7 +497,7 @@ class SharedBudget:
         self._last = self._parts[source.function] = _Part(source, model, peak)
 
     def _model(self, source: GraphSource) -> int:
-        """Which model a graph is of: that of the graph before it behind a break."""
+        """Return the model of a graph: behind a break, that of the graph before it."""
         known, last = self._parts.get(source.function), self._last
         if known is not None:
             return known.model
@@ -552,19 +505,13 @@ class SharedBudget:
             return last.model
         return self._models
 
-    def _others(self, source: GraphSource) -> list[_Part]:
-        """The graphs of the same model, in the order in which they came."""
-        model = self._model(source)
-        every = self._parts.items()
-        return [p for f, p in every if p.model == model and f != source.function]
-
     def _refusal(
         self, source: GraphSource, others: list[_Part], least: int, node: str | None
     ) -> PlanningError:
-        """Why there is no plan, and with which budget there would be one.
+        """Return why there is no plan, and with which budget there would be one.
 
-        A graph that ends in a break leaves of it all but what it cannot do without, or
-        all but its share: whichever is less.
+        A graph that ends in a break leaves of it all but its least budget, or all but
+        its share: whichever is less.
         """
         needed = least
         for part in reversed(others):

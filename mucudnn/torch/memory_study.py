@@ -1,55 +1,55 @@
-"""What a PyTorch step would need on a device, found without running anything.
+"""`memory`: the bytes that a PyTorch step needs on a device, without running it.
 
     study = mt.memory(model, loss_fn, (x, y), optimizer, device="h200")
     study.least_budget, study.max_batch("8GiB")
     mt.memory(model, loss_fn, {"input_ids": ids, "labels": ids}, optimizer)
 
 The step is captured as `train_step` captures it, on copies of model and optimizer that
-have no data; a model built under `torch.device("meta")` will do. Every node is given
-the time of its roofline on the device. Bytes are exact but for the scratch memory of
-kernels, which only a measurement knows: `device="cpu"` runs every node here, alone.
+have no data; a model built under `torch.device("meta")` will do. Every node takes the
+time of its roofline on the device. Bytes are exact but for the scratch memory of
+kernels, which has to be measured: `device="cpu"` runs every node here, alone.
 
-An optimizer whose update cannot be recorded is the one thing that does run: what it
-needs is measured on copies of its parameters, as `train_step` measures it, on the
-device that they are on; parameters without data have made-up ones, on the CPU.
+Only an optimizer whose update cannot be recorded is run: its needs are measured on
+copies of its parameters, as `train_step` measures them, on their device; parameters
+without data have made-up ones, on the CPU.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from mucudnn.arguments import a_flag
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import html_of
-from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
+from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.plan_step import DescribedStep, largest_batch_within
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.profiling.links import forecast_tiers
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import DatalessStep, KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.step import CapturedStep, capture_step
 from mucudnn.torch.capture.step_tensors import PLAIN, StepParts, StepSettings
 from mucudnn.torch.costs.measure import estimated, measured
-from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.optimizer_update import OwnUpdate, check_room
-from mucudnn.torch.plan import TorchPlan
+from mucudnn.torch.optimizer_update import EagerUpdate, check_room
+from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.plan_program import (
-    HOST,
-    Away,
-    Hint,
-    StudiedStep,
-    lowered_step,
-    planner_of,
+    LoweredStep,
+    PlannedProgram,
+    PlanOptions,
+    least_budget,
+    plan_program,
 )
-from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.splitting.plan import PartedStep
+from mucudnn.torch.planning import parse_budget
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -67,7 +67,7 @@ def memory(
     split: Split = WHOLE,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> "MemoryStudy":
-    """Study a training step on a device that need not be there.
+    """Study the memory of a training step on a device that need not be there.
 
     Model and optimizer stay as they are; nothing is run and nothing of their size is
     allocated, but for an optimizer whose update cannot be recorded: a copy of it makes
@@ -89,9 +89,9 @@ def memory(
         offload_state: Whether parameters and state may leave, as `train_step` has it.
         split: Whether the step may run in parts, as `train_step` has it. Then every
             budget takes as long as several do.
-        tiers: Where to what leaves goes, as `train_step` takes it, each with `@RATE`
-            behind it in bytes a second where its link is not to be measured or taken
-            from published figures.
+        tiers: Offload targets, as `train_step` takes them. Append `@RATE` in bytes a
+            second to one whose link is not to be measured or taken from published
+            figures.
 
     Raises:
         ValueError: The device is not known, `accumulate` less than one, or a split or a
@@ -103,24 +103,25 @@ def memory(
     if device != _CPU:
         get_device(device)  # says which there are
     settings = StepSettings(accumulate)
-    check_split(split)
-    away = Away(parse_tiers(tiers), a_flag("offload_state", offload_state))
+    options = PlanOptions.of("memory", offload_state=offload_state, split=split)
+    if choices := parse_tiers(tiers):
+        forecast = partial(forecast_tiers, choices, measured=device == _CPU)
+        options = replace(options, tiers=forecast)
     step = DatalessStep.of(model, loss_fn, example, optimizer)
-    return MemoryStudy(step, type(model).__name__, device, settings, away, split)
+    return MemoryStudy(step, type(model).__name__, device, settings, options)
 
 
 class MemoryStudy:
-    """A step on a device, under any budget and of any batch size.
+    """A training step on a device, under any budget and of any batch size.
 
     Bytes are what `train_step` counts: everything but the batch.
 
     Args:
-        step: Without data.
-        title: What the model is called.
+        step: The step, without data.
+        title: Name of the model.
         device: Where it would run.
-        settings: What is done with gradients.
-        away: What may leave, and where to.
-        split: Whether it may run in parts.
+        settings: How gradients are accumulated, scaled and clipped.
+        options: How it is planned; costs are the device's.
     """
 
     def __init__(
@@ -129,48 +130,52 @@ class MemoryStudy:
         title: str,
         device: str,
         settings: StepSettings = PLAIN,
-        away: Away = HOST,
-        split: Split = WHOLE,
+        options: PlanOptions | None = None,
     ) -> None:
         self._step = step
         self._title = title
         self._device = device
         self._settings = settings
-        self._away = away
-        self._split = split
+        options = PlanOptions() if options is None else options
+        figures = None if device == _CPU else get_device(device)
+        self._options = replace(
+            options,
+            costs=measured if figures is None else partial(estimated, device=figures),
+        )
         self._results = KernelResults()
-        self._steps: dict[int | None, StudiedStep] = {}
-        self._update: OwnUpdate | None = None
-        self._reason = ""
+        self._steps: dict[int | None, LoweredStep] = {}
+        self._usage: UpdateBytes | None = None
+        self._update_reason = ""
 
     @cached_property
     def least_budget(self) -> int:
-        """The least bytes that the example's step is planned in."""
-        return self._at(None).least_budget()
+        """The least budget in bytes that the example's step is planned in."""
+        return least_budget(self._at(None), self._options)
 
     @cached_property
     def unlimited_bytes(self) -> int:
-        """What the step has in use at most if nothing leaves."""
+        """Peak memory of the step without a budget."""
         return self.plan().peak_bytes
 
     def plan(self, budget: float | str | None = None) -> TorchPlan:
-        """The example's step within a budget.
+        """Plan the example's step within a budget, as `train_step` plans it.
 
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        return self._at(None).plan(as_budget(budget))
+        limit = parse_budget(budget)
+        return plan_program(self._at(None), self._options, limit).plan
 
     @cached_property
     def curve(self) -> Mapping[int, float]:
-        """Budget -> predicted time over that without a limit, from much to little."""
+        """Predicted slowdown over the step without a limit, by budget."""
         least, most = self.least_budget, self.unlimited_bytes
         budgets = [round(least + share * (most - least)) for share in _SHARES]
         found = {budget: self.plan(budget).slowdown for budget in budgets}
         return MappingProxyType(found)
 
     def max_batch(self, budget: float | str) -> int:
-        """The largest batch whose step is planned within a budget, up to 2**20.
+        """Return the largest batch whose step is planned within a budget, up to 2**20.
 
         The first axis of every tensor of the example is the batch.
 
@@ -178,10 +183,14 @@ class MemoryStudy:
             PlanningError: Not even a batch of one fits.
             ValueError: There is no axis that all tensors of the example share.
         """
-        limit, start = as_budget(budget), self._step.batch
-        most = largest_batch_within(self._least, int(limit), start=start)
+        limit, start = parse_budget(budget), self._step.batch
+
+        def least_of(size: int) -> int:
+            return least_budget(self._at(size), self._options)
+
+        most = largest_batch_within(least_of, int(limit), start=start)
         if most == 0:
-            least = self._least(1)
+            least = least_of(1)
             raise PlanningError(
                 f"a batch of one needs {exact_bytes(least)}; the budget is "
                 f"{exact_bytes(int(limit))}",
@@ -191,7 +200,7 @@ class MemoryStudy:
         return most
 
     def described(self, batch: int | None = None) -> DescribedStep:
-        """The whole step as `mucudnn.study_memory` compares techniques on it.
+        """Return the whole step as `mucudnn.study_memory` compares techniques on it.
 
         Args:
             batch: Another size than the example's.
@@ -209,23 +218,27 @@ class MemoryStudy:
             optimizer=type(self._step.optimizer).__name__,
             device=self._device,
             figures=figures,
-            request=lambda size: self._at(size).request(),
+            request=self._request,
         )
 
     def hinted(
-        self, budget: float | str | None, costs: Callable[[Profile], Profile]
-    ) -> Hint:
-        """A plan of the example's step at other costs, to make hints of.
+        self,
+        budget: float | str | None,
+        change_costs: Callable[[Profile], Profile],
+    ) -> tuple[PlannedProgram, CapturedStep]:
+        """Plan the example's whole step at other costs; return it as captured, too.
 
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        step = self._at(None).at_costs(costs)
-        captured, plan = self._capture(None), step.plan(as_budget(budget))
-        return Hint(step.planner, plan, captured.module, captured.forward)
+        limit, step = parse_budget(budget), self._at(None)
+        costs = change_costs(step.planner(self._options).profile)
+        options = replace(self._options, split=WHOLE, costs=lambda lowered: costs)
+        captured = self._capture(None)
+        return plan_program(step, options, limit), captured
 
     def report(self, budget: float | str | None = None) -> str:
-        """One HTML file: memory over the whole step, techniques, a curve of budgets.
+        """Return an HTML page: memory over the step, techniques, a curve of budgets.
 
         Args:
             budget: Bytes, or a size; by default half way from the least that works to
@@ -234,8 +247,10 @@ class MemoryStudy:
         return html_of((self.described(), self._usual(budget)), whole=True)
 
     def __str__(self) -> str:
+        here = self._device == _CPU
+        where = "this machine's CPU" if here else get_device(self._device).title
         lines = [
-            f"{self._title} on {self._where}: "
+            f"{self._title} on {where}: "
             f"{format_bytes(self.unlimited_bytes, self.least_budget)} "
             f"without a limit, at least "
             f"{format_bytes(self.least_budget, self.unlimited_bytes)}"
@@ -247,92 +262,86 @@ class MemoryStudy:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Return HTML for notebooks."""
         return html_of((self.described(), self._usual(None)))
 
-    @property
-    def _where(self) -> str:
-        if self._device == _CPU:
-            return "this machine's CPU"
-        return get_device(self._device).title
-
     def _usual(self, budget: float | str | None) -> int:
-        """A budget in bytes; half way between all and the least if none is given."""
-        if budget is None:
-            whole = self._at(None).whole
-            return (whole.least_budget() + whole.plan().peak_bytes) // 2
-        return int(as_budget(budget))
-
-    def _least(self, size: int) -> int:
-        return self._at(size).least_budget()
+        """Return a budget in bytes; by default half way from the least to all."""
+        if budget is not None:
+            return int(parse_budget(budget))
+        step, whole = self._at(None), replace(self._options, split=WHOLE)
+        most = plan_program(step, whole).plan.peak_bytes
+        return (least_budget(step, whole) + most) // 2
 
     @exclusive_capture()
-    def _at(self, size: int | None) -> StudiedStep:
-        """The step at a size; an update that cannot be recorded is measured once."""
+    def _at(self, size: int | None) -> LoweredStep:
+        """Return the step at a batch size; it is captured and measured once."""
         if size == self._step.size_or_none:
             size = None
+        capture = partial(self._capture, size, cpu_kernels=self._device == _CPU)
         while size not in self._steps:
             try:
-                self._steps[size] = self._results.settled(
-                    lambda: self._captured(size), self._studied
-                )
+                self._steps[size] = self._results.settled(capture, self._lowered)
             except UpdateNotRecordedError as e:
                 self._settings = replace(self._settings, recorded=False)
-                self._reason = str(e)
+                self._update_reason = str(e)
                 self._steps.clear()
         return self._steps[size]
 
-    def _studied(self, captured: CapturedStep) -> StudiedStep:
-        step, here = self._step, self._device == _CPU
+    def _lowered(self, captured: CapturedStep) -> LoweredStep:
+        """Lower and measure the step, and measure an update that is not captured."""
+        step = self._step
         parts = StepParts.of(step.model, step.optimizer, step.loss_fn, self._settings)
-
-        def costed(lowered: Lowered) -> Planner:
-            planner = planner_of(captured, parts, self._profile, lowered)
-            return self._away.planner(planner, measured=here)
-
-        lowered = lowered_step(captured)
-        planner, parted = costed(lowered), None
-        if self._split != WHOLE:
-            parted = PartedStep(lowered, captured.names, costed, self._split)
-        if captured.gradients is not None and self._update is None:
+        lowered = LoweredStep.of_captured(captured, parts)
+        lowered.planner(self._options)  # raises where kernels return other layouts
+        if captured.gradients is None:
+            return lowered
+        if self._usage is None:
             check_room(step.whole)
-            of_name = step.wholes(parts.parameters)
-            foreach = None if here else True
-            with torch.random.fork_rng(devices=_gpus(of_name)):
-                self._update = OwnUpdate.of(
-                    step.whole, captured, of_name, self._reason, foreach=foreach
-                )
-        return StudiedStep(planner, captured, parts, self._update, parted)
+        of_name = step.wholes(parts.parameters)
+        gpus = sorted({p.device.index for p in of_name.values() if p.is_cuda})
+        with torch.random.fork_rng(devices=gpus):
+            update = EagerUpdate.of(
+                step.whole,
+                captured,
+                parts,
+                self._update_reason,
+                parameters=of_name,
+                foreach=None if self._device == _CPU else True,
+                usage=self._usage,
+            )
+        self._usage = None if update is None else update.usage
+        return replace(lowered, update=update)
 
-    def _captured(self, size: int | None) -> CapturedStep:
-        """The step; another device's without kernels that the CPU alone has."""
-        if self._device == _CPU:
-            return self._capture(size)
+    def _capture(self, size: int | None, *, cpu_kernels: bool = True) -> CapturedStep:
+        """Capture the step, with or without kernels that only the CPU has."""
+        step = self._step
         enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_mkldnn_enabled(enabled and cpu_kernels)
         try:
-            return self._capture(size)
+            return capture_step(
+                step.model,
+                step.loss_fn,
+                step.optimizer,
+                step.example,
+                size=size,
+                settings=self._settings,
+                results=self._results,
+            )
         finally:
             torch._C._set_mkldnn_enabled(enabled)
 
-    def _capture(self, size: int | None) -> CapturedStep:
-        step = self._step
-        return capture_step(
-            step.model,
-            step.loss_fn,
-            step.optimizer,
-            step.example,
-            size=size,
-            settings=self._settings,
-            results=self._results,
-        )
-
-    def _profile(self, lowered: Lowered) -> Profile:
-        if self._device == _CPU:
-            return measured(lowered)
-        return estimated(lowered, get_device(self._device))
-
-
-def _gpus(parameters: Mapping[str, torch.Tensor]) -> list[int]:
-    """Those that parameters are on."""
-    return sorted({p.device.index for p in parameters.values() if p.is_cuda})
+    def _request(self, size: int) -> StepRequest:
+        """Return what a planner is asked, the caller's tensors without bytes."""
+        step = self._at(size)
+        planner = step.planner(self._options)
+        graph, profile = planner.lowered.graph, planner.profile
+        given = {graph.storages[name] for name in planner.caller_inputs}
+        tensors = {
+            name: replace(spec, shape=(0,)) if graph.storages[name] in given else spec
+            for name, spec in graph.tensors.items()
+        }
+        bare = Graph(MappingProxyType(tensors), graph.nodes, graph.outputs)
+        if step.update is not None:
+            bare, profile = step.update.append_to(bare, profile)
+        return replace(planner.request(), graph=bare, profile=profile, budget=math.inf)

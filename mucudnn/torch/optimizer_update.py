@@ -1,8 +1,8 @@
-"""Optimizers that update parameters themselves: measured, planned and run.
+"""Eager updates: optimizers whose update is not captured, measured, planned and run.
 
-Forward and backward are planned in what is left beside what the optimizer holds. The
-update finds parameters, buffers, all gradients and what the step returns, and needs
-what was measured: the budget has to hold both.
+Forward and backward are planned in the budget less what the optimizer holds. During the
+update, parameters, buffers, all gradients and the step's results are in memory, and the
+update needs the bytes that were measured: the budget has to hold both.
 """
 
 import copy
@@ -32,117 +32,132 @@ from mucudnn.torch.execution.copies import host_bytes
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.source_lines import bytes_in_storages, storage_of
 
-_BoundT = TypeVar("_BoundT")
-
+_PlannerT = TypeVar("_PlannerT")
 
 _UPDATE = "the optimizer's update"
 
 
 @dataclass(frozen=True)
-class OwnUpdate:
-    """What an optimizer does behind a planned forward and backward pass.
+class EagerUpdate:
+    """The update of an optimizer that runs eagerly, behind planned passes.
 
     Attributes:
-        bytes: What it has in use.
-        reason: Why it is not planned.
+        usage: Bytes that the optimizer needs.
+        reason: Why the update is not captured.
+        copied_bytes: Bytes of the copies of gradients that it needs.
+        peak_bytes: The most that is in use during the update.
     """
 
-    bytes: UpdateBytes
+    usage: UpdateBytes
     reason: str
+    copied_bytes: int
+    peak_bytes: int
 
     @classmethod
     def of(
         cls,
         optimizer: torch.optim.Optimizer,
         captured: CapturedStep,
-        parameters: Mapping[str, torch.Tensor],
+        parts: StepParts,
         reason: str,
         *,
+        parameters: Mapping[str, torch.Tensor] | None = None,
         foreach: bool | None = None,
-    ) -> "OwnUpdate | None":
-        """What an optimizer does by itself; None if its update is captured.
+        usage: UpdateBytes | None = None,
+    ) -> "EagerUpdate | None":
+        """Describe the update behind captured passes; None if it is captured itself.
 
         Args:
             optimizer: Stays as it is.
-            captured: The step.
-            parameters: The optimizer's, by name.
-            reason: Why its update is not captured.
+            captured: The passes.
+            parts: Parameters, buffers and state of the step.
+            reason: Why the update is not captured.
+            parameters: The optimizer's by name, if they are not those of `parts`.
             foreach: As `measured_update` takes it.
+            usage: What was measured before; None measures it.
 
         Raises:
-            UnsupportedError: It cannot be told what that needs; says why.
+            UnsupportedError: The update cannot be measured; says why.
         """
         if captured.gradients is None:
             return None
-        trained = [id(parameters[name]) for name in captured.gradients if name]
-        try:
-            found = measured_update(optimizer, trained, foreach=foreach)
-        except UnsupportedError as e:
-            raise UnsupportedError(
-                f"the optimizer's update cannot be planned: {reason}. Nor can it be "
-                f"left to the optimizer: {e}. A model that is compiled, "
-                "torch.compile(model, backend=mt.backend(budget=...)), keeps a budget "
-                "of forward and backward with any optimizer"
-            ) from e
-        if found.closure and "" in captured.gradients:
-            raise scaled_closure_error(optimizer)
-        return cls(found, reason)
+        names = [name for name in captured.gradients if name]
+        if usage is None:
+            of_name = parts.parameters if parameters is None else parameters
+            try:
+                usage = measured_update(
+                    optimizer, [id(of_name[name]) for name in names], foreach=foreach
+                )
+            except UnsupportedError as e:
+                raise UnsupportedError(
+                    f"the optimizer's update cannot be planned: {reason}. Nor can it "
+                    f"be left to the optimizer: {e}. A model that is compiled, "
+                    "torch.compile(model, backend=mt.backend(budget=...)), keeps a "
+                    "budget of forward and backward with any optimizer"
+                ) from e
+            if usage.closure and "" in captured.gradients:
+                raise scaled_closure_error(optimizer)
+        # The passes return loss and extras, the gradients, perhaps whether some are
+        # not finite, and then the new value of every input.
+        (output,) = captured.module.graph.find_nodes(op="output")
+        values = [node.meta.get("val") for node in output.args[0]]
+        values = values[: len(values) - len(captured.names)]
+        end = len(values) - (len(captured.gradients) - len(names))
+        gradients = values[end - len(names) : end]
+        copied = copies_needed(gradients, [parts.parameters[name] for name in names])
+        copied_bytes = sum(
+            rounded(gradient.numel() * gradient.element_size())
+            for gradient, needed in zip(gradients, copied, strict=True)
+            if needed
+        )
+        returned = [value for value in values if isinstance(value, torch.Tensor)]
+        held = bytes_in_storages(parts.tensors()) + bytes_in_storages(returned)
+        return cls(usage, reason, copied_bytes, held + copied_bytes + usage.peak)
 
-    def planned(
+    def plan(
         self,
-        captured: CapturedStep,
-        parts: StepParts,
         budget: float,
-        plan: Callable[[float], tuple[TorchPlan, _BoundT]],
-    ) -> tuple[TorchPlan, _BoundT]:
-        """The passes in what is left for them.
+        plan_passes: Callable[[float], tuple[_PlannerT, TorchPlan]],
+    ) -> tuple[_PlannerT, TorchPlan]:
+        """Plan the passes in what the optimizer leaves of a budget.
 
         Args:
-            captured: The passes.
-            parts: What the step is made of.
-            budget: For both.
-            plan: Plans the passes within so many bytes; and what runs them.
+            budget: Bytes for passes and update.
+            plan_passes: Plans the passes within so many bytes.
 
         Raises:
-            PlanningError: They, or the update, do not fit; says what would do.
+            PlanningError: The passes or the update do not fit; says what would do.
         """
-        peak = self.peak_bytes(captured, parts)
         try:
-            found, bound = plan(max(0.0, budget - self.bytes.held))
+            planner, plan = plan_passes(max(0.0, budget - self.usage.persistent))
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
-            least = max(e.least_bytes + self.bytes.held, peak)
-            raise self._refusal(budget, least, e.node) from None
-        if peak > budget:
-            raise self._refusal(budget, peak, None)
-        told = replace(
-            found,
+            raise self._refusal(
+                budget, self.with_passes(e.least_bytes), e.node
+            ) from None
+        if self.peak_bytes > budget:
+            raise self._refusal(budget, self.peak_bytes, None)
+        return planner, replace(
+            plan,
             budget=budget,
-            resident_bytes=found.resident_bytes + self.bytes.state,
-            own_update=self.bytes,
-            update_peak_bytes=peak,
+            resident_bytes=plan.resident_bytes + self.usage.state,
+            own_update=self.usage,
+            update_peak_bytes=self.peak_bytes,
             update_reason=self.reason,
         )
-        return told, bound
 
-    def peak_bytes(self, captured: CapturedStep, parts: StepParts) -> int:
-        """The most that is in use during the update."""
-        left = _returned(captured) + _apart(captured, parts)
-        return _resident(parts) + left + self.bytes.most
+    def with_passes(self, least: int) -> int:
+        """Return the least budget of passes and update from that of the passes."""
+        return max(least + self.usage.persistent, self.peak_bytes)
 
-    def behind(
-        self, graph: Graph, profile: Profile, captured: CapturedStep, parts: StepParts
-    ) -> tuple[Graph, Profile]:
-        """The passes' graph and costs with the update as a last node.
-
-        Its time is not known, and none.
-        """
+    def append_to(self, graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
+        """Append the update to the passes' graph and costs, as a node without time."""
         state = TensorSpec(
-            f"{_UPDATE}: state", (self.bytes.held,), "uint8", Role.BORROWED
+            f"{_UPDATE}: state", (self.usage.persistent,), "uint8", Role.BORROWED
         )
         node = Node(_UPDATE, "own_update", (state.name,), (), phase=Phase.UPDATE)
-        scratch = self.bytes.most - self.bytes.held + _apart(captured, parts)
+        scratch = self.usage.peak - self.usage.persistent + self.copied_bytes
         tensors = MappingProxyType({**graph.tensors, state.name: state})
         return Graph(tensors, (*graph.nodes, node), graph.outputs), replace(
             profile,
@@ -154,7 +169,7 @@ class OwnUpdate:
         return PlanningError(
             f"the step does not fit into {exact_bytes(int(budget))}: its optimizer "
             f"makes its update itself ({self.reason}), with all gradients and "
-            f"{exact_bytes(self.bytes.most)} more; the least budget that works is "
+            f"{exact_bytes(self.usage.peak)} more; the least budget that works is "
             f"{exact_bytes(least)}",
             node=node,
             short_by=0 if math.isinf(budget) else least - int(budget),
@@ -162,60 +177,20 @@ class OwnUpdate:
         )
 
 
-def _resident(parts: StepParts) -> int:
-    """Bytes of parameters, buffers and rates."""
-    return bytes_in_storages(parts.tensors())
-
-
-def _results(captured: CapturedStep) -> list[torch.Tensor]:
-    """What the passes return, but for what their inputs have become."""
-    (output,) = captured.module.graph.find_nodes(op="output")
-    values = [node.meta.get("val") for node in output.args[0]]
-    return values[: len(values) - len(captured.names)]
-
-
-def _returned(captured: CapturedStep) -> int:
-    """Bytes of what the passes return."""
-    return bytes_in_storages(
-        [v for v in _results(captured) if isinstance(v, torch.Tensor)]
-    )
-
-
-def _apart(captured: CapturedStep, parts: StepParts) -> int:
-    """Bytes of the copies that gradients need."""
-    values = _results(captured)
-    names = [name for name in captured.gradients or () if name]
-    scaled = len(captured.gradients or ()) - len(names)
-    gradients = values[len(values) - len(names) - scaled : len(values) - scaled]
-    parameters = [parts.parameters[name] for name in names]
-    copied = copies_needed(gradients, parameters)
-    return sum(
-        rounded(gradient.numel() * gradient.element_size())
-        for gradient, needed in zip(gradients, copied, strict=True)
-        if needed
-    )
-
-
-# What an optimizer has in use while it makes its update itself, measured on a copy.
+# Measuring an update, on a copy of the optimizer.
 #
 # The copy has parameters, gradients and state of its own, on the CPU in memory that is
-# not of PyTorch's allocator: what is counted is what an update adds. It makes a few
-# updates, as the first one mostly makes the state. That an update which decides by
-# values never needs more than those it made here is taken for granted. Gradients are
-# made up, the same ones every time; so are parameters without data.
+# not of PyTorch's allocator: only what an update adds is counted. It makes a few
+# updates, as mostly the first one makes the state. An update that decides by values is
+# assumed never to need more than those made here. Gradients are made up, always the
+# same ones; so are parameters without data.
 
 
 _UPDATES = 3
-
 _SMALL = 1e-2
-"""Of gradients that are made up."""
-
-
+"""Scale of made-up gradients."""
 _MOST_OF_A_SEARCH = 4
 """Gradients that a line search holds beside those it returns."""
-
-
-_HOOKS = "hooks"
 
 
 def measured_update(
@@ -224,13 +199,13 @@ def measured_update(
     *,
     foreach: bool | None = None,
 ) -> UpdateBytes:
-    """Have a copy of an optimizer make a few updates.
+    """Measure a few updates of a copy of an optimizer.
 
     Args:
         optimizer: Stays as it is.
         trained: The parameters that have gradients, by `id`.
-        foreach: What the copy's `foreach` is where the optimizer leaves that open;
-            PyTorch takes kernels over many tensors on a GPU, which need more.
+        foreach: The copy's `foreach` where the optimizer leaves that open; PyTorch
+            takes kernels over many tensors on a GPU, which need more.
 
     Raises:
         UnsupportedError: It cannot be copied, its update fails, or it needs more with
@@ -240,7 +215,7 @@ def measured_update(
         return _Measured(optimizer, trained, foreach, closure=False).bytes()
     except UnsupportedError:
         raise
-    except Exception as first:  # of what kind is the optimizer's own affair
+    except Exception as first:  # of what kind is up to the optimizer
         try:
             return _Measured(optimizer, trained, foreach, closure=True).bytes()
         except UnsupportedError:
@@ -256,10 +231,10 @@ def measured_update(
 def check_room(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to measure an optimizer whose copy would not fit into this machine.
 
-    The copy has parameters and gradients, and what it makes of them may be as large.
+    The copy has parameters and gradients, and its state may be as large.
 
     Raises:
-        UnsupportedError: Says how much there is.
+        UnsupportedError: Says how much memory there is.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     needed = 3 * sum(_nbytes(p) for p in parameters if p.is_cpu or p.is_meta)
@@ -275,21 +250,14 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors that an optimizer has beside its parameters."""
+    """Return the bytes of all tensors that an optimizer has beside its parameters."""
     groups = optimizer.param_groups
     own = {storage_of(p) for group in groups for p in group["params"]}
     return bytes_in_storages(t for t in _tensors(optimizer) if storage_of(t) not in own)
 
 
 class _Measured:
-    """A copy of an optimizer whose updates are measured.
-
-    Args:
-        optimizer: What it is a copy of.
-        trained: The parameters that have gradients, by `id`.
-        foreach: What the copy's is where it is left open.
-        closure: Whether its steps are given one.
-    """
+    """A copy of an optimizer whose updates are measured, with or without a closure."""
 
     def __init__(
         self,
@@ -311,17 +279,16 @@ class _Measured:
         self._before = state_bytes(self._twin)
 
     def bytes(self) -> UpdateBytes:
-        """What was seen over a few updates."""
-        state, most, held = self._before, 0, 0
-        states = [state]
+        """Return what a few updates needed."""
+        peak = 0
+        states = [self._before]
         for _ in range(_UPDATES):
-            peak = self._most(0)
-            most = max(most, states[-1] + peak)
+            peak = max(peak, self._most(0) + states[-1])
             states.append(state_bytes(self._twin))
-        held = states[-1]
+        persistent = states[-1]
         if self._closure:
-            block = most + (1 << 20)
-            held = max(held, states[-1] + self._most(block) - block)
+            block = peak + (1 << 20)
+            persistent = max(persistent, states[-1] + self._most(block) - block)
         more = _still_to_come(self._twin)
         if states[-1] > states[-2] and not more:
             raise UnsupportedError(
@@ -331,14 +298,14 @@ class _Measured:
             )
         gradients = sum(map(_nbytes, self._trained)) if self._closure else 0
         return UpdateBytes(
-            rounded(states[-1] + more),
-            rounded(held + more),
-            rounded(max(most + more - gradients, held + more)),
-            self._closure,
+            state=rounded(states[-1] + more),
+            persistent=rounded(persistent + more),
+            peak=rounded(max(peak + more - gradients, persistent + more)),
+            closure=self._closure,
         )
 
     def _most(self, block: int) -> int:
-        """The most that one update has in use of what it allocates.
+        """Return the most bytes that one update has in use of what it allocates.
 
         Args:
             block: Bytes that its closure takes while there are no gradients.
@@ -346,31 +313,31 @@ class _Measured:
         return self._meter.most_bytes([lambda: self._prepared(block)])[0]
 
     def _prepared(self, block: int) -> Callable[[], object]:
+        def draw(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.normal_(0, _SMALL, generator=self._random)
+
         if not self._closure:
             for parameter in self._trained:
-                parameter.grad = self._drawn(_own_updates_apart(parameter.detach()))
+                parameter.grad = draw(_copied_tensor(parameter.detach()))
             return lambda: self._twin.step()
 
         def closure() -> torch.Tensor:
-            """A loss, and gradients, that a search finds no minimum of."""
+            """Return a loss, and make gradients, that a search finds no minimum of."""
             for parameter in self._trained:
                 parameter.grad = None
             taken = torch.empty(block, dtype=torch.uint8)
             del taken
             for parameter in self._trained:
-                parameter.grad = self._drawn(torch.empty_like(parameter.detach()))
+                parameter.grad = draw(torch.empty_like(parameter.detach()))
             return torch.rand((), generator=self._random, device=self._random.device)
 
         for parameter in self._trained:
             parameter.grad = None
         return lambda: self._twin.step(closure)
 
-    def _drawn(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.normal_(0, _SMALL, generator=self._random)
-
 
 def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """What the history of L-BFGS grows by, and what a line search may hold."""
+    """Return how much L-BFGS's history still grows, and what a line search may hold."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return 0
     group = optimizer.param_groups[0]
@@ -385,9 +352,9 @@ def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
 def _copied(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
-    """A copy without hooks, and its parameters by the `id` of the others.
+    """Copy an optimizer without hooks; also return its parameters by the old `id`.
 
-    PyTorch's own way to copy one would leave a subclass's attributes behind.
+    PyTorch's own way to copy one would drop a subclass's attributes.
 
     Raises:
         UnsupportedError: It cannot be copied.
@@ -395,10 +362,10 @@ def _copied(
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [*parameters, *_tensors(optimizer)]
-    copies = {id(tensor): _own_updates_apart(tensor) for tensor in tensors}
+    copies = {id(tensor): _copied_tensor(tensor) for tensor in tensors}
     memo: dict[int, Any] = {id(optimizer): twin, **copies}
     rest = {
-        key: OrderedDict() if key.endswith(_HOOKS) else value
+        key: OrderedDict() if key.endswith("hooks") else value
         for key, value in vars(optimizer).items()
         if key != "step"  # a schedule's, which is bound to the other
     }
@@ -413,15 +380,15 @@ def _copied(
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """All tensors in its state and its attributes."""
+    """Yield all tensors in an optimizer's state and attributes."""
     held = {k: v for k, v in vars(optimizer).items() if k != "state"}
     for leaf in pytree.tree_leaves([held, list(optimizer.state.values())]):
         if isinstance(leaf, torch.Tensor):
             yield leaf
 
 
-def _own_updates_apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose memory is, on the CPU, not of PyTorch's allocator."""
+def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, on the CPU into memory that is not of PyTorch's allocator."""
     value = tensor.detach()
     if value.is_cpu or value.is_meta:
         count = 1 + sum(
@@ -448,10 +415,10 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-# An optimizer's own step behind a planned forward and backward pass.
+# Running an update behind a planned forward and backward pass.
 #
-# It finds gradients where it looks for them, in memory of their own, and they are gone
-# when it is done: what a parameter's `grad` was before is there again.
+# The optimizer finds gradients where it looks for them, in memory of their own. Behind
+# the update they are freed, and a parameter's `grad` is again what it was before.
 
 
 def own_update(
@@ -463,23 +430,36 @@ def own_update(
     closure: bool,
     scaled: bool,
 ) -> list[Any]:
-    """One step; what its first forward pass returned but for gradients.
+    """Run one step; return the results of its first forward pass but for gradients.
 
     Args:
         optimizer: Makes the update.
-        passes: Runs forward and backward: what is returned, behind it a gradient for
-            each parameter and, with a scaler, whether some is not finite.
+        passes: Runs forward and backward; returns results, then a gradient for each
+            parameter and, with a scaler, whether some is not finite.
         parameters: Those that have a gradient.
         begin: Called before the first parameter is written, and more often.
         closure: Whether the optimizer runs the passes.
         scaled: Whether there is a scaler, so that steps may be skipped.
     """
+
+    def give_gradients(results: list[Any]) -> None:
+        """Take gradients off the results and store them as autograd does."""
+        start = len(results) - len(parameters)
+        gradients = results[start:]
+        del results[start:]
+        copied = copies_needed(gradients, parameters)
+        rows = zip(parameters, gradients, copied, strict=True)
+        for parameter, gradient, needed in rows:
+            if needed:
+                gradient = torch.empty_like(parameter.detach()).copy_(gradient)
+            parameter.grad = gradient
+
     held = [p for group in optimizer.param_groups for p in group["params"]]
     with own_gradients(held) as before:
         if not closure:
             results = passes()
             skipped = scaled and bool(results.pop())
-            _give(parameters, _taken(results, len(parameters)))
+            give_gradients(results)
             if not skipped:
                 begin()
                 # Updates are not cast: users call them outside of autocast.
@@ -495,7 +475,7 @@ def own_update(
             for parameter in before:
                 parameter.grad = None
             results = passes()
-            _give(parameters, _taken(results, len(parameters)))
+            give_gradients(results)
             if not first:
                 first.append(results)
             begin()  # from here on the optimizer may write
@@ -516,7 +496,7 @@ def scaled_closure_error(optimizer: torch.optim.Optimizer) -> UnsupportedError:
 def copies_needed(
     gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> list[bool]:
-    """Which gradients have no memory of their own that is as their parameter's."""
+    """Return which gradients need a copy in memory laid out as their parameter's."""
     seen = {storage_of(parameter) for parameter in parameters}
     found = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
@@ -526,24 +506,6 @@ def copies_needed(
         found.append(not as_it_is or storage_of(gradient) in seen)
         seen.add(storage_of(gradient))
     return found
-
-
-def _taken(results: list[Any], count: int) -> list[Any]:
-    """The last of a list, which it is left without."""
-    start = len(results) - count
-    last = results[start:]
-    del results[start:]
-    return last
-
-
-def _give(parameters: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
-    """Store gradients as autograd does."""
-    copied = copies_needed(gradients, parameters)
-    rows = zip(parameters, gradients, copied, strict=True)
-    for parameter, gradient, apart in rows:
-        parameter.grad = (
-            torch.empty_like(parameter.detach()).copy_(gradient) if apart else gradient
-        )
 
 
 @contextmanager

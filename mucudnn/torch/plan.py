@@ -1,4 +1,4 @@
-"""What was decided about a PyTorch step, to be read."""
+"""The plan of a PyTorch step, as users read it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,44 +11,43 @@ from mucudnn.passes.planning.split_search import Splitting
 from mucudnn.passes.scheduling.problem import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
+_SHOWN = 8
+"""Names of tensors or operations that are printed."""
+
 
 @dataclass(frozen=True)
 class UpdateBytes:
-    """What an optimizer has in use beside parameters and their gradients.
+    """Bytes that an optimizer has in use beside parameters and their gradients.
 
     Attributes:
         state: Between two steps.
-        held: While the model runs: its state, and with a closure what it holds then.
-        most: At most during an update, its state included.
+        persistent: While the model runs: its state, and what a closure's caller holds.
+        peak: At most during an update, its state included.
         closure: Whether it runs the model itself, as often as it likes.
     """
 
     state: int
-    held: int
-    most: int
+    persistent: int
+    peak: int
     closure: bool
-
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """A plan of a PyTorch step, in the bytes that its user counts.
+    """The plan of a PyTorch step, in the bytes that a user counts.
 
     Attributes:
-        plan: As it was decided; its bytes include the caller's.
-        given_bytes: What the caller holds and the budget does not count.
-        budget: Bytes that were given; infinity if none were.
-        resident_bytes: What is there before and after a step: parameters, buffers and
-            state, as far as the budget counts them.
-        source: The program that runs.
-        kernels: Nodes of it that are kernels of several operations.
-        name: Which graph it is of, where a model has several; else empty.
-        splitting: How it was decided whether the step runs in parts; None if it was
-            not asked for.
-        own_update: What the optimizer has in use, where it makes its update itself
-            behind what is planned; None where the update is planned.
+        plan: The planner's own plan, whose bytes include the caller's.
+        given_bytes: Bytes that the caller holds and no budget counts.
+        budget: Bytes; infinity without a budget.
+        resident_bytes: Bytes on the device before and after a step: parameters,
+            buffers and optimizer state, as far as the budget counts them.
+        source: Source code of the program that runs.
+        name: Which graph this is, where a model has several; else empty.
+        kernels: Number of nodes that are kernels of several operations.
+        splitting: The choice between a whole and a split step; None without `split`.
+        own_update: Bytes of an optimizer that makes its update itself, behind what is
+            planned; None where the update is planned.
         update_peak_bytes: The most that is in use during such an update.
         update_reason: Why it is not planned.
     """
@@ -67,14 +66,14 @@ class TorchPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the step has in use, of what the budget counts."""
-        held = 0 if self.own_update is None else self.own_update.held
+        """Peak memory of the step, of what the budget counts."""
+        held = 0 if self.own_update is None else self.own_update.persistent
         passes = self.plan.peak_bytes - self.given_bytes + held
         return max(passes, self.update_peak_bytes)
 
     @property
     def slowdown(self) -> float:
-        """Predicted time over that of every node once, its fastest, without a copy."""
+        """Predicted time over that of every node once, its fastest way, no copies."""
         prediction = self.plan.prediction
         fronts = prediction.profile.fronts.items()
         fastest = {name: fastest_of(front).time_ms for name, front in fronts}
@@ -85,7 +84,7 @@ class TorchPlan:
 
     @property
     def leaving(self) -> Mapping[str, int]:
-        """Storages that go to the host and back, and their bytes."""
+        """Bytes of the offloaded storages, by name."""
         tensors = self.plan.schedule.graph.tensors
         return {
             step.tensor: tensors[step.tensor].nbytes
@@ -95,18 +94,14 @@ class TorchPlan:
 
     @property
     def recomputed(self) -> Mapping[str, int]:
-        """Nodes that run again, and how often."""
+        """Number of times that a recomputed node runs again, by name."""
         names = (node.name for node in self.plan.schedule.graph.nodes)
         return Counter(origin(name) for name in names if "~" in name)
 
     @property
     def convolutions(self) -> Mapping[str, ConvPlan]:
-        """How convolutions run; none are named where no tuner was given."""
+        """Plans of convolutions by node; empty without a tuner."""
         return self.plan.plans
-
-    def _gap_words(self) -> str:
-        gap = self.plan.gap
-        return "" if gap is None else f", at most {gap:.1%} above the best plan"
 
     def __str__(self) -> str:
         bound = () if self.budget == float("inf") else (int(self.budget),)
@@ -114,14 +109,15 @@ class TorchPlan:
         if bound:
             budget = f"a budget of {format_bytes(*bound, self.peak_bytes)}"
         leaving, again = self.leaving, self.recomputed
-        prediction = self.plan.prediction
+        prediction, gap = self.plan.prediction, self.plan.gap
+        gap_words = "" if gap is None else f", at most {gap:.1%} above the best plan"
         lines = [
             *([self.name] if self.name else []),
             f"peak {format_bytes(self.peak_bytes, *bound)} within {budget}, "
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",
             f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "
-            f"without a limit{self._gap_words()}",
+            f"without a limit{gap_words}",
             f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
@@ -145,13 +141,13 @@ class TorchPlan:
 
 
 def _kind(plan: ConvPlan) -> str:
-    """Whose algorithms it has, and whether it is divided."""
+    """Return in words whose algorithms a plan uses, and whether it is divided."""
     names = "+".join(dict.fromkeys(step.algo for step in plan.steps))
     return f"in micro-batches by {names}" if plan.divided else f"by {names}"
 
 
 def _some(names: Mapping[str, int]) -> str:
-    """The largest few."""
+    """Return the names of the largest few."""
     if not names:
         return "none"
     most = sorted(names, key=lambda name: -names[name])

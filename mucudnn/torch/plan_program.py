@@ -1,260 +1,344 @@
-"""From a captured step to a plan within a budget, and a program that keeps it."""
+"""From a lowered PyTorch step to a planned program: one road for every face.
+
+    train_step, memory          capture -> LoweredStep.of_captured --.
+                                                                      >-- plan_program
+    backend, mt.partitioner     AOTAutograd -> LoweredStep.of_joint --'
+
+`plan_program` measures the step (or its parts), plans it within a budget, and binds its
+convolutions and copies. What becomes of the program is the face's own: `train_step`
+binds one step, `backend` two halves, hints and `memory` only read the plan.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from mucudnn.ir.graph import Graph, Phase
-from mucudnn.ir.profile import Profile
+from mucudnn.arguments import a_flag
+from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Phase
+from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.runtime.executor.tiers import TierChoice
-from mucudnn.runtime.profiling.links import forecast_tiers
+from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.optimizers import with_updates
 from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.costs.measure import measured
-from mucudnn.torch.execution.bound_step import BoundStep, bind_step
 from mucudnn.torch.execution.devices import device_of
-from mucudnn.torch.execution.tiers import StepTiers
+from mucudnn.torch.execution.tiers import StepTiers, TierCopies
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.optimizer_update import OwnUpdate
+from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.plan_store import PlanStore
+from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner
-from mucudnn.torch.splitting.plan import PartedStep, plan_in_parts
+from mucudnn.torch.splitting.plan import plan_in_parts
 
 if TYPE_CHECKING:
     from mucudnn.torch.fusion.fusing import Fusing
 
-
-def lowered_step(captured: CapturedStep) -> Lowered:
-    """The graph of a captured step, what it changes for good changed in place."""
-
-    def phase_of(node: str) -> Phase:
-        if node in captured.forward:
-            return Phase.FORWARD
-        return Phase.BACKWARD if node in captured.backward else Phase.UPDATE
-
-    return lower(captured.module, phase_of)
-
-
-def planner_of(
-    captured: CapturedStep,
-    parts: StepParts,
-    profiled: Callable[[Lowered], Profile],
-    plain: Lowered | None = None,
-) -> Planner:
-    """What plans a captured step.
-
-    Args:
-        captured: The step.
-        parts: What it is made of.
-        profiled: What measures or estimates it.
-        plain: Its graph, if it is not the captured one as it is.
-    """
-    plain = lowered_step(captured) if plain is None else plain
-    of_name = dict(zip(captured.names, plain.inputs, strict=True))
-    late = frozenset(t for name in parts.buffers if (t := of_name[name]) is not None)
-    lowered = with_updates(plain, late)
-    given = [t for n, t in of_name.items() if t is not None and n.startswith("batch.")]
-    return Planner(lowered, profiled(lowered), given)
+Face = Literal["train_step", "backend", "memory"]
+"""A public function that takes options of planning."""
 
 
 @dataclass(frozen=True)
-class StepPlanning:
-    """How steps are planned.
+class Refusal:
+    """A combination of options that a face refuses.
 
     Attributes:
-        budget: Bytes for everything but the batch.
-        costs: What tells times and scratch memory of a graph's nodes.
-        plans: What was measured and planned before.
-        offload_state: Whether parameters and state may be host-resident.
-        choice: Whether convolutions may be run in other ways than PyTorch's.
-        split: Whether the step runs in slices of its batch, or strips of its images.
-        fusing: Makes kernels of several operations, if they are wanted.
-        tiers: Where to what leaves goes; None means the host's memory.
-
-    Raises:
-        ValueError: The split is none, or is wanted with kernels of several operations.
+        faces: Which faces refuse it.
+        options: Options that cannot be given together.
+        reason: Why not.
+        instead: What works.
+        unless: An option with which they can; empty if there is none.
     """
 
-    budget: float
+    faces: tuple[Face, ...]
+    options: tuple[str, ...]
+    reason: str
+    instead: str
+    unless: str = ""
+
+
+REFUSALS = (
+    Refusal(
+        faces=("train_step", "backend"),
+        options=("tiers",),
+        unless="budget",
+        reason="tiers are for tensors that leave, and nothing leaves without a budget",
+        instead="give budget=SIZE",
+    ),
+    Refusal(
+        faces=("train_step",),
+        options=("split", "inductor"),
+        reason="kernels of several operations are made for whole steps so far",
+        instead="take one of both",
+    ),
+    Refusal(
+        faces=("backend",),
+        options=("split",),
+        reason="each slice runs forward and backward before the next one begins, and "
+        "autograd needs all of the forward pass before the backward pass",
+        instead="mucudnn.torch.train_step(…, split=…) plans both as one step",
+    ),
+    Refusal(
+        faces=("backend",),
+        options=("offload_state",),
+        reason="parameters would be on the host while the optimizer, which is not part "
+        "of a compiled graph, updates them",
+        instead="mucudnn.torch.train_step(…, offload_state=True) plans the update, too",
+    ),
+)
+"""Every combination of options that is refused when a face is constructed.
+
+What only a graph or its device can tell is refused when it is captured or planned.
+"""
+
+
+def check_combination(face: Face, given: Mapping[str, object]) -> None:
+    """Refuse options that a face cannot combine.
+
+    Args:
+        face: The function that was called.
+        given: Values of the options that differ from their defaults, by name.
+
+    Raises:
+        ValueError: They stand in `REFUSALS`.
+    """
+    for refusal in REFUSALS:
+        if (
+            face in refusal.faces
+            and given.keys() >= set(refusal.options)
+            and refusal.unless not in given
+        ):
+            found = " and ".join(f"{name}={given[name]!r}" for name in refusal.options)
+            raise ValueError(f"{found}: {refusal.reason}; {refusal.instead}")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How steps are measured and planned.
+
+    Attributes:
+        costs: Measures or estimates times and scratch memory of a graph's nodes.
+        plans: Remembered measurements and plans.
+        choice: Whether convolutions may run in other ways than PyTorch's.
+        offload_state: Whether parameters and optimizer state may be host-resident.
+        split: Whether the step runs in slices of its batch, or strips of its images.
+        fusing: Makes kernels of several operations; None for none.
+        tiers: Offload targets: their memory, or for a study their forecast of a
+            profile; None for the host's memory.
+    """
+
     costs: Callable[[Lowered], Profile] = measured
     plans: PlanStore = field(default_factory=PlanStore)
-    offload_state: bool = False
     choice: ConvolutionChoice = field(default_factory=ConvolutionChoice)
+    offload_state: bool = False
     split: Split = WHOLE
     fusing: "Fusing | None" = None
-    tiers: StepTiers | None = None
+    tiers: StepTiers | Callable[[Profile], tuple[MemoryTier, ...]] | None = None
 
-    def __post_init__(self) -> None:
-        check_split(self.split)
-        if self.fusing is not None and self.split != WHOLE:
-            raise ValueError(
-                f"split={self.split!r} and inductor=True: kernels of several "
-                "operations are made for whole steps so far; take one of both"
-            )
+    @classmethod
+    def of(
+        cls,
+        face: Face,
+        budget: float = math.inf,
+        *,
+        tuner: Tuner | None = None,
+        cache: PlanCacheChoice = None,
+        offload_state: bool = False,
+        split: Split = WHOLE,
+        inductor: bool = False,
+        tiers: str | TierChoice | Sequence[str | TierChoice] = (),
+    ) -> "PlanOptions":
+        """Check the arguments of a face, alone and together, and make options of them.
 
-    def plan(
-        self,
+        Raises:
+            ValueError: One is invalid, or the face cannot combine them.
+            TypeError: One is of another type.
+        """
+        choices, plans = parse_tiers(tiers), open_plans(cache)
+        check_split(split)
+        options = {
+            "budget": None if math.isinf(budget) else budget,
+            "tuner": tuner,
+            "offload_state": a_flag("offload_state", offload_state) or None,
+            "split": None if split == WHOLE else split,
+            "inductor": a_flag("inductor", inductor) or None,
+            "tiers": tiers if choices else None,
+        }
+        check_combination(face, {n: v for n, v in options.items() if v is not None})
+        fusing = None
+        if inductor:
+            from mucudnn.torch.fusion.fusing import Fusing  # which imports Inductor
+
+            fusing = Fusing(plans)
+        # Steps of `train_step` run one at a time and share the room of what leaves.
+        shared = face == "train_step"
+        return cls(
+            plans=plans,
+            choice=ConvolutionChoice(tuner),
+            offload_state=offload_state,
+            split=split,
+            fusing=fusing,
+            tiers=StepTiers(choices, shared=shared) if choices else None,
+        )
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """A lowered step, and what planning has to know beside its graph.
+
+    Attributes:
+        lowered: The graph, without updates in place.
+        caller_inputs: Its inputs that the caller holds: no budget counts them.
+        names: Names of all its inputs, in order; those of the batch begin with
+            `batch.`. Empty if it cannot be split.
+        finish: Returns the graph, whole or split, with its updates in place.
+        update: The update that the optimizer makes itself, behind the graph.
+        planners: What plans it, by options: it is measured once, for all budgets.
+    """
+
+    lowered: Lowered
+    caller_inputs: Collection[str]
+    names: Sequence[str] = ()
+    finish: Callable[[Lowered], Lowered] = lambda lowered: lowered
+    update: EagerUpdate | None = None
+    planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_joint(cls, joint: Joint, own: Sequence[int]) -> "LoweredStep":
+        """Lower AOTAutograd's joint graph.
+
+        Args:
+            joint: The graph.
+            own: Its inputs that are parameters or buffers; the caller has all others.
+        """
+        lowered = joint.lowered()
+        counted = {lowered.inputs[i] for i in own}
+        return cls(lowered, {t for t in lowered.inputs if t is not None} - counted)
+
+    @classmethod
+    def of_captured(
+        cls,
         captured: CapturedStep,
         parts: StepParts,
-        update: OwnUpdate | None = None,
-    ) -> tuple[TorchPlan, BoundStep]:
-        """A captured step within the budget, and what runs it.
+        update: EagerUpdate | None = None,
+    ) -> "LoweredStep":
+        """Lower a captured training step.
 
         Args:
             captured: The step.
-            parts: What it is made of.
-            update: What the optimizer does behind it, if it is not part of it.
-
-        Raises:
-            PlanningError: It does not fit; says the least budget that works.
-            UnsupportedError: It cannot be measured; says why.
-            OutOfMemoryError: There is no room for what leaves.
+            parts: Its parameters, buffers and state.
+            update: The optimizer's own update, if that is not captured.
         """
-        if update is None:
-            return self._planned(captured, parts, self.budget)
-        return update.planned(
-            captured, parts, self.budget, partial(self._planned, captured, parts)
-        )
 
-    def _planned(
-        self, captured: CapturedStep, parts: StepParts, budget: float
-    ) -> tuple[TorchPlan, BoundStep]:
-        def make(lowered: Lowered) -> Planner:
-            planner = planner_of(captured, parts, self._profile, lowered)
-            device = device_of(planner.lowered.layouts)
-            tiers = self.tiers.measured(device) if self.tiers else ()
-            return replace(planner, offload=self.offload_state, tiers=tiers)
+        def phase_of(node: str) -> Phase:
+            if node in captured.forward:
+                return Phase.FORWARD
+            return Phase.BACKWARD if node in captured.backward else Phase.UPDATE
 
-        lowered = lowered_step(captured)
-        if self.split != WHOLE:
-            names = captured.names
-            planner, plan = plan_in_parts(lowered, names, make, budget, self.split)
-        elif self.fusing is None:
-            planner = make(lowered)
-            plan = planner.plan(budget, self.plans)
-        else:
-            whole = make(lowered)
-            planner, plan = self.fusing.plan(whole, budget, self.plans)
-        chosen = self.choice.bound(planner.lowered, plan.plan)
-        copies = self.tiers.copies(plan.plan) if self.tiers else None
-        bound = bind_step(chosen, plan.plan.schedule, copies)
-        return replace(plan, source=bound.source), bound
-
-    def _profile(self, lowered: Lowered) -> Profile:
-        return self.choice.profile(lowered, self.costs, self.plans)
-
-
-# One step of a memory study: what plans it, and what its optimizer does behind it.
-
-
-@dataclass(frozen=True)
-class Away:
-    """What may leave a device, and where to; no tiers mean the host's memory."""
-
-    tiers: tuple[TierChoice, ...] = ()
-    state: bool = False
-
-    def planner(self, planner: Planner, *, measured: bool) -> Planner:
-        """A planner that lets it leave, over measured or published links."""
-        tiers = forecast_tiers(self.tiers, planner.profile, measured=measured)
-        return replace(planner, offload=self.state, tiers=tiers)
-
-
-HOST = Away()
-"""The host's memory; parameters and state stay."""
-
-
-@dataclass(frozen=True)
-class StudiedStep:
-    """A step without data, under any budget.
-
-    Attributes:
-        planner: Of the step, or of its passes where the optimizer makes its update
-            itself.
-        captured: As it was recorded.
-        parts: What it is made of.
-        update: What the optimizer does behind the passes; None if that is recorded.
-        parted: The step where it may run in parts; None if it runs whole.
-    """
-
-    planner: Planner
-    captured: CapturedStep
-    parts: StepParts
-    update: OwnUpdate | None = None
-    parted: PartedStep | None = None
-
-    def plan(self, budget: float = math.inf) -> TorchPlan:
-        """The step within a budget, as `train_step` plans it.
-
-        Raises:
-            PlanningError: It does not fit; says the least budget that works.
-        """
-        passes = self.parted or self.planner
-        if self.update is None:
-            return passes.plan(budget)
-        found, _ = self.update.planned(
-            self.captured, self.parts, budget, lambda b: (passes.plan(b), None)
-        )
-        return found
-
-    def least_budget(self) -> int:
-        """The least bytes that the step is planned in."""
-        least = (self.parted or self.planner).least_budget()
-        if self.update is None:
-            return least
-        behind = self.update.peak_bytes(self.captured, self.parts)
-        return max(least + self.update.bytes.held, behind)
-
-    @property
-    def whole(self) -> "StudiedStep":
-        """The step where it may not run in parts."""
-        return replace(self, parted=None)
-
-    def at_costs(self, costs: Callable[[Profile], Profile]) -> "StudiedStep":
-        """The whole step at other costs."""
-        planner = replace(self.planner, profile=costs(self.planner.profile))
-        return replace(self.whole, planner=planner)
-
-    def request(self) -> StepRequest:
-        """What a planner is asked, the caller's tensors without bytes."""
-        planner = self.planner
-        graph = planner.lowered.graph
-        given = {graph.storages[name] for name in planner.given}
-        tensors = {
-            name: replace(spec, shape=(0,)) if graph.storages[name] in given else spec
-            for name, spec in graph.tensors.items()
+        lowered = lower(captured.module, phase_of)
+        inputs = {
+            name: tensor
+            for name, tensor in zip(captured.names, lowered.inputs, strict=True)
+            if tensor is not None
         }
-        bare = Graph(MappingProxyType(tensors), graph.nodes, graph.outputs)
-        profile = planner.profile
-        if self.update is not None:
-            behind = self.update.behind(bare, profile, self.captured, self.parts)
-            bare, profile = behind
-        return replace(planner.request(), graph=bare, profile=profile, budget=math.inf)
+        # Buffers change behind the backward pass, which may read their old values.
+        late = frozenset(inputs[name] for name in parts.buffers if name in inputs)
+        batch = [tensor for name, tensor in inputs.items() if name.startswith("batch.")]
+        finish = partial(with_updates, late=late)
+        return cls(lowered, batch, captured.names, finish, update)
+
+    def planner(self, options: PlanOptions) -> Planner:
+        """Return what plans the whole step."""
+        key = replace(options, split=WHOLE, fusing=None)
+        if key not in self.planners:
+            self.planners[key] = self._measure(options, self.lowered)
+        return self.planners[key]
+
+    def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
+        """Plan the graph, whole or split or fused, and return what planned it.
+
+        Raises:
+            PlanningError: It does not fit; says the least budget that works.
+        """
+        if options.split != WHOLE:
+            measure = partial(self._measure, options)
+            return plan_in_parts(
+                self.lowered, self.names, measure, budget, options.split
+            )
+        planner = self.planner(options)
+        if options.fusing is not None:
+            return options.fusing.plan(planner, budget, options.plans)
+        return planner, planner.plan(budget, options.plans)
+
+    def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
+        """Return a planner of the graph, or of a split one, at measured costs."""
+        lowered = self.finish(lowered)
+        profile = options.choice.profile(lowered, options.costs, options.plans)
+        tiers: tuple[MemoryTier, ...] = ()
+        if isinstance(options.tiers, StepTiers):
+            tiers = options.tiers.measured(device_of(lowered.layouts))
+        elif options.tiers is not None:
+            tiers = options.tiers(profile)
+        return Planner(
+            lowered, profile, self.caller_inputs, options.offload_state, tiers
+        )
 
 
 @dataclass(frozen=True)
-class Hint:
-    """A plan, and what it is about in PyTorch's words.
+class PlannedProgram:
+    """A planned step that is ready to be bound to a device.
 
     Attributes:
-        planner: Of the step.
-        plan: Within a budget.
-        module: The step as PyTorch's operations.
-        forward: Those of its nodes that are of the forward pass.
+        lowered: The graph that was planned, with its convolutions as planned.
+        plan: The plan.
+        copies: Copies to the tiers that it was planned for; None without tiers.
     """
 
-    planner: Planner
+    lowered: Lowered
     plan: TorchPlan
-    module: torch.fx.GraphModule
-    forward: frozenset[str]
+    copies: TierCopies | None
+
+
+def plan_program(
+    step: LoweredStep, options: PlanOptions, budget: float = math.inf
+) -> PlannedProgram:
+    """Plan a step within a budget of bytes.
+
+    Raises:
+        PlanningError: It does not fit; says the least budget that works.
+        UnsupportedError: It cannot be measured; says why.
+        OutOfMemoryError: There is no room in a tier.
+    """
+    if step.update is None:
+        planner, plan = step.plan(options, budget)
+    else:
+        planner, plan = step.update.plan(budget, partial(step.plan, options))
+    lowered = options.choice.bound(planner.lowered, plan.plan)
+    tiers = options.tiers
+    copies = tiers.copies(plan.plan) if isinstance(tiers, StepTiers) else None
+    return PlannedProgram(lowered, plan, copies)
+
+
+def least_budget(step: LoweredStep, options: PlanOptions) -> int:
+    """Return the least budget in bytes that a step is planned in, in any allowed way.
+
+    Raises:
+        PlanningError: No budget is enough.
+    """
+    if options.split == WHOLE and options.fusing is None:
+        least = step.planner(options).least_budget()
+    else:
+        try:
+            least = step.plan(options, 0)[1].peak_bytes
+        except PlanningError as e:
+            if e.least_bytes is None:
+                raise
+            least = e.least_bytes
+    return least if step.update is None else step.update.with_passes(least)

@@ -1,7 +1,7 @@
-"""From a lowered graph to a plan within a budget: the planner's own, asked once.
+"""Plan one lowered PyTorch graph under any budget.
 
-The planner counts every byte; the user's budget leaves out what the caller holds. So
-the one is the other and those bytes, and errors say the user's.
+The planner counts every byte; a user's budget leaves out what the caller holds. So
+`Planner` adds `caller_bytes` to every budget, and takes them off every error message.
 """
 
 import math
@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from mucudnn.arguments import a_number
 from mucudnn.errors import PlanningError
-from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.ir.tensor import Role
@@ -26,11 +25,11 @@ from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanStore
 
 _SMALL = 4096
-"""Bytes of an input that are not worth a copy, such as those of a learning rate."""
+"""Bytes of an input up to which it is not offloaded, such as a learning rate."""
 
 
-def as_budget(budget: float | str | None) -> float:
-    """Bytes; infinity for None.
+def parse_budget(budget: float | str | None) -> float:
+    """Return a budget in bytes, infinity for None.
 
     Raises:
         ValueError: It is no size, or negative.
@@ -51,56 +50,58 @@ def as_budget(budget: float | str | None) -> float:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one step under any budget.
+    """A lowered graph with its costs, which is planned under any budget.
 
     Attributes:
-        lowered: The step.
-        profile: What it costs.
-        given: Inputs that the caller holds: no budget counts them.
-        offload: Whether other inputs, parameters and state, may be host-resident.
-        tiers: Where to what leaves goes; none means the host's memory, without end.
+        lowered: The graph, with its updates in place.
+        profile: Its costs.
+        caller_inputs: Inputs that the caller holds: no budget counts them.
+        offload_state: Whether the other inputs may be host-resident.
+        tiers: Offload targets; none for unlimited host memory.
     """
 
     lowered: Lowered
     profile: Profile
-    given: Collection[str]
-    offload: bool = False
+    caller_inputs: Collection[str]
+    offload_state: bool = False
     tiers: tuple[MemoryTier, ...] = ()
 
     @property
-    def given_bytes(self) -> int:
-        """Bytes of what the caller holds, as the planner counts them."""
+    def caller_bytes(self) -> int:
+        """Bytes of the inputs that the caller holds, as the planner counts them."""
         tensors = self.lowered.graph.tensors
-        given = {self.lowered.graph.storages[name] for name in self.given}
-        return sum(rounded(tensors[name].nbytes) for name in given)
+        storages = {self.lowered.graph.storages[name] for name in self.caller_inputs}
+        return sum(rounded(tensors[name].nbytes) for name in storages)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of all other inputs."""
         graph = self.lowered.graph
-        roots = {graph.storages[name] for name in graph.inputs}
-        every = sum(rounded(graph.tensors[name].nbytes) for name in roots)
-        return every - self.given_bytes
+        storages = {graph.storages[name] for name in graph.inputs}
+        every = sum(rounded(graph.tensors[name].nbytes) for name in storages)
+        return every - self.caller_bytes
 
     def plan(
         self, budget: float = math.inf, plans: PlanStore | None = None
     ) -> TorchPlan:
-        """The step within a budget.
+        """Plan the graph within a budget of bytes.
 
         Args:
-            budget: Bytes.
-            plans: What was planned before; None plans anew.
+            budget: Without what the caller holds.
+            plans: Remembered plans; None plans anew.
 
         Raises:
             PlanningError: It cannot fit; says the least budget that works.
         """
+        store = plans or PlanStore()
         try:
-            store = plans or PlanStore()
-            plan = self.decided(self.request(budget), partial(store.plan, self.lowered))
+            plan = self.plan_request(
+                self.request(budget), partial(store.plan, self.lowered)
+            )
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
-            least = e.least_bytes - self.given_bytes
+            least = e.least_bytes - self.caller_bytes
             raise PlanningError(
                 f"the step does not fit into {exact_bytes(int(budget))}: node "
                 f"{e.node!r} needs more; the least budget that works is "
@@ -109,54 +110,52 @@ class Planner:
                 short_by=least - int(budget),
                 least_bytes=least,
             ) from None
-        return self.described(plan, budget)
+        return self.describe(plan, budget)
 
-    def decided(
+    def plan_request(
         self,
         request: StepRequest,
         planned: Callable[[StepRequest], StepPlan] = plan_step,
     ) -> StepPlan:
-        """A plan of what is asked about the step, with a place for all that leaves.
+        """Plan a request about the graph; with tiers, place all that is offloaded.
 
         Raises:
-            PlanningError: It cannot fit, or there is no room for what leaves.
+            PlanningError: It does not fit into the budget, or into the tiers.
         """
         if not self.tiers:
             return planned(request)
         return plan_tiered_step(request, self.tiers, planned=planned)
 
-    def described(self, plan: StepPlan, budget: float) -> TorchPlan:
-        """A plan of the step, in the bytes that its user counts."""
+    def describe(self, plan: StepPlan, budget: float) -> TorchPlan:
+        """Return a plan of the graph in the bytes that a user counts."""
         tensors = self.lowered.graph.tensors
-        away = sum(rounded(tensors[name].nbytes) for name in plan.schedule.hosted)
-        resident = self.resident_bytes - away
-        return TorchPlan(plan, self.given_bytes, budget, resident)
+        offloaded = sum(rounded(tensors[name].nbytes) for name in plan.schedule.hosted)
+        resident = self.resident_bytes - offloaded
+        return TorchPlan(plan, self.caller_bytes, budget, resident)
 
     def least_budget(self) -> int:
-        """The least bytes that the step is planned in."""
-        return minimum_budget(self.request(0)) - self.given_bytes
+        """Return the least budget in bytes that the graph is planned in."""
+        return minimum_budget(self.request(0)) - self.caller_bytes
 
     def request(self, budget: float = math.inf) -> StepRequest:
-        """What the planner is asked for a budget."""
+        """Return what the planner is asked for a budget."""
         graph = self.lowered.graph
+        if self.offload_state:
+            # Inputs of the caller, constants and small inputs stay where they are.
+            fixed = {graph.storages[name] for name in self.caller_inputs}
+            fixed |= {graph.storages[name] for name in self.lowered.constants}
+            fixed |= {n for n in graph.inputs if graph.tensors[n].nbytes <= _SMALL}
+            tensors = {
+                name: replace(spec, role=Role.BORROWED)
+                if name in graph.inputs and graph.storages[name] in fixed
+                else spec
+                for name, spec in graph.tensors.items()
+            }
+            graph = replace(graph, tensors=MappingProxyType(tensors))
         request = StepRequest(
-            self._lent() if self.offload else graph,
+            graph,
             self.profile,
-            budget=budget + self.given_bytes,
-            hosted=None if self.offload else frozenset(),
+            budget=budget + self.caller_bytes,
+            hosted=None if self.offload_state else frozenset(),
         )
         return over_fastest(request, self.tiers) if self.tiers else request
-
-    def _lent(self) -> Graph:
-        """The graph with it said which inputs stay: the caller's and small ones."""
-        graph = self.lowered.graph
-        fixed = {graph.storages[name] for name in self.given}
-        fixed |= {graph.storages[name] for name in self.lowered.constants}
-        fixed |= {n for n in graph.inputs if graph.tensors[n].nbytes <= _SMALL}
-        tensors = {
-            name: replace(spec, role=Role.BORROWED)
-            if name in graph.inputs and graph.storages[name] in fixed
-            else spec
-            for name, spec in graph.tensors.items()
-        }
-        return replace(graph, tensors=MappingProxyType(tensors))

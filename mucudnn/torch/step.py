@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mucudnn.arguments import a_flag, an_integer, one_of
+from mucudnn.arguments import an_integer, one_of
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
@@ -42,18 +42,15 @@ from mucudnn.torch.capture.step_tensors import (
     StepSettings,
     check_parts,
 )
-from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.eager_step import run_eager_step
-from mucudnn.torch.execution.bound_step import BoundStep, StepCommit
+from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.devices import check_devices
-from mucudnn.torch.execution.tiers import tiers_within
-from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.lowering.lowered import Layout
-from mucudnn.torch.optimizer_update import OwnUpdate, own_update, state_bytes
+from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.plan_program import StepPlanning
-from mucudnn.torch.plan_store import PlanCacheChoice, open_plans
-from mucudnn.torch.planning import as_budget
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
+from mucudnn.torch.plan_store import PlanCacheChoice
+from mucudnn.torch.planning import parse_budget
 from mucudnn.torch.verification import VerifiedStep
 
 
@@ -222,16 +219,16 @@ def train_step(
     check_parts(model, loss_fn, optimizer)
     an_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
-    plans = open_plans(cache)
-    limit = as_budget(budget)
-    planning = StepPlanning(
+    limit = parse_budget(budget)
+    options = PlanOptions.of(
+        "train_step",
         limit,
-        plans=plans,
-        offload_state=a_flag("offload_state", offload_state),
-        choice=ConvolutionChoice(tuner),
+        tuner=tuner,
+        cache=cache,
+        offload_state=offload_state,
         split=split,
-        fusing=fusing_of(inductor, plans),
-        tiers=tiers_within(limit, tiers, shared=True),
+        inductor=inductor,
+        tiers=tiers,
     )
     one_of("fallback", fallback, FALLBACKS)
     an_integer("verify", verify or 0, 0)
@@ -247,7 +244,8 @@ def train_step(
         model,
         loss_fn,
         optimizer,
-        planning,
+        limit,
+        options,
         settings=settings,
         max_plans=max_plans,
         fallback=fallback,
@@ -263,7 +261,8 @@ class TrainStep:
         model: The model to train.
         loss_fn: The loss.
         optimizer: The optimizer.
-        planning: How steps are planned.
+        budget: Bytes, infinity for no limit.
+        options: How steps are planned.
         settings: How gradients are made, clipped and scaled.
         max_plans: Number of plans to keep.
         fallback: "refuse" or "eager".
@@ -276,7 +275,8 @@ class TrainStep:
         model: torch.nn.Module,
         loss_fn: Callable[..., Any],
         optimizer: torch.optim.Optimizer,
-        planning: StepPlanning,
+        budget: float = math.inf,
+        options: PlanOptions | None = None,
         *,
         settings: StepSettings = PLAIN,
         max_plans: int = 32,
@@ -287,7 +287,8 @@ class TrainStep:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._planning = planning
+        self._budget = budget
+        self._options = PlanOptions() if options is None else options
         self._settings = settings
         self._fallback = fallback
         self._results = KernelResults()
@@ -513,13 +514,18 @@ class TrainStep:
             key = graph_key(step)
             found = self._planned.plan_of(key)
             if found is None:
-                of_name = live.parts.parameters
-                own = OwnUpdate.of(self._optimizer, step, of_name, self._update_reason)
+                own = EagerUpdate.of(
+                    self._optimizer, step, live.parts, self._update_reason
+                )
+                lowered = LoweredStep.of_captured(step, live.parts, own)
                 try:
-                    plan, bound = self._planning.plan(step, live.parts, own)
+                    program = plan_program(lowered, self._options, self._budget)
                 except PlanningError as e:
                     e.args = (f"{e}; this is for {batch.signature}", *e.args[1:])
                     raise
+                schedule = program.plan.plan.schedule
+                bound = bind_step(program.lowered, schedule, program.copies)
+                plan = replace(program.plan, source=bound.source)
                 found = PlannedStep(key, plan, bound, step.reads.constants)
             return step, found
 
@@ -558,7 +564,7 @@ class TrainStep:
     @property
     def _eager_is_free(self) -> bool:
         """Whether eager mode is allowed in whatever memory it takes."""
-        return self._fallback == "eager" or math.isinf(self._planning.budget)
+        return self._fallback == "eager" or math.isinf(self._budget)
 
     def _may_run_eagerly(self, error: Exception) -> bool:
         """Return whether a step that was not captured runs in eager mode instead.
@@ -580,15 +586,13 @@ class TrainStep:
             return True
         if self._fits is not None:
             return self._fits
-        own = OwnUpdate.of(
-            self._optimizer, captured, live.parts.parameters, self._update_reason
-        )
-        unlimited = replace(self._planning, budget=math.inf)
+        own = EagerUpdate.of(self._optimizer, captured, live.parts, self._update_reason)
         with _same_numbers(live.tensors()):
-            plan, _ = unlimited.plan(captured, live.parts, own)
+            step = LoweredStep.of_captured(captured, live.parts, own)
+            plan = plan_program(step, self._options).plan
         # Eager mode keeps all gradients, and copies of them for a fused update.
         gradients = sum(p.nbytes for p in live.parts.parameters.values())
-        self._fits = bool(plan.peak_bytes + 2 * gradients <= self._planning.budget)
+        self._fits = bool(plan.peak_bytes + 2 * gradients <= self._budget)
         return self._fits
 
     def _eager(self, batch: Batch, error: Exception | None = None) -> Any:

@@ -29,7 +29,6 @@ TESTED: Mapping[str, str] = MappingProxyType(
 )
 """Version -> its limitations, in a sentence."""
 
-
 OLDEST = "2.11"
 """The oldest version that is not refused."""
 

@@ -89,7 +89,7 @@ class CpuCopier:
         """Copy from memory that represents the host."""
         return self._start("from the host", source, target, after)
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts this copy; nothing is prepared."""
         return partial(self.out if way == "out" else self.back, source, target)
 
@@ -126,11 +126,6 @@ class CpuCopier:
                 f"a copy {what} of {source.size} bytes was given {target.size}"
             )
         ticket = CpuTicket()
-        self._queue_of(what).put((source, target, tuple(after), ticket))
-        self._last[what] = ticket
-        return ticket
-
-    def _queue_of(self, what: str) -> "queue.SimpleQueue[Any]":
         threads = self._threads.mine
         if what not in threads:
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -143,7 +138,9 @@ class CpuCopier:
             self._state.queues.append(jobs)
             threads[what] = (thread, jobs)
             thread.start()
-        return threads[what][1]
+        threads[what][1].put((source, target, tuple(after), ticket))
+        self._last[what] = ticket
+        return ticket
 
     def _check(self) -> None:
         if (error := self._state.error) is not None:
@@ -183,8 +180,8 @@ def _copy_chunks(source: Any, target: Any, state: _SharedState, copy: Copy) -> b
 def copy_bytes(source: Any, target: Any) -> None:
     """Copy bytes between views of one size, which may be memory-mapped files."""
     np.copyto(target, source)
-    for side in (source, target):
-        _release_pages(side)
+    _release_pages(source)
+    _release_pages(target)
 
 
 def _release_pages(view: Any) -> None:

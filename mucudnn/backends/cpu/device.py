@@ -193,7 +193,6 @@ def _processor() -> str:
 
 
 _SEGMENTS = Path("/dev/shm")
-
 _END_S = 10.0
 
 _START = (

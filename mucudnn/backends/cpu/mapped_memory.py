@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.device import runs
+from mucudnn.backends.device import check_chunks, runs
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes
 
 _CHUNK = 64 << 10  # bytes: many pages, so that a step has few thousand mappings
-
 _FIXED, _NO_RESERVE, _NO_ACCESS = 0x10, 0x4000, 0
 """Linux flags that Python's `mmap` lacks, at least in some releases."""
 
@@ -75,12 +74,7 @@ class CpuMappedMemory:
 
     def map(self, chunks: Sequence[int]) -> Any:
         """Return a NumPy array of bytes over contiguous addresses."""
-        invalid = [c for c in chunks if not 0 <= c < self._chunks]
-        if invalid:
-            raise ValueError(
-                f"chunk {invalid[0]} of {self._chunks} cannot be mapped; they are "
-                "counted from 0"
-            )
+        check_chunks(chunks, self._chunks)
         if not chunks:
             return np.empty(0, np.uint8)
         size = self._size

@@ -21,10 +21,7 @@ from threadpoolctl import ThreadpoolController
 from mucudnn.processes import Own, attend
 
 T = TypeVar("T")
-
-
 _UFUNC_BUFFER = 256
-
 _FORK_S = 5.0
 
 
@@ -112,9 +109,8 @@ class _Queue(Iterator[T]):
 class Workers:
     """A fixed crew of threads, the caller's included.
 
-    Args:
-        count: Threads; as many as the BLAS library has if not given, so that
-            `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` are obeyed.
+    By default as many as the BLAS library has, so that `OMP_NUM_THREADS` and
+    `OPENBLAS_NUM_THREADS` are obeyed.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -194,7 +190,6 @@ def _take_part(shared: Sequence[Callable[[int], None]], worker: int) -> None:
 
 _ROW_MAJOR, _NOT_TRANSPOSED, _TRANSPOSED = 101, 111, 112
 
-
 _NAMES = (
     ("scipy_cblas_{}gemm64_", ctypes.c_int64),
     ("cblas_{}gemm64_", ctypes.c_int64),
@@ -202,7 +197,6 @@ _NAMES = (
     ("cblas_{}gemm", ctypes.c_int),
 )
 """Symbol names of `gemm` in builds of OpenBLAS, and their integer types."""
-
 
 _LETTERS = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
@@ -233,11 +227,11 @@ def numpy_blas() -> list[Any]:
     found = ThreadpoolController().select(user_api="blas").lib_controllers
     package = Path(np.__file__).parent
     folders = (package, package.parent / "numpy.libs")
-    own = [
-        library
-        for library in found
-        if any(Path(library.filepath).is_relative_to(folder) for folder in folders)
-    ]
+
+    def is_own(library: Any) -> bool:
+        return any(Path(library.filepath).is_relative_to(at) for at in folders)
+
+    own = [library for library in found if is_own(library)]
     return own or list(found)
 
 
@@ -247,26 +241,17 @@ def available(dtype: str) -> bool:
 
 
 def product(a: Any, b: Any, c: Any) -> Product | None:
-    """Prepare products of matrices with these shapes and strides.
+    """Prepare products of matrices (m, k) (k, n) of these strides; None if impossible.
 
-    Args:
-        a: (m, k), contiguous along one axis, as made by `as_matrix`.
-        b: (k, n), likewise.
-        c: (m, n), likewise.
-
-    Returns:
-        None if no library multiplies this type.
+    Each is contiguous along one axis, as made by `as_matrix`. None: no library
+    multiplies this type.
     """
     if (gemm := _gemm(c.dtype.name)) is None:
         return None
     swapped = _storage_order(c)[0] == _TRANSPOSED
     if swapped:  # C is column-major: compute the row-major Cᵀ = Bᵀ Aᵀ
         a, b, c = b.T, a.T, c.T
-    (left, lda), (right, ldb), (_, ldc) = (
-        _storage_order(a),
-        _storage_order(b),
-        _storage_order(c),
-    )
+    (left, lda), (right, ldb), (_, ldc) = map(_storage_order, (a, b, c))
     layout = (_ROW_MAJOR, left, right, *c.shape, a.shape[1])
     return Product(gemm, layout, (lda, ldb, ldc), swapped)
 
@@ -291,11 +276,8 @@ def _gemm(dtype: str) -> Callable[..., None] | None:
             if gemm is not None:
                 gemm.restype = None
                 matrix = (ctypes.c_void_p, integer)
-                gemm.argtypes = [
-                    *[ctypes.c_int] * 3,
-                    *[integer] * 3,
-                    *(real, *matrix, *matrix, real, *matrix),
-                ]
+                numbers = (real, *matrix, *matrix, real, *matrix)
+                gemm.argtypes = [*[ctypes.c_int] * 3, *[integer] * 3, *numbers]
                 if _works(gemm, dtype):
                     found: Callable[..., None] = gemm
                     return found

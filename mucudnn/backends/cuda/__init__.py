@@ -15,9 +15,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 
 __all__ = ["described_devices", "device_count", "load"]
-
 logger = logging.getLogger(__name__)
-
 _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 _EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
 _DEVICES = "devices"
@@ -84,14 +82,14 @@ def _present(index: int) -> Backend:
         ),
         index=index,
         split_alignment=ALIGNMENT,
-        fragile=_may_be_shared(_cupy(), index),
+        may_crash=_may_be_shared(_cupy(), index),
         epilogues=CudaEpilogues(conv),
-        plan_texts=conv,
+        plan_serializer=conv,
         mapper=CudaMapper(index, device.stream),
         kernels=own.beside(bind(CupyLauncher(device.stream))),
         library_kernels=own,
         capture=device.capture,
-        transit=device.transit,
+        step_io=device.step_io,
     )
 
 
@@ -111,14 +109,14 @@ def _may_be_shared(cupy: Any, index: int) -> bool:
 def _described(argument: str) -> Backend:
     from mucudnn.backends.cuda.conv import CudaConv
     from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
-    from mucudnn.backends.cuda.descriptors import PaperSession
+    from mucudnn.backends.cuda.descriptors import DescribedSession
     from mucudnn.backends.cuda.device import DescribedDevice
     from mucudnn.backends.cuda.libcudnn import Cudnn
     from mucudnn.backends.cuda.loading import load_library
 
     text = _description(argument)
     library = load_library(without_driver=True)
-    session = PaperSession(Cudnn(library.cdll), text)
+    session = DescribedSession(Cudnn(library.cdll), text)
     try:
         device = DescribedDevice(text, library.version)
     except (ValueError, KeyError, TypeError) as e:

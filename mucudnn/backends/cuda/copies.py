@@ -40,12 +40,8 @@ class _Copy:
 class CudaCopier:
     """Two non-blocking copy streams beside the compute stream.
 
-    Args:
-        cupy: The module.
-        index: Index of the GPU.
-        compute: Returns the address of the current compute stream, and makes the GPU
-            the thread's current device.
-        peer: Whether targets are CuPy arrays too, in the memory of another GPU.
+    `compute` returns the address of the current compute stream, and makes the GPU the
+    thread's current device. With `peer`, targets are CuPy arrays too, on another GPU.
     """
 
     def __init__(
@@ -55,7 +51,10 @@ class CudaCopier:
         self._compute = compute
         self._peer = peer
         self._runtime = cupy.cuda.runtime
-        with cupy.cuda.Device(index), self._cuda_errors("making streams for copies"):
+        with (
+            cupy.cuda.Device(index),
+            _cuda_errors(self._cupy, "making streams for copies"),
+        ):
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
         self._free: list[Any] = []
@@ -70,11 +69,10 @@ class CudaCopier:
         """Copy host memory into a CuPy array; blocks the host unless pinned."""
         return self._once("back", source, target, after)
 
-    def bound(self, way: Way, source: Any, target: Any) -> Start:
+    def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts this copy with five CUDA calls."""
-        return partial(
-            self._launch, self._prepare(way, source, target, self._new_event)
-        )
+        event = partial(self._cupy.cuda.Event, disable_timing=True)
+        return partial(self._launch, self._prepare(way, source, target, event))
 
     def wait(self, ticket: Any) -> None:
         """Make kernels launched from now on wait for the copy; the host continues."""
@@ -85,7 +83,7 @@ class CudaCopier:
 
     def finish(self) -> None:
         """Wait on the host for both copy streams and the compute stream."""
-        with self._cuda_errors("a copy"):
+        with _cuda_errors(self._cupy, "a copy"):
             self._runtime.streamSynchronize(self._compute())
             self._out.synchronize()
             self._in.synchronize()
@@ -105,7 +103,9 @@ class CudaCopier:
         self._held.clear()
 
     def _once(self, way: Way, source: Any, target: Any, after: Sequence[Any]) -> Any:
-        self._release_finished()
+        # Drop old completed copies; their tickets stay valid.
+        while len(self._held) > _MOST_HELD and self._held[0].done.done:
+            self._free.append(self._held.popleft().computed)
         copy = self._prepare(way, source, target, self._pooled_event)
         self._held.append(copy)
         return self._launch(copy, after)
@@ -126,7 +126,7 @@ class CudaCopier:
         if self._peer:  # CUDA infers the devices from the unified addresses
             kind = self._runtime.memcpyDefault
         arguments = *addresses, source.nbytes, kind, stream
-        with self._cuda_errors("making events for copies"):
+        with _cuda_errors(self._cupy, "making events for copies"):
             return _Copy(stream, arguments, event(), event(), (source, target))
 
     def _launch(self, copy: _Copy, after: Sequence[Any] = ()) -> Any:
@@ -151,23 +151,21 @@ class CudaCopier:
         address: int = away.data.ptr if self._peer else away.ctypes.data
         return address
 
-    def _new_event(self) -> Any:
+    def _pooled_event(self) -> Any:
+        if self._free:
+            return self._free.pop()
         return self._cupy.cuda.Event(disable_timing=True)
 
-    def _pooled_event(self) -> Any:
-        return self._free.pop() if self._free else self._new_event()
 
-    def _release_finished(self) -> None:
-        """Drop old completed copies; their tickets stay valid."""
-        while len(self._held) > _MOST_HELD and self._held[0].done.done:
-            self._free.append(self._held.popleft().computed)
-
-    @contextmanager
-    def _cuda_errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except self._runtime.CUDARuntimeError as e:
-            raise BackendError(f"{what} failed: {e}") from e
+@contextmanager
+def _cuda_errors(cupy: Any, what: str) -> Iterator[None]:
+    """Convert CuPy's errors to ours."""
+    try:
+        yield
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise BackendError(f"{what} failed: {e}") from e
+    except cupy.cuda.memory.OutOfMemoryError as e:
+        raise OutOfMemoryError(f"no room for {what}: {e}") from e
 
 
 def pinned(cupy: Any, nbytes: int) -> Any:
@@ -211,14 +209,14 @@ class _InputBuffers:
 class _Result:
     """A result on its way to the host, or arrived there."""
 
-    def __init__(self, slot: Any, like: Any, errors: Any) -> None:
-        self._slot, self._like, self._errors = (slot, like, errors)
+    def __init__(self, slot: Any, like: Any, cupy: Any) -> None:
+        self._slot, self._like, self._cupy = slot, like, cupy
         self._value: Any = None
 
     def __call__(self) -> Any:
         if self._value is None:
             buffer, event = self._slot
-            with self._errors("a copy to the host"):
+            with _cuda_errors(self._cupy, "a copy to the host"):
                 event.synchronize()
             found = buffer.view(self._like.dtype).reshape(self._like.shape)
             self._value, self._slot = found.copy(), None
@@ -229,8 +227,8 @@ class _Result:
         return self._value is not None or bool(self._slot[1].done)
 
 
-class CudaTransit:
-    """Copies of inputs and results beside the kernels of a GPU; see `Transit`.
+class CudaStepIO:
+    """Copies of inputs and results beside the kernels of a GPU; see `StepIO`.
 
     `compute` is as for `CudaCopier`; with `staged` inputs are staged in device memory.
     """
@@ -240,20 +238,27 @@ class CudaTransit:
     ) -> None:
         self._cupy, self._compute, self._staged = cupy, compute, staged
         self._runtime = cupy.cuda.runtime
-        with cupy.cuda.Device(index), self._errors("making a stream for inputs"):
+        with (
+            cupy.cuda.Device(index),
+            _cuda_errors(self._cupy, "making a stream for inputs"),
+        ):
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._inputs: dict[tuple[int, int], _InputBuffers] = {}
         self._result_buffers: dict[tuple[int, int], Iterator[Any]] = {}
         self._unread: dict[int, _Result] = {}
 
     def upload(self, source: Any, target: Any) -> None:
-        """See `Transit.upload`; the tensor has the array's shape and type."""
+        """See `StepIO.upload`; the tensor has the array's shape and type."""
         refuse_bits(target.dtype.name, "a copy from the host")
         if target.nbytes == 0:
             return
         compute = self._compute()
-        with self._errors(f"a copy of {target.nbytes} bytes to the device"):
-            known = self._buffers_of(target)
+        with _cuda_errors(self._cupy, f"a copy of {target.nbytes} bytes to the device"):
+            key = target.data.ptr, target.nbytes
+            if key not in self._inputs:
+                made = _InputBuffers(self._cupy, target.nbytes, self._staged)
+                self._inputs[key] = made
+            known = self._inputs[key]
             buffer, arrived = next(known.host)
             arrived.synchronize()  # the input before last has left this buffer
             buffer.view(source.dtype).reshape(source.shape)[...] = source
@@ -276,7 +281,7 @@ class CudaTransit:
         refuse_bits(source.dtype.name, "a copy to the host")
         compute = self._compute()
         key = source.data.ptr, source.nbytes
-        with self._errors("a copy to the host"):
+        with _cuda_errors(self._cupy, "a copy to the host"):
             if key not in self._result_buffers:
                 self._result_buffers[key] = _alternate_buffers(
                     self._cupy, source.nbytes
@@ -288,13 +293,13 @@ class CudaTransit:
             kind = self._runtime.memcpyDeviceToHost
             self._runtime.memcpyAsync(*ends, source.nbytes, kind, compute)
             self._runtime.eventRecord(event.ptr, compute)
-        made = self._unread[id(buffer)] = _Result(slot, source, self._errors)
+        made = self._unread[id(buffer)] = _Result(slot, source, self._cupy)
         return made
 
     def close(self) -> None:
         """Wait for copies in progress, and release all buffers; raise nothing."""
         for wait in (self._stream.synchronize, *self._unread.values()):
-            with contextlib.suppress(BackendError), self._errors("a copy"):
+            with contextlib.suppress(BackendError), _cuda_errors(self._cupy, "a copy"):
                 wait()
         self._inputs.clear()
         self._result_buffers.clear()
@@ -304,21 +309,6 @@ class CudaTransit:
         ends = target.data.ptr, buffer.ctypes.data
         kind = self._runtime.memcpyHostToDevice
         self._runtime.memcpyAsync(*ends, target.nbytes, kind, stream)
-
-    def _buffers_of(self, target: Any) -> _InputBuffers:
-        key = target.data.ptr, target.nbytes
-        if key not in self._inputs:
-            self._inputs[key] = _InputBuffers(self._cupy, target.nbytes, self._staged)
-        return self._inputs[key]
-
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except self._cupy.cuda.memory.OutOfMemoryError as e:
-            raise OutOfMemoryError(f"no room for {what}: {e}") from e
-        except self._runtime.CUDARuntimeError as e:
-            raise BackendError(f"{what} failed: {e}") from e
 
 
 def _alternate_buffers(cupy: Any, nbytes: int) -> Iterator[tuple[Any, Any]]:

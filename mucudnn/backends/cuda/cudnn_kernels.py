@@ -23,7 +23,7 @@ from mucudnn.backends.cuda.kernels.launch import as_ncs
 from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.libcudnn import (
     BatchNormMode,
-    Calls,
+    Cudnn,
     LRNMode,
     NanPropagation,
     PoolingMode,
@@ -35,7 +35,19 @@ from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import LIBRARY
 
+logger = logging.getLogger(__name__)
+
 _MOST = 2**31 - 1  # most elements of a tensor: the first API counts in 32 bits
+_MODE = BatchNormMode.SPATIAL
+_EPSILON = 1e-5  # required by the gradient's signature; it uses the saved statistics
+_RANKS = (2, 3)  # numbers of spatial axes that cuDNN's windows may have
+
+# Limits of the library's header, CUDNN_LRN_….
+_MOST_SIZE = 16
+_LEAST_K = 1e-5
+_LEAST_BETA = 0.01
+
+_Passed = tuple[Any, ...]  # arguments of a C function after the handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +66,7 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An operation with its shapes and attributes, the input of `takes`.
-
-    Attributes:
-        op: Name of the operation.
-        inputs: Input tensors.
-        outputs: Output tensors.
-        settings: Attributes of the operation, by name.
-    """
+    """An operation with its shapes and attributes, the input of `takes`."""
 
     op: str
     inputs: tuple[Shaped, ...]
@@ -89,50 +94,42 @@ class Case:
         return f"{self.op} of {shapes}"
 
 
-class Arguments:
-    """Descriptors and factors of one call, for images of type `dtype`."""
+class LibraryCall:
+    """The case, descriptors, factors and addresses of one call."""
 
-    def __init__(self, calls: Calls, dtype: str) -> None:
+    def __init__(
+        self, calls: Cudnn, case: Case, reads: Sequence[int], writes: Sequence[int]
+    ) -> None:
         self.calls, self.descriptors = calls, Descriptors(calls)
-        self._dtype = dtype
-        scalar = ctypes.c_double if dtype == "float64" else ctypes.c_float
+        self.case, self.reads, self.writes = case, reads, writes
+        self._dtype = case.inputs[0].dtype
+        scalar = ctypes.c_double if self._dtype == "float64" else ctypes.c_float
         self._factors = scalar(1.0), scalar(0.0)
-
-    @property
-    def one(self) -> int:
-        """Address of the factor 1."""
-        return ctypes.addressof(self._factors[0])
-
-    @property
-    def zero(self) -> int:
-        """Address of the factor 0: results are overwritten."""
-        return ctypes.addressof(self._factors[1])
+        self.one, self.zero = map(ctypes.addressof, self._factors)
 
     def tensor(self, shape: Sequence[int], *, channels_last: bool) -> int:
         """Return the descriptor of a dense image; axes are written (N, C, *spatial)."""
         strides = strides_of(shape, channels_last=channels_last)
         return self.descriptors.tensor(DATA_TYPES[self._dtype], shape, strides)
 
+    def image(self) -> int:
+        """Return the descriptor of the first input, with channels of any rank."""
+        shape, last = by_channel(self.case.inputs[0].shape)
+        return self.tensor(shape, channels_last=last)
+
 
 @dataclass(frozen=True, slots=True)
 class LibraryOperation:
-    """An operation as the library computes it.
+    """An operation as the C function `function` computes it.
 
-    Attributes:
-        function: Name of the C function.
-        takes: Returns whether it computes the same function, within documented limits.
-        arguments: (case, owner of the descriptors, addresses of inputs and of outputs)
-            -> arguments after the handle.
-        unwritten: Positions of results that the library does not write.
-        left: Attributes with which our own kernel completes the library's results.
-            None: the results are complete.
+    `takes` returns whether it computes the same function, within documented limits. The
+    library does not write the results at `unwritten`; our own kernel completes its
+    results with the attributes `left`, if given.
     """
 
     function: str
     takes: Callable[[Case], bool]
-    arguments: Callable[
-        [Case, Arguments, Sequence[int], Sequence[int]], tuple[Any, ...]
-    ]
+    arguments: Callable[[LibraryCall], _Passed]
     unwritten: tuple[int, ...] = ()
     left: Mapping[str, Any] | None = None
 
@@ -144,6 +141,17 @@ def describable(*tensors: Shaped) -> bool:
         and len({tensor.dtype for tensor in tensors}) == 1
         and all(0 < math.prod(tensor.shape) <= _MOST for tensor in tensors)
     )
+
+
+def by_channel(shape: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """Return four axes (N, C, H, W), and whether channels are last in memory.
+
+    Kernels get images with channels last as (M, C), all pixels being samples, and so
+    are tensors without pixels. Here they become the pixels of one image.
+    """
+    if len(shape) == 2:
+        return (1, shape[1], shape[0], 1), True
+    return (*shape[:2], math.prod(shape[2:]), 1), False
 
 
 # Batch normalisation by cuDNN: training, inference, gradients.
@@ -174,39 +182,39 @@ def _batch_norm_takes(case: Case) -> bool:
     )
 
 
-def _training(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    t, numbers = _batch_norm_described(case, owner)
-    (x, gamma, beta, *running), (y, mean, inv_std) = inputs, outputs
+def _training(call: LibraryCall) -> _Passed:
+    t, numbers, case = *_batch_norm_tensors(call), call.case
+    (x, gamma, beta, *running), (y, mean, inv_std) = call.reads, call.writes
     moved = running if case["update"] else [None, None]
     factor, epsilon = float(case["momentum"]), float(case["eps"])
-    images = _MODE, owner.one, owner.zero, t, x, t, y
+    images = _MODE, call.one, call.zero, t, x, t, y
     return *images, numbers, gamma, beta, factor, *moved, epsilon, mean, inv_std
 
 
-def _inference(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    t, numbers = _batch_norm_described(case, owner)
-    x, *of_channels = inputs
-    images = _MODE, owner.one, owner.zero, t, x, t, outputs[0]
-    return *images, numbers, *of_channels, float(case["eps"])
+def _inference(call: LibraryCall) -> _Passed:
+    t, numbers = _batch_norm_tensors(call)
+    (x, *of_channels), (y,) = call.reads, call.writes
+    images = _MODE, call.one, call.zero, t, x, t, y
+    return *images, numbers, *of_channels, float(call.case["eps"])
 
 
-def _gradient(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    t, numbers = _batch_norm_described(case, owner)
-    (x, dy, gamma, *saved), (dx, *of_parameters) = inputs, outputs
-    factors = owner.one, owner.zero, owner.one, owner.zero
+def _gradient(call: LibraryCall) -> _Passed:
+    t, numbers = _batch_norm_tensors(call)
+    (x, dy, gamma, *saved), (dx, *of_parameters) = call.reads, call.writes
+    factors = call.one, call.zero, call.one, call.zero
     images = _MODE, *factors, t, x, t, dy, t, dx
     return *images, numbers, gamma, *of_parameters, _EPSILON, *saved
 
 
-# Local response normalisation by cuDNN, for odd windows only.
-#
-# An even window extends one channel further ahead in cuDNN, and one further back here.
+def _batch_norm_tensors(call: LibraryCall) -> tuple[int, int]:
+    """Return the descriptors of images, and of numbers per channel."""
+    x, numbers = call.image(), call.descriptors.empty("Tensor")
+    call.calls.call("cudnnDeriveBNTensorDescriptor", numbers, x, _MODE)
+    return x, numbers
+
+
+# Local response normalisation by cuDNN, for odd windows only: an even window extends
+# one channel further ahead in cuDNN, and one further back here.
 
 
 def _lrn_takes(case: Case) -> bool:
@@ -220,210 +228,22 @@ def _lrn_takes(case: Case) -> bool:
     )
 
 
-def _lrn_forward(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    rules, t = _lrn_described(case, owner)
-    mode = LRNMode.CROSS_CHANNEL_DIM1
-    return rules, mode, owner.one, t, inputs[0], owner.zero, t, outputs[0]
+def _lrn_forward(call: LibraryCall) -> _Passed:
+    rules, t = _lrn_rules(call), call.image()
+    (x,), (y,) = call.reads, call.writes
+    return *rules, call.one, t, x, call.zero, t, y
 
 
-def _lrn_gradient(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    rules, t = _lrn_described(case, owner)
-    (x, y, dy), (dx,) = inputs, outputs
-    mode = LRNMode.CROSS_CHANNEL_DIM1
-    return rules, mode, owner.one, t, y, t, dy, t, x, owner.zero, t, dx
+def _lrn_gradient(call: LibraryCall) -> _Passed:
+    rules, t = _lrn_rules(call), call.image()
+    (x, y, dy), (dx,) = call.reads, call.writes
+    return *rules, call.one, t, y, t, dy, t, x, call.zero, t, dx
 
 
-def _pooling_takes(case: Case) -> bool:
-    image, made = case.inputs[0], case.outputs[0]
-    if case.op.endswith("_grad"):
-        image, made = made, image
-    return describable(image, made) and _Windows.of(case, image.shape, made.shape).even
-
-
-def _pooling_forward(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    shapes = case.inputs[0].shape, case.outputs[0].shape
-    pooling, x, y = _pooling_described(case, owner, *shapes)
-    return pooling, owner.one, x, inputs[0], owner.zero, y, outputs[0]
-
-
-def _average_gradient(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    """Return the arguments; x and y do not matter, so dx and dy stand for them."""
-    shapes = case.outputs[0].shape, case.inputs[0].shape
-    pooling, x, y = _pooling_described(case, owner, *shapes)
-    (dy,), (dx,) = inputs, outputs
-    return pooling, owner.one, y, dy, y, dy, x, dx, owner.zero, x, dx
-
-
-# Softmax with cross entropy by cuDNN, which computes the logarithms of probabilities.
-#
-# cuDNN computes them for all classes, and our own kernel the mean of those at the
-# labels. cuDNN needs one type for both: logits narrower than the loss stay with our
-# kernel.
-
-
-def _takes(case: Case) -> bool:
-    return describable(case.inputs[0], case.outputs[1])
-
-
-def _logarithms(
-    case: Case, owner: Arguments, inputs: Sequence[int], outputs: Sequence[int]
-) -> tuple[Any, ...]:
-    shape = *as_ncs(case.inputs[0].shape), 1
-    t = owner.tensor(shape, channels_last=False)
-    how = SoftmaxAlgorithm.LOG, SoftmaxMode.CHANNEL
-    return *how, owner.one, t, inputs[0], owner.zero, t, outputs[1]
-
-
-# Limits of the library's header, CUDNN_LRN_….
-_MOST_SIZE = 16
-
-_LEAST_K = 1e-5
-
-_LEAST_BETA = 0.01
-
-
-def _lrn_described(case: Case, owner: Arguments) -> tuple[int, int]:
-    numbers = (float(case[name]) for name in ("alpha", "beta", "k"))
-    rules = owner.descriptors.create("LRN", "LRN", case["size"], *numbers)
-    shape, last = by_channel(case.inputs[0].shape)
-    return rules, owner.tensor(shape, channels_last=last)
-
-
-_MODE = BatchNormMode.SPATIAL
-
-_EPSILON = 1e-5  # required by the gradient's signature; it uses the saved statistics
-
-
-def _batch_norm_described(case: Case, owner: Arguments) -> tuple[int, int]:
-    shape, last = by_channel(case.inputs[0].shape)
-    x = owner.tensor(shape, channels_last=last)
-    numbers = owner.descriptors.empty("Tensor")
-    owner.calls.call("cudnnDeriveBNTensorDescriptor", numbers, x, _MODE)
-    return x, numbers
-
-
-logger = logging.getLogger(__name__)
-
-
-Call = Callable[[], None]
-
-
-class CudnnKernels:
-    """cuDNN's kernels; see `LibraryKernels`."""
-
-    name = "cudnn"
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.times_ms: dict[str, tuple[float, float]] = {}
-        self._refused: set[Case] = set()
-
-    def offers(self, graph: Graph, node: Node) -> bool:
-        """See `LibraryKernels.offers`."""
-        found = OPERATIONS.get(node.op)
-        if found is None:
-            return False
-        unwritten = {node.outputs[place] for place in found.unwritten}
-        if any(graph.readers[name] or name in graph.outputs for name in unwritten):
-            return False
-        case = Case.of(node.op, *operands_of(graph, node))
-        return case not in self._refused and found.takes(case)
-
-    def beside(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
-        """Return a kernel table in which nodes can ask for the library's kernels."""
-        both = {op: self._either(op, kernels[op]) for op in OPERATIONS}
-        return MappingProxyType({**kernels, **both})
-
-    def _either(self, op: str, own: Kernel) -> Kernel:
-        def ready(*arguments: Any) -> Call:
-            attrs = arguments[2]
-            if attrs.get(LIBRARY) != self.name:
-                return own.call(*arguments)
-            return self._guarded(op, own, arguments)
-
-        def run(*arguments: Any) -> None:
-            if arguments[2].get(LIBRARY) != self.name:
-                own.run(*arguments)
-            else:
-                self._guarded(op, own, arguments)()
-
-        return Kernel(run, own.workspace, ready, own.together, own.flags)
-
-    def _guarded(self, op: str, own: Kernel, arguments: tuple[Any, ...]) -> Call:
-        """Return a call of the library that falls back to our kernel on rejection."""
-        inputs, outputs, attrs, workspace = arguments
-        case = Case.of(op, inputs, outputs, attrs)
-        launch = self._launch(case, inputs, outputs)
-        if launch is None:
-            return own.call(*arguments)
-        kept: list[Call] = []
-        left, rest = OPERATIONS[op].left, None
-        if left is not None:
-            rest = own.call(inputs, outputs, {**attrs, **left}, workspace)
-
-        def call() -> None:
-            if not kept:
-                handle = self._session.handle()
-                status = launch.function(handle, *launch.arguments)
-                if not status:
-                    if rest is not None:
-                        rest()
-                    return
-                self._refuse(case, launch.name, status)
-                kept.append(own.call(*arguments))
-            kept[0]()
-
-        return call
-
-    def _launch(
-        self, case: Case, inputs: Sequence[Any], outputs: Sequence[Any]
-    ) -> Launch | None:
-        """Return the library's call; None if it does not take the case."""
-        found = OPERATIONS[case.op]
-        reads, writes = ([a.data.ptr for a in each] for each in (inputs, outputs))
-        in_place = set(reads) & set(writes)
-        if in_place or case in self._refused or not found.takes(case):
-            return None
-        calls = self._session.calls
-        try:
-            made = Arguments(calls, case.inputs[0].dtype)
-            arguments = found.arguments(case, made, reads, writes)
-        except MucudnnError as e:
-            self._remember(case, e)
-            return None
-        return Launch(
-            calls.function(found.function), arguments, found.function, (made,)
-        )
-
-    def _refuse(self, case: Case, name: str, status: int) -> None:
-        try:
-            self._session.calls.raise_for(name, status)
-        except MucudnnError as e:
-            self._remember(case, e)
-
-    def _remember(self, case: Case, error: MucudnnError) -> None:
-        if case not in self._refused:
-            logger.warning("our kernel computes %s: %s", case, error)
-        self._refused.add(case)
-
-
-def by_channel(shape: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """Return four axes (N, C, H, W), and whether channels are last in memory.
-
-    Kernels get images with channels last as (M, C), all pixels being samples, and so
-    are tensors without pixels. Here they become the pixels of one image.
-    """
-    if len(shape) == 2:
-        return (1, shape[1], shape[0], 1), True
-    return (*shape[:2], math.prod(shape[2:]), 1), False
+def _lrn_rules(call: LibraryCall) -> tuple[int, LRNMode]:
+    numbers = (float(call.case[name]) for name in ("alpha", "beta", "k"))
+    rules = call.descriptors.create("LRN", "LRN", call.case["size"], *numbers)
+    return rules, LRNMode.CROSS_CHANNEL_DIM1
 
 
 # Pooling by cuDNN: averages in both directions, maxima where no gradient is needed.
@@ -431,9 +251,6 @@ def by_channel(shape: Sequence[int]) -> tuple[tuple[int, ...], bool]:
 # Our gradient of a maximum reads its position in the window, which cuDNN does not
 # report; nor does it specify which of several equal maxima its own gradient goes to. So
 # maxima are computed by cuDNN only if nothing reads their positions.
-
-
-_RANKS = (2, 3)  # numbers of spatial axes that cuDNN's windows may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,30 +291,56 @@ class _Windows:
         return fitting == self.made[2:] and len(self.kernel) in _RANKS
 
 
-def _mode(case: Case) -> PoolingMode:
-    if case.op == "max_pool":
-        return PoolingMode.MAX
-    if case["count_include_pad"]:
-        return PoolingMode.AVERAGE_COUNT_INCLUDE_PADDING
-    return PoolingMode.AVERAGE_COUNT_EXCLUDE_PADDING
+def _pooling_takes(case: Case) -> bool:
+    image, made = case.inputs[0], case.outputs[0]
+    if case.op.endswith("_grad"):
+        image, made = made, image
+    return describable(image, made) and _Windows.of(case, image.shape, made.shape).even
 
 
-def _pooling_described(
-    case: Case, owner: Arguments, image: Sequence[int], made: Sequence[int]
+def _pooling_forward(call: LibraryCall) -> _Passed:
+    shapes = call.case.inputs[0].shape, call.case.outputs[0].shape
+    pooling, x, y = _pooling_descriptors(call, *shapes)
+    return pooling, call.one, x, call.reads[0], call.zero, y, call.writes[0]
+
+
+def _average_gradient(call: LibraryCall) -> _Passed:
+    """Return the arguments; x and y do not matter, so dx and dy stand for them."""
+    shapes = call.case.outputs[0].shape, call.case.inputs[0].shape
+    pooling, x, y = _pooling_descriptors(call, *shapes)
+    (dy,), (dx,) = call.reads, call.writes
+    return pooling, call.one, y, dy, y, dy, x, dx, call.zero, x, dx
+
+
+def _pooling_descriptors(
+    call: LibraryCall, image: Sequence[int], made: Sequence[int]
 ) -> tuple[int, int, int]:
-    windows = _Windows.of(case, image, made)
-    axes = windows.kernel, windows.padding, windows.stride
-    pooling = owner.descriptors.create(
-        "Pooling",
-        "PoolingNd",
-        _mode(case),
-        NanPropagation.PROPAGATE_NAN,
-        len(windows.kernel),
-        *map(ints, axes),
-    )
+    """Return the descriptors of the windows, the image and the pooled result."""
+    windows = _Windows.of(call.case, image, made)
+    if call.case.op == "max_pool":
+        mode = PoolingMode.MAX
+    elif call.case["count_include_pad"]:
+        mode = PoolingMode.AVERAGE_COUNT_INCLUDE_PADDING
+    else:
+        mode = PoolingMode.AVERAGE_COUNT_EXCLUDE_PADDING
+    axes = map(ints, (windows.kernel, windows.padding, windows.stride))
+    values = mode, NanPropagation.PROPAGATE_NAN, len(windows.kernel), *axes
+    pooling = call.descriptors.create("Pooling", "PoolingNd", *values)
     last = windows.channels_last
-    x = owner.tensor(windows.image, channels_last=last)
-    return pooling, x, owner.tensor(windows.made, channels_last=last)
+    x = call.tensor(windows.image, channels_last=last)
+    return pooling, x, call.tensor(windows.made, channels_last=last)
+
+
+# Softmax with cross entropy: cuDNN computes the logarithms of probabilities of all
+# classes, and our own kernel the mean of those at the labels. cuDNN needs one type for
+# both: logits narrower than the loss stay with our kernel.
+
+
+def _logarithms(call: LibraryCall) -> _Passed:
+    shape = *as_ncs(call.case.inputs[0].shape), 1
+    t = call.tensor(shape, channels_last=False)
+    how = SoftmaxAlgorithm.LOG, SoftmaxMode.CHANNEL
+    return *how, call.one, t, call.reads[0], call.zero, t, call.writes[1]
 
 
 OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
@@ -524,11 +367,109 @@ OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
             "cudnnPoolingBackward", _pooling_takes, _average_gradient
         ),
         "max_pool": LibraryOperation(
-            "cudnnPoolingForward", _pooling_takes, _pooling_forward, (1,)
+            "cudnnPoolingForward", _pooling_takes, _pooling_forward, unwritten=(1,)
         ),
         "softmax_cross_entropy": LibraryOperation(
-            "cudnnSoftmaxForward", _takes, _logarithms, left={GIVEN: True}
+            "cudnnSoftmaxForward",
+            lambda case: describable(case.inputs[0], case.outputs[1]),
+            _logarithms,
+            left={GIVEN: True},
         ),
     }
 )
 """Operation -> how the library computes it."""
+
+
+class CudnnKernels:
+    """cuDNN's kernels; see `LibraryKernels`."""
+
+    name = "cudnn"
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.times_ms: dict[str, tuple[float, float]] = {}
+        self._refused: set[Case] = set()
+
+    def offers(self, graph: Graph, node: Node) -> bool:
+        """See `LibraryKernels.offers`."""
+        found = OPERATIONS.get(node.op)
+        if found is None:
+            return False
+        unwritten = {node.outputs[place] for place in found.unwritten}
+        if any(graph.readers[name] or name in graph.outputs for name in unwritten):
+            return False
+        case = Case.of(node.op, *operands_of(graph, node))
+        return case not in self._refused and found.takes(case)
+
+    def beside(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
+        """Return a kernel table in which nodes can ask for the library's kernels."""
+        both = {op: self._either(op, kernels[op]) for op in OPERATIONS}
+        return MappingProxyType({**kernels, **both})
+
+    def _either(self, op: str, own: Kernel) -> Kernel:
+        def prebind(*arguments: Any) -> Callable[[], None]:
+            attrs = arguments[2]
+            if attrs.get(LIBRARY) != self.name:
+                return own.call(*arguments)
+            return self._guarded(op, own, arguments)
+
+        def run(*arguments: Any) -> None:
+            if arguments[2].get(LIBRARY) != self.name:
+                own.run(*arguments)
+            else:
+                self._guarded(op, own, arguments)()
+
+        return Kernel(run, own.workspace, prebind, own.run_batched, own.flags)
+
+    def _guarded(
+        self, op: str, own: Kernel, arguments: tuple[Any, ...]
+    ) -> Callable[[], None]:
+        """Return a call of the library that falls back to our kernel on rejection."""
+        inputs, outputs, attrs, workspace = arguments
+        case = Case.of(op, inputs, outputs, attrs)
+        launch = self._launch(case, inputs, outputs)
+        if launch is None:
+            return own.call(*arguments)
+        kept: list[Callable[[], None]] = []
+        left, rest = OPERATIONS[op].left, None
+        if left is not None:
+            rest = own.call(inputs, outputs, {**attrs, **left}, workspace)
+
+        def call() -> None:
+            if not kept:
+                handle = self._session.handle()
+                status = launch.function(handle, *launch.arguments)
+                if not status:
+                    if rest is not None:
+                        rest()
+                    return
+                try:
+                    self._session.calls.raise_for(launch.name, status)
+                except MucudnnError as e:
+                    self._refuse(case, e)
+                kept.append(own.call(*arguments))
+            kept[0]()
+
+        return call
+
+    def _launch(
+        self, case: Case, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> Launch | None:
+        """Return the library's call; None if it does not take the case."""
+        found = OPERATIONS[case.op]
+        reads, writes = ([a.data.ptr for a in each] for each in (inputs, outputs))
+        in_place = set(reads) & set(writes)
+        if in_place or case in self._refused or not found.takes(case):
+            return None
+        calls, name = self._session.calls, found.function
+        try:
+            made = LibraryCall(calls, case, reads, writes)
+            return Launch(calls.function(name), found.arguments(made), name, (made,))
+        except MucudnnError as e:
+            self._refuse(case, e)
+            return None
+
+    def _refuse(self, case: Case, error: MucudnnError) -> None:
+        if case not in self._refused:
+            logger.warning("our kernel computes %s: %s", case, error)
+        self._refused.add(case)

@@ -5,13 +5,13 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import (
     Attribute,
     AttributeType,
-    Calls,
     ConvolutionMode,
+    Cudnn,
     DataType,
     DescriptorType,
     HeurMode,
@@ -38,7 +38,7 @@ _C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
 class Descriptor:
     """An object of the library, destroyed with this one."""
 
-    def __init__(self, calls: Calls, kind: DescriptorType) -> None:
+    def __init__(self, calls: Cudnn, kind: DescriptorType) -> None:
         self._calls = calls
         self._kept: list[object] = []
         pointer = ctypes.c_void_p()
@@ -64,13 +64,15 @@ class Descriptor:
             self._kept += values
             values = tuple(value.pointer for value in values)
         array = (_c_type(kind) * len(values))(*values)
-        self._set(attribute, kind, len(values), array)
+        arguments = self.pointer, attribute, kind, len(values), array
+        self._calls.call("cudnnBackendSetAttribute", *arguments)
         return self
 
     def set_text(self, attribute: Attribute, text: str) -> "Descriptor":
         """Set an attribute that is text; return self."""
         buffer = ctypes.create_string_buffer(text.encode())
-        self._set(attribute, AttributeType.CHAR, len(buffer), buffer)
+        arguments = self.pointer, attribute, AttributeType.CHAR, len(buffer), buffer
+        self._calls.call("cudnnBackendSetAttribute", *arguments)
         return self
 
     def finalize(self) -> "Descriptor":
@@ -115,13 +117,6 @@ class Descriptor:
         self._get(attribute, kind, len(targets), count, pointers)
         return count.value
 
-    def _set(
-        self, attribute: Attribute, kind: AttributeType, count: int, array: Any
-    ) -> None:
-        self._calls.call(
-            "cudnnBackendSetAttribute", self.pointer, attribute, kind, count, array
-        )
-
     def _get(
         self,
         attribute: Attribute,
@@ -160,7 +155,7 @@ _LARGEST_INT = 2**31 - 1
 class Descriptors:
     """The descriptors of one call of the library, destroyed with this object."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Cudnn) -> None:
         self._calls = calls
         self._made: list[tuple[str, int]] = []
 
@@ -203,25 +198,10 @@ def ints(values: Sequence[int]) -> Any:
 # Library sessions: on a device, with one handle per thread, or on a description.
 
 
-class Session(Protocol):
-    """The library's environment, as the convolution libraries see it."""
-
-    @property
-    def calls(self) -> Calls:
-        """The raw calls."""
-
-    @property
-    def description(self) -> Descriptor | None:
-        """Description of the device, if the device itself is absent."""
-
-    def handle(self) -> int | None:
-        """Return the thread's handle, on its current stream; None without a device."""
-
-
 class _Handle:
     """A cuDNN handle, destroyed with this object; `stream` is its current stream."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Cudnn) -> None:
         self._calls, self._pointer, self.stream = calls, ctypes.c_void_p(), -1
         calls.call("cudnnCreate", ctypes.byref(self._pointer))
         self.address = self._pointer.value or 0
@@ -239,15 +219,15 @@ class _Thread(threading.local):
 class LiveSession:
     """A session on a device; `current_stream` returns the stream to launch on."""
 
-    description: Descriptor | None = None
+    description: Descriptor | None = None  # of the device, if it is absent
 
-    def __init__(self, calls: Calls, current_stream: Callable[[], int]) -> None:
+    def __init__(self, calls: Cudnn, current_stream: Callable[[], int]) -> None:
         self.calls = calls
         self._current_stream = current_stream
         self._thread = _Thread()
 
     def handle(self) -> int:
-        """See `Session.handle`; a thread's handle is made at its first call."""
+        """Return the thread's handle, made at its first call, on its current stream."""
         stream = self._current_stream()  # first: it sets the thread's device
         if (handle := self._thread.handle) is None:
             handle = self._thread.handle = _Handle(self.calls)
@@ -257,17 +237,15 @@ class LiveSession:
         return handle.address
 
 
-class PaperSession:
+class DescribedSession:
     """A session on an absent device, described by the JSON that cuDNN writes."""
 
-    def __init__(self, calls: Calls, text: str) -> None:
+    def __init__(self, calls: Cudnn, text: str) -> None:
         self.calls = calls
         try:
-            self.description = (
-                Descriptor(calls, DescriptorType.DEVICEPROP)
-                .set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, text)
-                .finalize()
-            )
+            made = Descriptor(calls, DescriptorType.DEVICEPROP)
+            made.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, text)
+            self.description = made.finalize()
         except MucudnnError as e:
             raise BackendUnavailableError(
                 f"cuDNN does not take this device description: {e}"
@@ -277,7 +255,11 @@ class PaperSession:
         """Return None: there is no device."""
 
 
-def describe_device(calls: Calls, index: int) -> str:
+Session = LiveSession | DescribedSession
+"""The library's environment, as the convolution libraries see it."""
+
+
+def describe_device(calls: Cudnn, index: int) -> str:
     """Return the description of a present device, as JSON."""
     description = Descriptor(calls, DescriptorType.DEVICEPROP)
     description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Generic, NoReturn, TypeVar
 
-from mucudnn.backends.cuda.copies import CudaCopier, CudaTransit, pinned
+from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
+from mucudnn.backends.cuda.kernels.source import Program
 from mucudnn.backends.cuda.loading import refuse_bits, release_text, with_install_hints
 from mucudnn.backends.device import Copier, Device
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
@@ -19,20 +20,8 @@ from mucudnn.plugins import installed_version
 from mucudnn.processes import Own
 
 _RANDOM_SLICE = 1 << 20
-
 _LOADED_LATE = 256 << 20  # reserve for kernel modules; assumed, not measured
-
 _SPIN_NS = 40_000  # delay of a timed kernel, in which the host launches it
-
-_SPIN = r"""
-extern "C" __global__ void spin(long long ns) {
-    long long start, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    do {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    } while (now - start < ns);
-}
-"""
 
 
 class Queue:
@@ -205,9 +194,9 @@ class CudaDevice:
         """Return two copy streams beside the compute stream."""
         return CudaCopier(self._cupy, self._index, self.stream)
 
-    def transit(self, staged: bool) -> CudaTransit:
+    def step_io(self, staged: bool) -> CudaStepIO:
         """Return a stream for inputs, staged in device memory if `staged`."""
-        return CudaTransit(self._cupy, self._index, self.stream, staged=staged)
+        return CudaStepIO(self._cupy, self._index, self.stream, staged=staged)
 
     def peer(self, index: int, nbytes: int) -> "PeerMemory":
         """Return memory of another GPU, reached by peer copies."""
@@ -244,7 +233,7 @@ class CudaDevice:
 
     @functools.cached_property
     def _spin(self) -> Any:
-        return self._cupy.RawKernel(_SPIN, "spin")
+        return self._cupy.RawKernel(Program.load("spin.cu").text, "spin")
 
 
 class DescribedDevice:
@@ -343,11 +332,10 @@ class PeerMemory:
 
 
 K = TypeVar("K", bound=Hashable)
-
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """A cache of up to `most` values that evicts the least recently used one."""
 
     def __init__(self, most: int) -> None:

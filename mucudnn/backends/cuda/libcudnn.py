@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 
@@ -29,17 +29,11 @@ class Status(IntEnum):
 
 
 _INT = ctypes.c_int
-
 _SIZE = ctypes.c_size_t
-
 _DOUBLE = ctypes.c_double
-
 _PTR = ctypes.c_void_p
-
 _OUT_PTR = ctypes.POINTER(ctypes.c_void_p)
-
 _INTS = ctypes.POINTER(ctypes.c_int)
-
 _MESSAGE_BYTES = 4096
 
 
@@ -58,9 +52,7 @@ class AlgoPerf(ctypes.Structure):
 
 
 _PERFS = ctypes.POINTER(AlgoPerf)
-
 _WORKSPACE = (_PTR, _PTR, _PTR, _PTR, _PTR, _INT, ctypes.POINTER(_SIZE))
-
 _BEST = (_PTR, _PTR, _PTR, _PTR, _PTR, _INT, _INTS, _PERFS)
 
 # handle, alpha, a + data, b + data, convolution, algorithm, workspace + size, beta, out
@@ -74,7 +66,6 @@ _MAP_BACK = (_PTR,) * 10
 
 # handle, mode, alpha, beta
 _NORM = (_PTR, _INT, _PTR, _PTR)
-
 
 PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
     {
@@ -94,44 +85,39 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
             (_PTR, _INT, _INT, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), _PTR),
         ),
         "cudnnBackendExecute": (_INT, (_PTR, _PTR, _PTR)),
-        "cudnnCreateTensorDescriptor": (_INT, (_OUT_PTR,)),
+        **{
+            f"cudnn{verb}{kind}Descriptor": (_INT, (pointer,))
+            for kind in ("Tensor", "Filter", "Convolution", "Pooling", "LRN")
+            for verb, pointer in (("Create", _OUT_PTR), ("Destroy", _PTR))
+        },
         "cudnnSetTensorNdDescriptor": (_INT, (_PTR, _INT, _INT, _INTS, _INTS)),
-        "cudnnDestroyTensorDescriptor": (_INT, (_PTR,)),
-        "cudnnCreateFilterDescriptor": (_INT, (_OUT_PTR,)),
         "cudnnSetFilterNdDescriptor": (_INT, (_PTR, _INT, _INT, _INT, _INTS)),
-        "cudnnDestroyFilterDescriptor": (_INT, (_PTR,)),
-        "cudnnCreateConvolutionDescriptor": (_INT, (_OUT_PTR,)),
         "cudnnSetConvolutionNdDescriptor": (
             _INT,
             (_PTR, _INT, _INTS, _INTS, _INTS, _INT, _INT),
         ),
         "cudnnSetConvolutionGroupCount": (_INT, (_PTR, _INT)),
         "cudnnSetConvolutionMathType": (_INT, (_PTR, _INT)),
-        "cudnnDestroyConvolutionDescriptor": (_INT, (_PTR,)),
         "cudnnGetConvolutionNdForwardOutputDim": (
             _INT,
             (_PTR, _PTR, _PTR, _INT, _INTS),
         ),
-        "cudnnGetConvolutionForwardWorkspaceSize": (_INT, _WORKSPACE),
-        "cudnnGetConvolutionBackwardDataWorkspaceSize": (_INT, _WORKSPACE),
-        "cudnnGetConvolutionBackwardFilterWorkspaceSize": (_INT, _WORKSPACE),
-        "cudnnGetConvolutionForwardAlgorithm_v7": (_INT, _BEST),
-        "cudnnGetConvolutionBackwardDataAlgorithm_v7": (_INT, _BEST),
-        "cudnnGetConvolutionBackwardFilterAlgorithm_v7": (_INT, _BEST),
-        "cudnnConvolutionForward": (_INT, _RUN),
-        "cudnnConvolutionBackwardData": (_INT, _RUN),
-        "cudnnConvolutionBackwardFilter": (_INT, _RUN),
-        "cudnnCreatePoolingDescriptor": (_INT, (_OUT_PTR,)),
+        **{
+            name.format(direction): (_INT, arguments)
+            for direction in ("Forward", "BackwardData", "BackwardFilter")
+            for name, arguments in (
+                ("cudnnGetConvolution{}WorkspaceSize", _WORKSPACE),
+                ("cudnnGetConvolution{}Algorithm_v7", _BEST),
+                ("cudnnConvolution{}", _RUN),
+            )
+        },
         "cudnnSetPoolingNdDescriptor": (
             _INT,
             (_PTR, _INT, _INT, _INT, _INTS, _INTS, _INTS),
         ),
-        "cudnnDestroyPoolingDescriptor": (_INT, (_PTR,)),
         "cudnnPoolingForward": (_INT, (_PTR, _PTR, *_MAP)),
         "cudnnPoolingBackward": (_INT, (_PTR, _PTR, *_MAP_BACK)),
-        "cudnnCreateLRNDescriptor": (_INT, (_OUT_PTR,)),
         "cudnnSetLRNDescriptor": (_INT, (_PTR, ctypes.c_uint, *[_DOUBLE] * 3)),
-        "cudnnDestroyLRNDescriptor": (_INT, (_PTR,)),
         "cudnnLRNCrossChannelForward": (_INT, (_PTR, _PTR, _INT, *_MAP)),
         "cudnnLRNCrossChannelBackward": (_INT, (_PTR, _PTR, _INT, *_MAP_BACK)),
         "cudnnSoftmaxForward": (_INT, (_PTR, _INT, _INT, *_MAP)),
@@ -152,25 +138,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
 )
 """Function name to (result, arguments)."""
 
-
 _NO_STATUS = frozenset(name for name in PROTOTYPES if PROTOTYPES[name][0] is not _INT)
-
-
-class Calls(Protocol):
-    """The interface of the raw calls, for fakes."""
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function by its C name.
-
-        Raises:
-            BackendError: Its status is not success; see `error_for`.
-        """
-
-    def function(self, name: str) -> Any:
-        """Return the bare function, which returns its status: for the hot path."""
-
-    def raise_for(self, name: str, status: int) -> None:
-        """Raise the error of a bare function's status."""
 
 
 class Cudnn:
@@ -184,7 +152,11 @@ class Cudnn:
             self._functions[name] = function
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """See `Calls.call`; functions without a status return their result."""
+        """Call a function by its C name; return its result if that is no status.
+
+        Raises:
+            BackendError: Its status is not success; see `error_for`.
+        """
         result = self._functions[name](*arguments)
         if name in _NO_STATUS:
             return result
@@ -193,11 +165,11 @@ class Cudnn:
         return None
 
     def function(self, name: str) -> Any:
-        """See `Calls.function`."""
+        """Return the bare function, which returns its status: for the hot path."""
         return self._functions[name]
 
     def raise_for(self, name: str, status: int) -> None:
-        """See `Calls.raise_for`; includes the library's message of this thread."""
+        """Raise the error of a bare function's status, with this thread's message."""
         meaning = self._functions["cudnnGetErrorString"](status).decode()
         buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._functions["cudnnGetLastErrorString"](buffer, _MESSAGE_BYTES)
@@ -205,30 +177,24 @@ class Cudnn:
         raise error_for(name, status, meaning, detail)
 
 
-_OUT_OF_MEMORY = (
-    Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED,
-    Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED,
-)
-
-
 def error_for(
     name: str, status: int, meaning: str, detail: str
 ) -> BackendError | OutOfMemoryError | UnsupportedError:
     """Return the exception of a status: out of memory, not supported, or other."""
-    message = f"{name} returned {meaning} ({status})" + (
-        f": {detail}" if detail else ""
-    )
-    if status in _OUT_OF_MEMORY:
+    message = f"{name} returned {meaning} ({status})"
+    message += f": {detail}" if detail else ""
+    if status in (
+        Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED,
+        Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED,
+    ):
         return OutOfMemoryError(message)
     if status // 1000 * 1000 == Status.NOT_SUPPORTED:
         return UnsupportedError(message)
     return BackendError(message)
 
 
-# Enumerators of cuDNN 9 that the binding uses, under their own names.
-#
-# `C_NAMES` gives each member's spelling in the headers, so that a test compares every
-# one with the compiler's reading.
+# Enumerators of cuDNN 9 that the binding uses, under their own names; a test compares
+# every one with the compiler's reading of the headers.
 
 
 class DataType(IntEnum):
@@ -498,44 +464,3 @@ class BehaviorNote(IntEnum):
     REQUIRES_BIAS_INT8x32_REORDER = 2
     SUPPORTS_CUDA_GRAPH_NATIVE_API = 3
     CUBLASLT_DEPENDENCY = 4
-
-
-C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
-    {
-        Status: "CUDNN_STATUS_{}",
-        DataType: "CUDNN_DATA_{}",
-        TensorFormat: "CUDNN_TENSOR_{}",
-        ConvolutionMode: "CUDNN_{}",
-        MathType: "CUDNN_{}",
-        Determinism: "CUDNN_{}",
-        ForwardAlgo: "CUDNN_CONVOLUTION_FWD_ALGO_{}",
-        BackwardDataAlgo: "CUDNN_CONVOLUTION_BWD_DATA_{}",
-        BackwardFilterAlgo: "CUDNN_CONVOLUTION_BWD_FILTER_{}",
-        DescriptorType: "CUDNN_BACKEND_{}_DESCRIPTOR",
-        AttributeType: "CUDNN_TYPE_{}",
-        Attribute: "CUDNN_ATTR_{}",
-        HeurMode: "CUDNN_HEUR_MODE_{}",
-        NanPropagation: "CUDNN_{}",
-        PointwiseMode: "CUDNN_POINTWISE_{}",
-        PoolingMode: "CUDNN_POOLING_{}",
-        LRNMode: "CUDNN_LRN_{}",
-        BatchNormMode: "CUDNN_BATCHNORM_{}",
-        SoftmaxAlgorithm: "CUDNN_SOFTMAX_{}",
-        SoftmaxMode: "CUDNN_SOFTMAX_MODE_{}",
-        NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
-        BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
-    }
-)
-"""Enumeration to the format of its enumerators' names in the header.
-
-The backward algorithms `ALGO_0` … are `…_ALGO_0` there, the others `…_ALGO_FFT`; see
-`c_name`.
-"""
-
-
-def c_name(member: IntEnum) -> str:
-    """Return the header's spelling of a member."""
-    name = member.name
-    if isinstance(member, BackwardDataAlgo | BackwardFilterAlgo):
-        name = name if name.startswith("ALGO_") else f"ALGO_{name}"
-    return C_NAMES[type(member)].format(name)

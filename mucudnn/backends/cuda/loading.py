@@ -28,15 +28,11 @@ from mucudnn.errors import (
 )
 
 _LOGGER = logging.getLogger(__name__)
-
-
 OLDEST = 91300
 """First release whose engines, workspaces and device descriptions were checked."""
 
-
 TRIED = 92899
 """Last tested release, with any patch; newer ones are accepted and logged."""
-
 
 _CUDNN = "libcudnn.so.9"
 
@@ -52,11 +48,8 @@ _NO_LOAD = os.RTLD_LAZY | getattr(os, "RTLD_NOLOAD", 0)
 class LoadedLibrary:
     """A loaded cuDNN, without prototypes.
 
-    Attributes:
-        cdll: The library.
-        path: Its file, or its name if only the loader knows the file.
-        version: Release as one number: 91900 is 9.19.0.
-        found_by: Search method that found it.
+    `path` is its file, or its name if only the loader knows the file; `version` its
+    release as one number: 91900 is 9.19.0; `found_by` the search method that found it.
     """
 
     cdll: ctypes.CDLL
@@ -68,12 +61,11 @@ class LoadedLibrary:
 def load_library(*, without_driver: bool) -> LoadedLibrary:
     """Load cuDNN, after checking for cuBLAS, without which it would abort the process.
 
-    Args:
-        without_driver: Whether to work without an NVIDIA driver, for described devices;
-            see `stub_driver`.
+    `without_driver` works without an NVIDIA driver, for described devices; see
+    `load_stub_driver`.
 
     Raises:
-        BackendUnavailableError: cuDNN or a library it needs is not installed, or its
+        BackendUnavailableError: cuDNN or a library it needs is missing, or its
             release is not supported.
     """
     if sys.platform != "linux":
@@ -243,13 +235,9 @@ def _beside(path: str) -> Callable[[str], Iterator[str]]:
 
 
 _SONAME = "libcuda.so.1"
-
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-
 _DRIVER_VERSION = 13000
-
 _VERSION_SYMBOL = "cuDriverGetVersion"
-
 
 _NAMES = """
 cuCtxGetCurrent cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet
@@ -268,12 +256,10 @@ SYMBOLS = (*_NAMES.split(), _VERSION_SYMBOL)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Properties of a processor architecture.
+    """Properties of a processor architecture: its number in ELF, `e_machine`, and code.
 
-    Attributes:
-        elf: Number of the architecture in ELF (`e_machine`).
-        refuse: Machine code of `int f() { return 100; }`.
-        version: Machine code of `int f(int *v) { *v = 13000; return 0; }`.
+    `refuse` is `int f() { return 100; }`, `version` is `int f(int *v) { *v = 13000;
+    return 0; }`.
     """
 
     elf: int
@@ -310,27 +296,18 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 
 def load_stub_driver() -> None:
     """Make `libcuda.so.1` resolvable in this process, by a stub if necessary."""
-    try:
+    with suppress(OSError):
         ctypes.CDLL(_SONAME, ctypes.RTLD_GLOBAL)
-    except OSError:
-        _load(stub_image(_machine(platform.machine())))
-        _LOGGER.info("no driver: %s is a stub without devices", _SONAME)
-
-
-def _machine(name: str) -> Machine:
-    try:
-        return MACHINES[name]
-    except KeyError:
+        return
+    name = platform.machine()
+    if name not in MACHINES:
         raise BackendUnavailableError(
             f"there is no NVIDIA driver ({_SONAME}) on this machine, and no stub of it "
             f"for processors called {name!r}: only for {', '.join(MACHINES)}"
-        ) from None
-
-
-def _load(image: bytes) -> None:
+        )
     with tempfile.TemporaryDirectory(prefix="mucudnn-") as folder:
         path = Path(folder) / _SONAME
-        path.write_bytes(image)
+        path.write_bytes(stub_image(MACHINES[name]))
         try:
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         except OSError as e:
@@ -338,29 +315,19 @@ def _load(image: bytes) -> None:
                 f"the stub of {_SONAME} does not load ({e}); if that folder forbids "
                 "execution, set TMPDIR to one that does not"
             ) from e
+    _LOGGER.info("no driver: %s is a stub without devices", _SONAME)
 
 
 _PAGE = 0x10000  # the largest page of either processor
-
 _FILE_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-
 _SEGMENT = struct.Struct("<IIQQQQQQ")
-
 _SYMBOL = struct.Struct("<IBBHQQ")
-
 _DYNAMIC = struct.Struct("<qQ")
-
-
 _EXECUTE, _WRITE, _READ = 1, 2, 4
-
 _LOAD_SEGMENT, _DYNAMIC_SEGMENT, _STACK_SEGMENT = 1, 2, 0x6474E551
-
 _DT_HASH, _DT_STRTAB, _DT_SYMTAB = 4, 5, 6
-
 _DT_STRSZ, _DT_SYMENT, _DT_SONAME = 10, 11, 14
-
 _GLOBAL_FUNCTION = 1 << 4 | 2
-
 _SOME_SECTION = 1  # no sections exist; any number but 0 means "defined here"
 
 

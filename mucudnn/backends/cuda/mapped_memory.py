@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mucudnn.backends.device import check_chunks
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes
 
@@ -98,18 +99,18 @@ class CudaMappedMemory:
         """Return a CuPy array of bytes over contiguous addresses."""
         import cupy
 
-        invalid = [c for c in chunks if not 0 <= c < len(self.handles)]
-        if invalid:
-            raise ValueError(
-                f"chunk {invalid[0]} of {len(self.handles)} cannot be mapped; they are "
-                "counted from 0"
-            )
+        check_chunks(chunks, len(self.handles))
         if not chunks:
             return cupy.empty(0, "uint8")
         self._stream()
         if cupy.cuda.get_current_stream().is_capturing():
             raise BackendError("memory cannot be mapped while a graph is captured")
-        owner = _Addresses(self, self._reserved(len(chunks) * self._size))
+        nbytes = len(chunks) * self._size
+        reserved = self._driver.cuMemAddressReserve(nbytes, self._size, 0, 0)
+        (start,) = _check_status(
+            reserved, f"reserving {exact_bytes(nbytes)} of addresses"
+        )
+        owner = _Addresses(self, _Row(self._driver, int(start), nbytes))
         for chunk in chunks:
             owner.row.map(self.handles[chunk], self._size)
         owner.row.open(self._index)
@@ -118,12 +119,6 @@ class CudaMappedMemory:
         )
         pointer = cupy.cuda.MemoryPointer(memory, 0)
         return cupy.ndarray((owner.row.nbytes,), "uint8", memptr=pointer)
-
-    def _reserved(self, nbytes: int) -> "_Row":
-        reserve = self._driver.cuMemAddressReserve
-        what = f"reserving {exact_bytes(nbytes)} of addresses"
-        (start,) = _check_status(reserve(nbytes, self._size, 0, 0), what)
-        return _Row(self._driver, int(start), nbytes)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from mucudnn.backends.base import Backend, Capture
-from mucudnn.backends.device import Array, Arriving, Buffer, Transit
+from mucudnn.backends.device import Array, Arriving, Buffer, StepIO
 from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
@@ -81,7 +81,7 @@ class Executor:
         replay: Whether launches are captured as graphs in the second step and replayed
             later, where the backend can: one graph per step, or one between each two
             copies where copies cannot be captured (`replaying`).
-        transit: Asynchronous transfer of inputs and results of `launch`.
+        step_io: Asynchronous transfer of inputs and results of `launch`.
         watcher: Test hook, called before every task; overwrites memory when it is
             allocated and when it is freed. Slow.
         around: Factory of additional calls before and after nodes.
@@ -104,13 +104,13 @@ class Executor:
         host: Tiers | None = None,
         host_buffers: Mapping[str, Buffer] | None = None,
         replay: bool = False,
-        transit: Transit | None = None,
+        step_io: StepIO | None = None,
         watcher: Watcher | None = None,
         around: HookFactory | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
         self.host_bytes = 0
-        self._backend, self._transit = backend, transit
+        self._backend, self._step_io = backend, step_io
         self._graph = schedule.graph
         self._process = os.getpid() if layout.pages else None
         if arena is None:
@@ -168,17 +168,17 @@ class Executor:
         return self._results()
 
     def launch(self, feeds: Mapping[str, Any]) -> Results:
-        """Run one step; with a `transit`, without waiting for its outputs.
+        """Run one step; with a `step_io`, without waiting for its outputs.
 
         The next computation waits for copies of offloaded tensors.
         """
-        transit = self._transit
-        if transit is None:
+        step_io = self._step_io
+        if step_io is None:
             return Results({n: Present(v) for n, v in self.run(feeds).items()})
-        with self._step(feeds, transit.upload, waits=False):
+        with self._step(feeds, step_io.upload, waits=False):
             for call in self._calls:
                 call()
-        return Results({n: transit.download(self[n]) for n in self._graph.outputs})
+        return Results({n: step_io.download(self[n]) for n in self._graph.outputs})
 
     def run_timed(
         self, feeds: Mapping[str, Any]

@@ -43,7 +43,7 @@ class Copies:
         def start() -> None:
             copier = copiers.get(link) or self._opened(link)
             if not made or made[0][0] is not copier:
-                made[:] = [(copier, copier.bound(way, source, target))]
+                made[:] = [(copier, copier.prebind(way, source, target))]
             behind = [tickets[i][1] for i in after if i in tickets]
             tickets[number] = latest[stream] = copier, made[0][1](behind)
 

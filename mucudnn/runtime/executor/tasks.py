@@ -228,7 +228,7 @@ def batchable(
     graph: Graph, node: Node, kernel: Kernel, arguments: KernelArguments
 ) -> Batchable | None:
     """Describe how a node is batched with others; None if its kernel cannot be."""
-    if kernel.together is None:
+    if kernel.run_batched is None:
         return None
     flags = {node.inputs[i] for i in kernel.flags}
     storages = graph.storages
@@ -264,6 +264,6 @@ def _can_batch(run: Sequence[Task], task: Task) -> bool:
 
 def _launched(run: Sequence[Task]) -> list[Call]:
     found = [task.batchable for task in run if task.batchable is not None]
-    if len(found) < 2 or found[0].kernel.together is None:
+    if len(found) < 2 or found[0].kernel.run_batched is None:
         return [task.call for task in run]
-    return [found[0].kernel.together([each.arguments for each in found])]
+    return [found[0].kernel.run_batched([each.arguments for each in found])]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mucudnn.arguments import one_of
 from mucudnn.backends.base import Backend
-from mucudnn.backends.device import Transit
+from mucudnn.backends.device import StepIO
 from mucudnn.codecs import problem_key
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, operands_of
@@ -508,14 +508,14 @@ def copies_fit(
     return placed.nbytes <= budget.nbytes
 
 
-def transit_of(
+def step_io_of(
     backend: Backend, budget: MemoryBudget | None, held: int, inputs: int
-) -> tuple[Transit | None, int]:
+) -> tuple[StepIO | None, int]:
     """Return the asynchronous input transfer, if any, and its device bytes.
 
     `held` is the bytes of arena and state, `inputs` those of all inputs of a step.
     """
-    if backend.transit is None:
+    if backend.step_io is None:
         return None, 0
     staged = budget is None or held + inputs <= budget.nbytes
-    return backend.transit(staged), inputs if staged else 0
+    return backend.step_io(staged), inputs if staged else 0

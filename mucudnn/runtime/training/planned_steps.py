@@ -159,7 +159,7 @@ class BoundedStep:
         """
         arriving = sum(spec.nbytes for spec in self.graph.with_role(Role.INPUT))
         left = request.budget - arriving
-        asked = self.tuner.backend.transit is not None and self.hosted is None
+        asked = self.tuner.backend.step_io is not None and self.hosted is None
         if not asked or self.tiers or not 0 < left < placed.nbytes:
             return placed
         less = request.within(left)
@@ -363,7 +363,7 @@ def resident_step(
     last = updates_last(graph)
     ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
     kernels = (tuner.backend.kernels.get(op) for op in ops)
-    batched = any(kernel is not None and kernel.together for kernel in kernels)
+    batched = any(kernel is not None and kernel.run_batched for kernel in kernels)
     if last.nodes == graph.nodes or not batched:
         return placed
     other = _placed(tuner, last, order, plans, placement)

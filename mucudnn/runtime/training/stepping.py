@@ -16,7 +16,7 @@ import numpy as np
 
 from mucudnn.backends import Device
 from mucudnn.backends.base import Backend
-from mucudnn.backends.device import Event, Transit
+from mucudnn.backends.device import Event, StepIO
 from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.passes.graph.training_step import TrainingGraphs, input_bytes
 from mucudnn.passes.graph.updates import LEARNING_RATE, STEP
@@ -28,7 +28,7 @@ from mucudnn.runtime.executor.tasks import HookFactory
 from mucudnn.runtime.executor.tiers import OpenTiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
-from mucudnn.runtime.training.measured_choices import transit_of
+from mucudnn.runtime.training.measured_choices import step_io_of
 from mucudnn.runtime.training.parameters import StateStore
 
 _PART = 40
@@ -43,7 +43,7 @@ class SharedArena:
             has host memory of its own.
         replay: Whether launches are replayed as graphs.
         around: Additional calls around the nodes of training graphs.
-        transit: Transfers inputs and results of steps; closed with the arena.
+        step_io: Transfers inputs and results of steps; closed with the arena.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class SharedArena:
         tiers: OpenTiers,
         replay: bool = False,
         around: HookFactory | None = None,
-        transit: Transit | None = None,
+        step_io: StepIO | None = None,
     ) -> None:
-        self._tiers, self._transit = tiers, transit
+        self._tiers, self._step_io = tiers, step_io
         layouts = [p.layout for p in placed]
         self.nbytes = shared_bytes(layouts)
         self._executors = [
@@ -70,7 +70,7 @@ class SharedArena:
                 host=tiers.of(p),
                 host_buffers=state.host_buffers,
                 replay=replay,
-                transit=transit,
+                step_io=step_io,
                 around=around if trains(p.schedule.graph) else None,
             )
             for p, arena in zip(placed, arenas(backend, layouts), strict=True)
@@ -103,8 +103,8 @@ class SharedArena:
             executor.close()
         self._executors = []
         self._tiers.close()
-        if self._transit is not None:
-            self._transit.close()
+        if self._step_io is not None:
+            self._step_io.close()
 
 
 class Stepper:
@@ -211,8 +211,8 @@ def allocate_step_memory(
         backend.device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
     )
     held = shared_bytes([p.layout for p in placed]) + state.nbytes
-    transit, staged = transit_of(backend, budget, held, input_bytes(graphs))
-    arena = SharedArena(backend, placed, state, tiers, replay, around, transit)
+    step_io, staged = step_io_of(backend, budget, held, input_bytes(graphs))
+    arena = SharedArena(backend, placed, state, tiers, replay, around, step_io)
     return StepMemory(state, arena, held + staged)
 
 

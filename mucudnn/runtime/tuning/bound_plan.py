@@ -337,7 +337,7 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
 
     A text that the library rejects is replaced.
     """
-    texts, fingerprint = backend.plan_texts, backend.device.fingerprint
+    texts, fingerprint = backend.plan_serializer, backend.device.fingerprint
     if texts is None:
         return
     adds_up = plan.problem.direction is Direction.BACKWARD_FILTER

@@ -66,7 +66,7 @@ _START = (
 class Isolation:
     """Chooses between measuring in this process and in one child per device.
 
-    By default, children are used for fragile backends.
+    By default, children are used for backends that may crash.
     """
 
     def __init__(self, wanted: bool | None = None) -> None:
@@ -75,7 +75,7 @@ class Isolation:
 
     def timer(self, backend: Backend) -> KernelTimer:
         """Return a timer of kernels on one device."""
-        if not (backend.fragile if self._wanted is None else self._wanted):
+        if not (backend.may_crash if self._wanted is None else self._wanted):
             return LocalTimer(backend)
         device = backend.name, backend.index
         if device not in self._children:

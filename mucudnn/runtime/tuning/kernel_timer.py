@@ -228,7 +228,9 @@ class LocalTimer:
 
         result: Timing | str
         try:
-            if self.backend.plan_texts is not None:  # the first run builds the plan
+            if (
+                self.backend.plan_serializer is not None
+            ):  # the first run builds the plan
                 run()
             result = measure(
                 run,

@@ -82,7 +82,8 @@ class Tuner:
         rule: Decides when a kernel has been timed enough.
         progress: Called after each measurement.
         isolate: Measure in a child process, so that a kernel that crashes or corrupts
-            the device's context costs one row; None does so for fragile backends.
+            the device's context costs one row; None does so where the backend may
+            crash.
         executor: A `concurrent.futures.Executor` (of processes, MPI, dask) whose
             workers measure instead. They need a device of the same model at the
             backend's index. The caller shuts it down.

@@ -61,7 +61,7 @@ class Workers:
     Args:
         executor: The executor; the caller shuts it down.
         isolate: Whether workers measure in child processes of theirs; None does so for
-            fragile backends.
+            backends that may crash.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.step_tensors import Batch, check_parts
 from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.lowering.lowered import Layout
-from mucudnn.torch.lowering.overloads import corrected, statistics_types
+from mucudnn.torch.lowering.overloads import corrected
 from mucudnn.torch.source_lines import storage_of
 
 
@@ -328,7 +328,7 @@ class KernelResults:
             results: The results of PyTorch's model.
         """
         with mode:
-            results = corrected(results, statistics_types(function, given[0]))
+            results = corrected(function, given[0], results)
             if function is torch.ops.aten.mkldnn_rnn_layer_backward.default:
                 results = _apart(results)
         seen = self._seen.get(function)

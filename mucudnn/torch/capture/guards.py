@@ -34,18 +34,18 @@ from mucudnn.torch.capture.reads import Reads
 
 @dataclass(frozen=True)
 class _Number:
-    """A number as it follows from a step's inputs.
+    """A Python number, as a function of a step's inputs.
 
     Attributes:
-        nodes: What computes it, in order; the last one gives it.
-        inputs: Where its inputs are among the step's.
+        nodes: Nodes that compute the number, in order.
+        inputs: Input nodes, and their positions among the step's inputs.
     """
 
     nodes: tuple[torch.fx.Node, ...]
     inputs: tuple[tuple[torch.fx.Node, int], ...]
 
     def of(self, given: Sequence[torch.Tensor]) -> Any:
-        """Its value."""
+        """Return the number for the inputs of a step."""
         values: dict[torch.fx.Node, Any] = {n: given[at] for n, at in self.inputs}
         for node in self.nodes:
             args, kwargs = torch.fx.node.map_arg(
@@ -59,12 +59,12 @@ class _Number:
 
 @dataclass(frozen=True)
 class Decision:
-    """A comparison of numbers, and how it came out.
+    """A branch that Python took during a capture.
 
     Attributes:
-        expression: Of `numbers`, which are named by their places.
-        numbers: How they follow from the step's inputs.
-        outcome: What it was when the step was captured.
+        expression: Condition over `numbers`, which are named by their positions.
+        numbers: Numbers in the condition.
+        outcome: Value of the condition at the capture.
     """
 
     expression: Any
@@ -79,7 +79,7 @@ _ELEMENTS_COMPARED = 8
 
 
 class StateGuards:
-    """A compiled check that noted Python state is as it was.
+    """A compiled check that recorded Python state is unchanged.
 
     Entries of dicts are nine tenths of all state. A dict whose version is unchanged has
     the same entries, so their versions are compared first, by one call in C for each;
@@ -329,16 +329,16 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 class StepGuards:
-    """What must hold for a captured step to be used for a batch.
+    """Conditions under which a captured step is valid for a batch.
 
     Args:
-        given: The inputs of the step.
-        inner: Which of these are the optimizer's own: a slice in their middle. Nothing
-            else refers to their memory, so that it is compared at a capture only.
-        reads: What its capture has read.
-        decisions: What it has decided by values of tensors.
-        overlaps: Which inputs share memory.
-        settings: PyTorch's settings at its capture.
+        given: Inputs of the step.
+        inner: Slice of the inputs that are optimizer state. Nothing else refers to
+            their memory, so their addresses are compared at a capture only.
+        reads: Python state that the capture read.
+        decisions: Branches that the capture took by values of tensors.
+        overlaps: Inputs that share memory.
+        settings: PyTorch's settings at the capture.
 
     Attributes:
         state: The check of Python state.
@@ -363,7 +363,7 @@ class StepGuards:
         self._settings = settings
 
     def failed(self, given: Sequence[torch.Tensor]) -> str:
-        """Return what does not hold for inputs; empty if everything holds."""
+        """Return which condition fails for inputs; empty if all hold."""
         if not self._tensors.holds([*given, *self._constants]):
             return "tensors of another shape, type, memory format or device"
         if reason := self._settings.failed() or self.state.failed():
@@ -383,7 +383,7 @@ class StepGuards:
 
 
 class _TensorGuards:
-    """Layouts of tensors, as Dynamo compares them in C: no public way is as fast."""
+    """Comparison of tensors' layouts by Dynamo's C code; no public API is as fast."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         places = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -398,7 +398,7 @@ class _TensorGuards:
         )
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether tensors are laid out as the others were."""
+        """Return whether tensors have the layouts of those at the capture."""
         if len(tensors) != self._count:
             return False
         if self._repeated:
@@ -408,30 +408,29 @@ class _TensorGuards:
         return bool(self._guards.check(*self._others(tensors)))
 
     def _others(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return each tensor once: the guards demand that all are other objects."""
+        """Return each tensor once: `TensorGuards` takes distinct objects."""
         if not self._repeated:
             return tensors
         return [tensor for i, tensor in enumerate(tensors) if self._which[i] == i]
 
 
-# What Python decides by numbers that are there before a step.
+# Branches on numbers that exist before a step.
 #
-# `if step > 5` in an optimizer is decided when a step is captured, by what is there
-# then. Such a decision is kept with how its numbers follow from the step's inputs:
-# before every step it is asked whether it still holds. A number that only the step
-# itself makes cannot be decided by.
+# `if step > 5` in an optimizer is decided when the step is captured. The branch is
+# recorded with its numbers as functions of the step's inputs, and evaluated again
+# before every step. A branch on a number that the step itself computes is refused.
 
 
 _ITEMS = frozenset({torch.ops.aten._local_scalar_dense.default})
-"""Operations that make a number of a tensor's element: where symbols begin."""
+"""Operations that turn an element of a tensor into a Python number."""
 
 
 _MOST_NODES = 32
-"""Operations that a number may be away from the inputs it follows from."""
+"""Most operations between a number and the inputs that it is computed from."""
 
 
 def all_hold(decisions: Iterable[Decision], given: Sequence[torch.Tensor]) -> bool:
-    """Whether everything would be decided as it was, for these inputs of a step."""
+    """Return whether every branch would be taken as at the capture."""
     known: dict[Any, bool] = {}  # parameters mostly have the same step
     for decision in decisions:
         values = tuple([number.of(given) for number in decision.numbers])
@@ -453,12 +452,12 @@ def _place(index: int) -> Any:
 
 
 class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
-    """Symbols of a capture; asked for the truth of numbers that are known, it decides.
+    """Symbols of a capture; branches on numbers computed from inputs are decided.
 
     Args:
-        names: Of the step's inputs, in the order of its placeholders.
-        given: What they are now.
-        fixed: Inputs that nothing is decided by.
+        names: Names of the step's inputs, in the order of its placeholders.
+        given: Present values of the inputs.
+        fixed: Inputs that no branch may depend on.
     """
 
     def __init__(
@@ -474,7 +473,7 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
         self._fixed = fixed
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-        """The value of a node: PyTorch's answer, or that of the inputs of now."""
+        """Return the value of a node: PyTorch's, or that of the present inputs."""
         try:
             return super().evaluate_sym_node(sym_node, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -500,7 +499,7 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
         return outcome
 
     def _number(self, symbol: Any) -> _Number | None:
-        """How a symbol follows from the step's inputs; None if it does not."""
+        """Return a symbol as a function of the inputs; None if it is not one."""
         mode = get_proxy_mode()
         graph = None if mode is None else mode.tracer.graph
         for node in () if graph is None else reversed(graph.nodes):
@@ -529,13 +528,13 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
 
 
 def _same_again(node: torch.fx.Node) -> bool:
-    """Whether a node gives the same for the same operands, and changes nothing."""
+    """Return whether a node is deterministic and has no side effect."""
     tags = getattr(node.target, "tags", ())
     return node.op == "call_function" and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _symbols(node: torch.fx.Node) -> Collection[Any]:
-    """Symbols in the number that a node gives."""
+    """Return the symbols in a node's result."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.expr.free_symbols  # type: ignore[no-any-return]

@@ -75,16 +75,11 @@ def check_tuner(tuner: Tuner) -> None:
 TORCH = "torch"
 """Name of the algorithm: oneDNN's kernel, or another of PyTorch's choice."""
 
-
 _Compute = Callable[[Any, Any, Any], Any]
 
 
 class _NativeKernel:
-    """PyTorch's kernel, below autograd and below our overrides; see `Kernel`.
-
-    Args:
-        compute: Takes both operands, and a tensor like the result.
-    """
+    """PyTorch's kernel, below autograd and below our overrides; see `Kernel`."""
 
     nbytes = 0
 
@@ -155,16 +150,13 @@ ALGORITHM = Algorithm(TORCH, _native_kernel, notes=("workspace_not_counted",))
 _NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
 """Key of a backend that does not exist, which dispatches to the shared kernels."""
 
-
 _convolution = torch._C._VariableFunctions._convolution
 
 _function_mode_enabled = torch._C._is_torch_function_mode_enabled
 
-
 _frames = torch._C._dynamo.eval_frame
 
 _SKIP = _frames._FrameAction.SKIP
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -99,13 +99,7 @@ class ConvolutionChoice:
 
 
 def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
-    """Return a profile with the fronts of a graph's convolutions.
-
-    Args:
-        lowered: The graph.
-        known: Profile of the graph as PyTorch runs it.
-        tuner: Measures algorithms and micro-batches; its backend is of `cpu_backend`.
-    """
+    """Return a graph's profile, `known` as PyTorch runs it, with measured fronts."""
     nodes = _convolution_nodes(lowered)
     if not nodes:
         return known
@@ -425,13 +419,7 @@ def is_native(plan: ConvPlan) -> bool:
 def with_plans(
     lowered: Lowered, plans: Mapping[str, ConvPlan], backend: Backend
 ) -> Lowered:
-    """Return the graph with its convolutions run by plans.
-
-    Args:
-        lowered: The graph that was planned.
-        plans: Node of the planned schedule -> plan.
-        backend: The backend that runs them.
-    """
+    """Return the graph with its convolutions run by the plans of a schedule's nodes."""
 
     @functools.cache  # a recomputed node runs the same call
     def call(first: str, plan: ConvPlan) -> Call | None:

@@ -71,11 +71,7 @@ class PreparedCall:
 
 
 class CallPreparer:
-    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch.
-
-    Args:
-        tuner: Its backend is one of `cpu_backend`.
-    """
+    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch."""
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
@@ -173,14 +169,7 @@ def result_form(problem: ConvProblem) -> tuple[tuple[int, ...], torch.memory_for
 
 
 class Kernel:
-    """One planned kernel on tensors.
-
-    Args:
-        role: The result that it computes.
-        runner: Runs its plan.
-        nbytes: Bytes of its workspace.
-        workspace: Allocates the workspace.
-    """
+    """One planned kernel on tensors, in `nbytes` that `workspace` allocates."""
 
     def __init__(
         self,
@@ -210,13 +199,7 @@ class Kernel:
 
 
 class Forward:
-    """A planned `aten::convolution`.
-
-    Args:
-        kernel: Computes the output.
-        biased: Whether there is a bias.
-        axes: Number of axes of the output.
-    """
+    """A planned `aten::convolution`, whose output has `axes` axes."""
 
     def __init__(self, kernel: Kernel, biased: bool, axes: int) -> None:
         self._kernel = kernel
@@ -236,7 +219,7 @@ class Backward:
     Args:
         kernels: Those of the input's and the filters' gradient; None for PyTorch's.
         transposed: Whether the convolution is transposed.
-        mask: Which of the three gradients to compute.
+        mask: Which gradients to compute: of input, filters and bias.
     """
 
     def __init__(
@@ -275,7 +258,6 @@ _DIRECTIONS = {
     (Role.INPUT_GRADIENT, True): Direction.FORWARD,
     (Role.FILTER_GRADIENT, True): Direction.BACKWARD_FILTER,
 }
-
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 

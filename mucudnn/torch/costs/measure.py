@@ -1,7 +1,7 @@
 """Costs of the nodes of a lowered graph, measured one by one or estimated.
 
 Every distinct node is run once or a few times on operands of its own; never the whole
-step. So what a step would need need not be there to plan it.
+step. So a step can be planned on a machine that could not run it without a plan.
 """
 
 import math
@@ -44,23 +44,23 @@ _FROM_ONE = frozenset(
         torch.ops.aten.lu_unpack.default,
     }
 )
-"""Operations that count rows as LAPACK does, from one, or want something true."""
+"""Operations that count rows from one, as LAPACK does, or need true operands."""
 
 
 _ONES = (0.5, 2.0, 7.0)
-"""Values of tensors of one element, such as a share or a count of steps."""
+"""Values to try for tensors of one element, such as a share or a count of steps."""
 
 
 _HEAVIEST = 4
-"""Distinct nodes that stand for a step while copies beside it are measured."""
+"""Distinct nodes that run for a step while copies beside it are measured."""
 
 
 def measured(lowered: Lowered) -> Profile:
-    """Run every distinct node alone, and copies to and from the host.
+    """Measure every distinct node alone, and copies to and from the host.
 
     Raises:
-        UnsupportedError: A result does not lie where or as its graph says, or tensors
-            are on several devices.
+        UnsupportedError: A result has another layout or storage than in the graph, or
+            tensors are on several devices.
     """
     graph = lowered.graph
     meter = meter_of(device_of(lowered.layouts))
@@ -90,25 +90,33 @@ def measured(lowered: Lowered) -> Profile:
 def costs_of(
     lowered: Lowered, nodes: Mapping[Any, Node]
 ) -> tuple[dict[Any, float], dict[Any, int]]:
-    """Times of some nodes in ms and bytes of their scratch memory, by key.
+    """Measure times in ms and bytes of scratch memory of some nodes, by key.
 
     Raises:
-        UnsupportedError: A result does not lie where or as its graph says, or tensors
-            are on several devices.
+        UnsupportedError: A result has another layout or storage than in the graph, or
+            tensors are on several devices.
     """
     meter = meter_of(device_of(lowered.layouts))
     times: dict[Any, float] = {}
     wrong: list[WrongResultsError] = []
     failed: RuntimeError | None = None
-    lie_wrongly: set[Any] = set()
+    wrong_keys: set[Any] = set()
     for key, node in nodes.items():
-        if lie_wrongly and lie_wrongly & _sources(lowered, node):
-            continue  # a kernel that is given too few bytes may read beyond them
+        if wrong_keys:
+            # A kernel that is given too few bytes may read beyond them.
+            producers = lowered.graph.producers
+            made = (producers[name] for name in node.inputs if name in producers)
+            if not wrong_keys.isdisjoint(call_key(lowered, n) for n in made):
+                continue
         try:
-            times[key] = _time_ms(meter, lowered, node, checked_only=bool(wrong))
+            call, operands = lowered.calls[node.name], operands_of(lowered, node)
+            _check(lowered, node, operands, evaluate(call, operands))
+            if not wrong:
+                run = partial(evaluate, _call_in_place(lowered, node), operands)
+                times[key] = meter.time_ms(run)
         except WrongResultsError as e:
             wrong.append(e)
-            lie_wrongly.add(key)
+            wrong_keys.add(key)
         except RuntimeError as e:  # perhaps of operands that are wrong themselves
             failed = failed or e
     if wrong:
@@ -119,22 +127,16 @@ def costs_of(
     return times, _scratch(meter, lowered, nodes)
 
 
-def _sources(lowered: Lowered, node: Node) -> set[Any]:
-    """What the nodes that made a node's operands are measured as."""
-    producers = lowered.graph.producers
-    made = (producers[name] for name in node.inputs if name in producers)
-    return {call_key(lowered, producer) for producer in made}
-
-
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Run one node; its outputs."""
+    """Run the call of a node; return its outputs."""
     kwargs = {key: _value(leaf, operands) for key, leaf in call.kwargs.items()}
     found = call.function(*(_value(a, operands) for a in call.args), **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
 
 
 def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
-    """An argument; no closure, which would keep operands until they are collected."""
+    """Return an argument with the values of operands in their place."""
+    # No closure, which would keep operands until they are collected.
     match leaf:
         case Operand(index):
             return operands[index]
@@ -147,7 +149,7 @@ def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
 
 
 def call_key(lowered: Lowered, node: Node) -> Any:
-    """Equal for nodes that cost the same."""
+    """Return a key that is equal for nodes of the same cost."""
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
     arguments = repr((call.args, dict(call.kwargs)))
@@ -160,7 +162,7 @@ def _heaviest(
     keys: Mapping[str, Any],
     times: Mapping[Any, float],
 ) -> Callable[[], object]:
-    """A call that runs the few nodes that a step spends most of its time in."""
+    """Return a call that runs the few nodes a step spends most of its time in."""
     count = Counter(keys.values())
     order = sorted(ones, key=lambda key: count[key] * times[key], reverse=True)
     nodes = [ones[key] for key in order[:_HEAVIEST]]
@@ -172,9 +174,9 @@ def _heaviest(
 
 
 def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
-    """Tensors like a node's inputs: shared where theirs are, small integers zero.
+    """Return tensors like a node's inputs: with shared storages, integers zero.
 
-    A single value is one of those that the numbers of the call can be computed of.
+    A single value is one from which the numbers of the call can be computed.
     """
     call = lowered.calls[node.name]
     found = _filled(lowered, node, _ONES[0])
@@ -186,7 +188,7 @@ def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
 
 
 def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether all numbers of a call are some, such as no root of what is negative."""
+    """Return whether all numbers of a call are real, such as no root of -1."""
     leaves = pytree.tree_leaves(
         (call.args, dict(call.kwargs)), is_leaf=lambda v: isinstance(v, Number)
     )
@@ -201,7 +203,7 @@ def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
 
 
 def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
-    """Tensors like a node's inputs; `one` is what those of one element have."""
+    """Return tensors like a node's inputs; a single element has the value `one`."""
     graph = lowered.graph
     first = int(lowered.calls[node.name].function in _FROM_ONE)
     made: dict[str, torch.Tensor] = {}
@@ -228,18 +230,8 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
     return found
 
 
-def _time_ms(
-    meter: Meter, lowered: Lowered, node: Node, *, checked_only: bool
-) -> float:
-    call, operands = lowered.calls[node.name], operands_of(lowered, node)
-    _check(lowered, node, operands, evaluate(call, operands))
-    if checked_only:
-        return 0.0
-    return meter.time_ms(partial(evaluate, _as_run(lowered, node), operands))
-
-
-def _as_run(lowered: Lowered, node: Node) -> Call:
-    """The call that a program makes: what changes a tensor writes into it."""
+def _call_in_place(lowered: Lowered, node: Node) -> Call:
+    """Return the call that a program makes, which writes into a mutated input."""
     call = lowered.calls[node.name]
     if call.into is None or not node.mutates or len(node.outputs) != 1:
         return call
@@ -257,7 +249,7 @@ def _check(
     operands: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse results that share bytes, or lie, otherwise than the graph says.
+    """Refuse results with other storages or layouts than the graph has.
 
     Raises:
         UnsupportedError: Names the node.
@@ -285,11 +277,12 @@ def _check(
 
 
 def _difference(tensor: torch.Tensor, expected: Layout) -> str:
-    """How a result is other than expected; nothing if it is not."""
+    """Return how a result is other than expected; empty if it is not."""
     if tensor.dtype != expected.dtype:
         return f"{tensor.dtype}; its graph has {expected.dtype}"
-    found = _lying(tensor.shape, tensor.stride())
-    if found == _lying(expected.shape, expected.stride):
+    if _strides(tensor.shape, tensor.stride()) == _strides(
+        expected.shape, expected.stride
+    ):
         return ""
     return (
         f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
@@ -297,8 +290,10 @@ def _difference(tensor: torch.Tensor, expected: Layout) -> str:
     )
 
 
-def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int | None]]:
-    """Sizes and strides; those of an axis of one say nothing."""
+def _strides(
+    shape: Sequence[int], stride: Sequence[int]
+) -> list[tuple[int, int | None]]:
+    """Return sizes and strides, without the meaningless strides of axes of one."""
     axes = zip(shape, stride, strict=True)
     return [(size, step if size != 1 else None) for size, step in axes]
 
@@ -306,7 +301,7 @@ def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int |
 def _scratch(
     meter: Meter, lowered: Lowered, ones: Mapping[Any, Node]
 ) -> dict[Any, int]:
-    """Bytes that each node has in use beyond its results, at most."""
+    """Return the most bytes that each node has in use beyond its results."""
 
     def prepared(node: Node) -> Callable[[], object]:
         return partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
@@ -321,11 +316,11 @@ def _scratch(
 
 
 _STATE_BYTES = 2 * rounded(5056)
-"""Of the CPU generator's state, twice: it is read, and what was there is put back."""
+"""Bytes of the CPU generator's state, twice: it is saved, set, and restored."""
 
 
 def is_view(lowered: Lowered, node: Node) -> bool:
-    """Whether a node only gives other names to bytes that are there."""
+    """Return whether a node only makes views."""
     if lowered.calls[node.name] is NOTHING:
         return True
     aliases = [lowered.graph.tensors[name].alias for name in node.outputs]
@@ -333,7 +328,7 @@ def is_view(lowered: Lowered, node: Node) -> bool:
 
 
 def workspaces_of(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int]:
-    """Scratch memory by node: what was measured, and states of the generator."""
+    """Return scratch memory by node, generator states added."""
     found = {name: nbytes for name, nbytes in scratch.items() if nbytes}
     for node in lowered.graph.nodes:
         random = lowered.calls[node.name].random
@@ -343,11 +338,11 @@ def workspaces_of(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int
 
 
 class WrongResultsError(UnsupportedError):
-    """Kernels return other types, or results that lie otherwise.
+    """Kernels that return other types or layouts than their graph has.
 
     Attributes:
         found: Node of PyTorch's graph -> place among its results, None for all of it ->
-            how that result really lies.
+            its real layout.
     """
 
     def __init__(
@@ -358,9 +353,9 @@ class WrongResultsError(UnsupportedError):
 
 
 def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
-    """Every node at its roofline, of published figures; nothing is run.
+    """Estimate every node by its roofline from published figures; run nothing.
 
-    Scratch memory is not known: the profile has none but for random states.
+    Scratch memory is not known: the profile only has that of generator states.
     """
     graph = lowered.graph
 
@@ -368,7 +363,7 @@ def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
         if is_view(lowered, node):
             return 0.0
         names = dict.fromkeys((*node.tensors, *node.mutates))
-        traffic = sum(_nbytes(lowered.layouts[name]) for name in names)
+        traffic = sum(touched_bytes(lowered.layouts[name]) for name in names)
         seconds = max(
             _flops(lowered, node) / (device.flops.value * ASSUMED.matmul),
             traffic / (device.bandwidth.value * ASSUMED.memory),
@@ -384,7 +379,8 @@ def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
     )
 
 
-def _nbytes(layout: Layout) -> int:
+def touched_bytes(layout: Layout) -> int:
+    """Return the bytes that a kernel reads of a tensor, broadcast axes once."""
     sizes = zip(layout.shape, layout.stride, strict=True)
     count = math.prod(size for size, stride in sizes if stride)
     return count * int(layout.dtype.itemsize)

@@ -1,4 +1,7 @@
-"""Meters of time, scratch memory and links, for CPUs and CUDA devices."""
+"""Meters of a call's time and scratch memory, and of the links to host memory.
+
+There is one for CPUs and one for CUDA devices; `costs.measure` runs nodes with them.
+"""
 
 import gc
 import statistics
@@ -31,13 +34,13 @@ from mucudnn.torch.execution.copies import (
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Both links, as a profile has them.
+    """Rates of both links to host memory, as a profile has them.
 
     Attributes:
         out_bytes_per_ms: Rate of copies to the host.
         in_bytes_per_ms: Rate of copies from the host.
-        copy_share: Of a copy's time, what the computation beside it takes longer.
-        copy_overhead_ms: What it takes longer for every copy, however few its bytes.
+        copy_share: Slowdown of the computation beside a copy, as a share of its time.
+        copy_overhead_ms: Slowdown for every copy, however few its bytes.
     """
 
     out_bytes_per_ms: float
@@ -47,63 +50,50 @@ class Links:
 
 
 Prepared = Callable[[], Callable[[], object]]
-"""Makes what a call needs beforehand, which is not counted; the call."""
+"""Makes the operands of a call, which are not counted, and returns the call."""
 
 
 class Meter(Protocol):
     """Measures calls on one device."""
 
     def time_ms(self, call: Callable[[], object]) -> float:
-        """The time of a call that has run before."""
+        """Return the time of a call that has run before."""
 
     def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
-        """The most that each call has in use of what it allocates, results included."""
+        """Return the peak of what each call allocates, results included."""
 
     def links(self, prepared: Prepared) -> Links:
-        """What copies to the host and back cost beside a call."""
+        """Measure copies to the host and back beside a call."""
 
 
 def meter_of(device: torch.device) -> Meter:
-    """What measures on a device."""
+    """Return the meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
 # Times by the clock, bytes by PyTorch's profiler, copies beside a computation.
 #
 # A time is the least of a few: whatever else the machine does only adds to it, and a
-# plan weighs times that were taken one after another. Where PyTorch computes in one
-# thread, it is that thread's own time, which does not go on while another process has
-# the core.
+# plan compares times that were taken one after another. Where PyTorch computes in one
+# thread, it is that thread's own time, which stops while another process has the core.
 #
-# Here a thread copies, on a core and through a memory that the computation wants as
-# well. So copies are timed while the heaviest operations of a step run, and what these
-# take longer meanwhile is theirs: at most the copy's own time, for which a computation
-# could as well have waited. What every copy takes of the computation, to be handed over
-# and to be waited for, is measured with the lanes that copy in a step.
+# On a CPU, a copying thread shares cores and memory with the computation. So copies are
+# timed while the heaviest operations of a step run, and the slowdown of these counts as
+# the copies': at most a copy's own time, for which a computation could as well have
+# waited. The overhead of every copy, to hand it over and to wait for it, is measured
+# with the copy engine of a step.
 
 
-_CPU_REPEATS = 5
-
-_ENOUGH_S = 0.5
-
+_CPU_REPEATS, _ENOUGH_S = 5, 0.5
 _CPU_COPIED = 2 << 20
-
 _PIECES = 8
-"""Of memory that is copied in turns: together more than caches have."""
+"""Pieces of memory that are copied in turns: together larger than caches."""
 
-
-_FEWEST, _ROUNDS = 4, 24
-
-_ROUND_S = 0.003
-
-
+_FEWEST, _ROUNDS, _ROUND_S = 4, 24, 0.003
 _HANDED, _TURNS = 8, 16
-"""Copies there and back that are timed together, and how often."""
-
-
+"""Round trips that are timed together, and how often."""
 _SHORT = (64, 64)
-"""Of a matrix whose product is the computation beside copies of few bytes."""
-
+"""Shape of a matrix whose product runs beside copies of few bytes."""
 
 _Clock = Callable[[], float]
 
@@ -112,7 +102,7 @@ class CpuMeter:
     """Measures calls on the CPU."""
 
     def time_ms(self, call: Callable[[], object]) -> float:
-        """The least time of a call that has run before."""
+        """Return the least time of a call that has run before."""
         clock = _clock()
         times: list[float] = []
         for _ in range(_CPU_REPEATS):
@@ -121,16 +111,19 @@ class CpuMeter:
                 break
         return 1e3 * min(times)
 
-    def most_bytes(
-        self, calls: Sequence[Callable[[], Callable[[], object]]]
-    ) -> list[int]:
-        """The most that each call has in use of what it allocates, results included."""
-        return most_bytes(calls)
+    def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
+        """Return the peak of what each call allocates, results included."""
+        # In a thread of its own, where no profiler of the user's may be under way.
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(_peaks_of, calls).result()
 
-    def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
-        """Copies by one thread beside a call; out and back in turns."""
+    def links(self, prepared: Prepared) -> Links:
+        """Measure copies by one thread beside a call, out and back in turns."""
         call = prepared()
-        memory = _Memory.touched()
+        # All memory is touched once, as that of a step mostly is.
+        source = torch.ones(_PIECES, _CPU_COPIED, dtype=torch.uint8)
+        host = host_bytes(source.numel()).view(source.shape).copy_(source)
+        memory = source, host, source.clone()
         once = max(1e-6, _seconds(call, 1, time.perf_counter))
         count = max(1, round(_ROUND_S / once))
         clock = _clock()
@@ -142,7 +135,7 @@ class CpuMeter:
             alone.append(_seconds(call, count, clock))
             with _Copying(memory) as copying:
                 beside.append(_seconds(call, count, clock))
-                copied.append(copying.copied_s)
+                copied.append(sum(map(sum, tuple(copying.pairs))))
             copies += copying.pairs
         longer, of = median(beside) - median(alone), median(copied)
         out, back = (min(some) for some in zip(*copies, strict=True))
@@ -153,30 +146,17 @@ class CpuMeter:
         return Links(*rates, share, overhead_ms)
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Pieces to copy, on the device and on the host, touched as a step's mostly are."""
-
-    source: torch.Tensor
-    host: torch.Tensor
-    target: torch.Tensor
-
-    @classmethod
-    def touched(cls) -> "_Memory":
-        """All of it, written to once."""
-        source = torch.ones(_PIECES, _CPU_COPIED, dtype=torch.uint8)
-        host = host_bytes(source.numel()).view(source.shape)
-        return cls(source, host.copy_(source), source.clone())
-
-
 class _Copying:
-    """A thread that copies there and back until the `with` ends, once at least.
+    """A thread that copies there and back until the `with` ends, at least once.
 
     Args:
-        memory: What it copies, again and again.
+        memory: Pieces of source, host memory and target, which it copies in turns.
+
+    Attributes:
+        pairs: Seconds of each copy out and each copy back.
     """
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: tuple[torch.Tensor, ...]) -> None:
         self._memory = memory
         self._clock = _clock()
         self._ended = False
@@ -191,17 +171,11 @@ class _Copying:
         self._ended = True
         self._thread.join()
 
-    @property
-    def copied_s(self) -> float:
-        """What its copies so far took."""
-        return sum(map(sum, tuple(self.pairs)))
-
     def _copy(self) -> None:
-        memory, clock = self._memory, self._clock
+        clock = self._clock
         while not (self._ended and self.pairs):
             piece = len(self.pairs) % _PIECES
-            source, host = memory.source[piece], memory.host[piece]
-            target = memory.target[piece]
+            source, host, target = (memory[piece] for memory in self._memory)
             start = clock()
             move(source, host, _CPU_COPIED)
             between = clock()
@@ -210,9 +184,9 @@ class _Copying:
 
 
 def _handed_over_ms() -> float:
-    """What a computation takes longer for one small copy there and one back.
+    """Return the slowdown of a computation by one small copy out and one back.
 
-    As in a step: the computation goes on once a copy is begun, and waits for it after.
+    As in a step, the computation goes on once a copy is begun, and waits for it later.
     """
     copies = ThreadCopies(reuse=True)
     matrix, tensor = torch.ones(_SHORT), torch.ones(MANY, dtype=torch.uint8)
@@ -239,7 +213,7 @@ def _handed_over_ms() -> float:
 
 
 def _clock() -> _Clock:
-    """This thread's own time, where PyTorch computes in no other."""
+    """Return a clock of this thread's own time where PyTorch computes in no other."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -254,23 +228,16 @@ def _seconds(call: Callable[[], object], count: int, clock: _Clock) -> float:
 #
 # No GPU has run this yet: its logic is tested against a stand-in.
 #
-# A time is that of several calls in a row, so that the processor is ahead of the device
-# and what is measured are kernels, not launches. Bytes are those that were asked for: a
-# budget is kept in these. What the allocator holds beyond, as it rounds sizes and keeps
-# segments, is its own affair and not counted; `expandable_segments` keeps it small.
-# Measuring resets the allocator's peaks.
+# Several calls in a row are timed, so that the processor is ahead of the device and
+# kernels are measured, not launches. Bytes are those that were requested: a budget
+# counts these. What the allocator holds beyond, as it rounds sizes and keeps segments,
+# is not counted; `expandable_segments` keeps it small. Measuring resets the allocator's
+# peaks.
 
 
-_REPEATS = 3
-
-_BURST = 8
-
-_LONG_MS = 5.0
-
+_REPEATS, _BURST, _LONG_MS = 3, 8, 5.0
 _COPIED = 64 << 20
-
 _CURRENT = "requested_bytes.all.current"
-
 _PEAK = "requested_bytes.all.peak"
 
 
@@ -278,8 +245,8 @@ class CudaMeter:
     """Measures calls on one GPU, in its current stream.
 
     Args:
-        device: Which.
-        cuda: PyTorch's module of that name.
+        device: The GPU.
+        cuda: PyTorch's module of that name, or a stand-in.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -287,17 +254,15 @@ class CudaMeter:
         self._cuda = cuda
 
     def time_ms(self, call: Callable[[], object]) -> float:
-        """The median time of a call that has run before."""
+        """Return the median time of a call that has run before."""
         once = self._burst_ms(call, 1)
         if once > _LONG_MS:
             return once
         times = (self._burst_ms(call, _BURST) for _ in range(_REPEATS))
         return statistics.median(times)
 
-    def most_bytes(
-        self, calls: Sequence[Callable[[], Callable[[], object]]]
-    ) -> list[int]:
-        """The most that each call has in use of what it allocates, results included."""
+    def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
+        """Return the peak of what each call allocates, results included."""
         found = []
         for prepared in calls:
             call = prepared()
@@ -310,12 +275,9 @@ class CudaMeter:
             found.append(peak - before)
         return found
 
-    def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
-        """Between the device and pinned memory of the host: engines of their own copy.
-
-        So it is not asked what copies cost beside a call.
-        """
-        del prepared
+    def links(self, prepared: Prepared) -> Links:
+        """Measure copies between the device and pinned host memory."""
+        del prepared  # copy engines do not slow down the computation
         here = torch.empty(_COPIED, dtype=torch.uint8, device=self._device)
         host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
         here.copy_(host)
@@ -324,7 +286,7 @@ class CudaMeter:
         return Links(_COPIED / out, _COPIED / back)
 
     def _burst_ms(self, call: Callable[[], object], count: int) -> float:
-        """Time of one of so many calls in a row."""
+        """Return the time of one of so many calls in a row."""
         stream = self._cuda.current_stream(self._device)
         begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
@@ -346,23 +308,14 @@ class CudaMeter:
 _MEMORY = "memory_alloc"
 
 
-def most_bytes(calls: Sequence[Callable[[], Callable[[], object]]]) -> list[int]:
-    """The most that each call has in use of what it allocates, results included.
-
-    Args:
-        calls: Each makes what a call needs beforehand, and returns the call.
-    """
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(_each, calls).result()
-
-
-def _each(calls: Sequence[Callable[[], Callable[[], object]]]) -> list[int]:
+def _peaks_of(calls: Sequence[Prepared]) -> list[int]:
+    """Return the peak of what each call allocates on the CPU."""
     with torch.no_grad(), _without_collection():
-        return [_most_of(prepared()) for prepared in calls]
+        return [_peak_of(prepared()) for prepared in calls]
 
 
-def _most_of(call: Callable[[], object]) -> int:
-    """Of one call; nothing that was there before it is freed meanwhile."""
+def _peak_of(call: Callable[[], object]) -> int:
+    """Return the peak of one call, during which nothing older is freed."""
     config = ProfilerConfig(
         ProfilerState.CPU,
         False,  # no shapes
@@ -388,7 +341,7 @@ def _most_of(call: Callable[[], object]) -> int:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Python frees no cycles, of which tensors from elsewhere may be part."""
+    """Keep Python from freeing cycles, which may hold tensors from elsewhere."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,7 +15,6 @@ from mucudnn.torch.distributed.step_times import StepClock
 
 T = TypeVar("T")
 
-
 _REPEATS = 3
 
 _RELEASE_S = 1.0
@@ -180,7 +179,6 @@ class TorchCollectives:
 
 Count = Callable[[Sequence[Any], Mapping[str, Any]], float]
 """Returns the number of terms in the mean loss, given a forward pass's arguments."""
-
 
 Reduction = Literal["mean", "sum"]
 """How the loss combines its samples."""

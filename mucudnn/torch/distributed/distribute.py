@@ -57,14 +57,11 @@ SYNCHRONISED = "synchronised"
 
 PER_RANK = "per_rank"
 
-
 _OF_A_RANK = ("model", "example", "table", "memory", "group")
 """Arguments that may differ between ranks, and the model, compared in parts."""
 
-
 _PAIR = 2
 """Smallest batch to measure if batch norm refuses a single sample."""
-
 
 _SHOWN = 8
 """Samples by which ranks compare their first batches."""

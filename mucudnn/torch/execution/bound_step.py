@@ -74,8 +74,8 @@ class HostResidents:
         """Move tensors that share a storage."""
         if not tensors[0].is_cpu:
             raise UnsupportedError(
-                f"a parameter or state is on {tensors[0].device}; these leave the "
-                "device on the CPU so far"
+                f"a parameter or state is on {tensors[0].device}; these are offloaded "
+                "only if they are on the CPU"
             )
         whole = bytes_of(tensors[0].detach())
         host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()
@@ -90,10 +90,9 @@ class HostResidents:
 
 
 _AFTER = {
-    False: "nothing that is trained was changed: the step can be run again",
-    True: "the step had begun to change what is trained: go on from a checkpoint",
+    False: "no parameter or state was changed: the step can be run again",
+    True: "the step had begun to change parameters and state: go on from a checkpoint",
 }
-
 
 _HALF_DONE = (
     "a training step was left half done by {}: of the parameters, buffers and "
@@ -222,11 +221,6 @@ def bind_step(
 ) -> BoundStep:
     """Compile a schedule for the device of its tensors.
 
-    Args:
-        lowered: The step.
-        schedule: The instructions.
-        tiers: Copies to the planned tiers, if the plan has any.
-
     Raises:
         UnsupportedError: Tensors are on several devices.
     """
@@ -284,14 +278,7 @@ def bind_halves(
     count: Count,
     tiers: Copies | None = None,
 ) -> Halves:
-    """Compile a schedule in two halves, cut behind the last forward node.
-
-    Args:
-        lowered: The joint graph.
-        schedule: The instructions.
-        count: The inputs and results of the forward half.
-        tiers: Copies to the planned tiers, if the plan has any.
-    """
+    """Compile a joint graph's schedule in two halves, cut behind the forward nodes."""
     cut = _cut(schedule)
     copies = tiers or copies_for(device_of(lowered.layouts), reuse=False)
     program = Program(lowered, schedule, copies)

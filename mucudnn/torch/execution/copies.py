@@ -14,6 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -23,26 +24,21 @@ from mucudnn.processes import Own
 MANY = 256 << 10
 """Bytes from which on a copy is handed to a thread."""
 
-
 _Bytes: TypeAlias = torch.Tensor | torch.UntypedStorage
 """A storage, or a tensor whose elements are contiguous."""
 
 
+@dataclass(slots=True, eq=False)
 class ThreadOffloadedStorage:
     """An offloaded storage.
 
-    Args:
+    Attributes:
         host: Its bytes on the host.
         done: A lock that is free when its last copy is done; None if it is.
     """
 
-    __slots__ = ("done", "host")
-
-    def __init__(
-        self, host: torch.Tensor, done: "threading.Lock | None" = None
-    ) -> None:
-        self.host = host
-        self.done = done
+    host: torch.Tensor
+    done: "threading.Lock | None" = None
 
     def wait(self) -> None:
         """Wait for the last copy that was begun."""
@@ -164,24 +160,15 @@ class _CopyThread:
         return done
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """One copy; drops its references to the bytes before it reports to be done."""
 
-    __slots__ = ("after", "done", "nbytes", "source", "target")
-
-    def __init__(
-        self,
-        source: _Bytes,
-        target: _Bytes,
-        nbytes: int,
-        after: "threading.Lock | None",
-        done: threading.Lock,
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.nbytes = nbytes
-        self.after = after
-        self.done = done
+    source: _Bytes
+    target: _Bytes
+    nbytes: int
+    after: "threading.Lock | None"
+    done: threading.Lock
 
     def __call__(self) -> None:
         if self.after is not None:

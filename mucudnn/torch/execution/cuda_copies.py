@@ -29,6 +29,7 @@ keeps what was freed until the copies that used it are done.
 """
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,28 +38,24 @@ import torch
 from mucudnn.torch.execution.copies import bytes_of
 
 
+@dataclass(slots=True, eq=False)
 class StreamOffloadedStorage:
     """An offloaded storage.
 
-    Args:
+    Attributes:
         host: Its bytes on the host.
         copies: The copies that it belongs to.
         done: Event behind its last copy; None if no copy is in flight.
     """
 
-    __slots__ = ("_copies", "done", "host")
-
-    def __init__(
-        self, host: torch.Tensor, copies: "StreamCopies", done: Any = None
-    ) -> None:
-        self.host = host
-        self.done = done
-        self._copies = copies
+    host: torch.Tensor
+    copies: "StreamCopies"
+    done: Any = None
 
     def wait(self) -> None:
         """Make the current stream wait for the last copy that was begun."""
         if self.done is not None:
-            self._copies.wait_for(self.done)
+            self.copies.wait_for(self.done)
 
 
 class StreamCopies:

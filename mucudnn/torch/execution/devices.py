@@ -52,13 +52,7 @@ class Copies(Protocol):
 
 
 def copies_for(device: torch.device, *, reuse: bool) -> Copies:
-    """Return the copies between a device and the host.
-
-    Args:
-        device: Where programs compute.
-        reuse: Keep the host memory of every storage from step to step. Not for steps of
-            which two may be in flight at once.
-    """
+    """Return the copies between a device and the host; see `ThreadCopies`."""
     if device.type == "cuda":
         return StreamCopies(device, reuse=reuse)
     return ThreadCopies(reuse=reuse)

@@ -77,8 +77,8 @@ def bind(
         lowered: The graph with the calls of its nodes.
         schedule: The instructions.
         copies: Runs the offloading copies.
-        announced: Whether the last given value is a function to call before the first
-            input is written.
+        announced: Whether to call a function, which is the last given value, before the
+            first input is written.
     """
     program = Program(lowered, schedule, copies)
     inputs = program.declare_inputs(lowered.inputs)
@@ -93,13 +93,7 @@ def bind(
 
 
 class Program:
-    """Writes the instructions of a schedule as source, segment by segment.
-
-    Args:
-        lowered: The graph with the calls of its nodes.
-        schedule: The instructions.
-        copies: Runs the offloading copies.
-    """
+    """Writes the instructions of a schedule as source, segment by segment."""
 
     def __init__(self, lowered: Lowered, schedule: Schedule, copies: Copies) -> None:
         self._lowered = lowered
@@ -384,10 +378,6 @@ _WRITTEN = (int, bool, str, type(None))
 class Names:
     """The names of one program.
 
-    Args:
-        graph: The graph of the program.
-        space: Initial globals.
-
     Attributes:
         space: All globals.
         bound: Tensors whose variables have a value at this point of the program.
@@ -465,15 +455,7 @@ def compiled(
     space: Mapping[str, Any],
     on_error: str | None = None,
 ) -> Segment:
-    """Compile a function.
-
-    Args:
-        inputs: Variables, in the order of their values; `_` for an unused value.
-        lines: Statements.
-        results: Expressions that it returns.
-        space: Globals.
-        on_error: Statement to run if it raises, while its variables still hold.
-    """
+    """Compile a function of these variables; `on_error` runs while they still hold."""
     head = ["def run(given):"]
     if inputs:
         head.append(f"    {', '.join(inputs)}, = given")

@@ -11,9 +11,9 @@ another process lost belonged to one run only. Parameters and state are offloade
 to tiers that can be read between two steps, and have memory of their own there.
 """
 
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,38 +22,12 @@ import torch
 from mucudnn.backends import Device, get_backend
 from mucudnn.backends.device import Copier, Tier
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.profile import MemoryTier, TierPlacement
+from mucudnn.ir.profile import MemoryTier
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
+from mucudnn.runtime.executor.tiers import TierChoice
 from mucudnn.runtime.profiling.links import LINK_BYTES, measured_tiers
 from mucudnn.torch.execution.copies import bytes_of
-
-
-def tiers_within(
-    budget: float,
-    tiers: str | TierChoice | Sequence[str | TierChoice],
-    *,
-    shared: bool,
-) -> "StepTiers | None":
-    """Return the offload targets that a user names; None if there are none.
-
-    Args:
-        budget: Bytes, or infinity.
-        tiers: Such as `("host=4GiB", "disk:/scratch", "peer:1")`.
-        shared: See `StepTiers`.
-
-    Raises:
-        ValueError: A text is no tier, or a tier is there twice; or there is no budget.
-        TypeError: An entry is something else.
-    """
-    choices = parse_tiers(tiers)
-    if choices and math.isinf(budget):
-        raise ValueError(
-            f"tiers={tiers!r} says where tensors go that leave, and nothing leaves "
-            "without a budget; give budget=SIZE"
-        )
-    return StepTiers(choices, shared=shared) if choices else None
 
 
 class StepTiers:
@@ -80,8 +54,8 @@ class StepTiers:
         """
         if device.type != "cpu":
             raise UnsupportedError(
-                f"a step on {device} leaves to the memory of its host so far; tiers "
-                "are for steps on the CPU"
+                f"a step on {device} offloads to host memory only; tiers are for steps "
+                "on the CPU"
             )
         if self._tiers is None:
             choices = tuple(self._choices.values())
@@ -107,24 +81,22 @@ class StepTiers:
             base[tier] = max(base[tier], offset + rounded(tensors[name].nbytes))
         sizes = [n - first for n, first in zip(placement.used, base, strict=True)]
         arenas.reserve(choices, sizes)
-        return TierCopies(arenas, choices, placement, base, self._device)
+        return TierCopies(arenas, choices, placement.places, base, self._device)
 
 
+@dataclass(slots=True, eq=False)
 class TierOffloadedStorage:
     """An offloaded storage.
 
-    Args:
+    Attributes:
         host: Its bytes in a tier.
         copier: The copier of that tier.
         ticket: Ticket of its last copy; None if no copy is in flight.
     """
 
-    __slots__ = ("copier", "host", "ticket")
-
-    def __init__(self, host: torch.Tensor, copier: Copier, ticket: Any = None) -> None:
-        self.host = host
-        self.copier = copier
-        self.ticket = ticket
+    host: torch.Tensor
+    copier: Copier
+    ticket: Any = None
 
     @property
     def after(self) -> tuple[Any, ...]:
@@ -141,42 +113,35 @@ class TierOffloadedStorage:
             self.copier.wait(self.ticket)
 
 
+@dataclass(eq=False)
 class TierCopies:
     """The copies of one plan.
 
-    Args:
+    Attributes:
         arenas: Memory for what a run offloads.
         choices: The tiers, in the order of the plan.
-        placement: The tier and offset of each storage.
+        places: The tier and offset of each storage.
         base: Offset in each tier at which an arena begins.
         device: Where the step runs.
     """
 
-    def __init__(
-        self,
-        arenas: "ArenaPool",
-        choices: Sequence[TierChoice],
-        placement: TierPlacement,
-        base: Sequence[int],
-        device: Device,
-    ) -> None:
-        self._arenas = arenas
-        self._choices = choices
-        self._places = placement.places
-        self._base = base
-        self._device = device
-        self._state: dict[int, Copier] = {}
+    arenas: "ArenaPool"
+    choices: Sequence[TierChoice]
+    places: Mapping[str, tuple[int, int]]
+    base: Sequence[int]
+    device: Device
+    _state: dict[int, Copier] = field(default_factory=dict, init=False)
 
     def start_run(self) -> Callable[[torch.Tensor, str], TierOffloadedStorage]:
         """Return the function that offloads tensors in one run, to its own arena."""
-        return partial(self._offload, self._arenas.take())
+        return partial(self._offload, self.arenas.take())
 
     def _offload(
         self, arena: "HeldArena", tensor: torch.Tensor, storage: str
     ) -> TierOffloadedStorage:
         whole = bytes_of(tensor)
-        tier, offset = self._places[storage]
-        host = arena.bytes(tier, offset - self._base[tier], whole.numel())
+        tier, offset = self.places[storage]
+        host = arena.bytes(tier, offset - self.base[tier], whole.numel())
         copier = arena.copier(tier)
         ticket = copier.out(whole.numpy(), host.numpy())
         return TierOffloadedStorage(host, copier, ticket)
@@ -197,18 +162,18 @@ class TierCopies:
 
     def on_host(self, host: torch.Tensor, storage: str) -> TierOffloadedStorage:
         """Return a storage that is in a tier, with no copy in flight."""
-        tier = self._places[storage][0]
-        arena = self._arenas.containing(host)
+        tier = self.places[storage][0]
+        arena = self.arenas.containing(host)
         if arena is not None:
             return TierOffloadedStorage(host, arena.copier(tier))
         # Parameters and state: the host can read them, so the device's own copier does.
         if tier not in self._state:
-            self._state[tier] = self._device.copier()
+            self._state[tier] = self.device.copier()
         return TierOffloadedStorage(host, self._state[tier])
 
     def synchronize(self) -> None:
         """Stop all copies in flight; the next run has a new arena."""
-        self._arenas.discard()
+        self.arenas.discard()
         for copier in self._state.values():
             copier.close()
         self._state.clear()
@@ -219,19 +184,14 @@ class TierCopies:
         Raises:
             OutOfMemoryError: The tier has not enough memory.
         """
-        tier = self._places[storage][0]
-        memory = self._choices[tier].open(self._device, max(1, nbytes))
+        tier = self.places[storage][0]
+        memory = self.choices[tier].open(self.device, max(1, nbytes))
         held = memoryview(memory.view(0, max(1, nbytes)))
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
 
 
 class TierArena:
     """Bytes of some tiers, and the copiers to them and back.
-
-    Args:
-        device: Where steps run.
-        choices: The tiers.
-        sizes: Bytes of each.
 
     Attributes:
         stale: Whether to close it as soon as nobody holds it.
@@ -310,11 +270,7 @@ class HeldArena:
 
 
 class ArenaPool:
-    """Arenas of one size, which is the largest that was requested of each tier.
-
-    Args:
-        device: Where steps run.
-    """
+    """Arenas of one size, which is the largest that was requested of each tier."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,1 +1,1 @@
-"""Runs of neighbouring nodes as one node each, which PyTorch's Inductor compiles."""
+"""Fusion: runs of neighbouring nodes as one kernel that PyTorch's Inductor compiles."""

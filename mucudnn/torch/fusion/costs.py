@@ -1,4 +1,4 @@
-"""What kernels cost, each measured alone; of all other nodes it is known."""
+"""Measured costs of fused kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,9 +14,9 @@ from mucudnn.torch.lowering.lowered import Lowered
 
 
 def costs_of_kernels(known: Profile, trial: Lowered) -> Profile:
-    """What a graph with kernels costs, of which everything else is known.
+    """Measure the kernels of a graph whose other nodes have known costs.
 
-    A kernel is measured with its first result beside its inputs and in their place.
+    A kernel is measured with its first result beside its inputs and in place of one.
     """
     nodes = {n.name: n for n in trial.graph.nodes if n.name not in known.node_ms}
     with torch.no_grad():
@@ -33,12 +33,14 @@ def costs_of_kernels(known: Profile, trial: Lowered) -> Profile:
 
 
 def restricted(lowered: Lowered, *profiles: Profile) -> Profile:
-    """The costs of the nodes of a graph, each by the first profile that has it."""
+    """Return the costs of a graph's nodes, each from the first profile that has it."""
     names = [node.name for node in lowered.graph.nodes]
-    home = {n: next(p for p in profiles if n in p.node_ms) for n in names}
+    profile_of = {n: next(p for p in profiles if n in p.node_ms) for n in names}
 
     def found(rows_of: Callable[[Profile], Mapping[str, Any]]) -> dict[str, Any]:
-        return {n: rows_of(home[n])[n] for n in names if n in rows_of(home[n])}
+        return {
+            n: rows_of(profile_of[n])[n] for n in names if n in rows_of(profile_of[n])
+        }
 
     return replace(
         profiles[0],
@@ -49,7 +51,7 @@ def restricted(lowered: Lowered, *profiles: Profile) -> Profile:
 
 
 def _in_place(lowered: Lowered, nodes: Mapping[str, Node]) -> Lowered:
-    """The graph with kernels that overwrite an input wherever they may."""
+    """Return the graph with kernels that overwrite an input wherever they may."""
     calls, tensors = dict(lowered.calls), dict(lowered.graph.tensors)
     for node in nodes.values():
         call = calls[node.name]

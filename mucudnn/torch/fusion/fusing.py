@@ -1,10 +1,9 @@
-"""Fused where it pays: kernels are measured, and taken where they are faster.
+"""Plan steps with fused nodes, where their kernels are measured to be faster.
 
-What is decided follows from measurements alone, never from a budget: so the same step
-has the same kernels, and the same bits, under every budget that they allow. Beside
-eager PyTorch, kernels of Inductor's differ by rounding. A fused node has what it reads
-and makes in use at once; where a budget is met, or met faster, only by the nodes one by
-one, it is they that run.
+Kernels are chosen by measurements alone, never by a budget: the same step has the same
+kernels, and the same bits, under every budget that allows them. Inductor's kernels
+differ from eager PyTorch by rounding. A fused node has all its inputs and outputs in
+use at once; where a budget needs the unfused nodes, or is met faster by them, they run.
 """
 
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ from mucudnn.torch.plan_store import PlanStore
 from mucudnn.torch.planning import Planner
 
 _WORTH = 0.95
-"""A kernel's time over its members' from which on it is not taken."""
+"""Largest share of its members' time that a kernel may take."""
 
 _SMALLEST = 5e-4
-"""Of the nodes' time: what takes less, wherever it comes, is not worth compiling."""
+"""Least share of the step's time that a recipe has to take to be compiled."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Fusing:
     """Plans steps with fused nodes.
 
     Attributes:
-        plans: What was measured before.
-        kernels: What compiles.
+        plans: Remembered measurements.
+        kernels: Compiles kernels.
     """
 
     plans: PlanStore
@@ -45,12 +44,12 @@ class Fusing:
     def plan(
         self, planner: Planner, budget: float, plans: PlanStore | None
     ) -> tuple[Planner, TorchPlan]:
-        """The faster plan, with fused nodes or without, and whose it is.
+        """Return the faster plan, with fused nodes or without, and its planner.
 
         Args:
             planner: Of the step without fused nodes.
             budget: Bytes.
-            plans: What was planned before; None plans anew.
+            plans: Remembered plans; None plans anew.
 
         Raises:
             PlanningError: Neither fits; says the least budget that works.
@@ -70,7 +69,7 @@ class Fusing:
         return with_kernels, replace(plan, kernels=count)
 
     def planner(self, planner: Planner) -> Planner:
-        """The same step with every group as one node whose kernel is faster."""
+        """Return the same step with every group fused whose kernel is faster."""
         lowered, profile = planner.lowered, planner.profile
         check_compiler(device_of(lowered.layouts))
         worthy = _worthy(groups_of(lowered, profile.workspaces), profile)
@@ -91,12 +90,12 @@ class Fusing:
     def _compiled(
         self, groups: Sequence[Group]
     ) -> tuple[list[Group], dict[str, Kernel]]:
-        """Groups that have kernels, and these by the group's name."""
+        """Compile kernels; return the groups that have one, and kernels by name."""
         found, kernels = [], {}
         for group in groups:
             kernel = self.kernels.of(group.recipe, group.taken)
             if kernel is not None:
-                found.append(group if kernel.into else group.apart())
+                found.append(group if kernel.into else group.without_overwriting())
                 kernels[group.name] = kernel
         return found, kernels
 
@@ -104,10 +103,10 @@ class Fusing:
 def _either(
     planner: Planner, budget: float, plans: PlanStore | None, fused_error: PlanningError
 ) -> TorchPlan:
-    """The plan without fused nodes.
+    """Return the plan without fused nodes.
 
     Raises:
-        PlanningError: Of the two, the one that says the lesser budget.
+        PlanningError: It does not fit, either; says the lesser of both least budgets.
     """
     try:
         return planner.plan(budget, plans)
@@ -119,7 +118,7 @@ def _either(
 
 
 def _worthy(groups: Sequence[Group], known: Profile) -> list[Group]:
-    """Groups whose recipe takes a share of the step, wherever it comes."""
+    """Return the groups whose recipe, in all its uses, takes a share of the step."""
     times: dict[str, float] = {}
     for group in groups:
         recipe = group.recipe.digest
@@ -130,7 +129,7 @@ def _worthy(groups: Sequence[Group], known: Profile) -> list[Group]:
 
 
 def _pays(group: Group, costs: Profile, known: Profile, footprint: Footprint) -> bool:
-    """Whether a group is faster as one node, and has no more in use."""
+    """Return whether a group is faster as one node, and has no more bytes in use."""
     apart = sum(known.node_ms[name] for name in group.members)
     return costs.node_ms[group.name] < _WORTH * apart and footprint.fits(
         group, costs.workspaces.get(group.name, 0)

@@ -1,7 +1,7 @@
-"""One group of nodes as a function: what goes in, what comes out, what it changes.
+"""A group of nodes as one function: its inputs, its outputs, its mutations.
 
-Views are taken inside where members read them, and stay outside where others do. A
-result that nobody outside needs has no bytes of its own any more.
+Views are taken inside the group where members read them, and outside where others do. A
+result that only members need has no bytes of its own any more.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ class Group:
 
     Attributes:
         members: Their names, in order.
-        inputs: Tensors that it reads or changes.
+        inputs: Tensors that the group reads or mutates.
         outputs: Tensors that it makes and others need.
-        mutates: Those of its inputs that it changes.
+        mutates: Inputs that it mutates.
         taken: The input that its first output may overwrite.
-        recipe: What it computes.
-        traits: What passes have to know of it.
+        recipe: Its computation.
+        traits: Traits of the fused node.
     """
 
     members: tuple[str, ...]
@@ -39,20 +39,16 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Of the node that it becomes."""
+        """Name of the node that it becomes."""
         return f"fused.{self.members[-1]}"
 
-    def apart(self) -> "Group":
-        """It with no output in the place of an input."""
+    def without_overwriting(self) -> "Group":
+        """Return a copy of the group without in-place outputs."""
         return replace(self, taken=None, traits=replace(self.traits, overwrites=()))
 
 
 class Grouping:
-    """Makes groups of nodes of one graph.
-
-    Args:
-        lowered: The graph.
-    """
+    """Makes groups of nodes of one graph."""
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
@@ -67,15 +63,15 @@ class Grouping:
         ) | frozenset(lowered.graph.outputs)
 
     def group(self, members: Sequence[Node]) -> Group | None:
-        """These nodes, neighbours but for others that they have nothing to do with.
+        """Return nodes that share no tensor with what is between them as a group.
 
         Returns:
-            None where they cannot be one: a value of an input is needed from before and
-            from after it changes, or what is computed in its place is needed outside.
+            None if they cannot be one: a mutated input is needed with its old and its
+            new value, or a value that is computed in place is needed outside.
         """
         found = _Body(self._lowered, members)
         names = {node.name for node in members}
-        if found.refused or any(self._outside(t, names) for t in found.changed_names()):
+        if found.refused or any(self._outside(t, names) for t in found.overwriting):
             return None
         made = [
             t
@@ -103,7 +99,7 @@ class Grouping:
         )
 
     def _outside(self, tensor: str, members: set[str]) -> bool:
-        """Whether others than these nodes need a tensor, or a view of it."""
+        """Return whether others than these nodes need a tensor, or a view of it."""
         if tensor in self._asked:
             return True
         for reader in self._graph.readers[tensor]:
@@ -118,7 +114,7 @@ class Grouping:
     def _overwritten(
         self, last: Node, body: "_Body", made: Sequence[str]
     ) -> tuple[int | None, str | None]:
-        """An input of no further use, and the result that may take its place."""
+        """Return an input of no later use, and a result that may overwrite it."""
         graph, layouts = self._graph, self._lowered.layouts
         if body.stores:
             return None, None
@@ -139,7 +135,7 @@ class Grouping:
 
 
 class _Body:
-    """What some nodes compute together, with views between them."""
+    """The computation of some nodes, with the views between them."""
 
     def __init__(self, lowered: Lowered, members: Sequence[Node]) -> None:
         self.inputs: list[str] = []
@@ -159,14 +155,11 @@ class _Body:
                 self._steps.append(node)
                 self._made.update(node.outputs)
         self._steps = self._needed()
-
-    def changed_names(self) -> list[str]:
-        """Names of values that are computed in the place of old ones."""
-        storages = self._lowered.graph.storages
-        return [t for t in self._made if storages[t] in self._changed]
+        storages = lowered.graph.storages
+        self.overwriting = [t for t in self._made if storages[t] in self._changed]
 
     def recipe(self, outputs: Sequence[str]) -> Recipe:
-        """It without names."""
+        """Return the computation without names."""
         layouts = self._lowered.layouts
         number = {name: i for i, name in enumerate(self.inputs)}
         steps = []
@@ -193,7 +186,7 @@ class _Body:
             if call.function is COPY and place == 0:
                 continue
             if self._changed.get(storages[name], name) != name:
-                self.refused = True  # what was there is no more
+                self.refused = True  # the old value is overwritten
             self._input(name)
         if node.mutates:
             self._store(node, call.function is COPY)
@@ -206,7 +199,7 @@ class _Body:
         storages = self._lowered.graph.storages
         root = storages[target]
         if any(storages[t] == root and t != target for t in self.inputs):
-            self.refused = True  # it is read under another name
+            self.refused = True  # another name of it is read
         self._input(target)
         value = node.inputs[1] if copies else node.outputs[0]
         self.stores[target] = value
@@ -217,7 +210,7 @@ class _Body:
             self.inputs.append(name)
 
     def _needed(self) -> list[Node]:
-        """Without views that no member reads."""
+        """Return all steps but views that no member reads."""
         read = set(self.stores.values())
         found = []
         for node in reversed(self._steps):
@@ -232,7 +225,7 @@ class _Body:
 def _batch(
     members: Sequence[Node], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Batch | None:
-    """Along which axes all of them can be cut, if they agree."""
+    """Return the axes along which all nodes can be split, if they agree."""
     axes: dict[str, int | None] = {}
     summed: set[str] = set()
     for node in members:

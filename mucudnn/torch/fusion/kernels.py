@@ -1,13 +1,12 @@
-"""Recipes compiled by PyTorch's Inductor, each once.
+"""Kernels: recipes compiled by PyTorch's Inductor, each once.
 
-A kernel is called with tensors and returns tensors; of Dynamo and of autograd's
-wrappers nothing is left in a call. It is compiled for the number of threads that there
-is. Of its memory PyTorch's allocator sees everything but the few numbers that threads
-of a CPU kernel sum in.
+A kernel is called with tensors and returns tensors, without Dynamo's and autograd's
+wrappers. It is compiled for the present number of threads. PyTorch's allocator sees all
+of its memory but a few numbers that threads of a CPU kernel sum in.
 
-Compiling is tried on operands like those that will come. What Inductor cannot compile,
-and what returns tensors that lie otherwise than in the graph, or share bytes, is no
-kernel: its operations stay as they are.
+A kernel is tried on operands like those of the step. If Inductor cannot compile it, or
+its results have other layouts than in the graph or share bytes, its operations are not
+fused.
 """
 
 import logging
@@ -31,18 +30,18 @@ from mucudnn.torch.fusion.recipes import Recipe
 from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.source_lines import storage_of
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A recipe that was compiled.
+    """A compiled recipe.
 
     Attributes:
         run: A function of its inputs.
-        into: The same with the first result in the place of an input.
+        into: The same with the first result in place of an input.
     """
 
     run: _Function
@@ -50,10 +49,10 @@ class Kernel:
 
 
 class Kernels:
-    """Compiles what has not been compiled.
+    """Compiles recipes, each once.
 
     Args:
-        compiler: What compiles one recipe.
+        compiler: Compiles one recipe; Inductor by default.
     """
 
     def __init__(self, compiler: Callable[[Recipe], _Function] | None = None) -> None:
@@ -61,10 +60,10 @@ class Kernels:
         self._known: dict[tuple[str, int | None, int], Kernel | None] = {}
 
     def of(self, recipe: Recipe, taken: int | None) -> Kernel | None:
-        """The kernel of a recipe; None if there is none.
+        """Return the kernel of a recipe; None if it cannot be compiled.
 
         Args:
-            recipe: What it computes.
+            recipe: The computation.
             taken: The input that its first result may overwrite.
         """
         key = recipe.digest, taken, torch.get_num_threads()
@@ -78,16 +77,16 @@ class Kernels:
             found = run(*_operands(recipe))
             wrong = _wrong(recipe, found)
             if wrong is not None:
-                logger.info("%s is not fused: %s", _text(recipe), wrong)
+                _log.info("%s is not fused: %s", _text(recipe), wrong)
                 return None
             into = None if taken is None else self._in_place(recipe, taken, run)
-        except Exception as e:  # whatever Inductor fails with, nothing is lost
-            logger.info("%s is not fused: %s: %s", _text(recipe), type(e).__name__, e)
+        except Exception as e:  # Inductor may fail with any error
+            _log.info("%s is not fused: %s: %s", _text(recipe), type(e).__name__, e)
             return None
         return Kernel(_named(run, recipe), into)
 
     def _in_place(self, recipe: Recipe, taken: int, run: _Function) -> _Function | None:
-        """The variant, if it computes the same bits."""
+        """Return the in-place variant, if it computes the same bits."""
         written = recipe.into(taken)
         inner = self._compiler(written)
 
@@ -106,7 +105,7 @@ class Kernels:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to go on where kernels of the CPU cannot be compiled.
+    """Refuse to fuse where kernels of the CPU cannot be compiled.
 
     Raises:
         UnsupportedError: There is no C++ compiler.
@@ -124,10 +123,10 @@ def check_compiler(device: torch.device) -> None:
 
 
 def inductor(recipe: Recipe) -> _Function:
-    """A recipe compiled by Inductor.
+    """Compile a recipe by Inductor.
 
     It is traced to the operations that Inductor knows, and compiled as a graph without
-    gradients, whose results have the strides that are asked for.
+    gradients, whose results have the recipe's strides.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode, torch.no_grad():
@@ -151,13 +150,13 @@ def inductor(recipe: Recipe) -> _Function:
 
 
 def _named(function: _Function, recipe: Recipe) -> _Function:
-    """A name tells what it computes, so that plans with it are remembered."""
+    """Name a function by its recipe, so that plans with it can be remembered."""
     function.__qualname__ = f"fused_{recipe.digest}"
     return function
 
 
 def _wrong(recipe: Recipe, found: Sequence[torch.Tensor]) -> str | None:
-    """Why results are not those that the graph has."""
+    """Return how results differ from those of the graph; None if they do not."""
     storages = set()
     for tensor, layout in zip(found, recipe.layouts, strict=True):
         same = [tuple(tensor.shape), tensor.dtype] == [layout.shape, layout.dtype]
@@ -174,7 +173,7 @@ def _wrong(recipe: Recipe, found: Sequence[torch.Tensor]) -> str | None:
 
 
 def _operands(recipe: Recipe) -> list[torch.Tensor]:
-    """Tensors that lie like the inputs, always with the same values."""
+    """Return tensors with the layouts of the inputs, always of the same values."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for layout in recipe.inputs:
@@ -192,7 +191,7 @@ def _empty(layout: Layout) -> torch.Tensor:
 
 
 def _extent(layout: Layout) -> int:
-    """Elements from the first to the last."""
+    """Return the number of elements from the first to the last."""
     sizes = zip(layout.shape, layout.stride, strict=True)
     return 0 if 0 in layout.shape else 1 + sum((n - 1) * step for n, step in sizes)
 

@@ -1,10 +1,9 @@
 """Which nodes may be part of a fused one.
 
-Those that Inductor computes in the loops that it writes: pointwise operations,
-reductions, normalisations, losses and what fills a tensor. Never a product or a
-convolution, nothing that draws random numbers, and nothing that is not understood. A
-node that changes a step's state may be, if it changes one tensor: Inductor writes where
-the old value is. Views are no members: they cost nothing, inside and outside.
+Nodes that Inductor computes in its own loops: pointwise operations, reductions,
+normalisations, losses and fills. Never a matrix product or a convolution, no random
+numbers, and no unknown operation. A node that mutates one tensor of a step's state may
+be fused: Inductor writes over the old value. Views are no members: they cost nothing.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ from mucudnn.torch.lowering.lowered import NOTHING, Call, Lowered, Number, Opera
 from mucudnn.torch.plan_store import Unnameable, described
 
 COPY = torch.ops.aten.copy_.default
-"""Stores a value in a tensor that outlives the step."""
+"""The operation that stores a value in a tensor that outlives the step."""
 
 _TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
@@ -63,11 +62,11 @@ _OTHERS = frozenset(
         "zeros_like",
     }
 )
-"""Operations that have neither tag and are made of such: names in `aten`."""
+"""Names in `aten` of fusible operations without either tag."""
 
 
 def fusible(lowered: Lowered, node: Node) -> bool:
-    """Whether a node may be computed as part of another."""
+    """Return whether a node may be computed as part of another."""
     call, traits, tensors = lowered.calls[node.name], node.traits, lowered.graph.tensors
     if call is NOTHING or is_view(lowered, node) or call.random or traits.random:
         return False
@@ -84,7 +83,7 @@ def fusible(lowered: Lowered, node: Node) -> bool:
 
 
 def passes_through(lowered: Lowered, node: Node) -> bool:
-    """Whether a node is a view that may be taken inside as well as outside."""
+    """Return whether a node is a view that may be taken inside and outside."""
     return (
         is_view(lowered, node)
         and not node.mutates
@@ -94,7 +93,7 @@ def passes_through(lowered: Lowered, node: Node) -> bool:
 
 
 def used_operands(value: Any) -> set[int]:
-    """The operands that arguments name."""
+    """Return the operands that arguments name."""
     match value:
         case Operand(index):
             return {index}
@@ -107,7 +106,7 @@ def used_operands(value: Any) -> set[int]:
 
 
 def _stores(lowered: Lowered, node: Node) -> bool:
-    """Whether a node stores a value that can be computed beside the old one."""
+    """Return whether a node stores a value that can be computed beside the old one."""
     call, tensors = lowered.calls[node.name], lowered.graph.tensors
     if call.function is COPY:
         return not node.outputs and call.args == (Operand(0), Operand(1))
@@ -128,14 +127,18 @@ def _known(function: Any) -> bool:
 
 
 def _plain(call: Call) -> bool:
-    """Whether all arguments are operands, numbers of these, and constants."""
+    """Return whether all arguments are operands, numbers of these, and constants."""
 
     def plain(value: Any) -> bool:
         match value:
             case torch.Tensor():
                 return False
             case Number(function, args):
-                return _told(function) and plain(args)
+                try:
+                    described(function)
+                except Unnameable:
+                    return False
+                return plain(args)
             case list() | tuple():
                 return all(map(plain, value))
             case _:
@@ -143,12 +146,3 @@ def _plain(call: Call) -> bool:
 
     operator = isinstance(call.function, torch._ops.OpOverload)
     return operator and plain((call.args, tuple(call.kwargs.values())))
-
-
-def _told(function: Any) -> bool:
-    """Whether a function is told by its name."""
-    try:
-        described(function)
-    except Unnameable:
-        return False
-    return True

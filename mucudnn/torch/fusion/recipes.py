@@ -1,6 +1,6 @@
-"""What a fused node computes, without names: equal for nodes that can share a kernel.
+"""Recipes: computations of fused nodes without names, so that nodes share kernels.
 
-Values are numbered: first the inputs, then what the steps make, each in order.
+Values are numbered: first the inputs, then the results of the steps, each in order.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from mucudnn.torch.plan_store import described, digest_of
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One of the operations that were fused.
+    """One of the fused operations.
 
     Attributes:
         call: How it is run.
-        operands: The values of its operands; any for one that the call has no use of.
+        operands: The values of its operands; arbitrary for one that it does not use.
     """
 
     call: Call
@@ -32,11 +32,11 @@ class Recipe:
     """A function of tensors.
 
     Attributes:
-        inputs: How they lie.
-        steps: What is computed.
+        inputs: Layouts of its inputs.
+        steps: Its operations, in order.
         outputs: Values that it returns.
-        layouts: How these lie.
-        stores: Inputs that it changes, and the values that they have then.
+        layouts: Layouts of these.
+        stores: Inputs that it mutates, and their new values.
     """
 
     inputs: tuple[Layout, ...]
@@ -47,18 +47,18 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that it says."""
+        """A hash of the whole recipe."""
         return digest_of(described(self))
 
     def into(self, taken: int) -> "Recipe":
-        """The same with the first result in the place of an input."""
+        """Return the same recipe with the first result in place of an input."""
         stores = (*self.stores, (taken, self.outputs[0]))
         return replace(
             self, outputs=self.outputs[1:], layouts=self.layouts[1:], stores=stores
         )
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """It, operation by operation, to be traced."""
+        """Return a function that runs operation by operation, to be traced."""
 
         def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = list(given)
@@ -76,7 +76,7 @@ class Recipe:
 def _results(
     step: Step, values: Sequence[torch.Tensor], numbers: dict[Any, Any]
 ) -> list[torch.Tensor]:
-    """What a step makes; a number that two steps need is found once."""
+    """Run a step; a number that two steps need is computed once."""
     call = step.call
     args = [_argument(a, step, values, numbers) for a in call.args]
     kwargs = {k: _argument(a, step, values, numbers) for k, a in call.kwargs.items()}
@@ -103,7 +103,7 @@ def _argument(
 
 
 def _numbered(leaf: Any, step: Step) -> Any:
-    """An argument with the values of operands in their place."""
+    """Return an argument with the numbers of values for those of operands."""
     match leaf:
         case Operand(index):
             return Operand(step.operands[index])

@@ -1,4 +1,4 @@
-"""A graph in which groups of nodes are one node each."""
+"""Rewrite a graph so that groups of nodes are one node each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +14,14 @@ from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 def fused(
     lowered: Lowered, groups: Sequence[Group], kernels: Mapping[str, Kernel]
 ) -> Lowered:
-    """The same computation with these groups as nodes.
+    """Return the same computation with these groups as nodes.
 
-    A group is where its last member was; views of its results follow it.
+    A group takes the place of its last member; views of its results follow it.
 
     Args:
         lowered: The graph.
-        groups: None has a member of another.
-        kernels: What computes them, by the digest of their recipes.
+        groups: Disjoint groups of its nodes.
+        kernels: Their kernels, by the group's name.
     """
     graph = lowered.graph
     members = {name for group in groups for name in group.members}
@@ -29,16 +29,33 @@ def fused(
     calls = dict(lowered.calls)
     anchors: dict[str, int] = {}
     for group in groups:
-        node = _node(lowered, group)
+        node = Node(
+            group.name,
+            "store" if group.mutates else "fused",
+            group.inputs,
+            group.outputs,
+            phase=graph.by_name[group.members[0]].phase,
+            mutates=group.mutates,
+            traits=group.traits,
+        )
+        kernel = kernels[group.name]
+        into = None if group.taken is None else kernel.into
+        calls[node.name] = Call(
+            kernel.run,
+            tuple(map(Operand, range(len(group.inputs)))),
+            MappingProxyType({}),
+            tuple(range(len(group.outputs))),
+            into=into,
+            first=into is not None,
+        )
         at = graph.positions[group.members[-1]]
         nodes.append((at, 0, node))
-        calls[node.name] = _call(group, kernels[group.name])
         anchors.update(dict.fromkeys(group.outputs, at))
     for at, node in enumerate(graph.nodes):
         if node.name in members:
             continue
         after = max((anchors.get(name, -1) for name in node.inputs), default=-1)
-        if after > at:  # a view: who else reads a result comes behind the last member
+        if after > at:  # a view: all other readers come behind the last member
             anchors.update(dict.fromkeys(node.outputs, after))
         nodes.append((max(at, after), 1, node))
     ordered = [node for _, _, node in sorted(nodes, key=lambda row: row[:2])]
@@ -52,33 +69,8 @@ def fused(
     )
 
 
-def _node(lowered: Lowered, group: Group) -> Node:
-    first = lowered.graph.by_name[group.members[0]]
-    return Node(
-        group.name,
-        "store" if group.mutates else "fused",
-        group.inputs,
-        group.outputs,
-        phase=first.phase,
-        mutates=group.mutates,
-        traits=group.traits,
-    )
-
-
-def _call(group: Group, kernel: Kernel) -> Call:
-    taken = None if group.taken is None else kernel.into
-    return Call(
-        kernel.run,
-        tuple(map(Operand, range(len(group.inputs)))),
-        MappingProxyType({}),
-        tuple(range(len(group.outputs))),
-        into=taken,
-        first=taken is not None,
-    )
-
-
 def _read(lowered: Lowered, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Without views that nobody reads any more."""
+    """Return the nodes without views that nothing reads any more."""
     read = {name for name in lowered.results if isinstance(name, str)}
     read.update(lowered.graph.outputs)
     found = []

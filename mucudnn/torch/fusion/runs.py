@@ -1,42 +1,40 @@
-"""How a graph is cut into groups of nodes that may become one.
+"""Partition a graph into groups of nodes that may become one.
 
-A run is as many neighbours in the order, of one phase, as can be computed inside of a
-fused node, views between them not counted. What two of its nodes have nothing to do
-with each other stays apart: a run falls into parts, whose nodes share tensors. Each
-part is cut into pieces that follow each other, so every group is convex: nothing
-outside of it lies between two of its members.
+A run is the longest sequence of neighbours in the order, of one phase, that can be
+computed inside a fused node, views between them not counted. It falls into parts whose
+nodes share tensors. Each part is cut into consecutive pieces, so every group is convex:
+no other node that depends on a member comes before another member.
 
-Of all ways to cut, the one is taken that saves most traffic with memory, in bytes that
-are read and written, where a node that is not launched counts as some bytes too. A
-piece is a group only if it has no more in use while it runs, all its inputs and outputs
-at once, than its members had at most one after another. So one node of them delays the
-freeing of nothing at a point where it matters.
+Of all partitions, the one is chosen that saves most memory traffic, in bytes that are
+read and written, where a saved launch counts as some bytes, too. A piece is a group
+only if its inputs and outputs together are not larger than the peak of its members, one
+after another. So fusing never delays the freeing of a tensor where that matters.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import live_ranges
+from mucudnn.torch.costs.measure import touched_bytes
 from mucudnn.torch.fusion.groups import Group, Grouping
 from mucudnn.torch.fusion.members import fusible, passes_through
-from mucudnn.torch.lowering.lowered import Layout, Lowered
+from mucudnn.torch.lowering.lowered import Lowered
 
 _LONGEST = 24
 _LAUNCH = 1 << 16
-"""Bytes of traffic that a launch is worth."""
+"""Bytes of traffic that take as long as a launch."""
 
 _SHARED = 1 << 12
-"""Bytes of an input from which on two of its readers belong together."""
+"""Bytes of an input from which on its readers are in one part."""
 
 _SLACK = 1 / 16
-"""Of the bytes that members have in use: what a kernel may have beyond for sums."""
+"""Share of its members' bytes that a kernel may use beyond them, for sums."""
 
 
 def groups_of(lowered: Lowered, workspaces: Mapping[str, int]) -> tuple[Group, ...]:
-    """Groups of nodes that may become one node each.
+    """Return groups of nodes that may become one node each.
 
     Args:
         lowered: The graph.
@@ -51,7 +49,7 @@ def groups_of(lowered: Lowered, workspaces: Mapping[str, int]) -> tuple[Group, .
 
 
 class Footprint:
-    """What nodes have in use of the tensors that they touch.
+    """Bytes that nodes and groups have in use of the tensors that they touch.
 
     Args:
         lowered: Their graph.
@@ -65,13 +63,11 @@ class Footprint:
         self._workspaces = workspaces
 
     def fits(self, group: Group, scratch: int = 0) -> bool:
-        """Whether a group has no more in use than its members have one by one."""
-        return self._fused(group) + scratch <= (1 + _SLACK) * self._apart(group)
-
-    def _fused(self, group: Group) -> int:
+        """Return whether a group has no more in use than its members one by one."""
         graph = self._graph
         names = [*group.inputs, *group.outputs[group.taken is not None :]]
-        return _bytes(graph, {graph.storages[name] for name in names})
+        fused = _bytes(graph, {graph.storages[name] for name in names})
+        return fused + scratch <= (1 + _SLACK) * self._apart(group)
 
     def _apart(self, group: Group) -> int:
         graph, storages = self._graph, self._planned.storages
@@ -97,18 +93,19 @@ class _Cutting:
     footprint: Footprint
 
     def best(self, part: Sequence[Node]) -> list[Group]:
-        """The groups that save most."""
+        """Return the groups that save most traffic, by dynamic programming."""
         count = len(part)
         saved = [0.0] * (count + 1)
         chosen: list[tuple[int, Group | None]] = [(0, None)] * (count + 1)
-        traffic = [self._traffic(node) for node in part]
+        traffic = [self._traffic((*node.tensors, *node.mutates)) for node in part]
         for end in range(1, count + 1):
             saved[end], chosen[end] = saved[end - 1], (end - 1, None)
             for begin in range(max(0, end - _LONGEST), end - 1):
                 group = self.grouping.group(part[begin:end])
                 if group is None or not self.footprint.fits(group):
                     continue
-                gain = sum(traffic[begin:end]) - self._group_traffic(group)
+                fused = self._traffic((*group.inputs, *group.outputs))
+                gain = sum(traffic[begin:end]) - fused
                 if saved[begin] + gain > saved[end]:
                     saved[end], chosen[end] = saved[begin] + gain, (begin, group)
         found = []
@@ -119,19 +116,14 @@ class _Cutting:
                 found.append(group)
         return found[::-1]
 
-    def _traffic(self, node: Node) -> int:
+    def _traffic(self, tensors: Sequence[str]) -> int:
         layouts = self.lowered.layouts
-        names = dict.fromkeys((*node.tensors, *node.mutates))
-        return _LAUNCH + sum(_dense(layouts[name]) for name in names)
-
-    def _group_traffic(self, group: Group) -> int:
-        layouts = self.lowered.layouts
-        names = (*group.inputs, *group.outputs)
-        return _LAUNCH + sum(_dense(layouts[name]) for name in names)
+        names = dict.fromkeys(tensors)
+        return _LAUNCH + sum(touched_bytes(layouts[name]) for name in names)
 
 
 def _runs(lowered: Lowered) -> Iterator[list[Node]]:
-    """Neighbours that may be fused, of one phase."""
+    """Yield runs of neighbours of one phase that may be fused."""
     run: list[Node] = []
     for node in lowered.graph.nodes:
         if passes_through(lowered, node):
@@ -145,7 +137,7 @@ def _runs(lowered: Lowered) -> Iterator[list[Node]]:
 
 
 def _parts(lowered: Lowered, run: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of a run that share what they make, change, or read much of."""
+    """Return the parts of a run: nodes that share results or large inputs."""
     graph = lowered.graph
     made = {graph.storages[t] for node in run for t in (*node.outputs, *node.mutates)}
     parts: list[tuple[set[str], list[Node]]] = []
@@ -165,9 +157,3 @@ def _parts(lowered: Lowered, run: Sequence[Node]) -> list[list[Node]]:
 
 def _bytes(graph: Graph, storages: set[str]) -> int:
     return sum(graph.tensors[s].nbytes for s in storages)
-
-
-def _dense(layout: Layout) -> int:
-    sizes = zip(layout.shape, layout.stride, strict=True)
-    count = math.prod(size for size, stride in sizes if stride)
-    return count * int(layout.dtype.itemsize)

@@ -1,17 +1,17 @@
-"""Our plan of a joint graph as hints for PyTorch's own partitioner.
+"""`partitioner`: our plan of a joint graph as hints for PyTorch's own partitioner.
 
     options = {"custom_partitioner_fn": mt.partitioner(budget="8GiB")}
     model = torch.compile(model, options=options)
 
-Inductor compiles the model as it always does. What is saved between forward and
-backward, and what is computed again, is as the plan of the graph has it. That is all:
-no peak is promised. Inductor decides in which order kernels run, fuses them, and frees
-what it likes; a plan that computes something again twice is heard once.
+Inductor compiles the model as usual, but saves and recomputes between forward and
+backward what the plan of the graph does. No peak is promised: Inductor orders and fuses
+kernels and frees tensors by itself, and recomputes at most once.
 `torch.compile(backend=mt.backend(budget=...))` keeps its budget.
 """
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mucudnn.arguments import a_flag
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.devices import get_device
+from mucudnn.ir.devices import DeviceFigures, get_device
+from mucudnn.ir.profile import Profile
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.costs.measure import estimated
 from mucudnn.torch.hints.policies import ResultPolicies, policies_of, without_copies
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
+from mucudnn.torch.planning import parse_budget
 
 _KEY = "recompute"
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -38,7 +41,7 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 def partitioner(
     *, budget: float | str | None = None, device: str = "h200", offload: bool = False
 ) -> "HintedPartitioner":
-    """A partitioner for Inductor that saves and recomputes what our plans do.
+    """Make a partitioner for Inductor that saves and recomputes what our plans do.
 
     It promises no peak; see `mucudnn.torch.backend` for one that is kept. Give it to
     `torch.compile(model, options={"custom_partitioner_fn": ...})`, or to the setting of
@@ -46,38 +49,39 @@ def partitioner(
     too.
 
     Args:
-        budget: Of a compiled graph, as `mucudnn.torch.backend` counts it. What is
-            planned runs operation by operation; what Inductor makes of it needs less
-            or more.
-        device: Whose published figures decide what is worth to be computed again.
-        offload: Whether what a plan sends to the host goes there, by PyTorch's own
-            pass, which is for GPUs. If not, plans compute again instead, as far as
-            that goes; what they need to send away all the same is saved.
+        budget: Of a compiled graph, as `mucudnn.torch.backend` counts it. Plans run
+            operation by operation; Inductor's kernels need less or more.
+        device: The device by whose published figures recomputation is decided.
+        offload: Whether offloaded tensors are offloaded by PyTorch's own pass, which is
+            for GPUs. If not, plans recompute instead, as far as possible; what they
+            still offload is saved.
 
     Raises:
         ValueError: The device is not known, or the budget no size.
         TypeError: Something is of another type.
     """
-    get_device(device)
-    return HintedPartitioner(as_budget(budget), device, a_flag("offload", offload))
+    limit = parse_budget(budget)
+    return HintedPartitioner(limit, device, a_flag("offload", offload))
 
 
 class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch has no types here
-    """Plans joint graphs, and has PyTorch partition them accordingly.
+    """A partitioner that plans joint graphs and has PyTorch partition them accordingly.
 
     Args:
         budget: Bytes for each graph.
-        device: Whose figures estimate times.
+        device: The device whose figures estimate times.
         offload: Whether PyTorch's offloading is used.
 
     Attributes:
-        plans: What was decided, in the order in which graphs were compiled.
-        policies: What each plan says of its forward results.
+        plans: Plans in the order in which graphs were compiled.
+        policies: The policies of each plan's forward results.
     """
 
     def __init__(self, budget: float, device: str, offload: bool) -> None:
+        # Inductor may pickle its settings, so that this is no local function.
+        costs = partial(_costs, device=get_device(device), offload=offload)
         self._budget = budget
-        self._device = device
+        self._options = PlanOptions(costs=costs)
         self._offload = offload
         self.plans: list[TorchPlan] = []
         self.policies: list[ResultPolicies] = []
@@ -98,16 +102,11 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
         _check(parts)
         own = list(static_lifetime_input_indices or ())
         with _disable_current_modes(), torch.no_grad():
-            lowered = parts.lowered()
-            resident = {lowered.inputs[i] for i in own}
-            given = {t for t in lowered.inputs if t is not None} - resident
-            profile = estimated(lowered, get_device(self._device))
-            if not self._offload:
-                profile = without_copies(profile)
-            plan = Planner(lowered, profile, given).plan(self._budget)
-        found = policies_of(lowered, plan)
+            step = LoweredStep.of_joint(parts, own)
+            program = plan_program(step, self._options, self._budget)
+        found = policies_of(program)
         tag(gm, found, offload=self._offload)
-        self.plans.append(plan)
+        self.plans.append(program.plan)
         self.policies.append(found)
         offloading = self._offload or config.enable_activation_offloading
         # At another budget than one PyTorch would choose again among what is saved.
@@ -126,11 +125,11 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
         return halves
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HintedPartitioner":
-        """Itself: Inductor copies its settings, and `plans` are to be found here."""
+        """Return the partitioner itself: Inductor copies its settings, and `plans`."""
         return self
 
     def uuid(self) -> Any | None:
-        """None: what is compiled by a plan is not taken from Inductor's cache."""
+        """Return None: graphs compiled by a plan are not taken from a cache."""
         return None
 
 
@@ -139,13 +138,13 @@ def tag(
 ) -> None:
     """Write policies where PyTorch's partitioner looks for them.
 
-    Views of what is saved are made again, which costs nothing. PyTorch 2.13 knows
-    `MUST_CPU_OFFLOAD` but looks for a mark of its own, and for `MUST_SAVE`.
+    Views of saved tensors are made again, which costs nothing. PyTorch 2.13 knows
+    `MUST_CPU_OFFLOAD` but looks for another mark, and for `MUST_SAVE`.
 
     Args:
         module: A joint graph.
         policies: Of the forward pass's results.
-        offload: Whether to mark what is to leave.
+        offload: Whether to mark what is to be offloaded.
     """
     again = CheckpointPolicy.MUST_RECOMPUTE
     for node in module.graph.nodes:
@@ -163,8 +162,13 @@ def tag(
             node.args[0].meta[_KEY] = again  # a tuple cannot be saved itself
 
 
+def _costs(lowered: Lowered, device: DeviceFigures, offload: bool) -> Profile:
+    profile = estimated(lowered, device)
+    return profile if offload else without_copies(profile)
+
+
 def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The graph without the copies by which Inductor changes inputs at its end.
+    """Return the graph without the copies by which Inductor changes inputs at its end.
 
     Nodes keep their names.
     """
@@ -181,14 +185,14 @@ def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _name(node: torch.fx.Node) -> str:
-    """What a lowered graph calls a node's result."""
+    """Return the name of a node's result in a lowered graph."""
     if node.target is operator.getitem:
         return f"{node.args[0]}.{node.args[1]}"
     return str(node.name)
 
 
 def _check(parts: Joint) -> None:
-    """Refuse sizes that are not known.
+    """Refuse symbolic sizes.
 
     Raises:
         UnsupportedError: Names the input.

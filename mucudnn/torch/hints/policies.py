@@ -1,8 +1,8 @@
-"""What a plan does with each forward result, in PyTorch's words.
+"""A plan's policy for each forward result, in PyTorch's terms.
 
-The backward pass of a plan reads a result where it lies, has it back from the host, or
-reads one that was computed again. PyTorch's hints are as coarse as that: what the plan
-frees when, and what it computes again more than once, they cannot say.
+The backward pass of a plan reads a result that was saved, offloaded or recomputed.
+PyTorch's hints only say which: not when a plan frees a tensor, nor that it recomputes
+one more than once.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,19 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.plan import TorchPlan
+from mucudnn.torch.plan_program import PlannedProgram
 
 _NO_LINK = 1e-3
-"""Bytes a ms: whatever can be computed again is."""
+"""Bytes per ms of a link so slow that plans recompute whatever they can."""
 
 
 @dataclass(frozen=True)
 class ResultPolicies:
-    """What becomes of the forward results that have bytes of their own.
+    """Policies of the forward results that have bytes of their own.
 
     Attributes:
-        of: Tensor -> its policy; views follow what they are views of.
-        random: Tensors that were drawn: they are always saved.
+        of: Tensor -> its policy; views follow their base.
+        random: Random tensors, which are always saved.
         views: The other forward results.
     """
 
@@ -38,18 +37,14 @@ class ResultPolicies:
 
     @property
     def saved(self) -> frozenset[str]:
-        """Tensors that are kept for the backward pass, wherever."""
+        """Tensors that are saved or offloaded for the backward pass."""
         again = CheckpointPolicy.MUST_RECOMPUTE
         return frozenset(name for name, policy in self.of.items() if policy != again)
 
 
-def policies_of(lowered: Lowered, plan: TorchPlan) -> ResultPolicies:
-    """The policy of every result of a plan's forward pass.
-
-    Args:
-        lowered: What was planned.
-        plan: What was decided about it.
-    """
+def policies_of(program: PlannedProgram) -> ResultPolicies:
+    """Return the policy of every result of a planned forward pass."""
+    lowered, plan = program.lowered, program.plan
     graph = lowered.graph
     read = _read_late(plan.plan)
     planned = plan.plan.schedule.graph
@@ -68,28 +63,25 @@ def policies_of(lowered: Lowered, plan: TorchPlan) -> ResultPolicies:
             drawn = lowered.calls[node.name].random
             if drawn:
                 random.add(name)
-            found[name] = _policy(name in kept or drawn, name in away)
+            policy = CheckpointPolicy.MUST_RECOMPUTE
+            if name in away:
+                policy = CheckpointPolicy.MUST_CPU_OFFLOAD
+            elif name in kept or drawn:
+                policy = CheckpointPolicy.MUST_SAVE
+            found[name] = policy
     return ResultPolicies(MappingProxyType(found), frozenset(random), frozenset(views))
 
 
 def without_copies(profile: Profile) -> Profile:
-    """Costs by which hardly anything leaves: for hints that cannot say so.
+    """Return costs that make plans recompute instead of offload.
 
-    A budget that is not reached by computing again alone still has copies in its plan.
+    A plan for a budget that recomputation alone does not reach still has copies.
     """
     return replace(profile, out_bytes_per_ms=_NO_LINK, in_bytes_per_ms=_NO_LINK)
 
 
-def _policy(kept: bool, away: bool) -> CheckpointPolicy:
-    if away:
-        return CheckpointPolicy.MUST_CPU_OFFLOAD
-    if kept:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
 def _read_late(plan: StepPlan) -> frozenset[str]:
-    """What the forward pass has made and nodes after it read, copies of nodes too."""
+    """Return the forward results that later nodes read, recomputed ones among them."""
     nodes = plan.schedule.graph.nodes
 
     def forward(node: Node) -> bool:

@@ -1,14 +1,14 @@
-"""Our plan of a step as a policy of PyTorch's selective checkpoints, in eager mode.
+"""`checkpoint_contexts`: our plan as a policy of PyTorch's selective checkpoints.
 
     study = mt.memory(model, loss_fn, (x, y), optimizer)
     contexts = mt.checkpoint_contexts(study, budget="8GiB")
 
     out = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 
-What the plan keeps for the backward pass is saved, all else is computed again. That is
-all: no peak is promised. The backward pass begins with running the whole forward pass
-again, but for what was saved, so that everything in it is there at once; and there is
-no host to send anything to. `train_step` keeps a budget.
+The tensors that the plan saves or offloads for the backward pass are saved, all others
+are recomputed. No peak is promised: the backward pass begins by running the whole
+forward pass again, but for what was saved, so that all of it is in memory at once; and
+nothing is offloaded. `train_step` keeps a budget.
 """
 
 import inspect
@@ -32,23 +32,23 @@ from mucudnn.torch.memory_study import MemoryStudy
 from mucudnn.torch.source_lines import storage_of
 
 _BARE = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
-"""Operations whose result is filled in place: it is saved as what it is filled with."""
+"""Operations whose result is filled in place, and saved with these values."""
 
 Key = tuple[str, int]
-"""An operation by its name, and which of its calls."""
+"""The name of an operation, and the number of a call of it."""
 
 
 def checkpoint_contexts(
     study: MemoryStudy, *, budget: float | str | None = None
 ) -> Callable[[], tuple[Any, Any]]:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint`, for a whole model.
+    """Make the `context_fn` of `torch.utils.checkpoint.checkpoint` for a whole model.
 
     It promises no peak; see `mucudnn.torch.train_step` for one that is kept. Random
-    numbers and running statistics are never computed again, nor is what the study has
-    not seen.
+    numbers, running statistics and operations that the study has not captured are never
+    recomputed.
 
     Args:
-        study: Of the model, with batches like those that it is called with.
+        study: A study of the model, with batches like those of its calls.
         budget: Bytes for the step, as `train_step` counts them; None saves all that
             the backward pass reads.
 
@@ -62,10 +62,10 @@ def checkpoint_contexts(
             f"{torch.__version__}, whose selective checkpoints do not show what "
             "operations give"
         )
-    hint = study.hinted(budget, without_copies)
-    found = policies_of(hint.planner.lowered, hint.plan)
+    program, captured = study.hinted(budget, without_copies)
+    found = policies_of(program)
     again = frozenset(found.of) - found.saved
-    policies = _by_call(hint.module, hint.forward, again)
+    policies = _by_call(captured.module, captured.forward, again)
 
     def contexts() -> tuple[Any, Any]:
         first, second = create_selective_checkpoint_contexts(
@@ -77,21 +77,20 @@ def checkpoint_contexts(
 
 
 class _Policy:
-    """Says of each call in turn whether its result is saved.
+    """A policy function that decides of each call in turn whether its result is saved.
 
-    A tensor that is computed again is changed in place again, too. One that is saved
-    is saved as it is in the end, which nothing that is computed again may have read.
-    PyTorch 2.12 asks again as it computes again, and shows no results: it is told what
-    it was told.
+    A recomputed tensor is changed in place again, too. A saved tensor is saved with its
+    last value, which nothing recomputed may have read before. PyTorch 2.12 asks again
+    while it recomputes, without results: it gets the same answers.
 
     Args:
-        policies: Of the calls that are known.
+        policies: Policies of captured calls.
     """
 
     def __init__(self, policies: Mapping[Key, CheckpointPolicy]) -> None:
         self._policies = policies
         self._calls: Counter[str] = Counter()
-        self._told: dict[str, deque[CheckpointPolicy]] = defaultdict(deque)
+        self._answers: dict[str, deque[CheckpointPolicy]] = defaultdict(deque)
         self._again: set[int] = set()
         self._read: set[int] = set()
 
@@ -102,17 +101,17 @@ class _Policy:
         *args: Any,
         **kwargs: Any,
     ) -> CheckpointPolicy:
-        """The policy of a call that has just been made.
+        """Return the policy of a call that has just been made.
 
         Raises:
-            UnsupportedError: It changes what will not be there as it was.
+            UnsupportedError: It changes a tensor that a recomputed one needs unchanged.
         """
         name = str(function)
-        told = self._told[name]
+        answers = self._answers[name]
         if context.is_recompute:
-            return told.popleft() if told else CheckpointPolicy.MUST_SAVE
+            return answers.popleft() if answers else CheckpointPolicy.MUST_SAVE
         policy = self._decided(context, function, args, kwargs)
-        told.append(policy)
+        answers.append(policy)
         return policy
 
     def _decided(
@@ -158,10 +157,9 @@ def _storages(tree: Any) -> set[int]:
 def _by_call(
     module: torch.fx.GraphModule, forward: frozenset[str], again: frozenset[str]
 ) -> Mapping[Key, CheckpointPolicy]:
-    """The calls of a forward pass that are made again.
+    """Return the calls of a forward pass that are made again.
 
-    Those are of views, and of what is not saved; one with several results only if none
-    of them is.
+    These are views, and calls of which no result is saved.
     """
     calls: Counter[str] = Counter()
     found: dict[Key, CheckpointPolicy] = {}
@@ -186,7 +184,7 @@ def _by_call(
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    """Whether a call only gives another name to bytes that are there."""
+    """Return whether a call only makes a view."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False

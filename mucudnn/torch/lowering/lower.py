@@ -12,7 +12,7 @@ which operands it may overwrite.
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +29,6 @@ from mucudnn.torch.lowering.overloads import (
     as_laid_out,
     corrected,
     in_place_variant,
-    statistics_types,
     without_masked,
     without_unread,
 )
@@ -44,14 +43,11 @@ CHECKS = frozenset(
 )
 """Operations without results that raise depending on values; never removed."""
 
-
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations that return their operand."""
 
-
 _IGNORED = frozenset({"profiler"})
 """Namespaces of operations without an effect on values."""
-
 
 _SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
@@ -177,7 +173,7 @@ class _Lowering:
             self._values[node] = Value(node.name)
         elif isinstance(value, tuple | list):
             given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-            value = corrected(value, statistics_types(node.target, given))
+            value = corrected(node.target, given, value)
             value = without_masked(node.target, node.args, value)
             self._kept_alive.append(value)  # `storage_of` compares addresses
             found = [
@@ -200,7 +196,7 @@ class _Lowering:
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
             function = _SCALARS.get(node.target, node.target)
-            self._values[node] = Pending(function, args)
+            self._values[node] = Number(function, args)
 
     def _add(
         self,
@@ -214,7 +210,7 @@ class _Lowering:
         refuse(node, function, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
-            functools.partial(bound, inputs), (args, dict(kwargs)), is_leaf=is_leaf
+            functools.partial(_bind, inputs), (args, dict(kwargs)), is_leaf=_is_leaf
         )
         # A view of a constant has, as a fake tensor, a storage of its own.
         first = next(iter(self._resolved(node.args[:1])), None)
@@ -274,15 +270,12 @@ class _Lowering:
             for index, name in enumerate(inputs)
             if self._layouts[name] == self._layouts[result.name]
             and self._tensors[name].nbytes == result.nbytes
-            and times(call, index) == 1
+            and _count_uses(call, index) == 1
             and (not first or call.args[0] == Operand(index))
         )
         if not candidates:
             return call, ()
-        found = Call(
-            call.function, call.args, call.kwargs, (None,), call.random, into, first
-        )
-        return found, candidates
+        return replace(call, results=(None,), into=into, first=first), candidates
 
     def _declare(
         self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
@@ -322,33 +315,25 @@ class Value:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A number among the arguments, computed from tensors and numbers."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-def is_leaf(value: Any) -> bool:
+def _is_leaf(value: Any) -> bool:
     """Return whether a value is a leaf of the tree of arguments."""
-    return isinstance(value, Value | Pending)
+    return isinstance(value, Value | Number)
 
 
-def bound(inputs: list[str], value: Any) -> Any:
+def _bind(inputs: list[str], value: Any) -> Any:
     """Return an argument with tensors as operands; append new ones to `inputs`."""
     match value:
         case Value(name):
             if name not in inputs:
                 inputs.append(name)
             return Operand(inputs.index(name))
-        case Pending(function, args):
-            return Number(function, tuple(bound(inputs, a) for a in args))
+        case Number(function, args):
+            return Number(function, tuple(_bind(inputs, a) for a in args))
         case _:
             return value
 
 
-def times(call: Call, index: int) -> int:
+def _count_uses(call: Call, index: int) -> int:
     """Return how often a call names an operand."""
     found = 0
     pending: list[Any] = [call.args, dict(call.kwargs)]
@@ -387,13 +372,13 @@ def refuse(
     schema = getattr(function, "_schema", None)
     if schema is None:
         raise UnsupportedError(
-            f"{node.name} calls {function}{where}, which is no operation of PyTorch's; "
+            f"{node.name} calls {function}{where}, which is no operation of PyTorch; "
             "such calls cannot be planned"
         )
     if schema.is_mutable:
         raise UnsupportedError(
             f"{node.name} calls {function}{where}, which changes its operands; only "
-            "what is no view of something outside of the graph may be changed"
+            "tensors that are not views of outside tensors may be changed"
         )
     for _, name, value in outputs:
         if value.layout is not torch.strided:
@@ -404,5 +389,5 @@ def refuse(
         if any(not isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
                 f"the shape of {name} of {function}{where} depends on data: "
-                f"{tuple(value.shape)}; keep shapes, with torch.where or a mask"
+                f"{tuple(value.shape)}; keep the shape, with torch.where or a mask"
             )

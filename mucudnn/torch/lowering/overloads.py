@@ -31,12 +31,8 @@ def as_laid_out(
 
     `bernoulli_` draws in the memory order of its tensor. A graph has it as an operation
     that draws for a contiguous tensor, in another order. Dropout behind attention, for
-    example, is applied to tensors that are not contiguous.
-
-    Args:
-        function: The function that the graph calls.
-        result: Its result as captured.
-        first: Its first operand.
+    example, is applied to tensors that are not contiguous. `first` is the first
+    operand.
     """
     if function is torch.ops.aten.bernoulli.p:
         if not result.is_contiguous():
@@ -126,7 +122,6 @@ def _signature(function: Any) -> list[tuple[str, str]]:
 
 _aten = torch.ops.aten
 
-
 _NORMS: Mapping[Any, bool] = MappingProxyType(
     {
         _aten._native_batch_norm_legit.default: False,
@@ -139,25 +134,20 @@ _NORMS: Mapping[Any, bool] = MappingProxyType(
 """Operation -> whether new running statistics are among its results."""
 
 
-def statistics_types(function: Any, args: Sequence[Any]) -> Mapping[int, torch.dtype]:
-    """Return the types of those results for which PyTorch's model may be wrong.
-
-    Args:
-        function: The operation.
-        args: Its operands, real or fake.
-
-    Returns:
-        Position of a result -> its type.
-    """
+def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
+    """Return fake results of a norm in the types of its kernel; others unchanged."""
     if function not in _NORMS:
-        return {}
-    found: dict[int, torch.dtype] = {}
+        return results
+    types: dict[int, torch.dtype] = {}
     if isinstance(args[1], torch.Tensor):
-        found |= {1: args[1].dtype, 2: args[1].dtype}
+        types |= {1: args[1].dtype, 2: args[1].dtype}
     if _NORMS[function]:
         running = ((3, args[3]), (4, args[4]))
-        found |= {k: t.dtype for k, t in running if isinstance(t, torch.Tensor)}
-    return found
+        types |= {k: t.dtype for k, t in running if isinstance(t, torch.Tensor)}
+    return tuple(
+        value if types.get(k, value.dtype) == value.dtype else value.to(types[k])
+        for k, value in enumerate(results)
+    )
 
 
 def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -179,14 +169,4 @@ def without_masked(
         return tuple(results)
     return tuple(
         value if on else None for value, on in zip(results, args[9], strict=True)
-    )
-
-
-def corrected(results: Any, types: Mapping[int, torch.dtype]) -> Any:
-    """Return fake results in the given types; the same object if none differ."""
-    if not types:
-        return results
-    return tuple(
-        value if types.get(k, value.dtype) == value.dtype else value.to(types[k])
-        for k, value in enumerate(results)
     )

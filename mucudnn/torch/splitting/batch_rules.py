@@ -177,51 +177,29 @@ NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's codes of a loss's reduction."""
 
 
-def _pair(reduction: int, *more: int) -> Rule:
-    """Return the rule of a pointwise loss of two tensors.
+def _pair(reduction: int, *more: int, backward: bool = False) -> Rule:
+    """Return the rule of a pointwise loss of two tensors, or of its gradient.
 
     Args:
         reduction: Position of the argument `reduction`.
         more: Positions of further tensors of the same shape.
+        backward: Whether the tensors come behind the gradient of the loss.
     """
+    first = int(backward)
 
     def rule(site: Site) -> Cut | None:
-        axis = site.axis(0) or site.axis(1)
-        read = _alike(site, (0, 1, *more), axis)
+        axis = site.axis(first) or site.axis(first + 1)
         how = site.arg(reduction, MEAN)
-        if axis is None or read is None:
+        gradient = (0,) if backward and how == NONE else ()
+        tensors = (*gradient, first, first + 1, *more)
+        given = [p for p in tensors if site.operand(p) is not None]
+        if axis is None or len({site.shape(p) for p in given}) != 1:
             return None
-        output = axis if how == NONE else None
+        output = axis if backward or how == NONE else None
+        read = site.at(dict.fromkeys(given, axis))
         return Cut(read, (output,), averaged=how == MEAN)
 
     return rule
-
-
-def _pair_backward(reduction: int, *more: int) -> Rule:
-    """Return the rule of its gradient, whose first argument is the loss's gradient."""
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(1) or site.axis(2)
-        how = site.arg(reduction, MEAN)
-        tensors = (0, 1, 2, *more) if how == NONE else (1, 2, *more)
-        read = _alike(site, tensors, axis)
-        if axis is None or read is None:
-            return None
-        return Cut(read, (axis,), averaged=how == MEAN)
-
-    return rule
-
-
-def _alike(
-    site: Site, positions: tuple[int, ...], axis: Axis | None
-) -> dict[int, Axis] | None:
-    """Map the given tensors to the axis; None if their shapes differ."""
-    if axis is None:
-        return None
-    given = [p for p in positions if site.operand(p) is not None]
-    if len({site.shape(p) for p in given}) != 1:
-        return None
-    return site.at(dict.fromkeys(given, axis))
 
 
 def _classes(site: Site, scores: int, labels: int) -> tuple[Axis, Axis] | None:
@@ -263,17 +241,16 @@ COUNTED_LOSSES = frozenset(
 )
 """Losses whose mean divides by a count over the whole batch."""
 
-
 LOSSES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten.mse_loss.default": _pair(2),
-        "aten.mse_loss_backward.default": _pair_backward(3),
+        "aten.mse_loss_backward.default": _pair(3, backward=True),
         "aten.smooth_l1_loss.default": _pair(2),
-        "aten.smooth_l1_loss_backward.default": _pair_backward(3),
+        "aten.smooth_l1_loss_backward.default": _pair(3, backward=True),
         "aten.huber_loss.default": _pair(2),
-        "aten.huber_loss_backward.default": _pair_backward(3),
+        "aten.huber_loss_backward.default": _pair(3, backward=True),
         "aten.binary_cross_entropy.default": _pair(3, 2),
-        "aten.binary_cross_entropy_backward.default": _pair_backward(4, 3),
+        "aten.binary_cross_entropy_backward.default": _pair(4, 3, backward=True),
         "aten.nll_loss_forward.default": _nll,
         "aten.nll_loss2d_forward.default": _nll,
         "aten.nll_loss_backward.default": _nll_backward,
@@ -472,7 +449,6 @@ _COUPLED = frozenset(
 )
 """Operations on all samples at once, whose first result has the split axis."""
 
-
 _POOLS = {
     f"aten.{name}.default": _samples(0)
     for name in (
@@ -490,7 +466,6 @@ _POOLS = {
     "aten.max_pool2d_with_indices_backward.default": _samples(0, 1, 7),
 }
 
-
 _RESIZED = {
     name: rule
     for kind, at in (("nearest2d", 2), ("bilinear2d", 2), ("bicubic2d", 2))
@@ -500,7 +475,6 @@ _RESIZED = {
         (f"aten.upsample_{kind}_backward.default", _samples(0, shaped=(at,))),
     )
 }
-
 
 _REDUCED: dict[str, Rule] = {
     "aten.sum.default": _reduced(linear=True),
@@ -516,13 +490,10 @@ _REDUCED: dict[str, Rule] = {
     )
 }
 
-
 _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
-
 
 UNDRAWN = frozenset({f"{_FLASH}.default", f"{_FLASH}_backward.default"})
 """Random operations that draw no numbers in the cases that their rule cuts."""
-
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {

@@ -12,7 +12,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -125,37 +125,6 @@ def _batch_shapes(
     return {name: lowered.layouts[name].shape for name in batch}
 
 
-@dataclass(frozen=True)
-class PartedStep:
-    """A step that may run in parts, under any budget.
-
-    Attributes:
-        lowered: The step, without updates in place.
-        names: Names of its inputs.
-        make: Measures a step and adds its updates.
-        split: See `plan_in_parts`.
-    """
-
-    lowered: Lowered
-    names: Sequence[str]
-    make: Callable[[Lowered], Planner]
-    split: Split
-
-    def plan(self, budget: float) -> TorchPlan:
-        """Return the fastest plan within a budget; raises as `plan_in_parts` does."""
-        _, plan = plan_in_parts(self.lowered, self.names, self.make, budget, self.split)
-        return plan
-
-    def least_budget(self) -> int:
-        """Return the minimum feasible budget of all ways to run the step, in bytes."""
-        try:
-            return self.plan(0).peak_bytes
-        except PlanningError as e:
-            if e.least_bytes is None:
-                raise
-            return e.least_bytes
-
-
 class _Candidates:
     """A step whole and in parts, each lowered and measured when it is planned."""
 
@@ -187,7 +156,7 @@ class _Candidates:
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
-            least = e.least_bytes - self._planners[0].given_bytes
+            least = e.least_bytes - self._planners[0].caller_bytes
             raise PlanningError(
                 f"neither whole nor in parts does the step fit into "
                 f"{exact_bytes(int(budget))}; the least budget that works is "
@@ -199,8 +168,10 @@ class _Candidates:
         if chosen.request is None or chosen.plan is None:
             raise PlanningError("the step has no plan")
         planner = self._planner(chosen.request.graph)
-        plan = chosen.plan if not planner.tiers else planner.decided(chosen.request)
-        return planner, replace(planner.described(plan, budget), splitting=found)
+        plan = chosen.plan
+        if planner.tiers:
+            plan = planner.plan_request(chosen.request)
+        return planner, replace(planner.describe(plan, budget), splitting=found)
 
     def _complete(self, graph: Graph) -> Graph:
         """Return the graph of a candidate with its updates; remember its planner."""
@@ -224,12 +195,7 @@ _ROWS = re.compile(r"[@\[]")
 
 
 class _SliceCalls:
-    """Writes the calls and layouts of a graph that the passes have cut.
-
-    Args:
-        splittable: The whole step.
-        graph: Its graph, cut as its traits say.
-    """
+    """Writes the calls and layouts of a step's graph that the passes have cut."""
 
     def __init__(self, splittable: SplittableStep, graph: Graph) -> None:
         self._splittable, self._graph = splittable, graph

@@ -24,11 +24,7 @@ from mucudnn.torch.splitting.batch_rules import COUNTED_LOSSES, MEAN, SUM
 
 
 class GraphRewriter(ABC):
-    """Writes the nodes of a graph anew, with additional tensors and calls.
-
-    Args:
-        lowered: The step, which is not changed.
-    """
+    """Writes the nodes of a graph anew, with additional tensors and calls."""
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
@@ -97,7 +93,6 @@ _FILLED: Mapping[str, Callable[[tuple[Any, ...]], Any]] = MappingProxyType(
     }
 )
 """Operation -> the value that it fills a tensor with, given its arguments."""
-
 
 _UNFILLED = frozenset({"aten.empty_like.default", "aten.new_empty.default"})
 
@@ -311,17 +306,14 @@ NORMS: Mapping[str, Rule] = MappingProxyType(
 )
 """Operation -> its rule; the merge of statistics stays whole."""
 
-
 _WITH_RUNNING = "aten._native_batch_norm_legit_functional.default"
 
 _WITHOUT_RUNNING = "aten._native_batch_norm_legit.no_stats"
 
 _BACKWARD = "aten.native_batch_norm_backward.default"
 
-
 _NOT_RECOMPUTED = NodeTraits(recomputable=False)
 """Traits of merged statistics: running statistics must not be updated twice."""
-
 
 _TYPES = frozenset({torch.float32, torch.float64})
 """Types of batch norms that are split; those of lower precision stay whole."""
@@ -450,7 +442,6 @@ class _Norms(GraphRewriter):
 
 _IMAGE = 1
 """Position of the images among the arguments of gradients."""
-
 
 _POOLS = frozenset(
     f"aten.{kind}_backward.default"

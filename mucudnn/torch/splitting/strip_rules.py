@@ -94,7 +94,7 @@ def convolution(site: Site, call: Call) -> Cut | None:
             args = options.args(padding, y.count - least + 2 * padding)
         else:
             reads, args = window.under(y), options.args(0)
-        return StripCall({x: reads}, y.interval, _with(call, args))
+        return StripCall({x: reads}, y.interval, _with_args(call, args))
 
     return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
 
@@ -119,7 +119,7 @@ def _image_gradient(site: Site, of: ShapedGradient, call: Call) -> Cut | None:
         padding, reads = 0, window.under(x)
         if not options.transposed:
             reads, padding = window.padded_for(x)
-        sizes = (*of.sizes[:HEIGHT], x.count, *of.sizes[HEIGHT + 1 :])
+        sizes = _with_height(of.sizes, x.count)
         mine = replace(of, sizes=sizes, args=options.args(padding))
         return StripCall({gradient: reads}, x.interval, mine.call(call))
 
@@ -141,7 +141,7 @@ def _filter_gradient(site: Site, call: Call) -> Cut | None:
     def strip(rows: Rows) -> StripCall:
         y = rows.of(total)
         reads: dict[int, Interval] = {one: y.interval, under: options.window.under(y)}
-        return StripCall(reads, None, _with(call, options.args(0)))
+        return StripCall(reads, None, _with_args(call, options.args(0)))
 
     nowhere = (None,) * len(site.outputs)
     return Cut({gradient: _HEIGHT, x: _HEIGHT}, nowhere, stripped=strip)
@@ -152,8 +152,12 @@ def _images(site: Site, position: int) -> bool:
     return site.axis(position) == _HEIGHT and len(site.shape(position)) > HEIGHT
 
 
-def _with(call: Call, args: tuple[Any, ...]) -> Call:
+def _with_args(call: Call, args: tuple[Any, ...]) -> Call:
     return replace(call, args=args, into=None)
+
+
+def _with_height(sizes: Sequence[int], rows: int) -> tuple[int, ...]:
+    return (*sizes[:HEIGHT], rows, *sizes[HEIGHT + 1 :])
 
 
 # Pools and their gradients.
@@ -171,7 +175,7 @@ class _Pool:
         kernel: Size of a window.
         stride: Strides.
         padding: Padding.
-        dilation: Dilations.
+        dilation: Dilations; None for operations without this argument.
         ceil: PyTorch's `ceil_mode`: windows may end outside of the image.
         behind: Arguments behind the options.
     """
@@ -180,7 +184,7 @@ class _Pool:
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    dilation: tuple[int, ...]
+    dilation: tuple[int, ...] | None
     ceil: bool
     behind: tuple[Any, ...]
 
@@ -197,13 +201,33 @@ class _Pool:
             for some in (kernel, stride, padding, dilation)
         )
         window = Window(kernel[0], stride[0], padding[0], dilation[0])
-        return cls(window, kernel, stride, padding, dilation, ceil, tuple(behind))
+        options = kernel, stride, padding, dilation if dilated else None
+        return cls(window, *options, ceil, tuple(behind))
 
-    def args(self, *, dilated: bool) -> tuple[Any, ...]:
-        """Return the arguments of a strip, which has no padding along the height."""
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments of a strip, which has no padding along the height."""
         padding = [0, *self.padding[1:]]
-        dilation = [list(self.dilation)] if dilated else []
+        dilation = [] if self.dilation is None else [list(self.dilation)]
         return list(self.kernel), list(self.stride), padding, *dilation, self.ceil
+
+    @property
+    def counts_windows(self) -> bool:
+        """Whether PyTorch finds the intended number of windows in a strip's rows.
+
+        With `ceil_mode` it finds one more if rows are left over behind the last window.
+        """
+        return not self.ceil or self.window.span >= self.window.stride
+
+    def averages_alike(self, size: int, windows: int) -> bool:
+        """Return whether every window averages over the same number of rows.
+
+        This is so if padding counts, and no window reaches beyond it.
+        """
+        counted = self.behind[0] if self.behind else True
+        last = (windows - 1) * self.window.stride + self.window.span
+        inside = last <= size + 2 * self.window.padding
+        return inside and (counted or not self.window.padding)
 
     def gathered(self, x: Rows, windows: int) -> tuple[tuple[int, int], int, int]:
         """Return the windows that contain some rows, and first and last row of them."""
@@ -226,8 +250,7 @@ def max_pool(site: Site, call: Call) -> Cut | None:
         first, stop = pool.window.under(y)
         reads = max(first, 0), min(stop, size)
         around = reads[0] - first, stop - reads[1]
-        args = (call.function, around, first * row, *call.args[:1])
-        args = (*args, *pool.args(dilated=True))
+        args = (call.function, around, first * row, *call.args[:1], *pool.args)
         mine = replace(call, function=_max_pool_strip, args=args)
         return StripCall({x: reads}, y.interval, mine)
 
@@ -237,20 +260,20 @@ def max_pool(site: Site, call: Call) -> Cut | None:
 def max_pool_backward(site: Site, call: Call) -> Cut | None:
     """Cut the gradient of a maximum pool."""
     of = ShapedGradient.of(call)
-    if of is None or not _covers(of, dilated=True):
+    if of is None:
         return None
     gradient, places = of.args[0].index, of.args[-1].index
-    if site.axes[gradient] != _HEIGHT or site.axes[places] != _HEIGHT:
-        return None
     pool = _Pool.of(of.args[1:-1], len(of.sizes) - HEIGHT, dilated=True)
+    cut = site.axes[gradient] == _HEIGHT and site.axes[places] == _HEIGHT
+    if not cut or not pool.counts_windows:
+        return None
     windows = site.inputs[gradient].shape[HEIGHT]
     row = math.prod(of.sizes[HEIGHT + 1 :])
 
     def strip(rows: Rows) -> StripCall:
         reads, start, stop = pool.gathered(rows.of(of.sizes[HEIGHT]), windows)
-        sizes = (*of.sizes[:HEIGHT], stop - start, *of.sizes[HEIGHT + 1 :])
-        args = (of.args[0], of.function, start * row, *pool.args(dilated=True))
-        args = (*args, of.args[-1])
+        sizes = _with_height(of.sizes, stop - start)
+        args = (of.args[0], of.function, start * row, *pool.args, of.args[-1])
         mine = ShapedGradient(_max_pool_gradient, sizes, args).call(call)
         return StripCall({gradient: reads, places: reads}, (start, stop), mine)
 
@@ -265,13 +288,12 @@ def avg_pool(site: Site, call: Call) -> Cut | None:
         return None
     pool = _Pool.of(site.args[1:], dims, dilated=False)
     total = site.outputs[0].shape[HEIGHT]
-    if not _alike(pool, site.shape(0)[HEIGHT], total):
+    if not pool.averages_alike(site.shape(0)[HEIGHT], total):
         return None
 
     def strip(rows: Rows) -> StripCall:
         y = rows.of(total)
-        args = (*call.args[:1], *pool.args(dilated=False), *pool.behind)
-        mine = replace(call, args=args, into=None)
+        mine = _with_args(call, (*call.args[:1], *pool.args, *pool.behind))
         return StripCall({x: pool.window.under(y)}, y.interval, mine)
 
     return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
@@ -280,42 +302,22 @@ def avg_pool(site: Site, call: Call) -> Cut | None:
 def avg_pool_backward(site: Site, call: Call) -> Cut | None:
     """Cut the gradient of an average pool."""
     of = ShapedGradient.of(call)
-    if of is None or not _covers(of, dilated=False):
+    if of is None:
         return None
     gradient = of.args[0].index
     pool = _Pool.of(of.args[1:], len(of.sizes) - HEIGHT, dilated=False)
     windows = site.inputs[gradient].shape[HEIGHT]
-    if site.axes[gradient] != _HEIGHT or not _alike(pool, of.sizes[HEIGHT], windows):
+    alike = pool.counts_windows and pool.averages_alike(of.sizes[HEIGHT], windows)
+    if site.axes[gradient] != _HEIGHT or not alike:
         return None
 
     def strip(rows: Rows) -> StripCall:
         reads, start, stop = pool.gathered(rows.of(of.sizes[HEIGHT]), windows)
-        sizes = (*of.sizes[:HEIGHT], stop - start, *of.sizes[HEIGHT + 1 :])
-        args = (of.args[0], *pool.args(dilated=False), *pool.behind)
-        mine = replace(of, sizes=sizes, args=args)
+        args = (of.args[0], *pool.args, *pool.behind)
+        mine = replace(of, sizes=_with_height(of.sizes, stop - start), args=args)
         return StripCall({gradient: reads}, (start, stop), mine.call(call))
 
     return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
-
-
-def _alike(pool: _Pool, size: int, windows: int) -> bool:
-    """Return whether every window along the height divides by the same number of rows.
-
-    This is so if padding counts, and no window reaches beyond it.
-    """
-    counted = pool.behind[0] if pool.behind else True
-    last = (windows - 1) * pool.window.stride + pool.window.span
-    inside = last <= size + 2 * pool.window.padding
-    return inside and (counted or not pool.window.padding)
-
-
-def _covers(of: ShapedGradient, *, dilated: bool) -> bool:
-    """Return whether PyTorch finds the intended number of windows in a strip's rows.
-
-    With `ceil_mode` it finds one more if rows are left over behind the last window.
-    """
-    pool = _Pool.of(of.args[1:], len(of.sizes) - HEIGHT, dilated=dilated)
-    return not pool.ceil or pool.window.span >= pool.window.stride
 
 
 def _max_pool_strip(
@@ -327,12 +329,8 @@ def _max_pool_strip(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a strip's maxima, and their indices in the whole image.
 
-    Args:
-        function: PyTorch's pool.
-        around: Rows of windows above and below the image.
-        before: Elements of the image before the strip's first window.
-        image: The strip.
-        args: Further arguments of the pool.
+    `around` are the rows of windows above and below the image, and `before` the
+    elements of the image before the strip's first window.
     """
     if any(around):
         columns = [0, 0] * (image.dim() - HEIGHT - 1)
@@ -386,7 +384,7 @@ def _resized(around: int, site: Site, call: Call) -> Cut | None:
         if sizes is not None:
             sizes = [(stop - start) * scale, *columns]
         made = start * scale, stop * scale
-        mine = replace(call, args=(image, sizes, *rest), into=None)
+        mine = _with_args(call, (image, sizes, *rest))
         return StripCall({x: (start, stop)}, made, mine)
 
     return Cut({x: _HEIGHT}, (_HEIGHT,), stripped=strip)
@@ -407,10 +405,9 @@ def _resized_backward(around: int, site: Site, call: Call) -> Cut | None:
         x = rows.of(before[HEIGHT])
         start, stop = max(0, x.start - around), min(x.total, x.stop + around)
         reads = start * scale, stop * scale
-        mine = [*before[:HEIGHT], stop - start, *before[HEIGHT + 1 :]]
-        args = (call.args[0], [reads[1] - reads[0], *out[1:]], mine, *rest)
-        found = replace(call, args=args, into=None)
-        return StripCall({gradient: reads}, (start, stop), found)
+        sizes = [*_with_height(before, stop - start)]
+        args = (call.args[0], [reads[1] - reads[0], *out[1:]], sizes, *rest)
+        return StripCall({gradient: reads}, (start, stop), _with_args(call, args))
 
     return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
 
@@ -455,8 +452,8 @@ def pad(site: Site, call: Call) -> Cut | None:
         return None
     if place < len(widths):
         widths[place : place + 2] = [0, 0]
-    args = (call.args[0], widths, *call.args[2:])
-    return _shifted(site, axis, before, replace(call, args=args, into=None))
+    padded = _with_args(call, (call.args[0], widths, *call.args[2:]))
+    return _shifted(site, axis, before, padded)
 
 
 def slice_backward(site: Site, call: Call) -> Cut | None:
@@ -517,7 +514,6 @@ def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
 
 _CROPPED = "aten.slice.Tensor"
 """A view of some rows, of which strips read row ranges."""
-
 
 IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType(
     {

@@ -128,7 +128,7 @@ class _Follower:
             return replace(spec, shape=(1, spec.nbytes))
         found = rows_in(self._lowered.layouts[spec.name], axis, spec.nbytes)
         if found is None:
-            raise AssertionError(f"{spec.name} has rows and lies otherwise")
+            raise AssertionError(f"{spec.name} has rows in another layout")
         shape = found[1:] if self._samples is not None else (1, *found)
         return replace(spec, shape=shape, role=Role.INPUT if given else spec.role)
 

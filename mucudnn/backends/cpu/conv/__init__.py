@@ -27,9 +27,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 )
 
 _DTYPES = ("float32", "float64")
-
 _KERNELS = 512  # number of planned kernels in the cache; they hold no arrays
-
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -157,23 +155,16 @@ class _Views:
         ):
             return a, b, out
         one, two, three = self._specs
-        layout = self._layout
-        return (
-            _logical(a, one, layout),
-            _logical(b, two, layout),
-            _logical(out, three, layout),
-        )
+        a, b = _logical(a, one, self._layout), _logical(b, two, self._layout)
+        return a, b, _logical(out, three, self._layout)
 
 
 def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
     """Return one array as such a view; raise ValueError if it does not fit."""
     last = len(spec.shape) - 1
     stored = array
-    if layout == "NHWC" and array.shape == (
-        spec.shape[0],
-        spec.shape[last],
-        *spec.shape[1:last],
-    ):
+    first, *spatial, channels = spec.shape
+    if layout == "NHWC" and array.shape == (first, channels, *spatial):
         moved = array.transpose(0, *range(2, last + 1), 1)
         stored = moved if moved.flags.c_contiguous else array
     if stored.shape != spec.shape or stored.dtype != spec.dtype:

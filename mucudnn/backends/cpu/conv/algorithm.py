@@ -41,25 +41,17 @@ class Kernel(Protocol):
         """
 
 
-def runs_everything(problem: ConvProblem) -> str | None:
-    """Return no reason: exclude nothing."""
-    return None
-
-
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to compute a convolution.
+    """A way to compute a convolution, under cuDNN's name of it.
 
-    Attributes:
-        name: cuDNN's name of the algorithm.
-        kernel: (problem, number of workers) -> planned kernel.
-        excluded: Problem -> reason why it cannot be run; None if it can.
-        notes: Further notes for `Traits`.
+    `kernel` maps (problem, number of workers) to a planned kernel, `excluded` a problem
+    to the reason why it cannot be run, if so. `notes` are further notes for `Traits`.
     """
 
     name: str
     kernel: Callable[[ConvProblem, int], Kernel]
-    excluded: Callable[[ConvProblem], str | None] = runs_everything
+    excluded: Callable[[ConvProblem], str | None] = lambda problem: None
     notes: tuple[str, ...] = ()
 
 
@@ -69,8 +61,6 @@ class Algorithm:
 
 
 ALIGNMENT = 64
-
-
 Region = tuple[tuple[int, ...], str]
 """Shape and NumPy data type of one array in a workspace."""
 

@@ -31,11 +31,8 @@ from mucudnn.ir.conv import ConvProblem, Direction
 class Block:
     """A contiguous range of filter columns.
 
-    Attributes:
-        groups: Range of groups.
-        channels: Range of channels of each group.
-        taps: Range of taps along every kernel axis.
-        columns: Range of columns in a filter's rows.
+    Ranges of groups, of channels of each group, of taps along every kernel axis, and of
+    columns in a filter's rows.
     """
 
     groups: slice
@@ -52,27 +49,21 @@ class Block:
 class Blocks:
     """Filter columns, (channel, tap) or channels last (tap, channel), cut into blocks.
 
-    Args:
-        gather: Gather that reads the taps.
-        groups: Groups of the filter.
-        channels: Columns of a filter for each tap.
-        limit: Most columns of a block, over all its groups.
-        taps_limit: Most taps of a block.
-        last: Whether channels are last in memory.
-        spanning: Whether a block may span several groups.
+    A block has up to `limit` columns over all its groups (several if `spanning`) and up
+    to `taps_limit` taps. `sizes` are the numbers of groups and of columns for each tap.
     """
 
     def __init__(
         self,
         gather: Gather,
-        groups: int,
-        channels: int,
+        sizes: tuple[int, int],
         limit: int,
         *,
         taps_limit: int,
         last: bool,
         spanning: bool,
     ) -> None:
+        groups, channels = sizes
         kernel = tuple(axis.taps for axis in gather.axes)
         per_tap = min(channels, limit) if last else 1
         some = _tap_block(kernel, max(1, min(taps_limit, limit // per_tap)))
@@ -138,13 +129,8 @@ def _tap_block(kernel: Sequence[int], limit: int) -> tuple[int, ...]:
 class PatchBlock:
     """A block of patches of one tile.
 
-    Args:
-        source: (N, G, C, *spatial).
-        gather: Positions to read.
-        block: Columns to fill.
-        tile: Outputs along each axis, with explicit bounds.
-        buffers: Flat buffers for the patches and for a zero-padded copy.
-        last: Whether channels are last in memory.
+    `source` is (N, G, C, *spatial), `tile` has explicit bounds, and `buffers` are flat:
+    for the patches and for a zero-padded copy.
     """
 
     def __init__(
@@ -166,17 +152,12 @@ class PatchBlock:
             return
         target, matrix = tap_block(buffers[0], block, tile, last=last)
         self.matrix = matrix[None]
-        axes = [
-            replace(
-                axis,
-                start=axis.start + taps.start * axis.tap_step,
-                taps=taps.stop - taps.start,
-            )
-            for axis, taps in zip(gather.axes, block.taps, strict=True)
-        ]
-        reads = [
-            axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)
-        ]
+        axes = []
+        for axis, taps in zip(gather.axes, block.taps, strict=True):
+            start = axis.start + taps.start * axis.tap_step
+            axes.append(replace(axis, start=start, taps=taps.stop - taps.start))
+        spans = zip(axes, tile, strict=True)
+        reads = [axis.reads(t.start, t.stop) for axis, t in spans]
         sizes = part.shape[3:]
         if all(r.start >= 0 and r.stop <= n for r, n in zip(reads, sizes, strict=True)):
             windows = tap_windows(part, axes, tile, (0,) * rank)
@@ -188,7 +169,18 @@ class PatchBlock:
             target[...] = 0
             self._by_tap = part, target, axes, tile
             return
-        self._pad(part, target, axes, tile, reads, buffers[1], room)
+        # Through a zero-padded copy of as many channels as fit.
+        groups, channels = part.shape[1:3]
+        have, want = overlap(reads, sizes)
+        some = min(room, channels)
+        elements = some * groups * math.prod(lengths)
+        padded = buffers[1][:elements].reshape(groups, some, *lengths)
+        padded[...] = 0  # kept from one sample to the next
+        for cut in cuts(channels, some):
+            copy = padded[:, : cut.stop - cut.start]
+            windows = tap_windows(copy, axes, tile, [-r.start for r in reads])
+            inner, inputs = copy[(..., *want)], part[(slice(None), slice(None), cut)]
+            self._steps.append((inner, inputs[(..., *have)], target[:, cut], windows))
 
     def fill(self, n: int) -> None:
         """Gather the patches of sample `n` into the block."""
@@ -198,38 +190,10 @@ class PatchBlock:
             else:
                 np.copyto(inner, source[n])
                 np.copyto(target, windows)
-        if self._by_tap is not None:
-            self._fill_by_tap(n, *self._by_tap)
-
-    def _pad(
-        self,
-        part: Any,
-        target: Any,
-        axes: Sequence[Axis],
-        tile: Sequence[slice],
-        reads: Sequence[range],
-        buffer: Any,
-        room: int,
-    ) -> None:
-        """Plan gathering through a zero-padded copy of as many channels as fit."""
-        groups, channels = part.shape[1:3]
-        lengths = [len(r) for r in reads]
-        have, want = overlap(reads, part.shape[3:])
-        each = groups * math.prod(lengths)
-        some = min(room, channels)
-        padded = buffer[: some * each].reshape(groups, some, *lengths)
-        padded[...] = 0  # kept from one sample to the next
-        for cut in cuts(channels, some):
-            copy = padded[:, : cut.stop - cut.start]
-            windows = tap_windows(copy, axes, tile, [-r.start for r in reads])
-            inner, source = copy[(..., *want)], part[(slice(None), slice(None), cut)]
-            self._steps.append((inner, source[(..., *have)], target[:, cut], windows))
-
-    @staticmethod
-    def _fill_by_tap(
-        n: int, part: Any, target: Any, axes: Sequence[Axis], tile: Sequence[slice]
-    ) -> None:
-        """Copy tap by tap, where a padded copy would not fit the buffer."""
+        if self._by_tap is None:
+            return
+        # Tap by tap, where a padded copy would not fit the buffer.
+        part, target, axes, tile = self._by_tap
         for tap in itertools.product(*(range(axis.taps) for axis in axes)):
             if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
                 written, read = hit
@@ -305,25 +269,17 @@ def cuts(total: int, block: int) -> Iterator[slice]:
 
 
 _PIXELS = 64  # least pixels of a block of patches
-
 _PER_PIXEL = 256  # elements of a larger buffer for each further pixel
-
 _TAPS = 12  # least taps of a scattered block: each tap is one addition
-
 _PER_TAP = 1024  # elements of a larger buffer for each further tap
-
 _SAMPLES = 8  # samples per planned block, while the result stays in cache
-
-
 _Step = Callable[[int], None]
 
 
 class Blockwise:
     """The products of one problem, or of some of its samples.
 
-    Args:
-        problem: The convolution, in any direction.
-        room: Elements of a worker's buffer.
+    `room` is the number of elements of a worker's buffer.
     """
 
     def __init__(self, problem: ConvProblem, room: int) -> None:
@@ -459,14 +415,10 @@ class Blockwise:
         self, dy: Any, w: Any, dx: Any, buffers: Sequence[Any], workers: Workers
     ) -> None:
         """Add wᵀ @ dy, as patches (G, terms, …) of dx, to their positions."""
+        limit, taps = max(1, self.room // self._tile), max(_TAPS, self.room // _PER_TAP)
+        sizes, last = dx.shape[1:3], self._last
         blocks = Blocks(
-            self._gather,
-            dx.shape[1],
-            dx.shape[2],
-            max(1, self.room // self._tile),
-            taps_limit=max(_TAPS, self.room // _PER_TAP),
-            last=self._last,
-            spanning=True,
+            self._gather, sizes, limit, taps_limit=taps, last=last, spanning=True
         )
         pixels = min(self._pixels, self.room // blocks.terms)
         tiling = Tiling(1, self._gather.out_shape, pixels)
@@ -496,14 +448,9 @@ class Blockwise:
         """Return the blocks of filter columns and the tiles of the result."""
         size, pixels = self._sizes[0], self._pixels
         limit = max(1, size // self._tile) if size else self._terms
+        sizes, last, several = source.shape[1:3], self._last, not self._direct
         blocks = Blocks(
-            self._gather,
-            source.shape[1],
-            source.shape[2],
-            limit,
-            taps_limit=limit,
-            last=self._last,
-            spanning=not self._direct,
+            self._gather, sizes, limit, taps_limit=limit, last=last, spanning=several
         )
         if size:
             pixels = max(1, min(pixels, size // blocks.terms))
@@ -543,12 +490,8 @@ class Blockwise:
 def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
     """Return a function that writes (or adds) the product of one sample.
 
-    Args:
-        a: (N, G, m, k), or one for all samples; `b` and `out` likewise.
-        b: (N, G, k, n).
-        out: (N, G, m, n).
-        buffer: Memory for a product that BLAS cannot add.
-        add: Whether to add instead of writing.
+    `a` is (N, G, m, k) or one for all samples, `b` (N, G, k, n), `out` (N, G, m, n);
+    `buffer` holds a product that BLAS cannot add.
     """
     multiply = product(a[0, 0], b[0, 0], out[0, 0]) if out.shape[1] == 1 else None
     if multiply is not None:

@@ -63,11 +63,8 @@ def fill_table(
 ) -> None:
     """Write the real DFT matrix (n, positions): rows of cos, then of -sin.
 
-    Args:
-        table: Output; its first size is the length n of the transform.
-        positions: Position of each column's sample, modulo n.
-        scale: Factor of every row; 1 / n for an inverse.
-        pair: Further factor of the rows that stand for two frequencies.
+    `positions` are those of the columns' samples, modulo n. Every row is multiplied by
+    `scale`, and rows that stand for two frequencies by `pair` too.
     """
     n, width = table.shape
     r, z = _num_real(n), _num_pairs(n)
@@ -155,12 +152,8 @@ def split(product: Any, r: int, out: Columns) -> None:
 def merge(spectrum: Columns, r: int, out: Any, pair: float) -> None:
     """Undo `split`: complex columns to (columns, n, …), the input of an inverse table.
 
-    Args:
-        spectrum: Complex columns.
-        r: Real columns among those of `out`.
-        out: Output.
-        pair: Factor for the conjugate of a real column's frequency: 2, or 1 if the
-            table includes it.
+    `r` are the real columns among those of `out`; `pair` is the factor for the
+    conjugate of a real column's frequency: 2, or 1 if the table includes it.
     """
     n = out.shape[1]
     kinds = planar(out, r)
@@ -192,12 +185,10 @@ def basis_scratch(
 
 
 def fill_basis(basis: Any, tables: Sequence[Any], scratch: Sequence[Any]) -> None:
-    """Write the DFT of every single tap of a filter.
+    """Write the DFT of every single tap of a filter to (frequencies, 2, taps).
 
-    Args:
-        basis: Output (frequencies, 2, taps), taps in row-major order.
-        tables: Tables of the filter, innermost axis first.
-        scratch: Arrays as listed by `basis_scratch`.
+    Taps are in row-major order; `tables` are the filter's, innermost axis first, and
+    `scratch` has the arrays of `basis_scratch`.
     """
     last, free = len(tables) - 1, iter(scratch)
     state, r = tables[0], _num_real(len(tables[0]))
@@ -228,7 +219,6 @@ def fill_basis(basis: Any, tables: Sequence[Any], scratch: Sequence[Any]) -> Non
 
 
 _CHUNK_BYTES = 1 << 20  # of intermediate arrays; about a core's second-level cache
-
 _CHANNELS = 16  # unit of the number of channels of a chunk smaller than a sample
 
 
@@ -242,10 +232,8 @@ class Chunk:
     @property
     def shape(self) -> tuple[int, int]:
         """Number of samples and of channels."""
-        return (
-            self.samples.stop - self.samples.start,
-            self.channels.stop - self.channels.start,
-        )
+        samples, channels = self.samples, self.channels
+        return samples.stop - samples.start, channels.stop - channels.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,39 +302,15 @@ class Separable:
                     slice(c, min(c + channels, self.channels)),
                 )
 
-    def forward(
+    def bind(
         self,
         tables: Sequence[Any],
         tensor: Any,
         spectrum: Any,
         chunk: Chunk,
         workspace: Any,
-    ) -> None:
-        """Transform a chunk of `tensor` into its part of `spectrum`."""
-        job = self._job(tables, tensor, spectrum, chunk, workspace)
-        job.forward(0, job.image[None], ())
-
-    def inverse(
-        self,
-        tables: Sequence[Any],
-        spectrum: Any,
-        tensor: Any,
-        chunk: Chunk,
-        workspace: Any,
-        accumulate: bool,
-    ) -> None:
-        """Transform back, into (or onto) a chunk of `tensor`.
-
-        The tables include the inverse's factors; those of the first axis also the
-        factor 2 for conjugate frequencies.
-        """
-        job = self._job(tables, tensor, spectrum, chunk, workspace)
-        for i, window in enumerate(self.windows[0]):
-            job.inverse(0, job.image[None], window, (i,), accumulate)
-
-    def _job(
-        self, tables: Sequence[Any], tensor: Any, spectrum: Any, chunk: Chunk, ws: Any
-    ) -> "_Job":
+    ) -> "ChunkTransform":
+        """Return the transform of a chunk of `tensor` and its part of `spectrum`."""
         image = tensor[chunk.samples, chunk.channels]
         rank = len(self.sizes)
         if self.channels_last:
@@ -354,11 +318,11 @@ class Separable:
         else:
             image = image.reshape(-1, *image.shape[2:])
         regions = self.scratch(*chunk.shape)
-        *arrays, tile = carve(ws, regions)
+        *arrays, tile = carve(workspace, regions)
         states, products = arrays[: rank - 1], arrays[rank - 1 :]
         if rank > 1:
             products.insert(0, states[0])
-        return _Job(
+        return ChunkTransform(
             self,
             tables,
             image,
@@ -370,7 +334,7 @@ class Separable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class ChunkTransform:
     """The transform of one chunk with all of its arrays.
 
     Images are (planes, …, size) or, channels last, (samples, …, size, channels); states
@@ -385,7 +349,20 @@ class _Job:
     products: Sequence[Any]
     tile: Any
 
-    def forward(self, level: int, state: Any, tile: tuple[int, ...]) -> None:
+    def forward(self) -> None:
+        """Transform the image into the spectrum."""
+        self._forward(0, self.image[None], ())
+
+    def inverse(self, accumulate: bool) -> None:
+        """Transform back, into (or onto) the image.
+
+        The tables include the inverse's factors; those of the first axis also the
+        factor 2 for conjugate frequencies.
+        """
+        for i, window in enumerate(self.plan.windows[0]):
+            self._inverse(0, self.image[None], window, (i,), accumulate)
+
+    def _forward(self, level: int, state: Any, tile: tuple[int, ...]) -> None:
         """Transform the axes from `level` on, for all their tiles."""
         lines = self._lines(state, level)
         table, last = self.tables[level], len(self.tables) - 1
@@ -393,26 +370,26 @@ class _Job:
         after, _ = frequencies(self.plan.lengths[: level + 1])
         product = self._product(level, lines.shape)
         for i, window in enumerate(self.plan.windows[level]):
-            part = lines[:, :, window.start : window.stop]
+            part, own = (
+                lines[:, :, window.start : window.stop],
+                table[:, window.columns],
+            )
             if self.plan.channels_last:
-                np.matmul(
-                    table[:, window.columns], part, out=product.transpose(0, 2, 1, 3)
-                )
+                np.matmul(own, part, out=product.transpose(0, 2, 1, 3))
             else:
-                np.matmul(
-                    table[:, window.columns], part.transpose(0, 2, 1), out=product
-                )
+                np.matmul(own, part.transpose(0, 2, 1), out=product)
             if level == last:
                 out = self.spectrum[(slice(None), slice(None), *tile, i)]
-                split(self._leaf(product, out), r, halves(out, after))
+                leaf = product.reshape(*product.shape[:2], *out.shape[-2:])
+                split(leaf, r, halves(out, after))
                 out[:after, 1] = 0
                 continue
             following = self.states[level + 1].reshape(-1, *product.shape[2:])
             if level > 0:  # the first product already is the next state
                 split(product, r, planar(following, after))
-            self.forward(level + 1, following, (*tile, i))
+            self._forward(level + 1, following, (*tile, i))
 
-    def inverse(
+    def _inverse(
         self,
         level: int,
         state: Any,
@@ -430,24 +407,15 @@ class _Job:
         after, _ = frequencies(self.plan.lengths[: level + 1])
         if level == last:
             source = self.spectrum[(slice(None), slice(None), *tile)]
-            merge(
-                halves(source, after),
-                r,
-                self._leaf(product, source),
-                1.0 if level == 0 else 2.0,
-            )
+            out = product.reshape(*product.shape[:2], *source.shape[-2:])
+            merge(halves(source, after), r, out, 1.0 if level == 0 else 2.0)
         else:
             following = self.states[level + 1].reshape(-1, *product.shape[2:])
             for i, inner in enumerate(self.plan.windows[level + 1]):
-                self.inverse(level + 1, following, inner, (*tile, i), False)
+                self._inverse(level + 1, following, inner, (*tile, i), False)
             if level > 0:
                 merge(planar(following, after), r, product, 2.0)
-        self._back(level, product, lines, window, accumulate)
-
-    def _back(
-        self, level: int, product: Any, lines: Any, window: Window, accumulate: bool
-    ) -> None:
-        """Multiply by the inverse's table into or onto a window of lines."""
+        # Multiply by the inverse's table, into or onto a window of lines.
         table = self.tables[level][:, window.columns]
         target = out = lines[:, :, window.start : window.stop]
         if accumulate:
@@ -471,6 +439,3 @@ class _Job:
         columns, count, _, *channels = lines
         n = self.plan.lengths[level]
         return self.products[level].reshape(columns, n, count, *channels)
-
-    def _leaf(self, product: Any, spectrum: Any) -> Any:
-        return product.reshape(*product.shape[:2], *spectrum.shape[-2:])

@@ -31,9 +31,8 @@ _LONGEST = 512  # points; beyond, a table outgrows the cache and tiles are faste
 
 def _fft_kernel(problem: ConvProblem, workers: int) -> "Spectral":
     rank = len(problem.stride)
-    return Spectral(
-        problem, workers, tuple(whole_axis(problem, i) for i in range(rank))[::-1]
-    )
+    axes = (whole_axis(problem, i) for i in reversed(range(rank)))
+    return Spectral(problem, workers, tuple(axes))
 
 
 def _fft_excluded(problem: ConvProblem) -> str | None:
@@ -48,24 +47,22 @@ def _fft_excluded(problem: ConvProblem) -> str | None:
 
 FFT = Algorithm("FFT", _fft_kernel, _fft_excluded)
 
-
 # FFT_TILING: images in tiles of 32 x 32 points, whatever their size.
 #
 # The workspace and the cost of a tile are fixed. Tiles overlap by the filter's span, so
 # small filters waste little; a filter that spans a whole tile leaves no output in it.
 # Volumes take tiles of 16 points an axis: 32 would need 32 768 a tile.
 
-
 _TILE = {1: 32, 2: 32, 3: 16}  # points per axis, by the number of spatial axes
 
 
-def _kernel(problem: ConvProblem, workers: int) -> "Spectral":
+def _tiling_kernel(problem: ConvProblem, workers: int) -> "Spectral":
     rank = len(problem.stride)
     axes = (tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank)))
     return Spectral(problem, workers, tuple(axes))
 
 
-def _excluded(problem: ConvProblem) -> str | None:
+def _tiling_excluded(problem: ConvProblem) -> str | None:
     tile = _TILE[len(problem.stride)]
     for i, step in enumerate(problem.stride):
         reach = problem.dilation[i] * (problem.w_shape[2 + i] - 1) + 1
@@ -77,7 +74,7 @@ def _excluded(problem: ConvProblem) -> str | None:
     return None
 
 
-FFT_TILING = Algorithm("FFT_TILING", _kernel, _excluded)
+FFT_TILING = Algorithm("FFT_TILING", _tiling_kernel, _tiling_excluded)
 
 
 # Positions of a convolution's samples on the circle of a Fourier transform.
@@ -92,13 +89,9 @@ FFT_TILING = Algorithm("FFT_TILING", _kernel, _excluded)
 class Axis:
     """A spatial axis: the length of its transform and its tiles.
 
-    Attributes:
-        length: Points of the circle.
-        x: Windows of the input, one per tile.
-        y: Windows of the output, one per tile.
-        x_at: Positions of the columns that `x` refers to.
-        y_at: Positions of the columns that `y` refers to, `stride` apart.
-        w_at: Positions of the filter's taps, `dilation` apart.
+    `x` and `y` are the windows of input and output, one per tile. `x_at` and `y_at` are
+    the positions of their columns (those of y `stride` apart), `w_at` those of the
+    filter's taps, `dilation` apart.
     """
 
     length: int
@@ -114,16 +107,10 @@ def whole_axis(problem: ConvProblem, axis: int) -> Axis:
     size, out = problem.x_shape[2 + axis], problem.y_shape[2 + axis]
     step, pad = problem.stride[axis], problem.padding[axis]
     taps = _taps(problem, axis)
-    reach = taps[-1] + 1
-    length = max(pad + size, (out - 1) * step - pad + reach)
-    return Axis(
-        length,
-        (Window(0, size, 0),),
-        (Window(0, out, 0),),
-        range(pad, pad + size),
-        range(0, (out - 1) * step + 1, step),
-        taps,
-    )
+    length = max(pad + size, (out - 1) * step - pad + taps[-1] + 1)
+    x, y = (Window(0, size, 0),), (Window(0, out, 0),)
+    x_at, y_at = range(pad, pad + size), range(0, (out - 1) * step + 1, step)
+    return Axis(length, x, y, x_at, y_at, taps)
 
 
 def tiled_axis(problem: ConvProblem, axis: int, tile: int) -> Axis:
@@ -142,27 +129,19 @@ def tiled_axis(problem: ConvProblem, axis: int, tile: int) -> Axis:
         new = (tile - reach) // step + 1
         count = -(-out // new)
         width = (new - 1) * step + reach
-        return Axis(
-            tile,
-            tuple(_window(i * new * step - pad, width, size) for i in range(count)),
-            tuple(_window(i * new, new, out) for i in range(count)),
-            range(width),
-            range(0, width - reach + 1, step),
-            taps,
-        )
+        x = (_window(i * new * step - pad, width, size) for i in range(count))
+        y = (_window(i * new, new, out) for i in range(count))
+        y_at = range(0, width - reach + 1, step)
+        return Axis(tile, tuple(x), tuple(y), range(width), y_at, taps)
     new = (tile - reach + 1) // step * step
     count = -(-size // new)
     shift = reach - 1 - pad  # position of output 0 in the first tile
     first = -(shift // step)
     y_at = range(first * step + shift, new + reach - 1, step)
-    return Axis(
-        tile,
-        tuple(_window(i * new, new, size) for i in range(count)),
-        tuple(_window(i * new // step + first, len(y_at), out) for i in range(count)),
-        range(reach - 1, reach - 1 + new),
-        y_at,
-        taps,
-    )
+    x = (_window(i * new, new, size) for i in range(count))
+    y = (_window(i * new // step + first, len(y_at), out) for i in range(count))
+    x_at = range(reach - 1, reach - 1 + new)
+    return Axis(tile, tuple(x), tuple(y), x_at, y_at, taps)
 
 
 def _taps(problem: ConvProblem, axis: int) -> range:
@@ -187,18 +166,12 @@ def _window(start: int, width: int, size: int) -> Window:
 
 
 _Job = tuple[Separable, Sequence[Any], Any, Any]
-"""Transform, its tables, spectrum, tensor."""
+"""Transform, its tables, tensor, spectrum."""
 
 
 @dataclass(frozen=True)
 class Spectral:
-    """A convolution whose spatial axes have been cut into tiles.
-
-    Attributes:
-        problem: The convolution.
-        workers: Number of threads that share the work.
-        axes: Spatial axes, innermost first.
-    """
+    """A convolution whose spatial axes, innermost first, have been cut into tiles."""
 
     problem: ConvProblem
     workers: int
@@ -224,27 +197,41 @@ class Spectral:
         *tables, kernel = arrays
         # Tables depend on shapes only, but are refilled: kernels hold no arrays.
         self._fill_tables(tables)
-        self._fill_basis(basis, tables[2::3], scratch.reshape(-1))
-        x = (self._x, tables[0::3], xs)
-        y = (self._y, tables[1::3], ys)
+        flat = scratch.reshape(-1)
+        fill_basis(basis, tables[2::3], carve(flat, self._basis_scratch()))
+        r, _ = frequencies(self._lengths)
+        basis[:r, 1] = 0
+        if self.problem.direction is Direction.BACKWARD_FILTER:  # of the inverse
+            basis[:r] *= 1 / math.prod(self._lengths)
+            basis[r:] *= 2 / math.prod(self._lengths)
+        of_x, of_y = tables[0::3], tables[1::3]
         flat_x, flat_y = (s.reshape(*s.shape[:2], -1, s.shape[-1]) for s in (xs, ys))
         products = self._products
         match self.problem.direction:
             case Direction.FORWARD:
-                _forward(workers, scratch, (*x, a))
+                _forward(workers, scratch, (self._x, of_x, a, xs))
                 w = self._stored(b)
                 products.apply(workers, basis, flat_x, flat_y, w, kernel, scratch)
-                _inverse(workers, scratch, (*y, out), accumulate)
+                _inverse(workers, scratch, (self._y, of_y, out, ys), accumulate)
             case Direction.BACKWARD_DATA:
-                _forward(workers, scratch, (*y, a))
+                _forward(workers, scratch, (self._y, of_y, a, ys))
                 w = self._stored(b)
                 products.apply(workers, basis, flat_y, flat_x, w, kernel, scratch)
-                _inverse(workers, scratch, (*x, out), accumulate)
+                _inverse(workers, scratch, (self._x, of_x, out, xs), accumulate)
             case Direction.BACKWARD_FILTER:
-                _forward(workers, scratch, (*x, a))
-                _forward(workers, scratch, (*y, b))
+                _forward(workers, scratch, (self._x, of_x, a, xs))
+                _forward(workers, scratch, (self._y, of_y, b, ys))
                 products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
-                _reduce(workers, kernel, self._stored(out).reshape(-1), accumulate)
+                dw = self._stored(out).reshape(-1)
+
+                def add(_: int, start: int, stop: int) -> None:
+                    target = dw[start:stop]
+                    if not accumulate:
+                        target[...] = 0
+                    for share in kernel:
+                        np.add(target, share[start:stop], out=target)
+
+                workers.ranges(len(dw), add)
 
     @cached_property
     def _x(self) -> Separable:
@@ -299,14 +286,9 @@ class Spectral:
             for axis in self.axes
             for at in (axis.x_at, axis.y_at, axis.w_at)
         ]
-        return [
-            products.basis(),
-            self._x.spectrum,
-            self._y.spectrum,
-            ((nworkers, each), "uint8"),
-            *tables,
-            products.filter(nworkers),
-        ]
+        spectra, scratch = (self._x.spectrum, self._y.spectrum), (nworkers, each)
+        basis, kernel = products.basis(), products.filter(nworkers)
+        return [basis, *spectra, (scratch, "uint8"), *tables, kernel]
 
     def _fill_tables(self, tables: Sequence[Any]) -> None:
         """Fill the tables of x, y and w per axis; inverse ones for the result."""
@@ -320,44 +302,25 @@ class Spectral:
             fill_table(y, axis.y_at, **(back if to_y else {}))
             fill_table(w, axis.w_at)
 
-    def _fill_basis(self, basis: Any, tables: Sequence[Any], scratch: Any) -> None:
-        """Fill the basis, with the factors of the inverse for a filter gradient."""
-        fill_basis(basis, tables, carve(scratch, self._basis_scratch()))
-        r, _ = frequencies(self._lengths)
-        basis[:r, 1] = 0
-        if self.problem.direction is Direction.BACKWARD_FILTER:
-            basis[:r] *= 1 / math.prod(self._lengths)
-            basis[r:] *= 2 / math.prod(self._lengths)
-
 
 def _forward(workers: Workers, scratch: Any, job: _Job) -> None:
-    transform, tables, spectrum, tensor = job
+    transform, tables, tensor, spectrum = job
 
     def work(worker: int, chunk: Chunk) -> None:
-        transform.forward(tables, tensor, spectrum, chunk, scratch[worker])
+        own = transform.bind(tables, tensor, spectrum, chunk, scratch[worker])
+        own.forward()
 
     workers.each(transform.chunks(workers.count), work)
 
 
 def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> None:
-    transform, tables, spectrum, tensor = job
+    transform, tables, tensor, spectrum = job
 
     def work(worker: int, chunk: Chunk) -> None:
-        room = scratch[worker]
-        transform.inverse(tables, spectrum, tensor, chunk, room, accumulate)
+        own = transform.bind(tables, tensor, spectrum, chunk, scratch[worker])
+        own.inverse(accumulate)
 
     workers.each(transform.chunks(workers.count), work)
-
-
-def _reduce(workers: Workers, sums: Any, out: Any, accumulate: bool) -> None:
-    def work(_: int, start: int, stop: int) -> None:
-        target = out[start:stop]
-        if not accumulate:
-            target[...] = 0
-        for share in sums:
-            np.add(target, share[start:stop], out=target)
-
-    workers.ranges(len(out), work)
 
 
 # Products of spectra, one block of frequencies at a time.
@@ -375,11 +338,8 @@ def _reduce(workers: Workers, sums: Any, out: Any, accumulate: bool) -> None:
 
 
 _BLOCK_BYTES = 1 << 20  # bytes of a block's arrays; about a core's second-level cache
-
 _LEAST = 16  # frequencies of a block; the product with the basis is slow with fewer
-
 _ROWS = 256  # samples and tiles whose products are summed while they are in the cache
-
 _PIECE = 16  # output channels of the filter that are copied at a time
 
 
@@ -387,13 +347,8 @@ _PIECE = 16  # output channels of the filter that are copied at a time
 class Products:
     """The multiplication of the spectra of one problem.
 
-    Spectra of x and y are (frequencies, 2, rows, channels); the basis is (frequencies,
-    2, taps).
-
-    Attributes:
-        problem: The convolution.
-        frequencies: Number of frequencies of a spectrum.
-        rows: Samples times tiles.
+    Spectra of x and y are (frequencies, 2, rows, channels), where rows are samples
+    times tiles; the basis is (frequencies, 2, taps).
     """
 
     problem: ConvProblem
@@ -415,10 +370,8 @@ class Products:
 
     @property
     def _block(self) -> int:
-        fit = _BLOCK_BYTES // (
-            sum(map(math.prod, self._arrays(1))) * self.problem.itemsize
-        )
-        return min(max(fit, _LEAST), self.frequencies)
+        each = sum(map(math.prod, self._arrays(1))) * self.problem.itemsize
+        return min(max(_BLOCK_BYTES // each, _LEAST), self.frequencies)
 
     def _arrays(self, block: int) -> list[tuple[int, ...]]:
         """Return the shapes of the filter's spectrum and of the products of a block."""

@@ -55,7 +55,6 @@ def _gemm_kernel(problem: ConvProblem, workers: int) -> Kernel:
 
 GEMM = Algorithm("GEMM", _gemm_kernel)
 
-
 # IMPLICIT_GEMM: matrix products of patches that are gathered in small blocks.
 #
 # The algorithm has no workspace. What a kernel may allocate anyway (see `Kernel`) holds
@@ -68,11 +67,8 @@ GEMM = Algorithm("GEMM", _gemm_kernel)
 # which are sums over samples. Where a pixel is its own patch no block is needed, and
 # all workers take part.
 
-
 _SMALL = 32 << 10  # bytes of a block and its padding, if they are allocated
-
 _LARGE = 256 << 10  # bytes per worker, if the block lies in the result
-
 _PART = 2  # at most every second remaining sample holds blocks
 
 
@@ -141,46 +137,36 @@ class ImplicitGemm:
 
 IMPLICIT_GEMM = Algorithm("IMPLICIT_GEMM", ImplicitGemm)
 
-
 # IMPLICIT_PRECOMP_GEMM: patches of one tile at a time, at precomputed offsets.
 #
 # The offsets of a tile's patches are computed once, as strides of a small padded copy
 # of the tile's input. The patches are copied into a buffer that stays in cache and are
 # multiplied at once. Workspace does not grow with the batch.
 
-
 _TILE_BYTES = 2 << 20  # of patches: short calls cost more than cache misses
-
 _FEW_CHANNELS = 16  # rows below which a product does not fill the vector units
 
 
 def _precomp_gemm_kernel(problem: ConvProblem, workers: int) -> Kernel:
     if problem.direction is Direction.BACKWARD_FILTER:
         return FilterGradient(problem, workers, _TILE_BYTES)
-    if problem.direction is Direction.BACKWARD_DATA and _scatters(problem):
+    # Patches of dx are scattered rather than patches of dy gathered where the products
+    # are small: with a stride, gathering takes one per residue class of positions, with
+    # short rows. If patches do not overlap, these are all the work there is.
+    _, channels, *kernel = problem.w_shape
+    overlapping = math.prod(kernel) > math.prod(problem.stride) > 1
+    scatters = problem.groups == 1 and (channels < _FEW_CHANNELS or overlapping)
+    if problem.direction is Direction.BACKWARD_DATA and scatters:
         return Scattering(problem, workers, _TILE_BYTES)
     return Correlation(problem, workers, _TILE_BYTES)
 
 
-def _scatters(problem: ConvProblem) -> bool:
-    """Return whether to scatter patches of dx rather than to gather patches of dy.
-
-    With a stride, gathering takes one product per residue class of positions, with
-    short rows; if patches do not overlap, these products are all the work there is.
-    """
-    _, channels, *kernel = problem.w_shape
-    overlapping = math.prod(kernel) > math.prod(problem.stride) > 1
-    return problem.groups == 1 and (channels < _FEW_CHANNELS or overlapping)
-
-
 IMPLICIT_PRECOMP_GEMM = Algorithm("IMPLICIT_PRECOMP_GEMM", _precomp_gemm_kernel)
-
 
 # Forward and backward data as matrix products over gathered patches.
 #
 # Backward data is a correlation of dy with transposed filters, one for each residue
 # class of input positions when the stride is greater than 1.
-
 
 _LEAST_PIXELS = 256  # below this, BLAS spends its time packing the filter
 
@@ -273,14 +259,9 @@ class Correlation:
                 samples, tile = cut
                 columns = part.patches.lower(source[samples], tile, own)
                 out = target[(samples, ..., *tile)]
-                multiply(
-                    matrix,
-                    columns,
-                    out.transpose(1, 2, 0, *range(3, out.ndim)),
-                    own[-1],
-                    by_column=self._last,
-                    accumulate=accumulate,
-                )
+                out, last = out.transpose(1, 2, 0, *range(3, out.ndim)), self._last
+                room, add = own[-1], accumulate
+                multiply(matrix, columns, out, room, by_column=last, accumulate=add)
 
             workers.each(part.tiling, work)
 
@@ -298,7 +279,6 @@ class Correlation:
 
 
 _LEAST_TERMS = 512  # least pixels that one product sums over
-
 _LARGE_FILTER = 1 << 17  # elements; above, private sums cost more than they save
 
 
@@ -328,16 +308,9 @@ class FilterGradient:
         self._by_channel = c >= 8 * workers and k * c * taps > _LARGE_FILTER
         self._block = -(-c // (2 * workers)) if self._by_channel else c
         samples, *tile = self._tiling.largest
-        self._patches = Patches(
-            self._gather.axes,
-            problem.x_shape[2:],
-            self._block * problem.groups,
-            samples,
-            tile,
-            self._last,
-            problem.dtype,
-        )
-        dtype = problem.dtype
+        axes, sizes = self._gather.axes, problem.x_shape[2:]
+        c_most, dtype = self._block * problem.groups, problem.dtype
+        self._patches = Patches(axes, sizes, c_most, samples, tile, self._last, dtype)
         block = k * self._block * taps
         self._own: list[Region] = [
             *self._patches.regions,
@@ -411,18 +384,12 @@ class FilterGradient:
         ordered = dw.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
         for index in tiles:
             samples, tile = self._tiling[index]
-            columns = self._patches.lower(x[samples], tile, buffers)
+            columns = self._patches.lower(x[samples], tile, buffers).transpose(0, 2, 1)
             part = dy[(samples, ..., *tile)]
             part = part.transpose(1, 2, 0, *range(3, part.ndim))
             errors = packed(part, 1, buffers[2], by_column=self._last)
-            multiply(
-                errors,
-                columns.transpose(0, 2, 1),
-                ordered,
-                buffers[3],
-                by_column=False,
-                accumulate=accumulate,
-            )
+            room, add = buffers[3], accumulate
+            multiply(errors, columns, ordered, room, by_column=False, accumulate=add)
             accumulate = True
 
 
@@ -535,13 +502,7 @@ class Scattering:
             buffers[1], shape, 1 + rank, by_column=self._last
         )
         np.matmul(matrix, errors, out=product)
-        channel = 1 + rank if self._last else 1
-        first = 1 if self._last else 2
-        sample = 2 + rank
-        return patches.transpose(
-            sample,
-            0,
-            channel,
-            *range(first, first + rank),
-            *range(sample + 1, sample + 1 + rank),
-        )
+        first, channel = (1, 1 + rank) if self._last else (2, 1)
+        sample, kernel = 2 + rank, range(first, first + rank)
+        pixels = range(sample + 1, sample + 1 + rank)
+        return patches.transpose(sample, 0, channel, *kernel, *pixels)

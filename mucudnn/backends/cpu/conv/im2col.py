@@ -50,12 +50,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Patches to read, filter taps to multiply them by, outputs to write.
+    """Patches to read, an `Axis` each, filter taps for them, and outputs to write.
 
-    Attributes:
-        axes: One per spatial axis.
-        taps: Slices of the filter's kernel axes.
-        outs: Slices of the result's spatial axes.
+    `taps` are slices of the filter's kernel axes, `outs` of the result's spatial axes.
     """
 
     axes: tuple[Axis, ...]
@@ -116,12 +113,8 @@ def grouped(array: Any, groups: int, axis: int) -> Any:
     """Split a channel axis into (groups, channels of a group); return a view."""
     size, stride = array.shape[axis], array.strides[axis]
     shape = (*array.shape[:axis], groups, size // groups, *array.shape[axis + 1 :])
-    strides = (
-        *array.strides[:axis],
-        stride * (size // groups),
-        stride,
-        *array.strides[axis + 1 :],
-    )
+    before, after = array.strides[:axis], array.strides[axis + 1 :]
+    strides = (*before, stride * (size // groups), stride, *after)
     return as_strided(array, shape, strides)
 
 
@@ -130,9 +123,7 @@ def overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Return the part of a tensor inside a padded block, as slices of both.
 
-    Args:
-        reads: Positions of the block along each axis; some may be outside.
-        sizes: Sizes of the tensor.
+    `reads` are the positions of the block along each axis; some may be outside.
     """
     inner, outer = [], []
     for r, size in zip(reads, sizes, strict=True):
@@ -151,15 +142,9 @@ def read_windows(
 ) -> Any:
     """Return a view (…, *taps, *outs of the tile) of `source` or a zero-padded copy.
 
-    Args:
-        source: (…, *spatial).
-        axes: Positions to read along each spatial axis.
-        tile: Outputs wanted along each axis, with explicit bounds.
-        padded: Function from a spatial shape to a buffer (…, *spatial) for the copy,
-            or None if it does not fit.
-
-    Returns:
-        None if padding is read and there is no buffer for it.
+    `tile` has explicit bounds. `padded` returns a buffer (…, *spatial) of a spatial
+    shape for the copy, or None if it does not fit; then None is returned if padding is
+    read.
     """
     reads = [axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)]
     sizes = source.shape[-len(axes) :]
@@ -343,14 +328,12 @@ class Patches:
             channels last, (*tap, channel); pixels are (sample, *output).
         """
         rank = len(self._axes)
-        windows = read_windows(
-            source,
-            self._axes,
-            tile,
-            lambda spatial: padded_buffer(
-                buffers[0], source.shape, spatial, channels_last=self._last
-            ),
-        )
+
+        def padded(spatial: Sequence[int]) -> Any:
+            last = self._last
+            return padded_buffer(buffers[0], source.shape, spatial, channels_last=last)
+
+        windows = read_windows(source, self._axes, tile, padded)
         taps = tuple(range(3, 3 + rank))
         outs = tuple(range(3 + rank, 3 + 2 * rank))
         reduction = (*taps, 2) if self._last else (2, *taps)
@@ -409,11 +392,8 @@ def matrix_buffer(
 ) -> tuple[Any, Any]:
     """View one buffer as (group, *row axes, *column axes) and as (group, row, column).
 
-    Args:
-        buffer: Flat, at least as many elements as `shape` has.
-        shape: Shape of the first view.
-        rows: Number of axes after the first that belong to the rows.
-        by_column: Whether the matrices are stored column by column.
+    `rows` axes of `shape` after the first belong to the rows. `by_column` stores
+    matrices column by column.
     """
     groups, row_shape, column_shape = shape[0], shape[1 : 1 + rows], shape[1 + rows :]
     m, n = math.prod(row_shape), math.prod(column_shape)

@@ -68,9 +68,9 @@ class Winograd:
         kernel, inner, outer, spare, even, odd, *bands = arrays
         adjoint = problem.direction is Direction.BACKWARD_FILTER
         half, scratch = len(bands) // 2, (even, odd)
-        matrix = minimal.input_matrix()
+        matrix = np.array(minimal.data, np.float64)
         source = Tiles(plan, plan.source, a, matrix, inner, bands[:half], scratch)
-        matrix, image = minimal.output_matrix(), b if adjoint else out
+        matrix, image = np.array(minimal.output, np.float64).T, b if adjoint else out
         result = Tiles(plan, plan.result, image, matrix, outer, bands[half:], scratch)
         w = Filter(problem, minimal, kernel)
         if adjoint:
@@ -84,15 +84,11 @@ class Winograd:
 
 
 WINOGRAD_NONFUSED = Algorithm("WINOGRAD_NONFUSED", Winograd, excluded)
-
-
 Product = tuple[int, slice]
 """A value of the tiles and some rows of its matrix product."""
 
 
-def _regions(
-    problem: ConvProblem, plan: "Plan", nworkers: int
-) -> list[algorithm.Region]:
+def _regions(problem: ConvProblem, plan: "Plan", nworkers: int) -> list[Region]:
     """List the values of filter, source and result; workers' scratch; band matrices."""
     dtype = problem.dtype
     adjoint = problem.direction is Direction.BACKWARD_FILTER
@@ -247,44 +243,29 @@ def _product(a: Any, b: Any, out: Any) -> None:
 
 
 _STRETCH = 5  # most tiles an axis of a band matrix: wider ones multiply more zeros
-
 _BLOCK_BYTES = 8 << 20
 """Bytes of transformed tiles of a shared block, to fit a last-level cache; at least as
 many as the transformed filter has, which every block reads once.
 """
 
-
 _OWN_BYTES = 3 << 20  # bytes of transformed tiles of a block that belongs to one worker
-
 _OWN_FILTER = 4 << 20  # bytes of a transformed filter up to which workers own blocks
-
 _OWN_BALANCE = 0.75  # least share of the workers' time that their own blocks must use
-
 _PIECE_BYTES = 512 << 10  # intermediate results, to fit a core's second-level cache
-
 _BLOCK_SAMPLES = 256  # most samples of a block; keeps the list of its pieces small
-
 _TRANSFORM_COST = 40  # multiply-adds that take as long as one transformed value
-
 _FILTER_COST = 40  # multiply-adds that take as long as one transformed filter value
-
-
 Range = tuple[int, int]
-
-
 Piece = tuple[Range, int]
 """Samples, and the index of a range of tiles of the second axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The source or the result image.
+    """The source or the result image, with the channels of all groups.
 
-    Attributes:
-        channels: Channels of all groups.
-        sizes: Spatial sizes.
-        pads: Items before each axis that its first tile reaches.
-        reach: Items along an axis that belong to a tile.
+    A tile consists of `reach` items of each axis; the first begins `pads` items before
+    it.
     """
 
     channels: int
@@ -301,9 +282,7 @@ class Image:
 class Block:
     """Tiles that are transformed, multiplied and transformed back together.
 
-    Attributes:
-        band: Index of the range of tile rows in `Plan.ranges[0]`.
-        samples: Range of samples.
+    `band` is the index of the range of tile rows in `Plan.ranges[0]`.
     """
 
     band: int
@@ -312,19 +291,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The cut of one problem.
+    """The cut of one problem; tiles partition `result`, and overlap in `source`.
 
-    Attributes:
-        minimal: F(m, 3).
-        batch: Samples.
-        source: Image that is read with overlap.
-        result: Image that the tiles partition.
-        ranges: Ranges of tiles an axis: bands of the first axis, the parallel pieces
-            of the second, all of the third.
-        samples: Most samples in a block.
-        crew: Number of blocks in progress at a time, one per worker; 0 if all workers
-            share one.
-        at_once: Most samples that are transformed at a time.
+    `ranges` are ranges of tiles an axis: bands of the first axis, the parallel pieces
+    of the second, all of the third. A block has up to `samples` samples, transformed up
+    to `at_once` at a time. `crew` is the number of blocks in progress at a time, one
+    per worker; 0 if all workers share one.
     """
 
     minimal: Minimal
@@ -390,10 +362,8 @@ class Plan:
         tiles = [max(b - a for a, b in ranges) for ranges in self.ranges]
         needs = [[0], [0]]
         for image in (self.source, self.result):
-            spans = [
-                max(b - a for a, b in self._windows(image, axis))
-                for axis in range(self.rank)
-            ]
+            windows = [self._windows(image, axis) for axis in range(self.rank)]
+            spans = [max(b - a for a, b in ranges) for ranges in windows]
             channels = image.channels
             items = intermediate_items(self.minimal.points, tiles, spans, channels)
             for need, most in zip(needs, items, strict=True):
@@ -404,13 +374,13 @@ class Plan:
 
     def band_regions(self, image: Image, dtype: str) -> list[Region]:
         """List band matrices, transposed as BLAS is faster so, by axis and range."""
-        return [
-            ((high - low, self.minimal.points * (tiles[1] - tiles[0])), dtype)
-            for axis, ranges in enumerate(self.ranges)
-            for tiles, (low, high) in zip(
-                ranges, self._windows(image, axis), strict=True
-            )
-        ]
+        regions: list[Region] = []
+        for axis, ranges in enumerate(self.ranges):
+            windows = zip(ranges, self._windows(image, axis), strict=True)
+            for (first, last), (low, high) in windows:
+                rows = self.minimal.points * (last - first)
+                regions.append(((high - low, rows), dtype))
+        return regions
 
     def _windows(self, image: Image, axis: int) -> list[Range]:
         step = self.minimal.step
@@ -525,14 +495,10 @@ def _share(total: int, part: int, parts: int) -> Range:
 class Tiles:
     """Transforms between an image and the values of its tiles.
 
-    Args:
-        plan: Cut of the problem.
-        image: Source or result image of the plan.
-        array: Data of the image, (N, channels, *spatial), of any strides.
-        matrix: (points, reach of a tile), applied along every axis.
-        values: Buffer for the values of a block (1 or workers, items).
-        bands: Buffers for the band matrices, as listed by `Plan.band_regions`.
-        scratch: Two arrays (workers, items) for intermediate results.
+    `array` has the data of the image, (N, channels, *spatial), of any strides;
+    `matrix`, (points, reach of a tile), is applied along every axis. `values` holds
+    those of a block (1 or workers, items), `bands` the matrices that
+    `Plan.band_regions` lists, `scratch` two arrays (workers, items).
     """
 
     def __init__(

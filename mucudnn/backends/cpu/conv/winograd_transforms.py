@@ -10,6 +10,7 @@ it. A transform is then one matrix product an axis, directly from and to the cal
 tensors in any layout: the products with zeros cost less than the copies would.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from mucudnn.ir.conv import ConvProblem, Direction
 TAPS = 3
 """Filter taps along an axis."""
 
-
 Rows = tuple[tuple[Fraction, ...], ...]
 
 
@@ -33,10 +33,8 @@ Rows = tuple[tuple[Fraction, ...], ...]
 class Minimal:
     """The exact matrices of F(m, 3).
 
-    Attributes:
-        data: Bᵀ, (m + 2, m + 2): a tile of the input -> its m + 2 values.
-        filter: G, (m + 2, 3): the taps -> their m + 2 values.
-        output: Aᵀ, (m, m + 2): the products -> m outputs.
+    Bᵀ, (m + 2, m + 2), maps a tile of the input to its m + 2 values; G, (m + 2, 3), the
+    taps to theirs; Aᵀ, (m, m + 2), their products to m outputs.
     """
 
     data: Rows
@@ -53,14 +51,6 @@ class Minimal:
         """Values of a tile, m + 2."""
         return len(self.data)
 
-    def input_matrix(self) -> Any:
-        """Return Bᵀ in float64: (points, reach of a tile in the input)."""
-        return np.array(self.data, np.float64)
-
-    def output_matrix(self) -> Any:
-        """Return A in float64: (points, outputs of a tile)."""
-        return np.array(self.output, np.float64).T
-
     def kernel_matrix(self, rank: int, *, flip: bool, dtype: str) -> Any:
         """Return the filter's transform over all axes at once, (points^rank, 3^rank).
 
@@ -70,18 +60,14 @@ class Minimal:
         multiplies this small shape faster that way.
         """
         g: Any = np.array(self.filter, np.float64)
-        full = g
-        for _ in range(rank - 1):
-            full = np.kron(full, g)
+        full: Any = functools.reduce(np.kron, [g] * rank)
         full = full.reshape(*[self.points] * rank, -1)
         rows = full.transpose(*reversed(range(rank)), rank).reshape(-1, TAPS**rank)
         return np.asfortranarray(rows[:, ::-1] if flip else rows, dtype)
 
 
 def _rows(text: str) -> Rows:
-    return tuple(
-        tuple(Fraction(item) for item in line.split()) for line in text.split(";")
-    )
+    return tuple(tuple(map(Fraction, line.split())) for line in text.split(";"))
 
 
 MINIMAL = {
@@ -123,13 +109,9 @@ def band(
 ) -> None:
     """Write the matrix that applies `matrix` to every tile of a range.
 
-    Args:
-        out: (points * tiles, stretch of the axis); rows with the tile fastest.
-        matrix: (points, reach).
-        tiles: First tile and the one after the last.
-        step: Distance between tiles.
-        pad: Zeros before the axis; negative where the axis is cropped.
-        start: Position on the axis at which the stretch begins.
+    `out` is (points * tiles, stretch of the axis), its rows with the tile fastest.
+    Tiles are `step` apart, from `pad` zeros before the axis on (cropped if negative);
+    the stretch begins at position `start` of the axis.
     """
     out[...] = 0
     count, reach = tiles[1] - tiles[0], matrix.shape[1]
@@ -161,13 +143,10 @@ def analyse(
 ) -> None:
     """Transform every tile of images: one matrix product an axis, last axis first.
 
-    Args:
-        images: (samples, *spatial, channels), of any strides.
-        bands: (points * tiles, spatial) an axis.
-        points: m + 2.
-        out: (samples, points^(rank - 1), points * tiles of axis 0, tiles of the others
-            * channels), where the points of the last axis count slowest.
-        scratch: Two flat arrays of `intermediate_items`, used in turns.
+    `images` are (samples, *spatial, channels), of any strides; `bands` (points * tiles,
+    spatial) an axis. `out` is (samples, points^(rank - 1), points * tiles of axis 0,
+    tiles of the others * channels), where the points of the last axis count slowest.
+    `scratch` has two flat arrays of `intermediate_items`, used in turns.
     """
     state = images[..., None, :, :]
     for axis in range(len(bands) - 1, 0, -1):
@@ -229,7 +208,6 @@ _LINE = 64
 and then all values of a filter tap would compete for the same cache lines.
 """
 
-
 _SMALL = 1 << 18  # values up to which one thread transforms a filter faster
 
 
@@ -265,11 +243,9 @@ class Filter:
         self._room = room
         self._sums = room[..., : k * c_per_group].reshape(*room.shape[:2], *shape)
         self._stored = self._sums[0]
-        self._matrix = minimal.kernel_matrix(
-            len(kernel),
-            flip=problem.direction is Direction.BACKWARD_DATA,
-            dtype=problem.dtype,
-        )
+        flip = problem.direction is Direction.BACKWARD_DATA
+        rank, dtype = len(kernel), problem.dtype
+        self._matrix = minimal.kernel_matrix(rank, flip=flip, dtype=dtype)
 
     def values(self, of: int = 0) -> Any:
         """Return one sum as (values, groups, source channels, result channels)."""

@@ -8,6 +8,7 @@ kernels and gradients may be given an input's memory as output.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,7 @@ from mucudnn.backends.cpu.threads import Workers
 
 __all__ = ["KERNELS", "bind"]
 
-_FILES = (
+_MODULES = (
     pooling,
     batch_norm,
     reductions,
@@ -43,7 +44,7 @@ _FILES = (
 )
 
 KERNELS: Mapping[str, Run] = MappingProxyType(
-    {name: run for file in _FILES for name, run in file.OPERATIONS.items()}
+    {name: run for module in _MODULES for name, run in module.OPERATIONS.items()}
 )
 """Operation name to kernel; kernels still need workers, see `bind`."""
 
@@ -51,11 +52,8 @@ KERNELS: Mapping[str, Run] = MappingProxyType(
 def bind(workers: Workers) -> Mapping[str, Kernel]:
     """Return the kernels bound to these workers."""
 
-    def bound(run: Run) -> Kernel:
-        def call(inputs: Any, outputs: Any, attrs: Any, _: Any) -> None:
-            with np.errstate(all="ignore"):  # infinities show in the results
-                run(KernelCall(workers, inputs, outputs, attrs))
+    def call(run: Run, inputs: Any, outputs: Any, attrs: Any, _: Any) -> None:
+        with np.errstate(all="ignore"):  # infinities show in the results
+            run(KernelCall(workers, inputs, outputs, attrs))
 
-        return Kernel(call)
-
-    return {name: bound(run) for name, run in KERNELS.items()}
+    return {name: Kernel(partial(call, run)) for name, run in KERNELS.items()}

@@ -61,7 +61,10 @@ def leaky_relu_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
 
 def gelu_grad(attrs: Attrs, x: Any, dy: Any, dx: Any) -> None:
     """Compute dy (cdf(x) + x density(x))."""
-    slope = normal_density(x)
+    slope = np.square(x)
+    slope *= -0.5
+    np.exp(slope, out=slope)
+    slope *= 1 / math.sqrt(2 * math.pi)  # the density of a standard normal variable
     slope *= x
     slope += normal_cdf(x)
     np.multiply(dy, slope, out=dx)
@@ -142,7 +145,6 @@ def to_channels_first(call: KernelCall) -> None:
 
 
 _BLOCK = 65536  # positions per Philox key and counter; defines the mask
-
 _WORD = 1 << 64
 
 
@@ -161,6 +163,7 @@ def dropout(call: KernelCall) -> None:
         return
 
     offset, apart = call.attrs.get("offset", 0), call.attrs.get("apart", run)
+    threshold = np.uint16(min(round(p * 65536), 65535))
     end = offset + (len(x) - 1) * apart + run if len(x) else offset
 
     def block(number: int) -> None:
@@ -170,26 +173,20 @@ def dropout(call: KernelCall) -> None:
         parts = [(r, start, min(run, stop)) for r, start, stop in inside if start < run]
         if not parts:
             return
-        mask = _mask(key, number, parts[-1][0] * apart + parts[-1][2] - first, p)
+        # The mask, True for kept elements, of the block's first positions.
+        count = parts[-1][0] * apart + parts[-1][2] - first
+        source = np.random.Generator(np.random.Philox(key=key, counter=number << 64))
+        # Unlike `random_raw`, this releases the interpreter lock.
+        words = source.integers(0, _WORD - 1, -(-count // 4), np.uint64, endpoint=True)
+        halves = words.astype("<u8", copy=False).view("<u2")[:count]
+        mask = np.greater_equal(halves, threshold)
         for row, start, stop in parts:
-            here = row * apart - first
-            out = y[row, start:stop]
-            apply_mask(
-                mask[here + start : here + stop], x[row, start:stop], out, call.scratch
-            )
+            here, out = row * apart - first, y[row, start:stop]
+            own = mask[here + start : here + stop]
+            apply_mask(own, x[row, start:stop], out, call.scratch)
             out *= 1 / (1 - p)
 
     call.share(range(offset // _BLOCK, -(-end // _BLOCK)), block)
-
-
-def _mask(key: int, block: int, count: int, p: float) -> Any:
-    """Return a mask, True for kept elements, of a block's first positions."""
-    source = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
-    # Unlike `random_raw`, this releases the interpreter lock.
-    words = source.integers(0, _WORD - 1, -(-count // 4), np.uint64, endpoint=True)
-    halves = words.astype("<u8", copy=False).view("<u2")[:count]
-    threshold = min(round(p * 65536), 65535)
-    return np.greater_equal(halves, np.uint16(threshold))
 
 
 def _as_ncs_from_last(array: Any) -> Any:
@@ -210,13 +207,9 @@ def rectify(values: Any, out: Any) -> None:
 def apply_mask(mask: Any, values: Any, out: Any, scratch: Scratch) -> None:
     """Compute `out = values` where the mask holds, and +0 elsewhere.
 
-    The zeros are exact even if the values are infinite.
-
-    Args:
-        mask: Booleans; overwritten.
-        values: Floats of the same shape.
-        out: May be `values`.
-        scratch: Memory for the mask in the width of the floats.
+    The zeros are exact even if the values are infinite. The mask, of booleans, is
+    overwritten; `out` may be `values`; `scratch` holds the mask in the width of the
+    floats.
     """
     ones = mask.view(np.int8)
     np.negative(ones, out=ones)  # 0 or -1: all bits of a byte
@@ -235,10 +228,7 @@ def apply_mask(mask: Any, values: Any, out: Any, scratch: Scratch) -> None:
 
 
 _FARTHEST = 6.2  # beyond, 1 - erf(x) is below half a unit in the last place of float64
-
-
 _LOWEST = (2 - _FARTHEST) / (2 + _FARTHEST)
-
 _DEGREE = {"float32": 8, "float64": 26}
 
 
@@ -255,15 +245,6 @@ def normal_cdf(x: Any) -> Any:
     values = erf(x * math.sqrt(0.5))
     values += 1
     values *= 0.5
-    return values
-
-
-def normal_density(x: Any) -> Any:
-    """Compute exp(-x²/2) / sqrt(2 pi)."""
-    values = np.square(x)
-    values *= -0.5
-    np.exp(values, out=values)
-    values *= 1 / math.sqrt(2 * math.pi)
     return values
 
 

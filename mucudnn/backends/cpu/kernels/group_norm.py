@@ -5,7 +5,7 @@ has one value per channel or per element; both broadcast with a last axis of siz
 S.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,10 @@ Part = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Views of the arrays of one operation.
+    """Views of the arrays of one operation as `shape`, (N, groups, channels of one, S).
 
-    Attributes:
-        shape: (N, groups, channels of a group, S).
-        affine: Shape of gamma and beta, with an axis for the samples.
-        last: Whether arrays are (N, S, C).
+    `affine` is the shape of gamma and beta, with an axis for the samples; with `last`
+    arrays are (N, S, C).
     """
 
     shape: tuple[int, int, int, int]
@@ -62,12 +60,12 @@ class Grouped:
 
     def groups(self, itemsize: int) -> list[tuple[slice, slice]]:
         """Return the parts of (N, groups) that workers take."""
-        limit = max(1, _LIMIT // itemsize // self.count)
+        limit = max(1, BLOCK_BYTES // itemsize // self.count)
         return [(n, g) for n, g in tiles(self.shape[:2], limit)]
 
     def chunks(self, part: tuple[slice, slice], itemsize: int) -> Iterator[Part]:
         """Yield the tiles of a part."""
-        for inner in tiles(self.shape[2:], _LIMIT // itemsize):
+        for inner in tiles(self.shape[2:], BLOCK_BYTES // itemsize):
             yield (*part, *inner)
 
     def affine_part(self, part: Part) -> Part:
@@ -163,7 +161,7 @@ def group_norm_apply(call: KernelCall) -> None:
         out *= gamma[affine]
         out += beta[affine]
 
-    _in_tiles(call, grouped, tile)
+    call.share(tiles(grouped.shape, BLOCK_BYTES // call.inputs[0].itemsize), tile)
 
 
 def group_norm_grad_sums(call: KernelCall) -> None:
@@ -201,14 +199,8 @@ def group_norm_grad_apply(call: KernelCall) -> None:
         affine = gamma[grouped.affine_part(part)]
         input_grad(x[part], dy[part], affine, numbers, dx[part])
 
-    _in_tiles(call, grouped, tile)
+    call.share(tiles(grouped.shape, BLOCK_BYTES // x.itemsize), tile)
 
-
-def _in_tiles(call: KernelCall, grouped: Grouped, tile: Callable[[Part], Any]) -> None:
-    call.share(tiles(grouped.shape, BLOCK_BYTES // call.inputs[0].itemsize), tile)
-
-
-_LIMIT = BLOCK_BYTES
 
 _SAMPLES = 64  # most samples summed in single precision for gradients of gamma
 
@@ -250,7 +242,7 @@ def affine_grads(
     def block(inner: Part) -> None:
         few = min(samples, _SAMPLES)
         width = int(np.prod([s.stop - s.start for s in inner]))
-        step = max(1, min(few, _LIMIT // x.itemsize // width))
+        step = max(1, min(few, BLOCK_BYTES // x.itemsize // width))
         gammas: Any = 0.0
         betas: Any = 0.0
         for start in range(0, samples, step):
@@ -274,7 +266,7 @@ def affine_grads(
 def _affine_parts(grouped: Grouped, itemsize: int) -> list[Part]:
     """Split (groups, channels, S); pixels that share gamma stay together."""
     _, groups, channels, S = grouped.shape
-    elements = _LIMIT // itemsize
+    elements = BLOCK_BYTES // itemsize
     if grouped.affine[3] == S:
         few = max(1, elements // min(grouped.shape[0], _SAMPLES))
         return tiles((groups, channels, S), few)

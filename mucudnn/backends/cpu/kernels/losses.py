@@ -30,7 +30,7 @@ def softmax_cross_entropy(call: KernelCall) -> None:
         ValueError: A label is not a class.
     """
     x, logs = as_ncs(call.inputs[0]), as_ncs(call.outputs[1])
-    labels = _pixel_labels(call.inputs[1], x)
+    labels = call.inputs[1].reshape(x.shape[0], x.shape[2])
 
     def tile(part: tuple[slice, slice]) -> float:
         n, s = part
@@ -50,7 +50,7 @@ def softmax_cross_entropy(call: KernelCall) -> None:
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """Compute (p - [1 at the label]) dloss / number of labels, from log p."""
     logs, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
-    labels = _pixel_labels(call.inputs[1], logs)
+    labels = call.inputs[1].reshape(logs.shape[0], logs.shape[2])
     factor = float(call.inputs[2]) / call.attrs.get("count", labels.size)
 
     def tile(part: tuple[slice, slice]) -> None:
@@ -102,7 +102,7 @@ def accuracy(call: KernelCall) -> None:
         ValueError: A label is not a class.
     """
     x = as_ncs(call.inputs[0])
-    labels = _pixel_labels(call.inputs[1], x)
+    labels = call.inputs[1].reshape(x.shape[0], x.shape[2])
     before = call.inputs[2] if len(call.inputs) > 2 else 0
 
     def tile(part: tuple[slice, slice]) -> float:
@@ -123,10 +123,6 @@ def _pixel_tiles(x: Any) -> list[Any]:
     N, C, S = x.shape
     piece = min(BLOCK_BYTES // x.itemsize, -(-x.size // _PIECES))
     return tiles((N, S), max(1, piece // C))
-
-
-def _pixel_labels(labels: Any, x: Any) -> Any:
-    return labels.reshape(x.shape[0], x.shape[2])
 
 
 def _checked(labels: Any, classes: int) -> Any:

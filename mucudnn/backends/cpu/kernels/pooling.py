@@ -68,17 +68,14 @@ def max_pool_grad(call: KernelCall) -> None:
         for inner in parts:
             part_of_dy, count = dy[(some, *inner)], len(dx[some])
             call.scratch.restart()
-            number, where = (
-                call.scratch.take(part_of_dy.size, np.intp).reshape(part_of_dy.shape)
-                for _ in range(2)
-            )
+            room = (call.scratch.take(part_of_dy.size, np.intp) for _ in range(2))
+            number, where = (each.reshape(part_of_dy.shape) for each in room)
             np.copyto(number, index[(some, *inner)])
             np.take(steps, number, out=where, mode="clip")
-            where += (
-                _corners(spatial, inner, count, pixels)
-                if corners is None
-                else corners[:count]
-            )
+            if corners is None:
+                where += _corners(spatial, inner, count, pixels)
+            else:
+                where += corners[:count]
             np.add.at(target, where.reshape(-1), part_of_dy.reshape(-1))
 
     call.share(tiles((planes.size,), together), block)
@@ -127,7 +124,9 @@ def avg_pool_grad(call: KernelCall) -> None:
                     total = part.copy() if total is None else np.add(total, part, total)
             windows.scatter(phase, total, dx)
 
-    call.share(Windows.of_inputs(axes, dx.itemsize), tile)
+    # One of the tiles, in some phase, has each element.
+    positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
+    call.share(Windows.cover(axes, positions, dx.itemsize), tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +183,7 @@ class _CoveringWindows:
     """Results of all windows that cover a tile, including those that start before it.
 
     They are zero where no window exists, so gradients need no special case at borders.
-
-    Attributes:
-        image: A copy of the results, one element per window, of `windows.lengths`.
-        inside: The part of `image` that has windows.
-        source: The part of `results` that was copied.
+    `image` is a copy, one element per window, of `source` in its part `inside`.
     """
 
     def __init__(self, windows: "Windows", results: Any) -> None:
@@ -237,8 +232,6 @@ def _count(axis: Axis, padded: bool) -> Any:
 
 
 _INDEXED = 32768  # outputs whose positions are computed at a time, 16 bytes each
-
-
 Images = dict[tuple[int, ...], Any]
 
 
@@ -318,10 +311,8 @@ def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list
 class Windows:
     """Positions [start, stop) on every axis, plus those that windows reach beyond them.
 
-    Attributes:
-        axes: Axes of the whole tensor.
-        starts: First position of the tile on each axis.
-        counts: Number of positions of the tile on each axis.
+    `starts` and `counts` are the first position and the number of positions of the
+    tile.
     """
 
     axes: tuple[Axis, ...]
@@ -333,21 +324,11 @@ class Windows:
         cls, axes: Sequence[Axis], positions: Sequence[int], itemsize: int
     ) -> "list[Windows]":
         """Return tiles that cover all positions."""
-        parts = tiles(positions, _TILE_BYTES // itemsize)
-        return [
-            cls(
-                tuple(axes),
-                tuple(s.start for s in part),
-                tuple(s.stop - s.start for s in part),
-            )
-            for part in parts
-        ]
-
-    @classmethod
-    def of_inputs(cls, axes: Sequence[Axis], itemsize: int) -> "list[Windows]":
-        """Return tiles such that one of them, in some phase, has each element."""
-        positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
-        return cls.cover(axes, positions, itemsize)
+        found = []
+        for part in tiles(positions, _TILE_BYTES // itemsize):
+            starts, counts = (s.start for s in part), (s.stop - s.start for s in part)
+            found.append(cls(tuple(axes), tuple(starts), tuple(counts)))
+        return found
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -406,9 +387,8 @@ class Windows:
         flat = scratch.take(self.size + self.spare, x.dtype)
         image = flat[: self.size].reshape(self.lengths)
         inside, source = self.overlap(phase, self.lengths)
-        if self.spare or any(
-            s.stop - s.start < n for s, n in zip(inside, self.lengths, strict=True)
-        ):
+        pairs = zip(inside, self.lengths, strict=True)
+        if self.spare or any(s.stop - s.start < n for s, n in pairs):
             flat[...] = fill
         image[inside] = x[source]
         return flat
@@ -431,11 +411,8 @@ class Windows:
             high = max(low, min(length, (axis.size - 1 - first) // axis.stride + 1))
             begin = first + low * axis.stride
             inside.append(slice(low, high))
-            source.append(
-                slice(begin, begin + (high - low) * axis.stride, axis.stride)
-                if high > low
-                else slice(0, 0)
-            )
+            reached = slice(begin, begin + (high - low) * axis.stride, axis.stride)
+            source.append(reached if high > low else slice(0, 0))
         return tuple(inside), tuple(source)
 
     def reduce(
@@ -443,10 +420,7 @@ class Windows:
     ) -> Any:
         """Combine each window's elements, one axis after the other, the last first.
 
-        Args:
-            images: Images made by `gather`, by phase; not modified.
-            combine: A ufunc such as `np.maximum`.
-            scratch: Memory for the result and for intermediate ones.
+        `images`, by phase, are made by `gather` and not modified; `combine` is a ufunc.
         """
         for i in reversed(range(len(self.axes))):
             axis, pitch = self.axes[i], self.pitches[i]

@@ -63,7 +63,6 @@ def bias_grad(call: KernelCall) -> None:
 
 
 _PANELS = 16  # at most; enough to balance a few workers
-
 _NARROWEST = 64  # columns; below, BLAS spends its time packing
 
 
@@ -109,7 +108,6 @@ def _add_bias(call: KernelCall, *, relu: bool) -> None:
 LONGEST_ROW = 16384
 """Most elements that are summed in single precision."""
 
-
 _NEIGHBOURS = 64  # least channels at a time where they are contiguous (S = 1)
 
 
@@ -130,9 +128,8 @@ def channel_chunks(
     for first in range(0, C, step):
         channels = slice(first, min(first + step, C))
         width = channels.stop - first
-        rows = [
-            slice(i, min(i + LONGEST_ROW, S)) for i in range(0, S, LONGEST_ROW)
-        ] or [slice(0, 0)]
+        starts = range(0, S, LONGEST_ROW) or [0]
+        rows = [slice(i, min(i + LONGEST_ROW, S)) for i in starts]
         longest = max(1, width * min(S, LONGEST_ROW))
         chunks: list[tuple[slice, ...]] = [
             (n, channels, s) for s in rows for (n,) in tiles((N,), limit // longest)

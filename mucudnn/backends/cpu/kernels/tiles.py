@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 from mucudnn.backends.cpu.threads import Scratch, Workers
 
 T = TypeVar("T")
-
 Attrs = Mapping[str, Any]
-
 BLOCK_BYTES = 512 << 10
 """Bytes of each operand of a tile."""
 
@@ -72,7 +70,6 @@ class KernelCall:
 _LANES = 16  # elements of the widest vector registers
 _PORTIONS = 4  # least tiles of a large array; more do not pay off on two cores
 _WORTH = 1 << 16  # least elements worth handing to a thread
-
 Run = Callable[[KernelCall], None]
 """A kernel: writes into the outputs of its call."""
 

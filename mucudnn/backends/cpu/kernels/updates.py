@@ -1,7 +1,7 @@
 """Optimizer steps in PyTorch's conventions, and kernels on gradients.
 
 If the loss scale is state, an update's last two inputs are the scale and its counts
-(`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
+(`passes.graph.precision`): gradients are divided by the scale, and after an overflow
 nothing changes. Such a step does not count for Adam. Before these two comes the
 weight's low-precision copy, if there is one, in the type and layout of the gradient.
 Copy and gradient may be `turned`: stored as (K, *taps, C) for a filter (K, C, *taps).

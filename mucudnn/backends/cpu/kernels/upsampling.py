@@ -116,14 +116,11 @@ def _cut(values: Any, axis: int, part: slice) -> Any:
     return values[(*[slice(None)] * axis, part)]
 
 
-def _distances(scale: int) -> list[float]:
-    return [(k + 0.5) / scale - 0.5 for k in range(scale)]
-
-
 def _interpolate(values: Any, axis: int, scale: int, out: Any) -> None:
     """Interpolate along an axis that has one more pixel on either side."""
     centre = _cut(values, axis, slice(1, -1))
-    for k, f in enumerate(_distances(scale)):
+    for k in range(scale):
+        f = (k + 0.5) / scale - 0.5
         target = _cut(out, axis, slice(k, None, scale))
         side = slice(0, -2) if f < 0 else slice(2, None)
         neighbour = _cut(values, axis, side) * abs(f)
@@ -134,7 +131,8 @@ def _interpolate_transposed(values: Any, axis: int, scale: int) -> Any:
     """Apply `_interpolate` transposed to values with `scale` more on either side."""
     size = values.shape[axis] - 2 * scale
     total: Any = None
-    for k, f in enumerate(_distances(scale)):
+    for k in range(scale):
+        f = (k + 0.5) / scale - 0.5
         own = _cut(values, axis, slice(scale + k, scale + size, scale)) * (1 - abs(f))
         total = own if total is None else np.add(total, own, out=total)
         if f:

@@ -22,7 +22,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.legacy_api import LegacyLibrary
 from mucudnn.backends.cuda.descriptors import Session
-from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.device import LruCache
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -34,12 +34,8 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
 __all__ = ["CudaConv", "execute", "operands_of"]
-
-
 _LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
-
 _NO_GRAPH = "graph API"
-
 _NO_LEGACY = "first API"
 
 
@@ -51,8 +47,8 @@ class CudaConv:
         self._absent = absent
         self._graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
-        self._launches: Recent[tuple[object, ...], Sequence[Launch]]
-        self._launches = Recent(_LAUNCHES)
+        self._launches: LruCache[tuple[object, ...], Sequence[Launch]]
+        self._launches = LruCache(_LAUNCHES)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""
@@ -125,16 +121,9 @@ class CudaConv:
     ) -> Sequence[Launch]:
         """Return the calls of one algorithm on given addresses.
 
+        A filter gradient adds to earlier micro-batches unless this is the `first`.
         Operands with less than the measured alignment get a plan for their true
         alignment.
-
-        Args:
-            problem: Problem at its micro-batch size.
-            algo: Name from `algorithms`.
-            operands: Addresses.
-            first: Whether this is the first micro-batch; a filter gradient adds to the
-                earlier ones otherwise.
-            accumulate: Whether the caller wants the result added to the output.
         """
         if self._absent is not None:
             raise BackendUnavailableError(f"nothing can be run: {self._absent}")
@@ -150,12 +139,10 @@ class CudaConv:
                 f"what {name} needs for {problem}, got {operands.nbytes}"
             )
         part = float32_sum.engine_operands(problem, operands)
-        return [
-            self._launch(problem, name, part, False),
-            float32_sum.add_launch(
-                problem, operands, first=first, accumulate=accumulate
-            ),
-        ]
+        added = float32_sum.add_launch(
+            problem, operands, first=first, accumulate=accumulate
+        )
+        return [self._launch(problem, name, part, False), added]
 
     def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
         """Return the engines fused with bias and ReLU, in heuristic order."""
@@ -173,14 +160,14 @@ class CudaConv:
     def dumps(
         self, problem: ConvProblem, algo: str, *, accumulate: bool = False
     ) -> str | None:
-        """See `PlanTexts.dumps`: an engine's execution plan as JSON."""
+        """See `PlanSerializer.dumps`: an engine's execution plan as JSON."""
         key = _plan_key(problem, algo, accumulate)
         return self._graph.dumps(key) if key.algo.startswith("eng") else None
 
     def loads(
         self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
     ) -> None:
-        """See `PlanTexts.loads`."""
+        """See `PlanSerializer.loads`."""
         self._graph.loads(_plan_key(problem, algo, accumulate), text)
 
     def _launch(
@@ -232,8 +219,6 @@ def execute(session: Session, launches: Sequence[Launch]) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-
 _KNOWN = 64  # sets of addresses in the cache; at this number all are dropped
 
 

@@ -23,19 +23,7 @@ SUFFIX = "+f32"
 _HALVES = ("float16", "bfloat16")
 _ALIGN = 256
 _MOST_BLOCKS = 1024
-
-PROGRAM = Program(
-    r"""
-KERNEL sum_parts(const T* part, A* sum, T* out, I count, int first, int accumulate) {
-    EACH(i, count) {
-        A before = first ? (accumulate ? (A)out[i] : (A)0) : sum[i];
-        A after = before + (A)part[i];
-        sum[i] = after;
-        out[i] = (T)after;
-    }
-}
-"""
-)
+PROGRAM = Program.load("conv/float32_sum.cu")
 
 
 def applies(problem: ConvProblem) -> bool:
@@ -62,11 +50,8 @@ def add_launch(
 ) -> Launch:
     """Return a call that adds the part to the sum and writes the rounded gradient.
 
-    Args:
-        problem: Problem of the micro-batch.
-        operands: Operands of the whole algorithm, not of its engine.
-        first: Whether the sum starts here.
-        accumulate: Whether it starts from the gradient's current value.
+    `operands` are those of the whole algorithm, not of its engine. At `first` the sum
+    starts, with `accumulate` from the gradient's current value.
     """
     count = math.prod(problem.w_shape)
     blocks = min(_MOST_BLOCKS, -(-count // THREADS))

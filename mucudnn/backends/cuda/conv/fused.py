@@ -17,7 +17,6 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 
 logger = logging.getLogger(__name__)
-
 _TRIED = 8  # most engines to build per micro-batch: some refuse only when built
 
 

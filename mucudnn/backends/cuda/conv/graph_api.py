@@ -13,13 +13,13 @@ from mucudnn.backends.cuda.conv.launch import (
     operand_order,
 )
 from mucudnn.backends.cuda.descriptors import Descriptor, Session
-from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     Attribute,
     AttributeType,
     BehaviorNote,
-    Calls,
     ConvolutionMode,
+    Cudnn,
     DataType,
     DescriptorType,
     HeurMode,
@@ -34,23 +34,17 @@ from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Traits
 ALIGNMENT = 16
 """Bytes to which tensor-core engines need operands aligned."""
 
-
 _LISTINGS = 4096  # lists of engines in the cache; each takes a few kilobytes
-
 _PLANS = 2048  # execution plans in the cache; each takes some 40 kilobytes
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """Identity of an execution plan.
+    """Identity of an execution plan of an engine and knobs, as named by `engines`.
 
-    Attributes:
-        problem: Problem at its micro-batch size.
-        algo: Engine and knobs, as named by `engines`.
-        accumulate: Whether the plan adds to its output.
-        alignment: Alignment of the operands' addresses in bytes.
-        bias: Data type of a bias that is added before a ReLU; None for a plain
-            convolution.
+    The plan adds to its output with `accumulate`. Operands are aligned to `alignment`
+    bytes. `bias` is the data type of a bias that is added before a ReLU; None for a
+    plain convolution.
     """
 
     problem: ConvProblem
@@ -73,9 +67,9 @@ class GraphLibrary:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._listings: Recent[tuple[ConvProblem, str | None], dict[str, GraphRow]]
-        self._listings = Recent(_LISTINGS)
-        self._plans: Recent[PlanKey, Descriptor] = Recent(_PLANS)
+        self._listings: LruCache[tuple[ConvProblem, str | None], dict[str, GraphRow]]
+        self._listings = LruCache(_LISTINGS)
+        self._plans: LruCache[PlanKey, Descriptor] = LruCache(_PLANS)
 
     def rows(
         self, problem: ConvProblem, bias: str | None = None
@@ -84,12 +78,9 @@ class GraphLibrary:
         if (rows := self._listings.get((problem, bias))) is not None:
             return rows
         graph = self._graph(PlanKey(problem, "", bias=bias))
-        found = engines(
-            self._session.calls, graph, self._session.description, problem.dtype
-        )
-        rows = {
-            engine.name: GraphRow(engine.workspace, engine.traits) for engine in found
-        }
+        calls, description = self._session.calls, self._session.description
+        found = engines(calls, graph, description, problem.dtype)
+        rows = {one.name: GraphRow(one.workspace, one.traits) for one in found}
         self._listings.put((problem, bias), rows)
         return rows
 
@@ -136,20 +127,15 @@ class GraphLibrary:
         return Launch(calls.function(name), arguments, name, (plan, pack))
 
     def _graph(self, key: PlanKey) -> Descriptor:
+        calls, handle = self._session.calls, self._session.handle()
+        problem, alignment = key.problem, key.alignment
         if key.bias is not None:
             return bias_relu_graph(
-                self._session.calls,
-                key.problem,
-                key.bias,
-                alignment=key.alignment,
-                handle=self._session.handle(),
+                calls, problem, key.bias, alignment=alignment, handle=handle
             )
+        add = key.accumulate
         return operation_graph(
-            self._session.calls,
-            key.problem,
-            accumulate=key.accumulate,
-            alignment=key.alignment,
-            handle=self._session.handle(),
+            calls, problem, accumulate=add, alignment=alignment, handle=handle
         )
 
     def _bare_plan(self) -> Descriptor:
@@ -174,16 +160,10 @@ class GraphLibrary:
 
 
 _HEURISTICS = (HeurMode.A, HeurMode.B, HeurMode.FALLBACK)
-
 _MOST_KNOBS = 40
-
 _MOST_NOTES = 32
-
 _NAME = re.compile(r"eng(\d+)((?:_k\d+=-?\d+)*)")
-
 _KNOB = re.compile(r"_k(\d+)=(-?\d+)")
-
-
 Knobs = tuple[tuple[int, int], ...]
 
 
@@ -212,7 +192,7 @@ def parse_engine_name(name: str) -> tuple[int, Knobs]:
 
 
 def engines(
-    calls: Calls, graph: Descriptor, device: Descriptor | None, dtype: str
+    calls: Cudnn, graph: Descriptor, device: Descriptor | None, dtype: str
 ) -> tuple[Engine, ...]:
     """Return all engine configurations for a finalized graph, in heuristic order.
 
@@ -229,7 +209,7 @@ def engines(
 
 
 def configuration(
-    calls: Calls, graph: Descriptor, device: Descriptor | None, name: str
+    calls: Cudnn, graph: Descriptor, device: Descriptor | None, name: str
 ) -> Descriptor:
     """Rebuild the configuration of a name, without asking the heuristics."""
     index, knobs = parse_engine_name(name)
@@ -248,7 +228,7 @@ def configuration(
 
 
 def _configurations(
-    calls: Calls, graph: Descriptor, device: Descriptor | None
+    calls: Cudnn, graph: Descriptor, device: Descriptor | None
 ) -> Iterator[Descriptor]:
     for mode in _HEURISTICS:
         try:
@@ -266,7 +246,7 @@ def _configurations(
 
 
 def _recommended(
-    calls: Calls, graph: Descriptor, device: Descriptor | None, mode: HeurMode
+    calls: Cudnn, graph: Descriptor, device: Descriptor | None, mode: HeurMode
 ) -> list[Descriptor]:
     heuristic = Descriptor(calls, DescriptorType.ENGINEHEUR)
     heuristic.set(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
@@ -282,7 +262,7 @@ def _recommended(
 
 
 def _engine(
-    calls: Calls, graph: Descriptor, device: Descriptor | None, index: int
+    calls: Cudnn, graph: Descriptor, device: Descriptor | None, index: int
 ) -> Descriptor:
     engine = Descriptor(calls, DescriptorType.ENGINE)
     engine.set(Attribute.ENGINE_OPERATION_GRAPH, graph)
@@ -292,20 +272,11 @@ def _engine(
     return engine.finalize()
 
 
-def _read(calls: Calls, config: Descriptor, dtype: str) -> Engine:
+def _read(calls: Cudnn, config: Descriptor, dtype: str) -> Engine:
     engine = Descriptor(calls, DescriptorType.ENGINE)
     config.get_into(Attribute.ENGINECFG_ENGINE, [engine])
     (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX)
     (workspace,) = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE)
-    return Engine(
-        name=engine_name(index, _knobs(calls, config)),
-        workspace=workspace,
-        traits=_traits(engine, dtype),
-        config=config,
-    )
-
-
-def _knobs(calls: Calls, config: Descriptor) -> Knobs:
     # The library reports 0 choices if asked for their number alone.
     kind_of = DescriptorType.KNOB_CHOICE
     choices = [Descriptor(calls, kind_of) for _ in range(_MOST_KNOBS)]
@@ -315,7 +286,8 @@ def _knobs(calls: Calls, config: Descriptor) -> Knobs:
         (kind,) = choice.get(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE)
         (value,) = choice.get(Attribute.KNOB_CHOICE_KNOB_VALUE)
         knobs.append((kind, value))
-    return tuple(knobs)
+    name = engine_name(index, tuple(knobs))
+    return Engine(name, workspace, _traits(engine, dtype), config)
 
 
 def _traits(engine: Descriptor, dtype: str) -> Traits:
@@ -331,14 +303,10 @@ def _traits(engine: Descriptor, dtype: str) -> Traits:
         mode = TF32
     else:
         mode = NATIVE
-    return Traits(
-        deterministic=NumericalNote.NONDETERMINISTIC not in numerical,
-        math_mode=mode,
-        notes=(
-            *(_note(NumericalNote, "numerical_note", value) for value in numerical),
-            *(_note(BehaviorNote, "behavior_note", value) for value in behavior),
-        ),
-    )
+    notes = [_note(NumericalNote, "numerical_note", value) for value in numerical]
+    notes += [_note(BehaviorNote, "behavior_note", value) for value in behavior]
+    deterministic = NumericalNote.NONDETERMINISTIC not in numerical
+    return Traits(deterministic, mode, tuple(notes))
 
 
 def _note(
@@ -350,59 +318,41 @@ def _note(
         return f"{unknown}_{value}"
 
 
-# The operation graph of one convolution: three tensors and one node.
+# The operation graphs: of one convolution, and of a convolution, a bias and a ReLU.
 
 
 UIDS: Mapping[str, int] = MappingProxyType({"x": 1, "w": 2, "y": 3})
 """Ids of the tensors in a variant pack."""
 
+BIAS_UID = 4
+"""Id of the bias in a variant pack, beside those of the other tensors."""
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """Descriptor type and attributes of the node of one direction."""
+_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
 
-    kind: DescriptorType
-    alpha: Attribute
-    beta: Attribute
-    convolution: Attribute
-    tensors: Mapping[str, Attribute]
-
-
-def _node(
-    kind: DescriptorType, prefix: str, x: str = "X", w: str = "W", y: str = "Y"
-) -> _Node:
-    def attribute(name: str) -> Attribute:
-        return Attribute[f"OPERATION_CONVOLUTION_{prefix}_{name}"]
-
-    return _Node(
-        kind,
-        attribute("ALPHA"),
-        attribute("BETA"),
-        attribute("CONV_DESC"),
-        {"x": attribute(x), "w": attribute(w), "y": attribute(y)},
-    )
-
-
-_NODES: Mapping[Direction, _Node] = MappingProxyType(
+NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = MappingProxyType(
     {
-        Direction.FORWARD: _node(
-            DescriptorType.OPERATION_CONVOLUTION_FORWARD, "FORWARD"
+        Direction.FORWARD: (
+            DescriptorType.OPERATION_CONVOLUTION_FORWARD,
+            "OPERATION_CONVOLUTION_FORWARD",
+            "X W Y",
         ),
-        Direction.BACKWARD_DATA: _node(
-            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA, "BWD_DATA", "DX", y="DY"
+        Direction.BACKWARD_DATA: (
+            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
+            "OPERATION_CONVOLUTION_BWD_DATA",
+            "DX W DY",
         ),
-        Direction.BACKWARD_FILTER: _node(
+        Direction.BACKWARD_FILTER: (
             DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-            "BWD_FILTER",
-            w="DW",
-            y="DY",
+            "OPERATION_CONVOLUTION_BWD_FILTER",
+            "X DW DY",
         ),
     }
 )
+"""Type of a direction's node, prefix of its attributes, its names of x, w and y."""
 
 
 def operation_graph(
-    calls: Calls,
+    calls: Cudnn,
     problem: ConvProblem,
     *,
     accumulate: bool,
@@ -414,20 +364,54 @@ def operation_graph(
     Groups need no attribute: the filter has C // groups channels. All operands'
     addresses are multiples of `alignment`; `handle` is None without a device.
     """
-    geometry, node = Geometry.of(problem), _NODES[problem.direction]
-    operation = Descriptor(calls, node.kind)
-    operation.set(node.alpha, 1.0)
-    operation.set(node.beta, 1.0 if accumulate else 0.0)
-    operation.set(node.convolution, convolution(calls, geometry))
+    geometry = Geometry.of(problem)
     shapes = {"x": geometry.x, "w": geometry.w, "y": geometry.y}
-    for name, shape in shapes.items():
-        tensor = tensor_of(calls, geometry, UIDS[name], shape, alignment)
-        operation.set(node.tensors[name], tensor)
-    return graph_of(calls, [operation.finalize()], handle)
+    tensors = [
+        _tensor(calls, geometry, UIDS[name], shape, alignment)
+        for name, shape in shapes.items()
+    ]
+    beta = 1.0 if accumulate else 0.0
+    node = _convolution(calls, geometry, problem.direction, tensors, beta)
+    return _graph_of(calls, [node], handle)
 
 
-def graph_of(
-    calls: Calls, operations: Sequence[Descriptor], handle: int | None
+def bias_relu_graph(
+    calls: Cudnn,
+    problem: ConvProblem,
+    bias: str,
+    *,
+    alignment: int,
+    handle: int | None = None,
+) -> Descriptor:
+    """Return a finalized graph of a forward convolution: y = max(x * w + b, 0).
+
+    `bias` is the data type of b, one number per channel of y. The results of the
+    convolution and of the sum are virtual tensors: only y is written. Sums are in the
+    compute type, whatever the types of x and w.
+    """
+    geometry = Geometry.of(problem)
+    wide, y = geometry.compute_type, geometry.y
+
+    def between(uid: int) -> Descriptor:
+        return _tensor(calls, geometry, uid, y, alignment, wide, virtual=True)
+
+    def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
+        return _tensor(calls, geometry, UIDS[name], shape, alignment)
+
+    product, total = between(_PRODUCT), between(_SUM)
+    of_channels = 1, y[1], *(1 for _ in y[2:])
+    kind = DATA_TYPES[bias]
+    b = _tensor(calls, geometry, BIAS_UID, of_channels, alignment, kind)
+    tensors = stored("x", geometry.x), stored("w", geometry.w), product
+    node = _convolution(calls, geometry, Direction.FORWARD, tensors, 0.0)
+    mode = PointwiseMode
+    plus = _pointwise(calls, geometry, mode.ADD, (product, b), total)
+    relu = _pointwise(calls, geometry, mode.RELU_FWD, (total,), stored("y", y))
+    return _graph_of(calls, [node, plus, relu], handle)
+
+
+def _graph_of(
+    calls: Cudnn, operations: Sequence[Descriptor], handle: int | None
 ) -> Descriptor:
     """Return a finalized graph of finalized operations, in order."""
     graph = Descriptor(calls, DescriptorType.OPERATIONGRAPH)
@@ -438,8 +422,14 @@ def graph_of(
     return graph.finalize()
 
 
-def convolution(calls: Calls, geometry: Geometry) -> Descriptor:
-    """Return the finalized descriptor of strides, padding and dilation."""
+def _convolution(
+    calls: Cudnn,
+    geometry: Geometry,
+    direction: Direction,
+    tensors: Sequence[Descriptor],
+    beta: float,
+) -> Descriptor:
+    """Return the finalized node of a convolution of the tensors x, w and y."""
     found = Descriptor(calls, DescriptorType.CONVOLUTION)
     found.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
     mode = ConvolutionMode.CROSS_CORRELATION
@@ -449,11 +439,18 @@ def convolution(calls: Calls, geometry: Geometry) -> Descriptor:
     found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *geometry.stride)
     found.set(Attribute.CONVOLUTION_PRE_PADDINGS, *geometry.padding)
     found.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
-    return found.finalize()
+    kind, prefix, names = NODES[direction]
+    node = Descriptor(calls, kind)
+    node.set(Attribute[f"{prefix}_ALPHA"], 1.0)
+    node.set(Attribute[f"{prefix}_BETA"], beta)
+    node.set(Attribute[f"{prefix}_CONV_DESC"], found.finalize())
+    for name, tensor in zip(names.split(), tensors, strict=True):
+        node.set(Attribute[f"{prefix}_{name}"], tensor)
+    return node.finalize()
 
 
-def tensor_of(
-    calls: Calls,
+def _tensor(
+    calls: Cudnn,
     geometry: Geometry,
     uid: int,
     shape: tuple[int, ...],
@@ -462,16 +459,10 @@ def tensor_of(
     *,
     virtual: bool = False,
 ) -> Descriptor:
-    """Return the finalized descriptor of a dense tensor.
+    """Return the finalized descriptor of a dense tensor (N, C, *spatial).
 
-    Args:
-        calls: The library.
-        geometry: Source of the layout, and of the type unless given.
-        uid: Id in a variant pack.
-        shape: Shape as (N, C, *spatial).
-        alignment: Alignment of the address in bytes.
-        data_type: Type of the elements.
-        virtual: Whether the tensor is an intermediate that is never in memory.
+    `geometry` has the layout, and the type unless given. A virtual tensor is an
+    intermediate that is never in memory.
     """
     tensor = Descriptor(calls, DescriptorType.TENSOR)
     kind = geometry.data_type if data_type is None else data_type
@@ -485,65 +476,8 @@ def tensor_of(
     return tensor.finalize()
 
 
-# The operation graph of a convolution, a bias and a ReLU: y = max(x * w + b, 0).
-#
-# The results of the convolution and of the sum are virtual tensors: only y is written.
-# Sums are in the compute type, whatever the types of x and w.
-
-
-BIAS_UID = 4
-"""Id of the bias in a variant pack, beside those of the other tensors."""
-
-
-_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
-
-
-def bias_relu_graph(
-    calls: Calls,
-    problem: ConvProblem,
-    bias: str,
-    *,
-    alignment: int,
-    handle: int | None = None,
-) -> Descriptor:
-    """Return a finalized graph of a forward convolution with bias and ReLU.
-
-    Args:
-        calls: The library.
-        problem: Convolution of x and w to y.
-        bias: Data type of b, one number per channel of y.
-        alignment: Alignment of all operands' addresses in bytes.
-        handle: Library handle; None without a device.
-    """
-    geometry = Geometry.of(problem)
-    wide, y = geometry.compute_type, geometry.y
-
-    def between(uid: int) -> Descriptor:
-        return tensor_of(calls, geometry, uid, y, alignment, wide, virtual=True)
-
-    def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
-        return tensor_of(calls, geometry, UIDS[name], shape, alignment)
-
-    product, total = between(_PRODUCT), between(_SUM)
-    of_channels = 1, y[1], *(1 for _ in y[2:])
-    kind = DATA_TYPES[bias]
-    b = tensor_of(calls, geometry, BIAS_UID, of_channels, alignment, kind)
-    prefix = "OPERATION_CONVOLUTION_FORWARD"
-    conv = Descriptor(calls, DescriptorType.OPERATION_CONVOLUTION_FORWARD)
-    conv.set(Attribute[f"{prefix}_ALPHA"], 1.0)
-    conv.set(Attribute[f"{prefix}_BETA"], 0.0)
-    conv.set(Attribute[f"{prefix}_CONV_DESC"], convolution(calls, geometry))
-    conv.set(Attribute[f"{prefix}_X"], stored("x", geometry.x))
-    conv.set(Attribute[f"{prefix}_W"], stored("w", geometry.w))
-    conv.set(Attribute[f"{prefix}_Y"], product)
-    mode = PointwiseMode
-    plus = _pointwise(calls, geometry, mode.ADD, (product, b), total)
-    relu = _pointwise(calls, geometry, mode.RELU_FWD, (total,), stored("y", y))
-    return graph_of(calls, [conv.finalize(), plus, relu], handle)
-
-
 def _pointwise(
-    calls: Calls,
+    calls: Cudnn,
     geometry: Geometry,
     mode: PointwiseMode,
     read: tuple[Descriptor, ...],

@@ -11,13 +11,9 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel launch without remaining decisions.
+    """A call `function(handle, *arguments)` of C, which returns a status.
 
-    Attributes:
-        function: Called as `function(handle, *arguments)`, returns a status.
-        arguments: Addresses and sizes.
-        name: Name of the C function, for errors.
-        kept: Objects that must live as long as the launch.
+    `name` is the function's, for errors; `kept` objects live as long as the launch.
     """
 
     function: Callable[..., int]

@@ -13,13 +13,13 @@ from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Geometry, Launch, Operands, operand_order
 from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
-from mucudnn.backends.cuda.device import Recent
+from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     AlgoPerf,
     BackwardDataAlgo,
     BackwardFilterAlgo,
-    Calls,
     ConvolutionMode,
+    Cudnn,
     Determinism,
     ForwardAlgo,
     MathType,
@@ -88,9 +88,8 @@ class LegacyLibrary:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._calls = session.calls
-        self._rows: Recent[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]] = (
-            Recent(_LISTINGS)
-        )
+        self._rows: LruCache[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]]
+        self._rows = LruCache(_LISTINGS)
 
     def rows(
         self, problem: ConvProblem
@@ -145,11 +144,8 @@ class LegacyLibrary:
         most = len(_KINDS[problem.direction].algorithms) * len(MathType)
         perfs, count = (AlgoPerf * most)(), ctypes.c_int()
         try:
-            self._ask(
-                "Algorithm_v7",
-                _Bound(self._calls, problem, MathType.DEFAULT_MATH),
-                *(most, ctypes.byref(count), perfs),
-            )
+            bound = _Bound(self._calls, problem, MathType.DEFAULT_MATH)
+            self._ask("Algorithm_v7", bound, most, ctypes.byref(count), perfs)
         except MucudnnError:
             return frozenset(_KINDS[problem.direction].documented_nondeterministic)
         return frozenset(
@@ -174,14 +170,11 @@ class LegacyLibrary:
 class _Bound:
     """The descriptors of one problem in one math type, destroyed with this object.
 
-    Attributes:
-        direction: Direction of the problem.
-        tensors: Descriptors of two inputs and the output, in the order of the C
-            functions: for the gradient of the input (w, dy), not (dy, w).
-        convolution: Descriptor of the convolution.
+    `tensors` are two inputs and the output, in the order of the C functions: for the
+    gradient of the input (w, dy), not (dy, w).
     """
 
-    def __init__(self, calls: Calls, problem: ConvProblem, math: MathType) -> None:
+    def __init__(self, calls: Cudnn, problem: ConvProblem, math: MathType) -> None:
         self._made = descriptors = Descriptors(calls)
         self.direction = problem.direction
         of = Geometry.of(problem)
@@ -193,14 +186,10 @@ class _Bound:
             ),
             "y": descriptors.tensor(of.data_type, of.y, of.strides(of.y)),
         }
-        self.convolution = descriptors.create(
-            "Convolution",
-            "ConvolutionNd",
-            len(of.stride),
-            *(ints(of.padding), ints(of.stride), ints(of.dilation)),
-            ConvolutionMode.CROSS_CORRELATION,
-            of.compute_type,
-        )
+        axes = map(ints, (of.padding, of.stride, of.dilation))
+        mode = ConvolutionMode.CROSS_CORRELATION
+        values = len(of.stride), *axes, mode, of.compute_type
+        self.convolution = descriptors.create("Convolution", "ConvolutionNd", *values)
         calls.call("cudnnSetConvolutionGroupCount", self.convolution, of.groups)
         calls.call("cudnnSetConvolutionMathType", self.convolution, math)
         a, b, out = (made[name] for name in operand_order(problem.direction))

@@ -10,6 +10,7 @@ This package imports neither CuPy nor NumPy; sources are compiled at their first
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +38,7 @@ from mucudnn.backends.cuda.kernels.source import Program
 
 __all__ = ["KERNELS", "PROGRAMS", "bind"]
 
-_FILES = (
+_MODULES = (
     pooling,
     batch_norm,
     reductions,
@@ -51,19 +52,15 @@ _FILES = (
 )
 
 KERNELS: Mapping[str, Operation] = MappingProxyType(
-    {name: made for file in _FILES for name, made in file.OPERATIONS.items()}
+    {name: made for module in _MODULES for name, made in module.OPERATIONS.items()}
 )
 """Operation name to kernel; kernels still need a launcher, see `bind`."""
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
-        # A file with several programs names the others before the suffix.
-        file.__name__.rpartition(".")[2]
-        if name == "PROGRAM"
-        else name.removesuffix("_PROGRAM").lower(): program
-        for file in _FILES
-        for name, program in vars(file).items()
-        if name.endswith("PROGRAM") and isinstance(program, Program)
+        file.name.removesuffix(".cu"): Program.load(f"kernels/{file.name}")
+        for file in files(__name__).iterdir()
+        if file.name.endswith(".cu")
     }
 )
 """Name to CUDA C; matrix products and copies are CuPy's."""
@@ -75,21 +72,23 @@ def bind(launcher: Preparer) -> Mapping[str, Kernel]:
 
 
 def _bound(launcher: Preparer, operation: Operation) -> Kernel:
-    def run(*arguments: Any) -> None:
-        operation.run(KernelCall(launcher, *arguments))
-
-    def ready(*arguments: Any) -> Call:
+    def prebind(*arguments: Any) -> Call:
         recorder = Recorder(launcher)
         operation.run(KernelCall(recorder, *arguments))
         return recorder.recorded()
 
-    joined = operation.together
-    if joined is None:
-        return Kernel(run, operation.workspace, ready)
+    def run(*arguments: Any) -> None:
+        call = prebind(*arguments)
+        launcher.enter()
+        call()
 
-    def together(calls: Sequence[KernelArguments]) -> Call:
+    joined = operation.run_batched
+    if joined is None:
+        return Kernel(run, operation.workspace, prebind)
+
+    def run_batched(calls: Sequence[KernelArguments]) -> Call:
         recorder = Recorder(launcher)
         joined([KernelCall(recorder, *arguments) for arguments in calls])
         return recorder.recorded()
 
-    return Kernel(run, operation.workspace, ready, together, operation.flags)
+    return Kernel(run, operation.workspace, prebind, run_batched, operation.flags)

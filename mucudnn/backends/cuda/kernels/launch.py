@@ -1,8 +1,13 @@
-"""Launch kernels by CuPy, at once or prepared; programs and tables of tensors.
+"""Launch kernels by CuPy: what a kernel needs from a GPU, and tables of tensors.
 
 A prepared launch holds its kernel, grid and arguments in CUDA's form: repeating it is
 one call of CuPy. It goes to the current stream of the current device, which the caller
-must set; immediate launches set it themselves.
+must set.
+
+Scalars reach a kernel as `I` (a Python int), `double` (a float) or unsigned 64 bits
+(a NumPy scalar); None is a missing array. Rates, step numbers and loss scales are
+read on the device: a launch never waits for one, so a whole step can be captured as a
+graph.
 """
 
 import math
@@ -16,6 +21,7 @@ from mucudnn.backends.cuda.kernels.source import (
     TYPES,
     Program,
     compiler_options,
+    read_constant,
 )
 from mucudnn.backends.cuda.loading import refuse_bits, with_remedy
 from mucudnn.errors import BackendError, UnsupportedError
@@ -24,17 +30,20 @@ from mucudnn.ir.tensor import TensorSpec
 Call = Callable[[], None]
 """Launches prepared work."""
 
+Attrs = Mapping[str, Any]
+Specs = Sequence[TensorSpec]
+_NARROW = 1 << 30  # elements; below, a 32-bit index can overrun by a stride of the grid
+_MOST_BLOCKS = 1 << 16
+_MOST_WALKING = 1 << 11  # enough to fill any GPU
+
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """A kernel, its grid and its arguments.
+    """A kernel of a program, its grid and its arguments.
 
-    Attributes:
-        program: Program that contains the kernel.
-        kernel: Name of the kernel.
-        blocks: Blocks of `THREADS` along one or two axes; with none, nothing runs.
-        arguments: Arrays, ints, floats, NumPy scalars; None is a missing array.
-        types: Names of the types of elements, and of parameters and statistics.
+    `blocks`, of `THREADS`, are along one or two axes; with none, nothing runs.
+    Arguments are arrays, ints, floats, NumPy scalars; None is a missing array. `types`
+    are those of elements, and of parameters and statistics.
     """
 
     program: Program
@@ -49,51 +58,113 @@ class KernelLaunch:
         return 0 in self.blocks
 
 
-_NARROW = 1 << 30  # elements; below, a 32-bit index can overrun by a stride of the grid
+class Launcher(Protocol):
+    """A GPU as a kernel sees it."""
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Launch a kernel."""
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """Multiply two matrices, which may be transposed views."""
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Write an array or a number into an array; either may have gaps."""
+
+    def table(self, rows: Sequence[Sequence[int]]) -> Any:
+        """Return an int64 array on the device, row after row."""
+
+    def address(self, array: Any) -> int:
+        """Return the address of an array, for a table."""
 
 
-_BLOCK = (THREADS,)
+class Preparer(Protocol):
+    """A GPU that prepares launches, for arrays that stay in place."""
+
+    def enter(self) -> object:
+        """Make its stream and device the thread's current ones."""
+
+    def prepared(self, launch: KernelLaunch) -> Call:
+        """Return the launch as a function."""
+
+    def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
+        """Return the product as a function."""
+
+    def prepared_copy(self, source: Any, target: Any) -> Call:
+        """Return the copy as a function."""
+
+    def table(self, rows: Sequence[Sequence[int]]) -> Any:
+        """See `Launcher.table`."""
+
+    def address(self, array: Any) -> int:
+        """See `Launcher.address`."""
+
+
+class Recorder:
+    """A launcher that records launches; they depend on shapes and can be repeated."""
+
+    def __init__(self, gpu: Preparer) -> None:
+        self._gpu = gpu
+        self._calls: list[Call] = []
+        self.table = gpu.table
+        self.address = gpu.address
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Record a launch."""
+        if not launch.empty:
+            self._calls.append(self._gpu.prepared(launch))
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """Record a product."""
+        self._calls.append(self._gpu.prepared_matmul(a, b, out))
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Record a copy."""
+        if target.size:
+            self._calls.append(self._gpu.prepared_copy(source, target))
+
+    def recorded(self) -> Call:
+        """Return all recorded launches as one function."""
+        calls = tuple(self._calls)
+        if len(calls) == 1:
+            return calls[0]
+
+        def call() -> None:
+            for each in calls:
+                each()
+
+        return call
 
 
 class CupyLauncher:
-    """A launcher on CuPy's current stream; `stream` sets the thread's device before."""
+    """Launches on CuPy's current stream; `enter` sets device and stream."""
 
-    def __init__(self, stream: Callable[[], object]) -> None:
-        self._stream = stream
+    def __init__(self, enter: Callable[[], object]) -> None:
+        self.enter = enter
         self._compiled: dict[tuple[Program, str, tuple[str, str], bool], Any] = {}
 
-    def launch(self, launch: KernelLaunch) -> None:
-        """Launch a kernel, compiled at its first launch."""
-        if launch.empty:
-            return
-        self._run(self.prepared(launch))
-
     def prepared(self, launch: KernelLaunch) -> Call:
-        """Return the launch as a function; its arrays must stay in place."""
+        """Return the launch as a function; the kernel is compiled at its first call."""
         wide = any(getattr(a, "size", 1) >= _NARROW for a in launch.arguments)
         arguments, blocks = _cuda_arguments(launch.arguments, wide), launch.blocks
+        threads = (THREADS,)
 
         try:
             function: Any = self._function(launch, wide)
         except UnsupportedError:
             raise
         except Exception as e:  # of CuPy
-            raise _refused(launch, e) from e
+            raise _launch_error(launch, e) from e
 
         def call() -> None:
             try:
-                function(blocks, _BLOCK, arguments)
+                function(blocks, threads, arguments)
             except Exception as e:  # of CuPy: to compile, to load or to launch
-                raise _refused(launch, e) from e
+                raise _launch_error(launch, e) from e
 
         return call
 
-    def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """Multiply matrices by cuBLAS, into `out`."""
-        self._run(self.prepared_matmul(a, b, out))
-
     def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
-        """Return the product as a function; see `matmul`."""
+        """Return a product by cuBLAS as a function."""
         import cupy
 
         refuse_bits(out.dtype.name, "a product of matrices")
@@ -110,15 +181,11 @@ class CupyLauncher:
 
         return call
 
-    def copy(self, source: Any, target: Any) -> None:
-        """Copy by CuPy, converting if the types differ."""
-        self._run(self.prepared_copy(source, target))
-
     def prepared_copy(self, source: Any, target: Any) -> Call:
-        """Return the copy as a function; see `copy`."""
-        kinds = {name_of(source), target.dtype.name}
-        if len(kinds) > 1 and target.size:
-            for name in kinds:
+        """Return a copy by CuPy as a function; it converts if the types differ."""
+        given = source.dtype.name if hasattr(source, "dtype") else "a number"
+        if given != target.dtype.name:
+            for name in (given, target.dtype.name):
                 refuse_bits(name, "a conversion")
 
         def call() -> None:
@@ -131,7 +198,7 @@ class CupyLauncher:
                     )
                 ) from e
 
-        return call if target.size else _nothing
+        return call
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
         """Return an int64 array on the device, row after row."""
@@ -139,7 +206,7 @@ class CupyLauncher:
         import numpy as np
 
         values = np.array(rows, np.int64)
-        self._stream()
+        self.enter()
         try:
             made = cupy.empty(values.nbytes, "uint8").view("int64")
             made.set(values.reshape(-1))
@@ -152,10 +219,6 @@ class CupyLauncher:
     def address(self, array: Any) -> int:
         """Return the address of an array."""
         return int(array.data.ptr)
-
-    def _run(self, call: Call) -> None:
-        self._stream()
-        call()
 
     def _function(self, launch: KernelLaunch, wide: bool) -> Any:
         key = launch.program, launch.kernel, launch.types, wide
@@ -170,18 +233,13 @@ class CupyLauncher:
         return self._compiled[key]
 
 
-def name_of(source: Any) -> str:
-    """Return the element type of an array, or "a number"."""
-    return str(source.dtype.name) if hasattr(source, "dtype") else "a number"
-
-
 def _cuda_arguments(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
     """Convert arguments to CUDA's types; a missing array is a null pointer."""
     import numpy as np
 
     index = np.int64 if wide else np.int32
 
-    def one(argument: Any) -> Any:
+    def convert(argument: Any) -> Any:
         match argument:
             case None:
                 return np.uint64(0)
@@ -191,107 +249,12 @@ def _cuda_arguments(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
                 return np.float64(argument)
         return argument
 
-    return tuple(map(one, arguments))
+    return tuple(map(convert, arguments))
 
 
-def _refused(launch: KernelLaunch, error: Exception) -> BackendError:
+def _launch_error(launch: KernelLaunch, error: Exception) -> BackendError:
     name = f"{launch.kernel} ({launch.types[0]})"
     return BackendError(with_remedy(f"{name} cannot be launched: {error}"))
-
-
-def _nothing() -> None:
-    """Do nothing: there are no elements."""
-
-
-# The interface between kernels and launchers: calls, launches, recorded launches.
-#
-# Scalars reach a kernel as `I` (a Python int), `double` (a float) or unsigned 64 bits
-# (a NumPy scalar); None is a missing array. Rates, step numbers and loss scales are
-# read on the device: a launch never waits for one, so a whole step can be captured as a
-# graph.
-
-
-Attrs = Mapping[str, Any]
-
-Specs = Sequence[TensorSpec]
-
-
-_MOST_BLOCKS = 1 << 16
-
-_MOST_WALKING = 1 << 11  # enough to fill any GPU
-
-
-class Launcher(Protocol):
-    """The operations that kernels need of a GPU."""
-
-    def launch(self, launch: KernelLaunch) -> None:
-        """Start a kernel."""
-
-    def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """Multiply two matrices, which may be transposed views."""
-
-    def copy(self, source: Any, target: Any) -> None:
-        """Write an array or a number into an array; either may have gaps."""
-
-    def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """Return an int64 array on the device, row after row."""
-
-    def address(self, array: Any) -> int:
-        """Return the address of an array, for a table."""
-
-
-class Preparer(Launcher, Protocol):
-    """A launcher that also prepares launches, for arrays that stay in place."""
-
-    def prepared(self, launch: KernelLaunch) -> Call:
-        """Return the launch as a function."""
-
-    def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
-        """Return the product as a function."""
-
-    def prepared_copy(self, source: Any, target: Any) -> Call:
-        """Return the copy as a function."""
-
-
-class Recorder:
-    """A launcher that records launches; they depend on shapes and can be repeated."""
-
-    def __init__(self, gpu: Preparer) -> None:
-        self._gpu = gpu
-        self._calls: list[Call] = []
-
-    def launch(self, launch: KernelLaunch) -> None:
-        """Record a launch."""
-        if not launch.empty:
-            self._calls.append(self._gpu.prepared(launch))
-
-    def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """Record a product."""
-        self._calls.append(self._gpu.prepared_matmul(a, b, out))
-
-    def copy(self, source: Any, target: Any) -> None:
-        """Record a copy."""
-        self._calls.append(self._gpu.prepared_copy(source, target))
-
-    def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """Write a table immediately."""
-        return self._gpu.table(rows)
-
-    def address(self, array: Any) -> int:
-        """See `Launcher.address`."""
-        return self._gpu.address(array)
-
-    def recorded(self) -> Call:
-        """Return all recorded launches as one function."""
-        calls = tuple(self._calls)
-        if len(calls) == 1:
-            return calls[0]
-
-        def call() -> None:
-            for each in calls:
-                each()
-
-        return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,18 +292,14 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel without its launcher.
+    """A kernel without its launcher; see `Kernel` for `workspace` and `flags`.
 
-    Attributes:
-        run: Launches one call.
-        workspace: See `Kernel.workspace`.
-        together: Launches several consecutive calls, in fewer launches.
-        flags: See `Kernel.flags`.
+    `run_batched` launches several consecutive calls, in fewer launches.
     """
 
     run: Callable[[KernelCall], None]
     workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
-    together: Callable[[Sequence[KernelCall]], None] | None = None
+    run_batched: Callable[[Sequence[KernelCall]], None] | None = None
     flags: tuple[int, ...] = ()
 
 
@@ -360,61 +319,23 @@ def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:
     return N, C, math.prod(spatial)
 
 
-# Tables on the device that let one launch process many tensors.
-#
-# A block has a part of one tensor, at most `CHUNK` elements, and finds it by its index.
-# A row of the table holds the first block of its tensor, the number of elements, a
-# flag, the channels and taps of a transposed filter, and the addresses of the arrays
-# that belong together, such as a weight, its gradient and its state; a missing array is
-# 0. Addresses are the same in every step, so a table is written once.
+# Tables on the device let one launch process many tensors. A block has a part of one
+# tensor, at most `_CHUNK` elements, and finds it by its index (`table.cuh`). A row has
+# the first block of its tensor, the number of elements, a flag, the channels and taps
+# of a transposed filter, and the addresses of the arrays that belong together, such as
+# a weight, its gradient and its state; a missing array is 0. Addresses are the same in
+# every step, so a table is written once.
 
-
-CHUNK = 4096
-"""Elements of a block: 16 per thread, so that locating them costs little."""
-
-
-_ARRAYS = 5  # most arrays of a row
-
-_BEFORE = 5  # numbers of a row before its arrays
-
-
-TABLE = f"""
-// The part of a tensor that a block has.
-struct Part {{
-    const long long* row;
-    long long start;
-    I count;
-    __device__ Part(const long long* table, I rows) {{
-        I low = 0, high = rows;
-        while (high - low > 1) {{
-            I middle = (low + high) / 2;
-            long long before = table[middle * {_BEFORE + _ARRAYS}];
-            (before <= (long long)blockIdx.x ? low : high) = middle;
-        }}
-        row = table + low * {_BEFORE + _ARRAYS};
-        start = ((long long)blockIdx.x - row[0]) * {CHUNK};
-        count = (I)(row[1] - start < {CHUNK} ? row[1] - start : {CHUNK});
-    }}
-    __device__ bool flag() const {{ return row[2] != 0; }}
-    __device__ I channels() const {{ return (I)row[3]; }}
-    __device__ I taps() const {{ return (I)row[4]; }}
-    // The block's part of an array, or all of one.
-    template <class E> __device__ E* array(int i, bool whole = false) const {{
-        return row[{_BEFORE} + i] ? (E*)row[{_BEFORE} + i] + (whole ? 0 : start) : 0;
-    }}
-}};
-"""
+_CHUNK = read_constant("table.cuh", "CHUNK")
+_ARRAYS = read_constant("table.cuh", "ARRAYS")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A tensor's row of a table.
+    """A tensor's row of a table: arrays of one size (None is missing) and a flag.
 
-    Attributes:
-        arrays: Arrays of one size; None for a missing one.
-        flag: Kernel-specific flag.
-        turned: (channels, taps) of a filter that is (K, C, taps) in some of its arrays
-            and (K, taps, C) in others; (0, 0) if all have the same layout.
+    `turned` is (channels, taps) of a filter that is (K, C, taps) in some of its arrays
+    and (K, taps, C) in others; (0, 0) if all have the same layout.
     """
 
     arrays: Sequence[Any]
@@ -432,5 +353,5 @@ def table_of(gpu: Launcher, rows: Sequence[Row]) -> tuple[Any, int, int]:
         padding = [0] * (_ARRAYS - len(addresses))
         numbers = blocks, count, int(row.flag), *row.turned
         table.append((*numbers, *addresses, *padding))
-        blocks += -(-count // CHUNK)
+        blocks += -(-count // _CHUNK)
     return (gpu.table(table) if table else None), len(table), blocks

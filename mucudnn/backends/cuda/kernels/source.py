@@ -1,14 +1,16 @@
-"""The common prelude of the CUDA C sources, and their compiler options.
+"""CUDA C sources, read from `.cu` files beside this module, and their compiler options.
 
 A source is compiled for one element type and one index type. `T` is the type of
 tensors, `P` that of parameters and statistics, which may be wider, `A` the type of
 arithmetic, `I` an index: 32 bits wide if that is enough, because GPUs divide 64-bit
-numbers slowly. The sources include no header.
+numbers slowly.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from types import MappingProxyType
 
 from mucudnn.errors import UnsupportedError
@@ -27,103 +29,51 @@ TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Type name to the C types of elements and of arithmetic."""
 
-PRELUDE = r"""
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
-#define EACH(i, count)                                                            \
-    for (I i = (I)blockIdx.x * THREADS + threadIdx.x; i < (count);                \
-         i += (I)gridDim.x * THREADS)
-
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#define NAN __int_as_float(0x7fc00000)
-#endif
-
-#ifdef HALVES
-struct Half {
-    unsigned short bits;
-    Half() = default;
-    __device__ explicit Half(float value) {
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    }
-    __device__ operator float() const {
-        float value;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-        return value;
-    }
-};
-struct BFloat {
-    unsigned short bits;
-    BFloat() = default;
-    __device__ explicit BFloat(float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-        unsigned int wide = __float_as_uint(value);
-        bits = (wide & 0x7fffffffu) > 0x7f800000u
-                   ? 0x7fff
-                   : (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
-#endif
-    }
-    __device__ operator float() const {
-        return __uint_as_float((unsigned int)bits << 16);
-    }
-};
-#endif
-typedef ELEMENT T;
-typedef PARAMETER P;
-typedef COMPUTED A;
-typedef INDEX I;
-
-// Neighbouring elements, read and written by one access to memory; 16 bytes at most.
-template <class E, int W> struct alignas(W * sizeof(E)) Pack { E at[W]; };
-// The largest positive number that rounds to 0 in E.
-template <class E> __device__ A vanishing() { return 0; }
-#ifdef HALVES
-template <> __device__ A vanishing<Half>() { return (A)0x1p-25; }
-template <> __device__ A vanishing<BFloat>() { return (A)0x1p-134; }
-#endif
-#define PACKED ((int)(16 / sizeof(T)))
-__device__ bool aligned(const void* p) { return (unsigned long long)p % 16 == 0; }
-#ifndef ACCESSIBLE  // a test harness may redefine it to check accesses
-#define ACCESSIBLE(Access, p) true
-#endif
-template <int W, class E> __device__ Pack<E, W> load(const E* p) {
-    typedef Pack<E, W> Access;
-    return ACCESSIBLE(Access, p) ? *(const Access*)p : Access();
-}
-template <int W, class E> __device__ void store(E* p, const Pack<E, W>& pack) {
-    typedef Pack<E, W> Access;
-    if (ACCESSIBLE(Access, p)) *(Access*)p = pack;
-}
-"""
+_CUDA = files("mucudnn.backends.cuda")
 
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one file, in CUDA C; each definition begins with KERNEL."""
+    """The kernels of one source; each definition begins with KERNEL."""
 
-    body: str
+    text: str
 
-    @property
+    @classmethod
+    def load(cls, path: str) -> "Program":
+        """Read a source; its path is relative to `mucudnn/backends/cuda`."""
+        return cls((_CUDA / path).read_text("utf-8"))
+
+    @functools.cached_property
     def source(self) -> str:
-        """Source text for the compiler."""
-        return PRELUDE + self.body
+        """The text for the compiler, which finds no headers: each is inserted."""
+        return _insert_headers(self.text)
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels, in order."""
-        return tuple(re.findall(r"^KERNEL (\w+)\(", self.body, re.MULTILINE))
+        return tuple(re.findall(r"^KERNEL (\w+)\(", self.source, re.MULTILINE))
+
+
+def _insert_headers(text: str) -> str:
+    def header(match: re.Match[str]) -> str:
+        return "\n" + _insert_headers((_CUDA / "kernels" / match[1]).read_text("utf-8"))
+
+    return re.sub(r'^#include "(\w+\.cuh)"\n', header, text, flags=re.MULTILINE)
+
+
+def read_constant(header: str, name: str) -> int:
+    """Return the whole number that a header defines, for the host's use."""
+    text = (_CUDA / "kernels" / header).read_text("utf-8")
+    (value,) = re.findall(rf"^#define {name} (\d+)\b", text, re.MULTILINE)
+    return int(value)
 
 
 def compiler_options(
     dtype: str, *, wide: bool, parameters: str | None = None
 ) -> tuple[str, ...]:
-    """Return the compiler options for these types.
+    """Return the compiler options for these types; `wide` indices have 64 bits.
 
-    Args:
-        dtype: Type of tensors.
-        wide: Whether indices need 64 bits.
-        parameters: Type of parameters and statistics; None: that of tensors.
+    `parameters` is the type of parameters and statistics, by default that of tensors.
 
     Raises:
         UnsupportedError: No arithmetic exists for a type.
@@ -135,15 +85,13 @@ def compiler_options(
             )
     element, computed = TYPES[dtype]
     beside, _ = TYPES[parameters or dtype]
-    index = "long long" if wide else "int"
-    narrow = {element, beside} & {"Half", "BFloat"}
-    halves = ("-DHALVES",) if narrow else ()
+    halves = ("-DHALVES",) if {element, beside} & {"Half", "BFloat"} else ()
     return (
         "-std=c++17",
         f"-DELEMENT={element}",
         f"-DPARAMETER={beside}",
         f"-DCOMPUTED={computed}",
-        f"-DINDEX={index}",
+        f"-DINDEX={'long long' if wide else 'int'}",
         f"-DTHREADS={THREADS}",
         *halves,
     )
