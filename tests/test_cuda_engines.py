@@ -23,7 +23,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
     operation_graph,
     parse_engine_name,
 )
-from mucudnn.backends.cuda.kernels.source import compiler_options
+from mucudnn.backends.cuda.kernels.source import Program, compiler_options
 from mucudnn.backends.cuda.libcudnn import Attribute, AttributeType
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -404,6 +404,5 @@ def test_the_float32_sums_compile():
 
 
 def test_the_spin_compiles():
-    from mucudnn.backends.cuda.device import _SPIN
-
-    assert all(b"spin" in code for code in compiled(_SPIN, "spin"))
+    source = Program.load("spin.cu").source
+    assert all(b"spin" in code for code in compiled(source, "spin"))

@@ -60,8 +60,8 @@ def run_wrongly(monkeypatch, change):
     """Have planned steps change one element more, once they are over."""
     run = BoundStep.run
 
-    def wrong(self, given):
-        results = run(self, given)
+    def wrong(self, given, commit):
+        results = run(self, given, commit)
         change(results)
         return results
 

@@ -336,10 +336,10 @@ class KernelResults:
             return results
         with mode:
             if isinstance(results, torch.Tensor):
-                return _lying(layouts[None])
+                return layouts[None].empty()
             return type(results)(
                 [
-                    _lying(layouts[k]) if k in layouts else value
+                    layouts[k].empty() if k in layouts else value
                     for k, value in enumerate(results)
                 ]
             )
@@ -351,12 +351,6 @@ def _apart(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(
         torch.empty_like(t) if place in places[:i] else t
         for i, (t, place) in enumerate(zip(results, places, strict=True))
-    )
-
-
-def _lying(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(
-        layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
     )
 
 

@@ -130,7 +130,7 @@ def inductor(recipe: Recipe) -> _Function:
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode, torch.no_grad():
-        fake = [_empty(layout) for layout in recipe.inputs]
+        fake = [layout.empty() for layout in recipe.inputs]
         module = make_fx(recipe.function(), decomposition_table=select_decomp_table())(
             *fake
         )
@@ -182,12 +182,6 @@ def _operands(recipe: Recipe) -> list[torch.Tensor]:
             flat.copy_(torch.rand(flat.shape, generator=generator))
         found.append(flat.as_strided(layout.shape, layout.stride))
     return found
-
-
-def _empty(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(
-        layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
-    )
 
 
 def _extent(layout: Layout) -> int:
