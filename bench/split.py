@@ -23,7 +23,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.bound import lower_bound
-from mucudnn.passes.planning.cutting import Candidate
+from mucudnn.passes.planning.cutting import SplitCandidate
 from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import plan_splitting
@@ -116,7 +116,7 @@ def _slowdown(model: str, batch: int, budget: float) -> dict[str, Any]:
     begun, cpu = perf_counter(), process_time()
     row: dict[str, Any] = {"model": model, "batch": batch, "budget_gib": budget}
     asked = step(model, batch, budget * GIB, DEVICE)
-    whole = asked.finished(asked.graph)
+    whole = asked.complete(asked.graph)
     profile = estimate(whole, DEVICE)
     unbounded_ms = unbounded(whole, profile).prediction.step_ms
     found = plan_splitting(asked)
@@ -141,7 +141,7 @@ def _slowdown(model: str, batch: int, budget: float) -> dict[str, Any]:
     }
 
 
-def _waits(chosen: Candidate) -> float | None:
+def _waits(chosen: SplitCandidate) -> float | None:
     """Share of a step in which compute waits for copies, of whole tensors."""
     if chosen.plan is None:
         return None

@@ -20,7 +20,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.ir.tensor import Role
-from mucudnn.passes.liveness import kept, rounded
+from mucudnn.passes.liveness import live_at_end, rounded
 
 __all__ = ["verify"]
 
@@ -157,7 +157,7 @@ class _Replay:
             raise ScheduleError(f"nodes {missing} never run")
         if self._moving != self._at_first:
             raise ScheduleError(f"nothing waits for the copies of {list(self._moving)}")
-        results = kept(self._graph)
+        results = live_at_end(self._graph)
         visiting = self._persistent & set(self._content) - self._resident
         if visiting != self._live_across:
             odd = sorted(visiting ^ self._live_across)

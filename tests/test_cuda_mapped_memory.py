@@ -127,7 +127,7 @@ def test_an_old_device_and_missing_bindings_say_what_would_work(mapper, monkeypa
 
 def scattered(request, plan):
     """A step as it is planned, every chunk of its memory elsewhere."""
-    layout, size = lay_out(plan.schedule), request.profile.chunks.nbytes
+    layout, size = lay_out(plan.schedule), request.profile.mapping_costs.nbytes
     count = -(-layout.nbytes // size)
     pages = PageTable(size, tuple(reversed(range(count))))
     return PlacedStep(plan, replace(layout, nbytes=count * size, pages=pages))

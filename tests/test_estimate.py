@@ -107,7 +107,7 @@ def test_every_node_has_a_time_and_every_convolution_a_front(device, optimizer):
         ms = found.node_ms[node.name]
         assert (ms == 0) == node.traits.view
         assert ms == 0 or ms >= ASSUMED.launch_ms
-    assert found.out_bytes_per_ms == DEVICES[device].out.value / 1e3
+    assert found.out_bytes_per_ms == DEVICES[device].d2h.value / 1e3
 
 
 def test_a_matrix_product_counts_two_operations_a_multiplication():
@@ -150,7 +150,7 @@ def test_workspaces_of_other_kernels_are_passed_through():
 @given(st.sampled_from(sorted(DEVICES)))
 def test_every_figure_says_where_it_is_from(name):
     device = DEVICES[name]
-    figures = (device.flops, device.bandwidth, device.memory, device.out, device.back)
+    figures = (device.flops, device.bandwidth, device.memory, device.d2h, device.h2d)
     assert all(figure.value > 0 and figure.source for figure in figures)
     assert "assumed" in device.sources()["shares of peaks"]
 
@@ -161,7 +161,7 @@ def test_faster_arithmetic_leaves_copies_and_memory_as_they_are():
         assert single.flops.value <= tf32.flops.value < half.flops.value
         assert half.flops.value == pytest.approx(2 * tf32.flops.value, rel=0.01)
         for one in (tf32, half):
-            same = ("bandwidth", "memory", "out", "back")
+            same = ("bandwidth", "memory", "d2h", "h2d")
             assert all(getattr(one, k).value == getattr(single, k).value for k in same)
             assert "dense" in one.flops.source
 

@@ -480,9 +480,9 @@ def null_bench(training, out_rate, in_rate):
     again_ms = {
         node.name: null_ms(bench, once_more)
         for node in bench.graph.nodes
-        if (once_more := node.once_more) is not None
+        if (once_more := node.recompute_node) is not None
     }
-    bench.profile = replace(bench.profile, node_ms=node_ms, once_more_ms=again_ms)
+    bench.profile = replace(bench.profile, node_ms=node_ms, recompute_ms=again_ms)
     return bench
 
 

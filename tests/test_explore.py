@@ -14,7 +14,7 @@ from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbound
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search import explore as module, search as first
 from mucudnn.passes.planning.search.explore import explore
-from mucudnn.passes.planning.search.trials import Trials
+from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import (
     blockwise,
@@ -75,7 +75,7 @@ def test_exploring_improves_on_policies_and_keeps_to_the_scheduler_that_is_named
 ):
     monkeypatch.setattr(module, "_MOST", 40)
     asked = request(share=0.08).scheduled(scheduler)
-    best = Trials(asked, 0)
+    best = SearchState(asked, 0)
     for residency in decided(asked):
         best.consider(residency, free=True)
     before = best.step_ms

@@ -9,7 +9,7 @@ from mucudnn.ir.optimizers import Adam
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import kept, peak_bytes
+from mucudnn.passes.liveness import live_at_end, peak_bytes
 from mucudnn.passes.ordering import ORDERS
 from tests.graphs import NETWORKS, Symbols, graphs
 from tests.numpy_runner import execute
@@ -97,7 +97,7 @@ def test_gradients_that_are_asked_for_are_not_overwritten():
     graph = NETWORKS["residual"]()
     changed = in_place(graph)
     asked = {changed.storages[g] for g in graph.gradients.values()}
-    assert asked <= kept(changed)
+    assert asked <= live_at_end(changed)
     assert len(asked) == len(graph.gradients)
 
 

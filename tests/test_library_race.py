@@ -144,7 +144,7 @@ def test_within_a_budget_what_saves_memory_stays_ours():
     for node in free.nodes:
         if node.name in named(free):
             was = before.by_name[node.name].traits
-            assert node.traits == replace(was, overwrites=(), again=None)
+            assert node.traits == replace(was, overwrites=(), recompute_as=None)
             assert node.recomputable == (node.op != "batch_norm" and was.recomputable)
 
 

@@ -7,7 +7,7 @@ from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import (
-    kept,
+    live_at_end,
     live_ranges,
     memory_curve,
     peak_bytes,
@@ -79,9 +79,9 @@ def test_views_keep_the_storage_alive():
 def test_gradients_live_to_the_end_unless_an_update_uses_them():
     graph = chain(3)
     gradients = {graph.storages[g] for g in graph.gradients.values()}
-    assert gradients <= kept(graph)
+    assert gradients <= live_at_end(graph)
     updated = with_updates(graph, Sgd())
-    assert not gradients & kept(updated)
+    assert not gradients & live_at_end(updated)
     late = with_updates(graph, Sgd(), when="late")
     assert peak_bytes(updated) <= peak_bytes(late)
 

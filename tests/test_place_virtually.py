@@ -36,7 +36,7 @@ def bench():
     available = backend.device.available_bytes
     backend = replace(backend, mapper=CpuMapper(available, PAGE))
     made = Bench.of_model("resnet20", 2, 16, backend=backend)
-    made.profile = replace(made.profile, chunks=CHUNKS)
+    made.profile = replace(made.profile, mapping_costs=CHUNKS)
     return made
 
 
@@ -81,7 +81,7 @@ def tight(plan, chunk_bytes=PAGE):
 
 
 def with_chunks(plan):
-    profile = replace(plan.profile, chunks=CHUNKS)
+    profile = replace(plan.profile, mapping_costs=CHUNKS)
     return replace(plan, prediction=replace(plan.prediction, profile=profile))
 
 
@@ -112,7 +112,7 @@ def test_chunks_may_be_anywhere(bench, seed):
 def test_where_offsets_alone_need_more_memory_it_needs_less():
     graph = with_updates(training_graph(get_model("alexnet")(64)), Momentum())
     costs = ChunkCosts(64 << 10, map_ms=0.5)
-    profile = replace(estimate(graph, "p100"), chunks=costs)
+    profile = replace(estimate(graph, "p100"), mapping_costs=costs)
     request = StepRequest(graph, profile, policy="lru")
     plan = plan_step(request.within(minimum_budget(request)))
     placed = tight(plan, costs.nbytes)
@@ -136,7 +136,7 @@ def test_where_offsets_alone_need_more_memory_it_needs_less():
 def test_a_request_may_ask_for_it(policy, share):
     graph = with_updates(training_graph(get_model("alexnet")(32)), Momentum())
     costs = estimate(graph, "p100")
-    profile = replace(costs, chunks=ChunkCosts(64 << 10, map_ms=0.01))
+    profile = replace(costs, mapping_costs=ChunkCosts(64 << 10, map_ms=0.01))
     static = StepRequest(graph, profile, policy=policy)
     least = minimum_budget(static)
     most = place_step(static).nbytes
@@ -155,7 +155,7 @@ def test_what_cannot_be_mapped_is_refused(bench):
     profile = estimate(graph, "p100")
     with pytest.raises(ValueError, match="'dynamic'; choose one of: static, virtual"):
         StepRequest(graph, profile, placement="dynamic")
-    cannot = replace(profile, chunks=None)
+    cannot = replace(profile, mapping_costs=None)
     with pytest.raises(ValueError, match="virtual placement needs a device"):
         StepRequest(graph, cannot, placement="virtual")
     plan = with_chunks(bench.plan(bench.random_residency(0), part=0.0))

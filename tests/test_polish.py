@@ -10,8 +10,8 @@ from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search.polish import polish
-from mucudnn.passes.planning.search.trials import Trials
+from mucudnn.passes.planning.search.polish import neighbour_search
+from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
 from mucudnn.passes.residency.candidates import candidates_of
 from tests.schedule_oracle import verify
@@ -19,8 +19,8 @@ from tests.schedule_oracle import verify
 MOST = 60
 
 
-class Noted(Trials):
-    """Trials that note what was asked of them."""
+class Noted(SearchState):
+    """SearchState that note what was asked of them."""
 
     def __init__(self, request, left):
         super().__init__(request, left)
@@ -49,7 +49,7 @@ def polished(request, left=MOST):
     assert tried.consider(start, free=True)
     begun = tried.step_ms
     tried.asked.clear()
-    return candidates, begun, polish(candidates, tried), tried
+    return candidates, begun, neighbour_search(candidates, tried), tried
 
 
 def test_a_polished_plan_is_faster_and_within_its_budget(asked):

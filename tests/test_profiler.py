@@ -282,7 +282,7 @@ def test_nodes_that_are_alike_are_timed_once():
         kernel.run(inputs, outputs, attrs, workspace)
 
     graph = step("resnet20", 2, 8)
-    again = [n.once_more for n in graph.nodes if n.once_more is not None]
+    again = [n.recompute_node for n in graph.nodes if n.recompute_node is not None]
     kernels = {n.op: replace(kernel, run=run) for n in (*graph.nodes, *again)}
     once = StoppingRule(min_samples=1, max_samples=1)
     found = profile(tuner_of(replace(backend, kernels=kernels)), graph, rule=once)
@@ -294,8 +294,8 @@ def test_nodes_that_are_alike_are_timed_once():
         specs = [graph.tensors[name] for name in node.tensors]
         nbytes = sum(VirtualArray(spec.shape, spec.dtype).nbytes for spec in specs)
         assert found.node_ms[node.name] == pytest.approx(nbytes / 1e8 + 0.1)
-    assert found.once_more_ms.keys() == {node.name for node in again}
-    assert all(ms < found.node_ms[node] for node, ms in found.once_more_ms.items())
+    assert found.recompute_ms.keys() == {node.name for node in again}
+    assert all(ms < found.node_ms[node] for node, ms in found.recompute_ms.items())
 
 
 @pytest.mark.parametrize("more", [0, 5000, 100 * MIB])

@@ -12,7 +12,7 @@ from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import PERSISTENTS, Residency
 from mucudnn.passes.scheduling import SCHEDULERS, timed
-from mucudnn.passes.scheduling.intervals import Occupancy, least_occupancy, split
+from mucudnn.passes.scheduling.intervals import MemoryLedger, least_occupancy, split
 from mucudnn.passes.scheduling.problem import first_plans
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
@@ -119,7 +119,7 @@ def test_the_need_is_the_peak_of_the_shortest_intervals(data):
 
 
 def test_occupancy_counts_by_position():
-    ledger = Occupancy([0, 10, 20], 30)
+    ledger = MemoryLedger([0, 10, 20], 30)
     ledger.add(0, 1, 5)
     ledger.add(2, 2, 1)
     ledger.add(1, 0, 10**9)
@@ -135,7 +135,7 @@ def test_occupancy_counts_by_position():
 @given(st.integers(1, 150), st.data())
 def test_what_fits_over_a_range_fits_at_each_position_of_it(count, data):
     position = st.integers(-count, 2 * count - 1)
-    ledger = Occupancy(data.draw(st.lists(st.integers(0, 9), min_size=count)), 20)
+    ledger = MemoryLedger(data.draw(st.lists(st.integers(0, 9), min_size=count)), 20)
     for _ in range(data.draw(st.integers(0, 4))):
         start = data.draw(position)
         stop = start + data.draw(st.integers(0, count - 1))
@@ -148,7 +148,7 @@ def test_what_fits_over_a_range_fits_at_each_position_of_it(count, data):
 
 
 def test_occupancy_goes_round_from_step_to_step():
-    ledger = Occupancy([0, 10, 20], 30)
+    ledger = MemoryLedger([0, 10, 20], 30)
     ledger.add(2, 3, 5)
     ledger.add(-2, -1, 1)
     assert [ledger[i] for i in range(6)] == [5, 11, 26] * 2

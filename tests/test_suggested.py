@@ -42,7 +42,7 @@ def test_what_runs_again_is_counted_by_what_it_is_for():
     nodes = [origin(n.name) for n in plan.schedule.graph.nodes if "~" in n.name]
     for candidate in candidates:
         runs = nodes.count(candidate.saved.producer.name)
-        expected = runs * candidate.again_ms
+        expected = runs * candidate.recompute_ms
         assert again.get(candidate.saved.name, 0.0) == pytest.approx(expected)
 
 
@@ -66,7 +66,7 @@ def test_every_suggestion_is_a_residency_of_saved_tensors(data):
     least = request.rewritten(residency).least_peak()
     plan = plan_residency(request.within(least + 4096), residency)
     candidates = candidates_of(request)
-    possible = {c.saved.name: c.again_ms < float("inf") for c in candidates}
+    possible = {c.saved.name: c.recompute_ms < float("inf") for c in candidates}
     for change in suggested(plan, candidates):
         assert change
         for name, choice in change:

@@ -9,7 +9,7 @@ from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint, StepTable
 from mucudnn.passes.load_balancing import (
     AskedTable,
-    Told,
+    RankReport,
     measured_table,
     plan_of,
     split_batch,
@@ -22,7 +22,7 @@ class Pair:
     rank, size = 0, 2
 
     def __init__(self, other):
-        self.other = other and Told(other, frozenset(range(1, other.most + 1)))
+        self.other = other and RankReport(other, frozenset(range(1, other.most + 1)))
 
     def all_gather(self, value):
         return [value, self.other]

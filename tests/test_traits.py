@@ -15,7 +15,7 @@ from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.ir.operations import GROUP_PIECES, OPERATIONS, traits_of
+from mucudnn.ir.operations import OPERATIONS, traits_of
 from mucudnn.ir.schedule import Alloc, Free, SwapIn, SwapOut
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import OPAQUE, Batch, NodeTraits
@@ -53,9 +53,8 @@ BY_NAME = {
     "passes/graph/autodiff.py": {"RULES", "group_norm_grad"},  # the derivative of each
     # Whose gradients are timed as well; a parameter that is cast is one still.
     "passes/graph/layouts.py": {"RULES", "cast"},
-    "ir/operations.py": {"PIECES", "GROUP_PIECES", "OPERATIONS"},
-    "ir/channels_last.py": {"CHANNELS_LAST"},
-    "ir/strips.py": {"STRIPS"},
+    "ir/operations.py": {"OPERATIONS"},
+    "ir/channels_last.py": {"OPERATIONS"},
     "ir/layers.py": {"dropout"},  # each has another seed
 }
 """Where the meaning of one operation is needed, not what kind of operation it is."""
@@ -66,7 +65,8 @@ UNCUT = {
     *("batch_norm", "batch_norm_grad", "batch_norm_merge", "fill"),
     *("batch_norm_relu", "batch_norm_relu_grad"),
     *("batch_norm_add_relu", "batch_norm_add_relu_grad"),
-    *GROUP_PIECES,
+    *("group_norm_sums", "group_norm_merge", "group_norm_apply"),
+    *("group_norm_grad_sums", "group_norm_grad_apply"),
 }
 """Operations that are not cut along the batch by themselves."""
 

@@ -60,7 +60,7 @@ def windows_on(
         "batch": BATCH,
         "device": device,
         "title": figures.title,
-        "link_gb_per_s": figures.out.value / 1e9,
+        "link_gb_per_s": figures.d2h.value / 1e9,
         "figures": dict(figures.sources()),
         "budget_mib": nbytes / MIB,
         **step.sizes,

@@ -95,7 +95,7 @@ def curve(way: Route, mode: Mode, offload: Offload) -> Curve:
 
 
 def peaks(network: Network) -> dict[str, Curve]:
-    """Technique -> memory over a training step."""
+    """PolicyResult -> memory over a training step."""
     way = route(network)
     return {name: curve(way, *how) for name, how in TECHNIQUES.items()}
 

@@ -100,7 +100,7 @@ def _largest(kept: Callable[[float], bool], first: int) -> float:
 def _of_rival(model: str, batch: int) -> float:
     """Images a second of the rival's policy, under our simulator."""
     whole = step(model, batch, BUDGET, DEVICE)
-    graph = whole.finished(whole.graph)
+    graph = whole.complete(whole.graph)
     profile = whole.costs(graph)
     if profile is None:
         raise RuntimeError(f"{model} has no costs on {DEVICE}")

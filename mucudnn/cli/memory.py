@@ -325,4 +325,4 @@ def _measure_profile(
         if spec.placement == STATIC:
             return costs
         with bad_input():
-            return replace(costs, chunks=mapping_costs(tuner.backend))
+            return replace(costs, mapping_costs=mapping_costs(tuner.backend))

@@ -17,7 +17,7 @@ from mucudnn.ir.graph import Graph
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.load_balancing import (
     AskedTable,
-    Told,
+    RankReport,
     replanned,
     share_times,
     split_batch,
@@ -164,7 +164,9 @@ class Group:
             if not found[self.together.rank].knows(own := shares[self.together.rank]):
                 table.ask(own)
 
-    def _split_by_tables(self, found: Sequence[Told], batch: int) -> tuple[int, ...]:
+    def _split_by_tables(
+        self, found: Sequence[RankReport], batch: int
+    ) -> tuple[int, ...]:
         """Return shares by the step tables of all processes."""
         ranks = (
             Rank(f"rank {i}", t.table, accumulates=False) for i, t in enumerate(found)

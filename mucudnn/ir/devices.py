@@ -145,7 +145,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Assumed:
+class AssumedEfficiency:
     """Assumed shares of peaks; none of them is measured.
 
     Attributes:
@@ -166,7 +166,7 @@ class Assumed:
     chunks: ChunkCosts = _CHUNKS
 
 
-ASSUMED = Assumed()
+ASSUMED = AssumedEfficiency()
 """Shares used by every estimate."""
 
 
@@ -180,8 +180,8 @@ class DeviceFigures:
             single precision by default.
         bandwidth: Peak bytes per second of device memory.
         memory: Bytes of device memory.
-        out: Bytes per second to the host in large copies.
-        back: Bytes per second from the host in large copies.
+        d2h: Bytes per second to the host in large copies.
+        h2d: Bytes per second from the host in large copies.
         dtypes: Tensor types whose products reach `flops`.
         turns: Whether products run on tensor cores, whose kernels want channels last:
             channels-first images are transposed on their way in and out.
@@ -191,8 +191,8 @@ class DeviceFigures:
     flops: Figure
     bandwidth: Figure
     memory: Figure
-    out: Figure
-    back: Figure
+    d2h: Figure
+    h2d: Figure
     dtypes: tuple[str, ...] = ("float32",)
     turns: bool = False
 
@@ -203,8 +203,8 @@ class DeviceFigures:
             "bandwidth": f"{self.bandwidth.value / 1e9:g} GB/s, "
             f"{self.bandwidth.source}",
             "memory": f"{self.memory.value / _GIB:.4g} GiB, {self.memory.source}",
-            "link": f"{self.out.value / 1e9:g} GB/s out, {self.out.source}; "
-            f"{self.back.value / 1e9:g} GB/s back, {self.back.source}",
+            "link": f"{self.d2h.value / 1e9:g} GB/s out, {self.d2h.source}; "
+            f"{self.h2d.value / 1e9:g} GB/s back, {self.h2d.source}",
             "shares of peaks": f"assumed: {ASSUMED.matmul:.0%} in matrix products, "
             f"{ASSUMED.direct:.0%} in convolutions without workspace, "
             f"{ASSUMED.memory:.0%} of the bandwidth, {1e3 * ASSUMED.launch_ms:g} µs a "
@@ -228,8 +228,8 @@ def _make_device(
         flops=Figure(tflops * 1e12, source),
         bandwidth=Figure(gb_per_s * 1e9, source),
         memory=Figure(memory, source),
-        out=link,
-        back=link,
+        d2h=link,
+        h2d=link,
     )
 
 

@@ -62,13 +62,15 @@ class Node:
     def recomputable(self) -> bool:
         """Whether a copy of the node may run without changing any state."""
         traits = self.traits
-        pure = not self.mutates or bool(traits.replay) or traits.again is not None
+        pure = (
+            not self.mutates or bool(traits.replay) or traits.recompute_as is not None
+        )
         return traits.recomputable and pure
 
     @property
-    def once_more(self) -> "Node | None":
+    def recompute_node(self) -> "Node | None":
         """Node that recomputes the first result; None if a plain copy does."""
-        again = self.traits.again
+        again = self.traits.recompute_as
         if again is None:
             return None
         inputs = tuple(self.tensors[index] for index in again.inputs)
@@ -86,7 +88,7 @@ class Node:
     def remakes(self, tensor: str) -> bool:
         """Return whether a result of the node can be recomputed."""
         return self.recomputable and (
-            self.traits.again is None or tensor == self.outputs[0]
+            self.traits.recompute_as is None or tensor == self.outputs[0]
         )
 
     @property

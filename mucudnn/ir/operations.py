@@ -1,29 +1,98 @@
-"""One table of operations: traits, fusions, and decompositions of normalisations."""
+"""One record for each built-in operation, in one table, and how nodes get their traits.
+
+An operation is added by a layer in `layers`, a record in `OPERATIONS`, a gradient in
+`passes/graph/autodiff.py` and a kernel in each backend.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.graph import Node, Phase
-from mucudnn.ir.strips import HEIGHT, strips_of
+from mucudnn.ir.strips import (
+    BOX,
+    HEIGHT,
+    IMAGE,
+    IMAGE_AND_WEIGHTS,
+    LABELS,
+    PAD,
+    POOL,
+    POOL_GRAD,
+    TWO_IMAGES,
+    StripRule,
+    cut_concat,
+    cut_conv,
+    drawn_strip,
+    strips_of,
+    upsample_strips,
+)
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import (
     PLAIN,
-    Again,
     Batch,
     NodeTraits,
     Operands as Whole,
     Piece,
     Pieces,
+    Recomputation,
     box_rows,
     conv_rows,
     counted,
     drawn_rows,
 )
+
+Attributes = Mapping[str, Any]
+Operands = Sequence[TensorSpec]
+Shape = tuple[int, ...]
+
+TraitsRule = Callable[[Operands, Operands, Attributes], NodeTraits]
+"""Function from inputs, results and attributes to traits."""
+
+_NONE: Attributes = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelsLast:
+    """A mapping of an operation's channels-last form to an existing kernel.
+
+    Attributes:
+        attrs: (channels-first attributes, image rank) -> attributes of the node.
+        kernel_attrs: Attributes of the node -> attributes passed to the kernel.
+        kernel_shape: Shape of an image -> shape passed to the kernel.
+        axes: Maximum rank of the images.
+        is_supported: Attributes of the node -> whether a kernel exists.
+    """
+
+    attrs: Callable[[Attributes, int], Attributes] = lambda attrs, rank: attrs
+    kernel_attrs: Callable[[Attributes], Attributes] = lambda attrs: attrs
+    kernel_shape: Callable[[Shape], Shape] = lambda shape: shape
+    axes: int = 5
+    is_supported: Callable[[Attributes], bool] = lambda attrs: True
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """All that is known of a built-in operation except its gradient and its kernels.
+
+    Attributes:
+        traits: Its traits, or a function of its operands and attributes.
+        strips: How images are cut into strips, or a function of its operands. None if
+            they cannot be cut, or if `traits` has strips for tensors of any shape.
+        channels_last: How it runs on channels-last images; None if it cannot.
+    """
+
+    traits: NodeTraits | TraitsRule = PLAIN
+    strips: Batch | StripRule | None = None
+    channels_last: ChannelsLast | None = None
+
+
+# Normalizations, split into pieces that can be cut: statistics of each slice or strip,
+# their merge, and the normalization itself.
+
 
 _VALUES = 3
 """Statistics per slice and channel: count, mean, sum of squares about the mean."""
@@ -47,16 +116,21 @@ def _cuttable(
     return NodeTraits(overwrites=overwrites, batch=along(0), strips=along(HEIGHT))
 
 
-PIECES = MappingProxyType(
-    {
-        "batch_norm_sums": _cuttable(1, (None,), gathered=(0,)),
-        "batch_norm_merge": NodeTraits(recomputable=False),
-        "batch_norm_apply": _cuttable(1, (0,), others=4, overwrites=(0,)),
-        "batch_norm_grad_sums": _cuttable(2, (None, None), others=2),
-        "batch_norm_grad_apply": _cuttable(2, (0,), others=5, overwrites=(1,)),
-    }
-)
-"""Operation -> its traits."""
+def _piece(
+    name: str,
+    op: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    attrs: Attributes = _NONE,
+    *,
+    traits: NodeTraits | None = None,
+    mutates: tuple[str, ...] = (),
+) -> Piece:
+    """Return a piece, by default with the traits of its operation."""
+    if traits is None:
+        known = OPERATIONS[op].traits
+        traits = known if isinstance(known, NodeTraits) else known((), (), attrs)
+    return Piece(name, op, inputs, outputs, attrs, traits, mutates)
 
 
 def batch_norm_pieces(whole: Whole) -> Pieces:
@@ -67,17 +141,16 @@ def batch_norm_pieces(whole: Whole) -> Pieces:
     stats = TensorSpec(f"{whole.name}:stats", (_VALUES, channels), "float64")
     running = running_mean, running_var
     return (stats,), (
-        _batch_norm_piece("sums", "batch_norm_sums", (x,), (stats.name,)),
-        replace(
-            _batch_norm_piece(
-                "merge", "batch_norm_merge", (stats.name, *running), (mean, inv_std)
-            ),
-            attrs=whole.attrs,
+        _piece("sums", "batch_norm_sums", (x,), (stats.name,)),
+        _piece(
+            "merge",
+            "batch_norm_merge",
+            (stats.name, *running),
+            (mean, inv_std),
+            whole.attrs,
             mutates=running,
         ),
-        _batch_norm_piece(
-            "apply", "batch_norm_apply", (x, gamma, beta, mean, inv_std), (y,)
-        ),
+        _piece("apply", "batch_norm_apply", (x, gamma, beta, mean, inv_std), (y,)),
     )
 
 
@@ -87,22 +160,16 @@ def batch_norm_grad_pieces(whole: Whole) -> Pieces:
     dx, dgamma, dbeta = (spec.name for spec in whole.outputs)
     count = math.prod(whole.inputs[0].shape) // math.prod(whole.inputs[2].shape)
     sums = dgamma, dbeta
-    apply = "batch_norm_grad_apply"
     return (), (
-        _batch_norm_piece("sums", "batch_norm_grad_sums", (x, dy, mean, inv_std), sums),
-        replace(
-            _batch_norm_piece(
-                "apply", apply, (x, dy, gamma, mean, inv_std, *sums), (dx,)
-            ),
-            attrs=MappingProxyType({"count": count}),
+        _piece("sums", "batch_norm_grad_sums", (x, dy, mean, inv_std), sums),
+        _piece(
+            "apply",
+            "batch_norm_grad_apply",
+            (x, dy, gamma, mean, inv_std, *sums),
+            (dx,),
+            MappingProxyType({"count": count}),
         ),
     )
-
-
-def _batch_norm_piece(
-    name: str, op: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
-) -> Piece:
-    return Piece(name, op, inputs, outputs, MappingProxyType({}), PIECES[op])
 
 
 # Batch normalization fused with a sum and a ReLU, and its pieces.
@@ -113,21 +180,16 @@ def _batch_norm_piece(
 # forward pass, bit for bit.
 
 
-_STRIPS_OF_ONE = Batch((HEIGHT,), (HEIGHT,))
-
-_STRIPS_OF_TWO = Batch((HEIGHT, HEIGHT), (HEIGHT,))
-
-_RELU = NodeTraits(
-    overwrites=(0,), narrow=True, batch=Batch((0,), (0,)), strips=_STRIPS_OF_ONE
-)
+_RELU = NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0,), (0,)), strips=IMAGE)
 
 _ADD = NodeTraits(
-    overwrites=(0, 1), joint=True, batch=Batch((0, 0), (0,)), strips=_STRIPS_OF_TWO
+    overwrites=(0, 1),
+    joins_branches=True,
+    batch=Batch((0, 0), (0,)),
+    strips=TWO_IMAGES,
 )
 
-_RELU_GRAD = NodeTraits(
-    overwrites=(1,), batch=Batch((0, 0), (0,)), strips=_STRIPS_OF_TWO
-)
+_RELU_GRAD = NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0,)), strips=TWO_IMAGES)
 
 
 def _forward(whole: Whole) -> Pieces:
@@ -140,11 +202,11 @@ def _forward(whole: Whole) -> Pieces:
     between = (*between, normed)
     for term in terms:
         total = _like(y, f"{whole.name}:sum")
-        added = _fused_norm_piece(
-            "add", "add", (normed.name, term.name), (total.name,), _ADD
+        added = _piece(
+            "add", "add", (normed.name, term.name), (total.name,), traits=_ADD
         )
         between, pieces, normed = (*between, total), (*pieces, added), total
-    relu = _fused_norm_piece("relu", "relu", (normed.name,), (y.name,), _RELU)
+    relu = _piece("relu", "relu", (normed.name,), (y.name,), traits=_RELU)
     return between, (*pieces, relu)
 
 
@@ -155,12 +217,11 @@ def _backward(whole: Whole) -> Pieces:
         _like(dy, f"{whole.name}:{what}") for what in ("normed", "y", "masked")
     )
     again = tuple(spec.name for spec in (x, gamma, beta, mean, inv_std))
-    apply = "batch_norm_apply"
     norm = replace(whole, inputs=(x, masked, gamma, mean, inv_std))
     between, pieces = batch_norm_grad_pieces(norm)
     return (normed, y, masked, *between), (
-        _fused_norm_piece("again", apply, again, (normed.name,), PIECES[apply]),
-        _fused_norm_piece("relu", "relu", (normed.name,), (y.name,), _RELU),
+        _piece("again", "batch_norm_apply", again, (normed.name,)),
+        _piece("relu", "relu", (normed.name,), (y.name,), traits=_RELU),
         _masking(y, dy, masked),
         *pieces,
     )
@@ -179,44 +240,16 @@ def _backward_of_sum(whole: Whole) -> Pieces:
 
 def _masking(y: TensorSpec, dy: TensorSpec, masked: TensorSpec) -> Piece:
     inputs = y.name, dy.name
-    return _fused_norm_piece("mask", "relu_grad", inputs, (masked.name,), _RELU_GRAD)
+    return _piece("mask", "relu_grad", inputs, (masked.name,), traits=_RELU_GRAD)
 
 
 def _like(spec: TensorSpec, name: str) -> TensorSpec:
     return replace(spec, name=name, alias=None, offset=0)
 
 
-def _fused_norm_piece(
-    name: str,
-    op: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    traits: NodeTraits,
-) -> Piece:
-    return Piece(name, op, inputs, outputs, MappingProxyType({}), traits)
-
-
 _FORWARD = NodeTraits(
-    replay=(("update", False),), narrow=True, rereads=(0,), pieces=_forward
+    replay=(("update", False),), narrow=True, reads_twice=(0,), decomposition=_forward
 )
-
-
-FUSED_NORMS = MappingProxyType(
-    {
-        "batch_norm_relu": _FORWARD,
-        "batch_norm_relu_grad": NodeTraits(
-            overwrites=(1,), rereads=(0, 1), pieces=_backward
-        ),
-        "batch_norm_add_relu": replace(_FORWARD, joint=True),
-        "batch_norm_add_relu_grad": NodeTraits(
-            overwrites=(1,), rereads=(0,), pieces=_backward_of_sum
-        ),
-    }
-)
-"""Operation -> its traits."""
-
-
-Attributes = Mapping[str, Any]
 
 
 # Group and layer normalization split into pieces that run on strips of images.
@@ -232,61 +265,40 @@ _SUMS = 2
 """Sums per strip and group: weighted gradients, their products with deviations."""
 
 
-Specs = Sequence[TensorSpec]
-
-
 def _gamma_axis(attrs: Attributes) -> int | None:
     """Return the axis of image rows in gamma, which has no batch axis, or None."""
     return HEIGHT - 1 if attrs["per_element"] else None
 
 
-def _apply(inputs: Specs, outputs: Specs, attrs: Attributes) -> NodeTraits:
+def _apply(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     gamma = _gamma_axis(attrs)
     strips = Batch((HEIGHT, gamma, gamma, None, None), (HEIGHT,))
     return NodeTraits(overwrites=(0,), strips=strips)
 
 
-def _grad_sums(inputs: Specs, outputs: Specs, attrs: Attributes) -> NodeTraits:
+def _grad_sums(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     gamma = _gamma_axis(attrs)
     reads = HEIGHT, HEIGHT, gamma, None, None
     return NodeTraits(strips=Batch(reads, (gamma, gamma, None)))
 
 
-def _grad_apply(inputs: Specs, outputs: Specs, attrs: Attributes) -> NodeTraits:
+def _grad_apply(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     reads = HEIGHT, HEIGHT, _gamma_axis(attrs), None, None, None
     return NodeTraits(overwrites=(1,), strips=Batch(reads, (HEIGHT,)))
-
-
-_MOMENTS = NodeTraits(strips=Batch((HEIGHT,), (None,), gathered=(0,)))
-
-_MERGE = NodeTraits(recomputable=False)
-
-
-GROUP_PIECES: Mapping[
-    str, NodeTraits | Callable[[Specs, Specs, Attributes], NodeTraits]
-] = MappingProxyType(
-    {
-        "group_norm_sums": _MOMENTS,
-        "group_norm_merge": _MERGE,
-        "group_norm_apply": _apply,
-        "group_norm_grad_sums": _grad_sums,
-        "group_norm_grad_apply": _grad_apply,
-    }
-)
-"""Operation -> its traits, or a function that returns them."""
 
 
 def group_norm_pieces(whole: Whole) -> Pieces:
     """Return the pieces: strip statistics, their merge, the normalization."""
     x, gamma, beta = (spec.name for spec in whole.inputs)
     y, mean, inv_std = (spec.name for spec in whole.outputs)
-    groups = whole.outputs[1].shape
+    attrs, groups = whole.attrs, whole.outputs[1].shape
     stats = TensorSpec(f"{whole.name}:stats", (_VALUES, *groups), "float64")
-    piece = partial(_piece, whole, whole.attrs)
     return (stats,), (
-        piece("sums", "group_norm_sums", (x,), (stats.name,)),
-        piece("merge", "group_norm_merge", (stats.name,), (mean, inv_std)),
-        piece("apply", "group_norm_apply", (x, gamma, beta, mean, inv_std), (y,)),
+        _piece("sums", "group_norm_sums", (x,), (stats.name,), attrs),
+        _piece("merge", "group_norm_merge", (stats.name,), (mean, inv_std), attrs),
+        _piece(
+            "apply", "group_norm_apply", (x, gamma, beta, mean, inv_std), (y,), attrs
+        ),
     )
 
 
@@ -297,36 +309,14 @@ def group_norm_grad_pieces(whole: Whole) -> Pieces:
     groups, dtype = whole.inputs[3].shape, whole.inputs[3].dtype
     totals = TensorSpec(f"{whole.name}:totals", (_SUMS, *groups), dtype)
     count = math.prod(whole.inputs[0].shape[1:]) // whole.attrs["groups"]
-    piece = partial(_piece, whole, {**whole.attrs, "count": count})
+    attrs = MappingProxyType({**whole.attrs, "count": count})
     reads, sums = (x, dy, gamma, mean, inv_std), (dgamma, dbeta, totals.name)
     apply = "group_norm_grad_apply"
     return (totals,), (
-        piece("sums", "group_norm_grad_sums", reads, sums),
-        piece("apply", apply, (*reads, totals.name), (dx,)),
+        _piece("sums", "group_norm_grad_sums", reads, sums, attrs),
+        _piece("apply", apply, (*reads, totals.name), (dx,), attrs),
     )
 
-
-def _piece(
-    whole: Whole,
-    attrs: Attributes,
-    name: str,
-    op: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-) -> Piece:
-    traits = GROUP_PIECES[op]
-    if not isinstance(traits, NodeTraits):
-        traits = traits(whole.inputs, whole.outputs, attrs)
-    return Piece(name, op, inputs, outputs, MappingProxyType(dict(attrs)), traits)
-
-
-Operands = Sequence[TensorSpec]
-
-Rule = Callable[[Operands, Operands, Attributes], NodeTraits]
-"""Function from inputs, results and attributes to traits."""
-
-
-_NONE: Attributes = MappingProxyType({})
 
 _OF_FIRST, _OF_LABELS = partial(counted, 0), partial(counted, 1)
 
@@ -335,8 +325,6 @@ _ROW = Batch((0,), (0,))
 _ROWS = Batch((0, 0), (0,))
 
 _FROM_ONE = NodeTraits(narrow=True, batch=_ROW)
-
-_FROM_TWO = NodeTraits(batch=_ROWS)
 
 _FUNCTION = NodeTraits(overwrites=(0,), narrow=True, batch=_ROW)
 
@@ -362,7 +350,7 @@ def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTrait
 
 def _concat(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     batch = Batch((0,) * len(inputs), (0,)) if attrs["axis"] else None
-    return NodeTraits(joint=True, narrow=True, batch=batch)
+    return NodeTraits(joins_branches=True, narrow=True, batch=batch)
 
 
 def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
@@ -378,102 +366,267 @@ def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits
     return NodeTraits(narrow=True, batch=batch)
 
 
-OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
+# Forms of operations on channels-last images.
+
+
+_MOST_WINDOWED = 4
+"""Maximum rank of windowed images: channels last adds one axis, and kernels support at
+most three spatial axes."""
+
+
+def _one_axis_more(shape: Shape) -> Shape:
+    return shape[0], 1, *shape[1:]
+
+
+def _windows_along_channels(attrs: Attributes) -> Attributes:
+    """Extend windows by one axis, the channels, with width 1."""
+    extra = {"kernel": 1, "stride": 1, "padding": 0, "extra": 0}
+    return {**attrs, **{k: (*attrs[k], n) for k, n in extra.items() if k in attrs}}
+
+
+def channels_to_end(values: Sequence[int]) -> Shape:
+    """Permute per-axis values from (N, C, *spatial) to (N, *spatial, C)."""
+    n, c, *spatial = values
+    return n, *spatial, c
+
+
+_ANY = ChannelsLast()
+_CHANNELS = ChannelsLast(kernel_shape=lambda shape: (math.prod(shape[:-1]), shape[-1]))
+_POOL = ChannelsLast(
+    kernel_attrs=_windows_along_channels,
+    kernel_shape=_one_axis_more,
+    axes=_MOST_WINDOWED,
+)
+_RESAMPLE = ChannelsLast(
+    kernel_attrs=lambda attrs: {**attrs, "scale": (*attrs["scale"], 1)},
+    kernel_shape=_one_axis_more,
+    axes=_MOST_WINDOWED,
+)
+_BOX = ChannelsLast(
+    attrs=lambda attrs, rank: {k: channels_to_end(v) for k, v in attrs.items()}
+)
+_CONCAT = ChannelsLast(
+    attrs=lambda attrs, rank: {
+        **attrs,
+        "axis": channels_to_end(range(rank)).index(attrs["axis"]),
+    }
+)
+_CONV = ChannelsLast(
+    attrs=lambda attrs, rank: {
+        **attrs,
+        "problem": replace(attrs["problem"], layout="NHWC"),
+    }
+)
+_GROUPS = ChannelsLast(
+    kernel_attrs=lambda attrs: {**attrs, "channels_last": True},
+    kernel_shape=lambda shape: (shape[0], math.prod(shape[1:-1]), shape[-1]),
+    is_supported=lambda attrs: not attrs["per_element"],
+)
+
+_UNKNOWN = Operation()
+
+_OF_ONE_IMAGE = Operation(_FROM_ONE, IMAGE, _ANY)
+_FUNCTION_OF_IMAGE = Operation(_FUNCTION, IMAGE, _ANY)
+_GRADIENT_OF_FUNCTION = Operation(_OF_FUNCTION, TWO_IMAGES, _ANY)
+_SUM = NodeTraits(overwrites=(0, 1), joins_branches=True, narrow=True, batch=_ROWS)
+_ADD_CHANNELS = Operation(
+    NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
+    IMAGE_AND_WEIGHTS,
+    _CHANNELS,
+)
+_APPLY_BATCH_NORM = _cuttable(1, (0,), others=4, overwrites=(0,))
+_MERGE = NodeTraits(recomputable=False)
+
+
+OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
+        # Updates of parameters and of what belongs to them.
         **dict.fromkeys(
             (
                 *("accumulate", "adagrad", "adam", "adjust_loss_scale", "fill"),
                 *("find_overflow", "momentum", "rmsprop", "sgd"),
             ),
-            PLAIN,
+            Operation(PLAIN),
         ),
+        # Functions of each element, and their gradients.
         **dict.fromkeys(
-            (
-                *("avg_pool", "avg_pool_grad", "identity", "lrn", "to_channels_first"),
-                *("to_channels_last", "upsample_bilinear", "upsample_bilinear_grad"),
-                *("upsample_nearest", "upsample_nearest_grad"),
-            ),
-            _FROM_ONE,
-        ),
-        **dict.fromkeys(
-            ("gelu", "leaky_relu", "relu", "scale", "sigmoid", "tanh"), _FUNCTION
+            ("gelu", "leaky_relu", "relu", "scale", "sigmoid", "tanh"),
+            _FUNCTION_OF_IMAGE,
         ),
         **dict.fromkeys(
             ("gelu_grad", "leaky_relu_grad", "relu_grad", "sigmoid_grad", "tanh_grad"),
-            _OF_FUNCTION,
+            _GRADIENT_OF_FUNCTION,
         ),
-        "accuracy": NodeTraits(
-            reads_narrow=True, batch=Batch((0, 0), (None,), accumulates=True)
+        "add": Operation(_SUM, TWO_IMAGES, _ANY),
+        "add_relu": Operation(_SUM, TWO_IMAGES, _ANY),
+        "bias": _ADD_CHANNELS,
+        "bias_grad": Operation(
+            NodeTraits(batch=Batch((0,), (None,))),
+            Batch((HEIGHT,), (None,)),
+            _CHANNELS,
         ),
-        "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
-        "add_relu": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
-        **PIECES,
-        **FUSED_NORMS,
-        "batch_norm": NodeTraits(
-            again=Again(
-                "batch_norm_apply", (0, 1, 2, 6, 7), PIECES["batch_norm_apply"]
+        "bias_relu": _ADD_CHANNELS,
+        "bias_relu_grad": Operation(
+            NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0, None))),
+            Batch((HEIGHT, HEIGHT), (HEIGHT, None)),
+            _CHANNELS,
+        ),
+        "cast": Operation(NodeTraits(batch=_ROW), IMAGE, _ANY),
+        "dropout": Operation(
+            NodeTraits(
+                overwrites=(0,),
+                random=True,
+                narrow=True,
+                batch=Batch((0, None), (0,), sliced=drawn_rows),
             ),
-            narrow=True,
-            rereads=(0,),
-            pieces=batch_norm_pieces,
+            replace(IMAGE_AND_WEIGHTS, sliced=drawn_strip),
         ),
-        "batch_norm_eval": NodeTraits(
-            narrow=True, batch=Batch((0, *(None,) * 4), (0,))
+        "identity": _OF_ONE_IMAGE,
+        "multiply": Operation(
+            NodeTraits(overwrites=(0, 1), narrow=True, batch=_ROWS), TWO_IMAGES, _ANY
         ),
-        "batch_norm_grad": NodeTraits(
-            overwrites=(1,), rereads=(0,), pieces=batch_norm_grad_pieces
+        # Products.
+        "conv": Operation(_conv, cut_conv, _CONV),
+        "matmul": Operation(_matmul),
+        # Normalizations, whole and in pieces.
+        "batch_norm": Operation(
+            NodeTraits(
+                recompute_as=Recomputation(
+                    "batch_norm_apply", (0, 1, 2, 6, 7), _APPLY_BATCH_NORM
+                ),
+                narrow=True,
+                reads_twice=(0,),
+                decomposition=batch_norm_pieces,
+            ),
+            channels_last=_CHANNELS,
         ),
-        "bias": NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
-        "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
-        "bias_relu": NodeTraits(
-            overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))
+        "batch_norm_eval": Operation(
+            NodeTraits(narrow=True, batch=Batch((0, *(None,) * 4), (0,))),
+            Batch((HEIGHT, *(None,) * 4), (HEIGHT,)),
+            _CHANNELS,
         ),
-        "bias_relu_grad": NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0, None))),
-        "cast": NodeTraits(batch=_ROW),
-        "concat": _concat,
-        "conv": _conv,
-        "dropout": NodeTraits(
-            overwrites=(0,),
-            random=True,
-            narrow=True,
-            batch=Batch((0, None), (0,), sliced=drawn_rows),
+        "batch_norm_grad": Operation(
+            NodeTraits(
+                overwrites=(1,), reads_twice=(0,), decomposition=batch_norm_grad_pieces
+            ),
+            channels_last=_CHANNELS,
         ),
-        **GROUP_PIECES,
-        "group_norm": NodeTraits(
-            narrow=True,
-            rereads=(0,),
-            batch=Batch((0, None, None), (0, 0, 0)),
-            pieces=group_norm_pieces,
+        "batch_norm_sums": Operation(
+            _cuttable(1, (None,), gathered=(0,)), channels_last=_CHANNELS
         ),
-        "group_norm_grad": NodeTraits(
-            overwrites=(1,),
-            rereads=(0,),
-            batch=Batch((0, 0, None, 0, 0), (0, None, None)),
-            pieces=group_norm_grad_pieces,
+        "batch_norm_merge": Operation(_MERGE),
+        "batch_norm_apply": Operation(_APPLY_BATCH_NORM, channels_last=_CHANNELS),
+        "batch_norm_grad_sums": Operation(
+            _cuttable(2, (None, None), others=2), channels_last=_CHANNELS
         ),
-        "lrn_grad": NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
-        "matmul": _matmul,
-        "max_pool": NodeTraits(narrow=True, batch=Batch((0,), (0, 0))),
-        "max_pool_grad": _FROM_TWO,
-        "mean_squared_error": NodeTraits(
-            batch=Batch((0, 0), (None,), (0,), sliced=_OF_FIRST)
+        "batch_norm_grad_apply": Operation(
+            _cuttable(2, (0,), others=5, overwrites=(1,)), channels_last=_CHANNELS
         ),
-        "mean_squared_error_grad": NodeTraits(
-            batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_FIRST)
+        "batch_norm_relu": Operation(_FORWARD, channels_last=_CHANNELS),
+        "batch_norm_relu_grad": Operation(
+            NodeTraits(overwrites=(1,), reads_twice=(0, 1), decomposition=_backward),
+            channels_last=_CHANNELS,
         ),
-        "multiply": NodeTraits(overwrites=(0, 1), narrow=True, batch=_ROWS),
-        "pad": _boxed,
-        "reshape": _reshape,
-        "slice": _boxed,
-        "softmax_cross_entropy": NodeTraits(
-            reads_narrow=True, batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS)
+        "batch_norm_add_relu": Operation(
+            replace(_FORWARD, joins_branches=True), channels_last=_CHANNELS
         ),
-        "softmax_cross_entropy_grad": NodeTraits(
-            overwrites=(0,), batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_LABELS)
+        "batch_norm_add_relu_grad": Operation(
+            NodeTraits(
+                overwrites=(1,), reads_twice=(0,), decomposition=_backward_of_sum
+            ),
+            channels_last=_CHANNELS,
+        ),
+        "group_norm": Operation(
+            NodeTraits(
+                narrow=True,
+                reads_twice=(0,),
+                batch=Batch((0, None, None), (0, 0, 0)),
+                decomposition=group_norm_pieces,
+            ),
+            channels_last=_GROUPS,
+        ),
+        "group_norm_grad": Operation(
+            NodeTraits(
+                overwrites=(1,),
+                reads_twice=(0,),
+                batch=Batch((0, 0, None, 0, 0), (0, None, None)),
+                decomposition=group_norm_grad_pieces,
+            ),
+            channels_last=_GROUPS,
+        ),
+        "group_norm_sums": Operation(
+            NodeTraits(strips=Batch((HEIGHT,), (None,), gathered=(0,)))
+        ),
+        "group_norm_merge": Operation(_MERGE),
+        "group_norm_apply": Operation(_apply),
+        "group_norm_grad_sums": Operation(_grad_sums),
+        "group_norm_grad_apply": Operation(_grad_apply),
+        "lrn": Operation(_FROM_ONE, IMAGE, _CHANNELS),
+        "lrn_grad": Operation(
+            NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
+            Batch((HEIGHT,) * 3, (HEIGHT,)),
+            _CHANNELS,
+        ),
+        # Pooling and upsampling.
+        "avg_pool": Operation(_FROM_ONE, POOL, _POOL),
+        "avg_pool_grad": Operation(_FROM_ONE, POOL_GRAD, _POOL),
+        "max_pool": Operation(
+            NodeTraits(narrow=True, batch=Batch((0,), (0, 0))),
+            replace(POOL, outputs=(HEIGHT, HEIGHT)),
+            _POOL,
+        ),
+        "max_pool_grad": Operation(
+            NodeTraits(batch=_ROWS), replace(POOL_GRAD, inputs=(HEIGHT, HEIGHT)), _POOL
+        ),
+        "upsample_bilinear": Operation(_FROM_ONE, upsample_strips(border=1), _RESAMPLE),
+        "upsample_bilinear_grad": Operation(
+            _FROM_ONE, upsample_strips(border=1, grad=True), _RESAMPLE
+        ),
+        "upsample_nearest": Operation(_FROM_ONE, upsample_strips(border=0), _RESAMPLE),
+        "upsample_nearest_grad": Operation(
+            _FROM_ONE, upsample_strips(border=0, grad=True), _RESAMPLE
+        ),
+        # Shapes and layouts. A strided slice has no `stops`, and no strips.
+        "concat": Operation(_concat, cut_concat, _CONCAT),
+        "pad": Operation(_boxed, PAD, _BOX),
+        "reshape": Operation(_reshape),
+        "slice": Operation(
+            _boxed, lambda whole: BOX if "stops" in whole.attrs else None, _BOX
+        ),
+        "to_channels_first": Operation(_FROM_ONE),
+        "to_channels_last": Operation(_FROM_ONE),
+        # Losses and metrics, for labels of samples or of pixels.
+        "accuracy": Operation(
+            NodeTraits(
+                reads_narrow=True, batch=Batch((0, 0), (None,), accumulates=True)
+            ),
+            Batch((HEIGHT, LABELS), (None,), accumulates=True),
+        ),
+        "mean_squared_error": Operation(
+            NodeTraits(batch=Batch((0, 0), (None,), (0,), sliced=_OF_FIRST)),
+            Batch((HEIGHT, HEIGHT), (None,), (0,), sliced=_OF_FIRST),
+        ),
+        "mean_squared_error_grad": Operation(
+            NodeTraits(batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_FIRST)),
+            Batch((HEIGHT, HEIGHT, None), (HEIGHT,), (0,), sliced=_OF_FIRST),
+        ),
+        "softmax_cross_entropy": Operation(
+            NodeTraits(
+                reads_narrow=True,
+                batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS),
+            ),
+            Batch((HEIGHT, LABELS), (None, HEIGHT), (0,), sliced=_OF_LABELS),
+        ),
+        "softmax_cross_entropy_grad": Operation(
+            NodeTraits(
+                overwrites=(0,),
+                batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_LABELS),
+            ),
+            Batch((HEIGHT, LABELS, None), (HEIGHT,), (0,), sliced=_OF_LABELS),
         ),
     }
 )
-"""Operation -> its traits, or a function that returns them."""
+"""Built-in operations by name."""
 
 
 FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
@@ -500,13 +653,16 @@ def traits_of(
     op: str, inputs: Operands, outputs: Operands, attrs: Attributes = _NONE
 ) -> NodeTraits:
     """Return traits of an operation on given operands; `PLAIN` if unknown."""
-    found = OPERATIONS.get(op, PLAIN)
-    traits = found if isinstance(found, NodeTraits) else found(inputs, outputs, attrs)
-    strips = strips_of(op, Whole("", tuple(inputs), tuple(outputs), attrs))
+    known = OPERATIONS.get(op, _UNKNOWN)
+    traits = known.traits
+    if not isinstance(traits, NodeTraits):
+        traits = traits(inputs, outputs, attrs)
+    whole = Whole("", tuple(inputs), tuple(outputs), attrs)
+    strips = None if known.strips is None else strips_of(known.strips, whole)
     if strips is not None:
         traits = replace(traits, strips=strips)
     if LIBRARY in attrs:  # none works in place, or gives the bits that ours would
-        traits = replace(traits, overwrites=(), again=None)
+        traits = replace(traits, overwrites=(), recompute_as=None)
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)

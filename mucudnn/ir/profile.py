@@ -34,9 +34,9 @@ class Profile:
             with a dedicated copy engine, more if cores or memory are shared.
         copy_overhead_ms: Slowdown of computation by every copy, whatever its size: time
             to enqueue the copy and to wait for it.
-        once_more_ms: Node -> time of the node that recomputes its first result, if that
+        recompute_ms: Node -> time of the node that recomputes its first result, if that
             is not a plain copy; otherwise the node's own time applies.
-        chunks: Mapping costs of its memory; None if the device cannot map memory.
+        mapping_costs: Costs of mapping memory; None if the device cannot map memory.
     """
 
     node_ms: Mapping[str, float]
@@ -46,14 +46,14 @@ class Profile:
     in_bytes_per_ms: float
     copy_share: float = 0.0
     copy_overhead_ms: float = 0.0
-    once_more_ms: Mapping[str, float] = field(default_factory=dict)
-    chunks: ChunkCosts | None = None
+    recompute_ms: Mapping[str, float] = field(default_factory=dict)
+    mapping_costs: ChunkCosts | None = None
 
-    def again_ms(self, node: str) -> float:
+    def recompute_ms_of(self, node: str) -> float:
         """Return the time to recompute a node's first result."""
-        return self.once_more_ms.get(node, self.node_ms[node])
+        return self.recompute_ms.get(node, self.node_ms[node])
 
-    def lost_ms(self, copy_ms: float) -> float:
+    def copy_slowdown_ms(self, copy_ms: float) -> float:
         """Return the slowdown of computation beside a copy of this duration."""
         return self.copy_overhead_ms + self.copy_share * copy_ms
 

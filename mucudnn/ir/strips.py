@@ -12,17 +12,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.ir.traits import Batch, Operands, Rows, Strip, Window, counted
+from mucudnn.ir.traits import Batch, Operands, Rows, Strip, Window
 
 HEIGHT = 2
 """The first axis of images, in (N, C, *spatial)."""
 
-_LABELS = 1
+LABELS = 1
 """First spatial axis of labels, (N, *spatial)."""
 
 Attributes = Mapping[str, Any]
@@ -147,7 +146,7 @@ def _with_height(node: Operands, name: str, value: int) -> Attributes:
     return {name: tuple(numbers)}
 
 
-def _drawn_rows(
+def drawn_strip(
     attrs: Attributes, inputs: Sequence[TensorSpec], rows: Rows
 ) -> Mapping[str, Any]:
     """Derive random numbers from each element's position in the whole tensor."""
@@ -157,90 +156,47 @@ def _drawn_rows(
     return {**attrs, "offset": attrs.get("offset", 0) + here.start * row, **places}
 
 
-_ONE = Batch((HEIGHT,), (HEIGHT,))
-_TWO = Batch((HEIGHT, HEIGHT), (HEIGHT,))
-_AND_WEIGHTS = Batch((HEIGHT, None), (HEIGHT,))
-_LOSS = partial(counted, 1)
-_ERROR = partial(counted, 0)
+StripRule = Callable[[Operands], Batch | None]
+"""Function from a node's operands to how it is cut; None if it cannot be."""
+
+IMAGE = Batch((HEIGHT,), (HEIGHT,))
+TWO_IMAGES = Batch((HEIGHT, HEIGHT), (HEIGHT,))
+IMAGE_AND_WEIGHTS = Batch((HEIGHT, None), (HEIGHT,))
+POOL = replace(IMAGE, reach=_pool)
+POOL_GRAD = replace(IMAGE, reach=_pool_grad)
+BOX = replace(IMAGE, reach=_box)
+PAD = replace(IMAGE, reach=_pad)
 
 
-def _cut_conv(whole: Operands) -> Batch | None:
+def upsample_strips(*, border: int, grad: bool = False) -> Batch:
+    """Return strips of upsampling, whose rows depend on `border` rows around them."""
+    return replace(
+        IMAGE, reach=partial(_upsample_grad if grad else _upsample, border=border)
+    )
+
+
+def cut_conv(whole: Operands) -> Batch | None:
+    """Cut convolutions on channels-first images; filter gradients are sums."""
     problem: ConvProblem = whole.attrs["problem"]
     if problem.layout != "NCHW":
         return None
     if problem.direction is Direction.BACKWARD_FILTER:
         return Batch((HEIGHT, HEIGHT), (None,), accumulates=True, reach=_conv)
     others = (None,) * (len(whole.inputs) - 1)
-    return replace(_AND_WEIGHTS, inputs=(HEIGHT, *others), reach=_conv)
+    return replace(IMAGE_AND_WEIGHTS, inputs=(HEIGHT, *others), reach=_conv)
 
 
-def _cut_concat(whole: Operands) -> Batch | None:
+def cut_concat(whole: Operands) -> Batch | None:
+    """Cut concatenations along the channels."""
     joined = Batch((HEIGHT,) * len(whole.inputs), (HEIGHT,))
     return joined if whole.attrs["axis"] == 1 else None
 
 
-STRIPS: Mapping[str, Batch | Callable[[Operands], Batch | None]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                *("cast", "gelu", "identity", "leaky_relu", "lrn", "relu", "scale"),
-                *("sigmoid", "tanh"),
-            ),
-            _ONE,
-        ),
-        **dict.fromkeys(
-            (
-                *("add", "add_relu", "gelu_grad", "leaky_relu_grad", "multiply"),
-                *("relu_grad", "sigmoid_grad", "tanh_grad"),
-            ),
-            _TWO,
-        ),
-        "bias": _AND_WEIGHTS,
-        "bias_relu": _AND_WEIGHTS,
-        "accuracy": Batch((HEIGHT, _LABELS), (None,), accumulates=True),
-        "avg_pool": replace(_ONE, reach=_pool),
-        "avg_pool_grad": replace(_ONE, reach=_pool_grad),
-        "batch_norm_eval": Batch((HEIGHT, *(None,) * 4), (HEIGHT,)),
-        "bias_grad": Batch((HEIGHT,), (None,)),
-        "bias_relu_grad": Batch((HEIGHT, HEIGHT), (HEIGHT, None)),
-        "concat": _cut_concat,
-        "conv": _cut_conv,
-        "dropout": replace(_AND_WEIGHTS, sliced=_drawn_rows),
-        "lrn_grad": Batch((HEIGHT,) * 3, (HEIGHT,)),
-        "max_pool": Batch((HEIGHT,), (HEIGHT, HEIGHT), reach=_pool),
-        "max_pool_grad": replace(_TWO, reach=_pool_grad),
-        "mean_squared_error": Batch((HEIGHT, HEIGHT), (None,), (0,), sliced=_ERROR),
-        "mean_squared_error_grad": Batch(
-            (HEIGHT, HEIGHT, None), (HEIGHT,), (0,), sliced=_ERROR
-        ),
-        "pad": replace(_ONE, reach=_pad),
-        # A strided slice has no `stops` and cannot be cut.
-        "slice": lambda whole: (
-            replace(_ONE, reach=_box) if "stops" in whole.attrs else None
-        ),
-        "softmax_cross_entropy": Batch(
-            (HEIGHT, _LABELS), (None, HEIGHT), (0,), sliced=_LOSS
-        ),
-        "softmax_cross_entropy_grad": Batch(
-            (HEIGHT, _LABELS, None), (HEIGHT,), (0,), sliced=_LOSS
-        ),
-        "upsample_bilinear": replace(_ONE, reach=partial(_upsample, border=1)),
-        "upsample_bilinear_grad": replace(
-            _ONE, reach=partial(_upsample_grad, border=1)
-        ),
-        "upsample_nearest": replace(_ONE, reach=partial(_upsample, border=0)),
-        "upsample_nearest_grad": replace(_ONE, reach=partial(_upsample_grad, border=0)),
-    }
-)
-"""Operation -> how it is cut into strips, for inputs that are images."""
-
-
-def strips_of(op: str, whole: Operands) -> Batch | None:
-    """Return how an operation is cut into strips; None if it cannot be."""
-    found = STRIPS.get(op)
-    if found is None or not whole.inputs or len(whole.inputs[0].shape) <= HEIGHT:
+def strips_of(known: Batch | StripRule, whole: Operands) -> Batch | None:
+    """Return how an operation is cut into strips, if its operands are images."""
+    if not whole.inputs or len(whole.inputs[0].shape) <= HEIGHT:
         return None
-    how = found if isinstance(found, Batch) else found(whole)
+    how = known if isinstance(known, Batch) else known(whole)
     specs = (*whole.inputs, *whole.outputs)
     if how is None or any(spec.layout != "NCHW" for spec in specs):
         return None

@@ -124,7 +124,7 @@ Pieces = tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Recomputation:
     """The operation that recomputes a node's first result from its other results.
 
     Attributes:
@@ -149,18 +149,18 @@ class NodeTraits:
             the preferred one first.
         expensive: Recomputation costs more than keeping the results.
         convolution: It is a convolution or one of its gradients.
-        joint: It joins branches; other systems never recompute its results.
+        joins_branches: It joins branches; other systems never recompute its results.
         random: It draws random numbers, which are a function of a generator's state, or
             of its attributes and each element's position. Copies and slices have to
             draw the same numbers.
         replay: Attributes that replace the node's own in a copy, so that the copy does
             not change mutated inputs a second time.
-        again: Operation that runs instead of a copy; only the first result can be
-            recomputed then.
+        recompute_as: Operation that runs instead of a copy; only the first result can
+            be recomputed then.
         recomputable: Whether it may run twice. A node that mutates inputs also needs
-            `replay` or `again`.
+            `replay` or `recompute_as`.
         movable: Whether its results may be offloaded between their uses.
-        rereads: Inputs that it reads twice.
+        reads_twice: Inputs that it reads twice.
         narrow: Its first result, and inputs that are neither parameters nor statistics,
             may have a narrower type than all other operands.
         reads_narrow: Its first input may have a narrower type, but no result.
@@ -168,27 +168,27 @@ class NodeTraits:
         batch: How it can be cut along the batch; None if it cannot.
         strips: How it can be cut along the first axis of its images, their height or,
             in three dimensions, their depth; None if it cannot.
-        pieces: Split of a node whose samples depend on each other into nodes of which
-            all but a few small ones can be cut.
+        decomposition: Split of a node whose samples depend on each other into nodes of
+            which all but a few small ones can be cut.
     """
 
     view: bool = False
     overwrites: tuple[int, ...] = ()
     expensive: bool = False
     convolution: bool = False
-    joint: bool = False
+    joins_branches: bool = False
     random: bool = False
     replay: tuple[tuple[str, Any], ...] = ()
-    again: Again | None = None
+    recompute_as: Recomputation | None = None
     recomputable: bool = True
     movable: bool = True
-    rereads: tuple[int, ...] = ()
+    reads_twice: tuple[int, ...] = ()
     narrow: bool = False
     reads_narrow: bool = False
     temporaries: int = 0
     batch: Batch | None = None
     strips: Batch | None = None
-    pieces: Callable[[Operands], Pieces] | None = None
+    decomposition: Callable[[Operands], Pieces] | None = None
 
 
 PLAIN = NodeTraits()

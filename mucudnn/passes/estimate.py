@@ -12,7 +12,13 @@ import math
 from collections.abc import Iterator, Mapping
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
-from mucudnn.ir.devices import ASSUMED, DEVICES, Assumed, DeviceFigures, get_device
+from mucudnn.ir.devices import (
+    ASSUMED,
+    DEVICES,
+    AssumedEfficiency,
+    DeviceFigures,
+    get_device,
+)
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_plans
@@ -29,7 +35,7 @@ def estimate(
     fronts: Mapping[ConvProblem, tuple[ConvPlan, ...]] | None = None,
     workspaces: Mapping[str, int] | None = None,
     batch_policy: BatchPolicy = "powers_of_two",
-    assumed: Assumed = ASSUMED,
+    assumed: AssumedEfficiency = ASSUMED,
 ) -> Profile:
     """Estimate the profile of a graph on a device.
 
@@ -42,14 +48,13 @@ def estimate(
         assumed: Efficiencies relative to the device's peaks.
 
     Raises:
-            ValueError: The device is unknown, or its figures do not cover the dtype of
-            a
-                convolution.
+        ValueError: The device is unknown, or its figures do not cover the dtype of a
+            convolution.
     """
     figures = get_device(device) if isinstance(device, str) else device
     known = dict(fronts or {})
     node_ms: dict[str, float] = {}
-    once_more_ms: dict[str, float] = {}
+    recompute_ms: dict[str, float] = {}
     of_node: dict[str, tuple[ConvPlan, ...]] = {}
     for node in graph.nodes:
         if node.op == "conv":
@@ -61,8 +66,8 @@ def estimate(
             node_ms[node.name] = min(plan.time_ms for plan in known[problem])
         else:
             node_ms[node.name] = _node_ms(graph, node, figures, assumed)
-        if (again := node.once_more) is not None:
-            once_more_ms[node.name] = _node_ms(graph, again, figures, assumed)
+        if (again := node.recompute_node) is not None:
+            recompute_ms[node.name] = _node_ms(graph, again, figures, assumed)
     return Profile(
         node_ms=node_ms,
         workspaces={
@@ -70,10 +75,10 @@ def estimate(
         }
         | dict(workspaces or {}),
         fronts=of_node,
-        out_bytes_per_ms=figures.out.value / 1e3,
-        in_bytes_per_ms=figures.back.value / 1e3,
-        chunks=assumed.chunks,
-        once_more_ms=once_more_ms,
+        out_bytes_per_ms=figures.d2h.value / 1e3,
+        in_bytes_per_ms=figures.h2d.value / 1e3,
+        mapping_costs=assumed.chunks,
+        recompute_ms=recompute_ms,
     )
 
 
@@ -81,7 +86,7 @@ def conv_table(
     problem: ConvProblem,
     figures: DeviceFigures,
     batch_policy: BatchPolicy = "powers_of_two",
-    assumed: Assumed = ASSUMED,
+    assumed: AssumedEfficiency = ASSUMED,
 ) -> PerfTable:
     """Estimate every algorithm at every micro-batch size.
 
@@ -104,7 +109,7 @@ def conv_table(
 
 
 def _algorithms(
-    problem: ConvProblem, figures: DeviceFigures, assumed: Assumed
+    problem: ConvProblem, figures: DeviceFigures, assumed: AssumedEfficiency
 ) -> Iterator[AlgoPerf]:
     traffic = sum(operand.nbytes for operand in problem.operands())
     transpose_ms = _transpose_ms(problem, figures, assumed)
@@ -127,7 +132,7 @@ def _algorithms(
 
 
 def _transpose_ms(
-    problem: ConvProblem, figures: DeviceFigures, assumed: Assumed
+    problem: ConvProblem, figures: DeviceFigures, assumed: AssumedEfficiency
 ) -> float:
     """Return the time of transposing the images before and after the product."""
     if not figures.turns or problem.layout == "NHWC":
@@ -163,11 +168,11 @@ def _tile_bytes(problem: ConvProblem) -> int:
 
 
 def _node_ms(
-    graph: Graph, node: Node, figures: DeviceFigures, assumed: Assumed
+    graph: Graph, node: Node, figures: DeviceFigures, assumed: AssumedEfficiency
 ) -> float:
     if node.traits.view:
         return 0.0
-    again = (node.inputs[index] for index in node.traits.rereads)
+    again = (node.inputs[index] for index in node.traits.reads_twice)
     touched = (*node.tensors, *node.mutates, *again)
     nbytes = sum(graph.tensors[name].nbytes for name in touched)
     if "parts" in node.attrs:  # it reads only the rows that it writes
@@ -187,7 +192,7 @@ def _roofline(
     share: float,
     nbytes: int,
     figures: DeviceFigures,
-    assumed: Assumed,
+    assumed: AssumedEfficiency,
 ) -> float:
     arithmetic = flops / (figures.flops.value * share)
     traffic = nbytes / (figures.bandwidth.value * assumed.memory)

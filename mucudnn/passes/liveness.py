@@ -19,8 +19,8 @@ __all__ = [
     "ALIGNMENT",
     "LiveRange",
     "Use",
-    "kept",
     "last_uses",
+    "live_at_end",
     "live_ranges",
     "memory_curve",
     "peak_bytes",
@@ -87,7 +87,7 @@ class Use(NamedTuple):
         return found
 
 
-def kept(graph: Graph) -> frozenset[str]:
+def live_at_end(graph: Graph) -> frozenset[str]:
     """Return the storages live at the end of the step, persistent ones included."""
     used_up = {
         name
@@ -113,7 +113,7 @@ def last_uses(graph: Graph) -> dict[str, int]:
         storage = storages[name]
         if storage not in last and graph.tensors[storage].role is Role.INPUT:
             last[storage] = end
-    last.update(dict.fromkeys(kept(graph), end))
+    last.update(dict.fromkeys(live_at_end(graph), end))
     return last
 
 
@@ -140,7 +140,7 @@ def _first_uses(graph: Graph) -> dict[str, int]:
         storage = storages[name]
         if storage in first or graph.tensors[storage].role is Role.INPUT:
             first[storage] = 0
-    for storage in kept(graph):
+    for storage in live_at_end(graph):
         if graph.tensors[storage].role in PERSISTENT:
             first[storage] = 0
     return first
@@ -175,7 +175,7 @@ def touches(graph: Graph) -> tuple[Positions, Positions]:
                 writes[storage].append(i)
             else:
                 writes[storage] = [i]
-    for storage in kept(graph):
+    for storage in live_at_end(graph):
         if graph.tensors[storage].role in PERSISTENT:
             positions.setdefault(storage, [])
         elif positions.setdefault(storage, [count])[-1] != count:
@@ -251,14 +251,9 @@ def written(graph: Graph, node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
 
 
-def last_writes(graph: Graph) -> dict[str, int]:
-    """Return the position of the last node that changes each storage."""
-    return {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
-
-
 def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
     """Return the position of each tensor's last change; -1 if no node changes it."""
-    writes = last_writes(graph)
+    writes = {s: i for i, n in enumerate(graph.nodes) for s in written(graph, n)}
     made = {t: i for i, node in enumerate(graph.nodes) for t in node.outputs}
     return {
         name: max(writes.get(graph.storages[name], -1), made.get(name, -1))

@@ -18,7 +18,7 @@ _FINE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankReport:
     """The step table a rank reports to the others.
 
     Attributes:
@@ -62,12 +62,14 @@ class AskedTable:
         self._most = most
         self._known = {least: measure(least)}
 
-    def told(self) -> Told:
+    def told(self) -> RankReport:
         """Return the table, extrapolated to the largest size that may fit."""
         points = [self._known[samples] for samples in sorted(self._known)]
         if points[-1].samples < self._most:
             points.append(_extrapolate(points, self._most))
-        return Told(StepTable(self._device, tuple(points)), frozenset(self._known))
+        return RankReport(
+            StepTable(self._device, tuple(points)), frozenset(self._known)
+        )
 
     def ask(self, samples: int) -> None:
         """Measure a size; if it does not fit, search for the largest that does."""
@@ -470,8 +472,8 @@ def measured_table(
 
 # Split a mini-batch among ranks such that the slowest rank ends as early as possible.
 #
-#     minimise    max of t_i(n_i) + all-reduce     subject to  sum of n_i = N,  at_least
-# <= n_i <= what rank i can take
+#     minimize    max of t_i(n_i) + all-reduce
+#     subject to  sum of n_i = N,  at_least <= n_i <= what rank i can take
 #
 # Oyama et al., "Accelerating Deep Learning Frameworks with Micro-batches", CLUSTER
 # 2018, train on unequal devices this way, but do not publish how they divide. Times

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 
@@ -95,20 +95,17 @@ class Strategies(Generic[F]):
             TypeError: `choice` is neither a name nor a function.
         """
         if not isinstance(choice, str):
-            return self._checked(choice)
+            if not callable(choice):
+                raise TypeError(
+                    f"a {self._kind} is a name or a function, got {choice!r}; names "
+                    f"are: {', '.join(sorted(self.names))}"
+                )
+            return choice
         known = self._table.get(choice)
         found = self._installed(choice) if known is None else known
         if found is None:
             raise self.unknown(choice)
         return found
-
-    def _checked(self, choice: Any) -> F:
-        if not callable(choice):
-            raise TypeError(
-                f"a {self._kind} is a name or a function, got {choice!r}; names are: "
-                f"{', '.join(sorted(self.names))}"
-            )
-        return cast(F, choice)
 
     def unknown(self, name: str) -> ValueError:
         """Return the error for an unknown name."""

@@ -53,10 +53,13 @@ class Prediction:
         compute_ms: Sum of the nodes' times.
         stalls_ms: Stalls of compute by cause: `operand` (prefetches), `memory`
             (offloads), and `copies` (slowdown by copies), if there is any.
-        out_bytes: Offloaded bytes. in_bytes: Prefetched bytes. lanes: All operations,
-        in program order. schedule: The simulated schedule. profile: Times of nodes, and
-        link rates. placement: Tier of each storage; None for a single tier with the
-        profile's links.
+        out_bytes: Offloaded bytes.
+        in_bytes: Prefetched bytes.
+        lanes: All operations, in program order.
+        schedule: The simulated schedule.
+        profile: Times of nodes, and link rates.
+        placement: Tier of each storage; None for a single tier with the profile's
+            links.
     """
 
     step_ms: float
@@ -149,7 +152,7 @@ class _Engines:
     def run(self) -> list[Lane]:
         """Simulate one step; return its timeline."""
         self.stalls = {"operand": 0.0, "memory": 0.0}
-        if self._profile.lost_ms(1.0):
+        if self._profile.copy_slowdown_ms(1.0):
             self.stalls["copies"] = 0.0
         self.moved = {"out": 0, "in": 0}
         lanes = []
@@ -182,7 +185,7 @@ class _Engines:
         ms = nbytes / self._links.rates[link]
         stop = self._free[link] = start + ms
         self.moved[engine] += nbytes
-        if slower := self._profile.lost_ms(ms):
+        if slower := self._profile.copy_slowdown_ms(ms):
             self.stalls["copies"] += slower
             self.now += slower
         return Lane(engine, name, start, stop, link[1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from mucudnn.passes.planning.plan_step import Technique, best_technique
+from mucudnn.passes.planning.plan_step import PolicyResult, best_technique
 from mucudnn.passes.registry import name_of
 from mucudnn.report.memory_charts import (
     KINDS,
@@ -60,7 +60,7 @@ def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
+def _cells(study: MemoryStudy, technique: PolicyResult) -> tuple[str, ...]:
     plan = technique.plan
     head = (technique.policy, technique.scheduler)
     if plan is None:
@@ -142,11 +142,11 @@ def budget_text(study: MemoryStudy) -> str:
 def _curve(study: MemoryStudy) -> Table:
     """Return slowdowns by policy (rows) and budget (columns)."""
     budgets = sorted({t.budget for t in study.curve}, reverse=True)
-    by_policy: dict[str, dict[int, Technique]] = {}
+    by_policy: dict[str, dict[int, PolicyResult]] = {}
     for technique in study.curve:
         by_policy.setdefault(technique.policy, {})[technique.budget] = technique
 
-    def slowdown(technique: Technique | None) -> str:
+    def slowdown(technique: PolicyResult | None) -> str:
         return NOTHING if technique is None else speedup_text(study.slowdown(technique))
 
     rows = tuple(

@@ -256,7 +256,7 @@ def _all_reduce(
     """Return the cost of the all-reduce, and its source in words."""
     if link.all_reduce_ms is not None:
         return AllReduce(measured_ms=link.all_reduce_ms), "as given"
-    rates = {kind.name: get_device(kind.name).out.value for kind in kinds if kind.name}
+    rates = {kind.name: get_device(kind.name).d2h.value for kind in kinds if kind.name}
     rate = link.bytes_per_s or min(rates.values(), default=None)
     if rate is None:
         return AllReduce(), "not counted: no link is known"

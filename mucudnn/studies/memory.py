@@ -34,7 +34,7 @@ from mucudnn.passes.planning.place_step import (
 )
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
-    Technique,
+    PolicyResult,
     best_technique,
     largest_batch_within,
     minimum_budget,
@@ -42,7 +42,7 @@ from mucudnn.passes.planning.plan_step import (
     unbounded,
 )
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.split_search import Splitting, plan_splitting
+from mucudnn.passes.planning.split_search import SplitDecision, plan_splitting
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import (
     PLANNED,
@@ -193,7 +193,7 @@ def _use_precision_figures(spec: StepSpec) -> StepSpec:
 
 
 IN_PARTS = "planned, in parts"
-"""Technique that also decides whether a step runs in slices of its batch."""
+"""PolicyResult that also decides whether a step runs in slices of its batch."""
 
 
 _SHARES = (1.0, 0.7, 0.5, 0.3)
@@ -220,7 +220,7 @@ class MemoryTrials:
     ) -> None:
         self._spec, self._costed, self._split = spec, costed, split
         self._tiers = tiers
-        self._splitting: Splitting | None = None
+        self._splitting: SplitDecision | None = None
         self._least_in_parts: int | None = None
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
@@ -230,13 +230,13 @@ class MemoryTrials:
         self._unbounded = unbounded(costed.step.graph, costed.step.profile)
         self._budget = _device_memory(spec.device) if budget is None else budget
         self._minimum: int | None = None
-        self._techniques: list[Technique] = []
+        self._techniques: list[PolicyResult] = []
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._placed: PlacedStep | None = None
         self._unplaced = ""
         self._least_ms: dict[int, float] = {}
         self._loose: dict[int, str] = {}
-        self._curve: list[Technique] = []
+        self._curve: list[PolicyResult] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
 
@@ -306,7 +306,7 @@ class MemoryTrials:
             if found.reason:
                 self._loose[budget] = found.reason
 
-    def _in_parts(self, budget: int) -> tuple[Technique, Splitting | None]:
+    def _in_parts(self, budget: int) -> tuple[PolicyResult, SplitDecision | None]:
         """Plan the step in parts, or whole if that is faster."""
         step = self._costed.in_parts
         assert step is not None, "study_memory has refused what cannot be split"
@@ -314,12 +314,12 @@ class MemoryTrials:
             found = plan_splitting(step(budget), self._split)
         except PlanningError as e:
             self._least_in_parts = e.least_bytes or self._least_in_parts
-            return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
+            return PolicyResult(IN_PARTS, "any", budget, None, e.least_bytes), None
         plan = found.chosen.plan
         name = "any" if plan is None else plan.scheduler
-        return Technique(IN_PARTS, name, budget, plan), found
+        return PolicyResult(IN_PARTS, name, budget, plan), found
 
-    def _least_of_parts(self, found: Splitting) -> int:
+    def _least_of_parts(self, found: SplitDecision) -> int:
         """Return the least budget of all splits, untried ones included."""
         assert self._costed.in_parts is not None
         step = self._costed.in_parts(self._budget)
@@ -329,7 +329,7 @@ class MemoryTrials:
                 self._say(f"the least budget of {cutting}", 0, 1)
                 graph = step.in_parts(cutting)
                 costs = step.costs(graph)
-                asked = None if costs is None else step.asked(graph, costs)
+                asked = None if costs is None else step.request(graph, costs)
                 least[cutting] = None if asked is None else minimum_budget(asked)
         return min(nbytes for nbytes in least.values() if nbytes is not None)
 
@@ -426,7 +426,7 @@ def over_links(costed: CostedStep, tiers: Sequence[MemoryTier]) -> CostedStep:
 
     def asked_over(step: SplitStep) -> SplitStep:
         return replace(
-            step, asked=lambda graph, costs: linked(step.asked(graph, costs))
+            step, request=lambda graph, costs: linked(step.request(graph, costs))
         )
 
     parts = costed.in_parts

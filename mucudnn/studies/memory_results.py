@@ -24,9 +24,13 @@ from mucudnn.passes.graph.updates import with_computed_gradients, with_updates
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.cutting import SplitStep
-from mucudnn.passes.planning.plan_step import DescribedStep, Technique, best_technique
+from mucudnn.passes.planning.plan_step import (
+    DescribedStep,
+    PolicyResult,
+    best_technique,
+)
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.split_search import Splitting
+from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.problem import state_bytes
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -168,15 +172,15 @@ class MemoryStudy:
     minimum: int | None
     figures: Mapping[str, str]
     convolutions: Coverage
-    techniques: tuple[Technique, ...]
+    techniques: tuple[PolicyResult, ...]
     placed: PlacedStep | None = None
     unplaced: str = ""
     least_ms: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     loose: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
-    curve: tuple[Technique, ...] = ()
+    curve: tuple[PolicyResult, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    splitting: Splitting | None = None
+    splitting: SplitDecision | None = None
     interrupted: bool = False
 
     @property
@@ -217,16 +221,16 @@ class MemoryStudy:
         return self.unbounded.prediction.step_ms
 
     @property
-    def best(self) -> Technique | None:
+    def best(self) -> PolicyResult | None:
         """Fastest technique that fits."""
         return best_technique(self.techniques)
 
-    def slowdown(self, technique: Technique) -> float | None:
+    def slowdown(self, technique: PolicyResult) -> float | None:
         """Return a technique's step time over the unbounded one's."""
         ms = technique.step_ms
         return None if ms is None else ms / self.unbounded_ms
 
-    def gap(self, technique: Technique) -> float | None:
+    def gap(self, technique: PolicyResult) -> float | None:
         """Return the relative gap between a step time and its lower bound."""
         least, ms = self.least_ms.get(technique.budget), technique.step_ms
         return None if ms is None or not least else max(0.0, ms / least - 1)
@@ -260,7 +264,7 @@ class MemoryStudy:
 
     _repr_html_ = html_of
 
-    def _row(self, technique: Technique) -> dict[str, Any]:
+    def _row(self, technique: PolicyResult) -> dict[str, Any]:
         plan = technique.plan
         prediction = None if plan is None else plan.prediction
         return {

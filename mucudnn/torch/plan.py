@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.planning.split_search import Splitting
+from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.scheduling.problem import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -59,7 +59,7 @@ class TorchPlan:
     source: str = field(repr=False, default="")
     name: str = ""
     kernels: int = 0
-    splitting: Splitting | None = field(repr=False, default=None)
+    splitting: SplitDecision | None = field(repr=False, default=None)
     own_update: UpdateBytes | None = None
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")

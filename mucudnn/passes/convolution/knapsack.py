@@ -316,8 +316,9 @@ def _suffix_sums(values: Iterable[float]) -> list[float]:
 # The core is a 0-1 integer linear program ("Workspace Division" in Oyama et al.,
 # CLUSTER 2018):
 #
-#     minimise    sum of cost[k, c] x[k, c]     subject to  sum over c of x[k, c] = 1
-# for every kernel k                 sum of workspace[k, c] x[k, c] <= total
+#     minimize    sum of cost[k, c] x[k, c]
+#     subject to  sum over c of x[k, c] = 1 for every kernel k
+#                 sum of workspace[k, c] x[k, c] <= total
 #
 # Bytes and milliseconds are some twelve orders of magnitude apart, too much for a
 # floating-point solver. Both rows are therefore relative to the kernel's smallest item

@@ -96,7 +96,7 @@ class Rematerializer:
         found = {}
         for node in self.graph.nodes:
             if node.recomputable:
-                again = node.once_more or node
+                again = node.recompute_node or node
                 names = (name for name in node.outputs if node.remakes(name))
                 found.update(dict.fromkeys(names, again))
         return found
@@ -363,7 +363,7 @@ def recompute_ms(
     if not graph.producers[tensor].remakes(tensor):
         return math.inf
     chain = recompute_chain(graph, tensor, available)
-    return sum(profile.again_ms(node.name) for node in chain)
+    return sum(profile.recompute_ms_of(node.name) for node in chain)
 
 
 def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:
@@ -376,7 +376,7 @@ def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bo
         node = graph.producers.get(tensor)
         if node is None or not node.recomputable:
             return True
-        if node.traits.expensive or node.traits.joint:
+        if node.traits.expensive or node.traits.joins_branches:
             return True
         source = _source(graph, node, tensor)
         if source is None or saved(source):

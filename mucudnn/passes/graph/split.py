@@ -332,7 +332,9 @@ class Emitter:
         self._slices.nodes.append(
             replace(
                 added,
-                traits=replace(added.traits, batch=None, strips=None, joint=False),
+                traits=replace(
+                    added.traits, batch=None, strips=None, joins_branches=False
+                ),
             )
         )
 
@@ -597,7 +599,7 @@ class Slices:
         node = make_node(
             self.tensors, f"{joined}:join", "concat", names, (joined,), attrs, phase
         )
-        traits = replace(node.traits, batch=None, strips=None, joint=False)
+        traits = replace(node.traits, batch=None, strips=None, joins_branches=False)
         self.nodes.append(replace(node, traits=traits))
 
     def _alias(self, spec: TensorSpec, node: Node, inputs: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ def pieces_of(
     tensors: Mapping[str, TensorSpec], node: Node
 ) -> tuple[tuple[TensorSpec, ...], tuple[Node, ...]]:
     """Return a node's intermediate tensors and pieces; both empty if it has none."""
-    make = node.traits.pieces
+    make = node.traits.decomposition
     if make is None:
         return (), ()
     inputs = tuple(tensors[name] for name in node.inputs)
@@ -141,7 +141,7 @@ def cuttable(graph: Graph, along: Along) -> frozenset[str]:
             axes = zip(node.inputs, how.inputs, strict=True)
             if any(axis is not None and name in carrying for name, axis in axes):
                 found.add(node.name)
-        elif node.traits.pieces is not None:
+        elif node.traits.decomposition is not None:
             found.add(node.name)
         carrying.update(_carried(graph, node, fed, how, along))
     return frozenset(found)

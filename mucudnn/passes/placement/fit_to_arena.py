@@ -45,16 +45,16 @@ def fit_to_arena(plan: StepPlan, arena_bytes: int) -> PlacedStep | None:
 def shortest(plan: StepPlan) -> StepPlan:
     """Return the step with each residency interval shortened to its required part."""
     count = len(plan.schedule.graph.nodes)
-    return plan.with_intervals([_cut_to_uses(i, count) for i in plan.intervals])
-
-
-def _cut_to_uses(interval: ResidencyInterval, count: int) -> ResidencyInterval:
-    """Cut the ends of an interval that have copies to the first and last use."""
-    uses_only = interval._replace(
-        start=interval.needed if interval.copied_in else interval.start,
-        stop=interval.last if interval.copied_out else interval.stop,
-    )
-    return shifted(uses_only, -count) if uses_only.start >= count else uses_only
+    found = []
+    for interval in plan.intervals:
+        # Ends with copies are cut to the first and the last use.
+        uses_only = interval._replace(
+            start=interval.needed if interval.copied_in else interval.start,
+            stop=interval.last if interval.copied_out else interval.stop,
+        )
+        later = uses_only.start >= count
+        found.append(shifted(uses_only, -count) if later else uses_only)
+    return plan.with_intervals(found)
 
 
 def _fastest(

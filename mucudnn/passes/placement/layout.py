@@ -139,7 +139,7 @@ class PlacedStep:
     @property
     def map_ms(self) -> float:
         """Time to map the memory, once, before the first step."""
-        pages, chunks = self.layout.pages, self.plan.profile.chunks
+        pages, chunks = self.layout.pages, self.plan.profile.mapping_costs
         return pages.map_ms(chunks) if pages and chunks else 0.0
 
     @property

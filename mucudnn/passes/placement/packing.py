@@ -98,15 +98,18 @@ def _attempts(
     blocks: Sequence[Block], fixed: Mapping[int, int], bound: int, work: int
 ) -> Iterator[list[int]]:
     """Yield offsets by one heuristic after another, the fast ones first."""
+    # 1. Like a runtime allocator, forwards and backwards in time.
     if not fixed:
         mirrored = [Block(b.name, b.nbytes, -b.last, -b.first) for b in blocks]
         for best_fit in (False, True):
             yield by_time(blocks, best_fit=best_fit)
             yield by_time(mirrored, best_fit=best_fit)
+    # 2. On top of each other: near-linear time, whatever the number of blocks.
     free = [i for i in range(len(blocks)) if i not in fixed]
     orders = placing_orders(blocks, free)
     for order in orders[:2]:
         yield on_top(blocks, order, fixed)
+    # 3. In the lowest gaps, by several orders, as far as the work allows.
     rounds = min(_ROUNDS, 2 * work // (len(blocks) ** 2 + 1))
     found = []
     for order in orders[:rounds]:
@@ -115,6 +118,7 @@ def _attempts(
         yield offsets
     if rounds <= len(orders):
         return
+    # 4. Squeaky wheel: blocks above the bound are placed earlier in the next round.
     _, order, offsets = min(found)
     wheel = SqueakyWheel(order)
     for _ in range(rounds - len(orders)):

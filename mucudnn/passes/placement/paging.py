@@ -173,7 +173,7 @@ def place_virtually(
         arena_bytes: Limit of the arena, rounded down to whole chunks.
         grows: Whether convolutions may use other plans than the step's.
     """
-    chunks = plan.profile.chunks
+    chunks = plan.profile.mapping_costs
     if chunks is None:
         return None
     end = arena_bytes // chunks.nbytes * chunks.nbytes

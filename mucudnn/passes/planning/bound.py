@@ -23,7 +23,7 @@ from mucudnn.passes.scheduling.problem import first_plans
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class NodeGroups:
     """Partition of a step's nodes into windows of consecutive nodes.
 
     Attributes:
@@ -41,7 +41,7 @@ class Windows:
         """Return the window of a position, modulo the step."""
         return bisect_right(self.starts, position % max(1, self.count)) - 1
 
-    def within(self, gap: "Absence", position: int) -> int:
+    def within(self, gap: "OffloadGap", position: int) -> int:
         """Return the index among a gap's windows of a position in the gap."""
         window = self.of(position)
         if position < self.count:
@@ -57,7 +57,7 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
+class OffloadGap:
     """A gap between two uses in which a storage may be off the device.
 
     Attributes:
@@ -81,7 +81,9 @@ class Absence:
     again: frozenset[int] = frozenset()
 
 
-def windows_of(weights: Sequence[float], borders: Sequence[int], most: int) -> Windows:
+def group_nodes(
+    weights: Sequence[float], borders: Sequence[int], most: int
+) -> NodeGroups:
     """Divide nodes into windows of about equal weight."""
     total = sum(weights)
     starts = {0, *(at for at in borders if 0 < at < len(weights))}
@@ -91,15 +93,15 @@ def windows_of(weights: Sequence[float], borders: Sequence[int], most: int) -> W
         if total and mark >= quota * total / most and position + 1 < len(weights):
             starts.add(position + 1)
             quota = int(mark * most / total) + 1
-    return Windows(tuple(sorted(starts)), len(weights))
+    return NodeGroups(tuple(sorted(starts)), len(weights))
 
 
-def absences_of(
-    graph: Graph, windows: Windows, moving: frozenset[str], least_bytes: float
-) -> list[Absence]:
+def offload_gaps(
+    graph: Graph, windows: NodeGroups, moving: frozenset[str], least_bytes: float
+) -> list[OffloadGap]:
     """Return all absences; those of equivalent parameters and state are merged."""
-    found: list[Absence] = []
-    alike: dict[tuple[int, ...], list[Absence]] = {}
+    found: list[OffloadGap] = []
+    alike: dict[tuple[int, ...], list[OffloadGap]] = {}
     for use in uses_of(graph).values():
         if use.persistent and use.storage in moving:
             for absence in _of_persistent(use, windows):
@@ -110,7 +112,7 @@ def absences_of(
     return [*found, *map(_merge, alike.values())]
 
 
-def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence]:
+def _of_activation(graph: Graph, use: Use, windows: NodeGroups) -> Iterator[OffloadGap]:
     producer = graph.producers.get(use.storage)
     stuck = use.storage in graph.immovable
     for after, before in use.gaps():
@@ -123,7 +125,7 @@ def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence
             if graph.nodes[before].phase in phases:
                 again = frozenset(w for w in crossed if _any(graph, windows, w, phases))
         if again or not stuck:
-            yield Absence(
+            yield OffloadGap(
                 use.storage,
                 use.nbytes,
                 after,
@@ -141,21 +143,21 @@ def phases_again(storage: str) -> tuple[Phase, ...]:
 
 
 def _any(
-    graph: Graph, windows: Windows, window: int, phases: tuple[Phase, ...]
+    graph: Graph, windows: NodeGroups, window: int, phases: tuple[Phase, ...]
 ) -> bool:
     stop = [*windows.starts, windows.count][window + 1]
     nodes = graph.nodes[windows.starts[window] : stop]
     return any(node.phase in phases for node in nodes)
 
 
-def _of_persistent(use: Use, windows: Windows) -> Iterator[Absence]:
+def _of_persistent(use: Use, windows: NodeGroups) -> Iterator[OffloadGap]:
     for after, before in use.gaps():
         clean = before < windows.count or not use.writes
         crossed = windows.between(after, before)
-        yield Absence(use.storage, use.nbytes, after, before, crossed, clean=clean)
+        yield OffloadGap(use.storage, use.nbytes, after, before, crossed, clean=clean)
 
 
-def _merge(alike: Sequence[Absence]) -> Absence:
+def _merge(alike: Sequence[OffloadGap]) -> OffloadGap:
     """Merge absences in the same windows into one that all of them cover."""
     return replace(
         alike[0],
@@ -209,13 +211,14 @@ def _in_place_bytes(graph: Graph, node: Node) -> int:
     return 0
 
 
-class Chains:
+class RecomputeChains:
     """Recompute chains of the saved tensors of a training graph.
 
     Attributes:
         chains: Nodes of each saved tensor's chain if all other saved tensors are
-        resident. parents: Saved tensors that each saved tensor's chain reads. shared:
-        Nodes in several chains.
+            resident.
+        parents: Saved tensors that each saved tensor's chain reads.
+        shared: Nodes in several chains.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -238,12 +241,13 @@ class Chains:
 # every storage and every gap between two uses, variables are the fraction that is
 # resident in each window, the fractions copied out and in, and the fraction recomputed:
 #
-#     minimise    sum of the windows' times     subject to  a window's time >= its nodes
-# and recomputation,                                    bytes out / B_out,  bytes in /
-# B_in                 at every node: operands + resident fractions + workspace <=
-# budget                 an absent fraction was copied out before, or is recomputed
-# a restored fraction was copied in or recomputed since                 recomputation
-# has its saved inputs resident
+#     minimize    sum of the windows' times
+#     subject to  a window's time >= its nodes and recomputation,
+#                                    bytes out / B_out,  bytes in / B_in
+#                 at every node: operands + resident fractions + workspace <= budget
+#                 an absent fraction was copied out before, or is recomputed
+#                 a restored fraction was copied in or recomputed since
+#                 recomputation has its saved inputs resident
 #
 # Every plan gives a feasible solution that takes no longer: let a fraction be the part
 # of a storage that is on the device at the worst moment of a window. A plan copies,
@@ -342,7 +346,7 @@ class _Gap:
     """Variables of one absence, by index of its windows."""
 
     def __init__(
-        self, absence: Absence, resident: Any, prefetched: Any, recomputed: Any
+        self, absence: OffloadGap, resident: Any, prefetched: Any, recomputed: Any
     ) -> None:
         self.absence = absence
         self.resident: Mapping[int, Any] = resident
@@ -379,8 +383,8 @@ class Relaxation:
             weights[saved.again] += saved.nbytes / profile.in_bytes_per_ms
         phases = itertools.pairwise(node.phase for node in graph.nodes)
         borders = [i + 1 for i, (one, two) in enumerate(phases) if one is not two]
-        self._windows = windows_of(weights, borders[:1], _WINDOWS)
-        self.absences = absences_of(
+        self._windows = group_nodes(weights, borders[:1], _WINDOWS)
+        self.absences = offload_gaps(
             graph, self._windows, self._moving, _SMALL * request.budget
         )
         count = len(self._windows)
@@ -393,7 +397,7 @@ class Relaxation:
         self._drops: dict[str, Any] = {}
         self._gaps: dict[str, list[_Gap]] = {}
         self._runs: dict[str, dict[int, Any]] = {}
-        self._chains = Chains(graph)
+        self._chains = RecomputeChains(graph)
         sliced = any(Phase.FORWARD in phases_again(a.storage) for a in self.absences)
         self._first = self._windows.of(borders[0]) if borders and not sliced else 0
 
@@ -422,7 +426,7 @@ class Relaxation:
     def _sum(self, terms: Iterable[tuple[Any, float]]) -> Any:
         return self._pulp.LpAffineExpression(list(terms))
 
-    def _add(self, absence: Absence) -> None:
+    def _add(self, absence: OffloadGap) -> None:
         """Add the variables and the flow constraints of an absence."""
         windows, nbytes = absence.windows, absence.nbytes
         indices = range(len(windows))
@@ -462,7 +466,7 @@ class Relaxation:
             self._drops[storage] = self._variable()
         return self._drops[storage]
 
-    def _copied_out(self, absence: Absence, index: int) -> list[Any] | None:
+    def _copied_out(self, absence: OffloadGap, index: int) -> list[Any] | None:
         """Return the terms copied out by the end of a window; None if clean."""
         if absence.clean:
             return None
@@ -482,7 +486,7 @@ class Relaxation:
                 self._out[window].append((outs[window], absence.nbytes))
         return [outs[window] for window in possible]
 
-    def _run_again(self, absence: Absence, window: int, variable: Any) -> None:
+    def _run_again(self, absence: OffloadGap, window: int, variable: Any) -> None:
         """Add the time of recomputing a storage in a window.
 
         Its producer runs every time, and so do nodes of its chain alone. Nodes shared
@@ -516,7 +520,7 @@ class Relaxation:
 
     def _again_ms(self, node: str) -> float:
         """Return the least time of recomputing a node."""
-        return self._request.profile.once_more_ms.get(node, self._ms[node])
+        return self._request.profile.recompute_ms.get(node, self._ms[node])
 
     def _add_recompute_inputs(self) -> None:
         """Require saved inputs of recomputation to be resident."""

@@ -235,24 +235,24 @@ class SplitStep:
 
     Attributes:
         graph: A training graph without updates, before in-place rewriting.
-        finished: Function that completes a graph by updates and order.
+        complete: Function that completes a graph by updates and order.
         costs: Function that profiles a step; None if it cannot be measured.
-        asked: Function that makes the planning request of a step and its profile.
+        request: Function that makes the planning request of a step and its profile.
     """
 
     graph: Graph = field(repr=False)
-    finished: Callable[[Graph], Graph] = field(repr=False)
+    complete: Callable[[Graph], Graph] = field(repr=False)
     costs: Callable[[Graph], Profile | None] = field(repr=False)
-    asked: Callable[[Graph, Profile], StepRequest] = field(repr=False)
+    request: Callable[[Graph, Profile], StepRequest] = field(repr=False)
 
     def in_parts(self, parts: int | Cutting) -> Graph:
         """Return the complete step, split into parts; 1 for the whole step."""
         cutting = Cutting(parts) if isinstance(parts, int) else parts
-        return self.finished(cutting.cut(self.graph))
+        return self.complete(cutting.cut(self.graph))
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SplitCandidate:
     """A candidate split of a step.
 
     Attributes:

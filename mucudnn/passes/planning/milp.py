@@ -1,6 +1,6 @@
 """Choose residencies and convolution plans together by a mixed-integer linear program.
 
-    minimise    T_forward + T_backward
+    minimize    T_forward + T_backward
     subject to  T_forward  >= compute of the forward pass,  offloaded bytes / B_out
                 T_backward >= compute of the backward pass and recomputation,
                               offloaded bytes / B_in
@@ -122,7 +122,7 @@ class _Program:
         self._model += self._objective
         for name, candidate in self._candidates.items():
             self._model += self._offload[name] + self._recompute[name] <= 1
-            if math.isinf(candidate.again_ms):
+            if math.isinf(candidate.recompute_ms):
                 self._model += self._recompute[name] == 0
             if name in request.graph.immovable:
                 self._model += self._offload[name] == 0
@@ -172,8 +172,8 @@ class _Program:
             for plan, variable in zip(front, chosen, strict=True):
                 phase += plan.time_ms * variable
         for name, candidate in self._candidates.items():
-            if math.isfinite(candidate.again_ms):
-                backward += candidate.again_ms * self._recompute[name]
+            if math.isfinite(candidate.recompute_ms):
+                backward += candidate.recompute_ms * self._recompute[name]
         total = pulp.LpAffineExpression()
         for label, compute, rate in (
             ("forward", forward, profile.out_bytes_per_ms),

@@ -98,6 +98,7 @@ def _place_within(request: StepRequest, plan: StepPlan) -> PlacedStep:
     budget = request.budget
     if math.isinf(budget):
         return _least_arena(request, plan)
+    # 1. This plan, then plans for as much less as its layout exceeds the budget.
     target = budget
     for _ in range(_SEARCHES):
         found = _place_with_shrinking(request, plan) or _place_unshrunk(request, plan)
@@ -108,10 +109,12 @@ def _place_within(request: StepRequest, plan: StepPlan) -> PlacedStep:
             plan = plan_step(request.within(max(0, target)))
         except PlanningError:
             break
+    # 2. The same residencies with more parameters and state on the host.
     others = (_placed(request, other) for other in _with_more_offload(request, plan))
     fitting = [other for other in others if other is not None]
     if fitting:
         return min(fitting, key=_step_ms)
+    # 3. The plan of the minimum feasible budget, whatever its speed.
     least = _smallest(request)
     if least.nbytes <= budget:
         return _with_grown_workspaces(request, least)
@@ -272,9 +275,9 @@ def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
 def _least_arena(request: StepRequest, plan: StepPlan) -> PlacedStep:
     """Place a plan without shrinking intervals in the smallest arena found."""
     static = PlacedStep(plan, lay_out(plan.schedule))
-    if request.placement != VIRTUAL or plan.profile.chunks is None:
+    if request.placement != VIRTUAL or plan.profile.mapping_costs is None:
         return static
-    size, arena = plan.profile.chunks.nbytes, plan.peak_bytes - plan.state_bytes
+    size, arena = plan.profile.mapping_costs.nbytes, plan.peak_bytes - plan.state_bytes
     for share in _WIDER:
         nbytes = rounded(int((1 + share) * arena), size)
         found = place_virtually(plan, nbytes) if nbytes < static.layout.nbytes else None

@@ -17,7 +17,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
 from mucudnn.passes.planning.search.collection import gc_relaxed
-from mucudnn.passes.planning.search.search import search, smallest
+from mucudnn.passes.planning.search.search import least_memory, search
 from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED, VDNN_DYN, decide
@@ -77,14 +77,14 @@ def plan_of_least(request: StepRequest) -> StepPlan:
     if request.policy == VDNN_DYN:
         return vdnn_dyn(request)
     if request.policy == PLANNED:
-        return plan_residency(request, smallest(request))
+        return plan_residency(request, least_memory(request))
     return plan_residency(request, decide(request.policy, request))
 
 
 def _check(request: StepRequest) -> None:
     """Raise the `PlanningError` that planning would raise, without a search."""
     if request.policy == PLANNED:
-        smallest(request)
+        least_memory(request)
     elif request.policy == VDNN_DYN:
         check_vdnn_dyn(request)
     else:
@@ -188,7 +188,7 @@ _SIMPLEST = "keep_all"
 
 
 @dataclass(frozen=True, slots=True)
-class Technique:
+class PolicyResult:
     """Result of a policy and a scheduler under a budget.
 
     Attributes:
@@ -233,18 +233,18 @@ def unbounded(graph: Graph, profile: Profile) -> StepPlan:
     return plan_residency(StepRequest(graph, profile, policy="keep_all"), {})
 
 
-def try_technique(request: StepRequest) -> Technique:
+def try_technique(request: StepRequest) -> PolicyResult:
     """Plan a step by one policy, and by the request's scheduler or the fastest one."""
     policy, budget = name_of(request.policy), int(request.budget)
     try:
         plan = plan_step(request)
     except PlanningError as e:
         scheduler = name_of(request.timing)
-        return Technique(policy, scheduler, budget, None, e.least_bytes)
-    return Technique(policy, plan.scheduler, budget, plan)
+        return PolicyResult(policy, scheduler, budget, None, e.least_bytes)
+    return PolicyResult(policy, plan.scheduler, budget, plan)
 
 
-def best_technique(techniques: Iterable[Technique]) -> Technique | None:
+def best_technique(techniques: Iterable[PolicyResult]) -> PolicyResult | None:
     """Return the fastest technique that fits; ties: lowest peak, then simplest."""
     fitting = [t for t in techniques if t.step_ms is not None]
     return min(

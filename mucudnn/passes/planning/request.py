@@ -33,7 +33,7 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler, intervals_of
 from mucudnn.passes.scheduling.intervals import (
-    Occupancy,
+    MemoryLedger,
     ResidencyInterval,
     Swaps,
     check_fits,
@@ -41,7 +41,7 @@ from mucudnn.passes.scheduling.intervals import (
 )
 from mucudnn.passes.scheduling.problem import (
     CONVOLUTIONS,
-    Problem,
+    SchedulingProblem,
     changes_of,
     fastest_of,
     first_plans,
@@ -64,7 +64,7 @@ class Rewritten:
         profile: Costs of that graph.
         uses: Uses of its storages.
         idle: Uses with gaps, and the gaps, of all movable storages.
-        changes: Change of bytes in use at every node without offload; see `Problem`.
+        changes: Change of bytes in use at every node without offload (`changes_of`).
         swaps: Gaps over which storages are offloaded.
         away: Host-resident parameters and state.
     """
@@ -84,9 +84,11 @@ class Rewritten:
         behind = (i for i, phase in phases if phase is not Phase.FORWARD)
         return next(behind, len(self.graph.nodes))
 
-    def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
+    def problem(
+        self, plans: Mapping[str, ConvPlan], budget: float
+    ) -> SchedulingProblem:
         """Return the scheduling problem for given convolution plans."""
-        return Problem(
+        return SchedulingProblem(
             self.graph,
             self.uses,
             self.swaps,
@@ -97,7 +99,7 @@ class Rewritten:
             self.changes,
         )
 
-    def least(self) -> Occupancy:
+    def least(self) -> MemoryLedger:
         """Return the ledger of the least bytes at every node, without a budget."""
         plans = first_plans(self.profile, "least")
         return self.problem(plans, math.inf).least()[1]
@@ -128,8 +130,7 @@ class StepRequest:
         hosted: Names of exactly those parameters and state that are host-resident, if
             another step that shares them has decided. Unknown names are ignored.
         seed: Further residencies that the search of `planned` starts from, such as
-        those
-            of a previous plan. Other policies ignore it.
+            those of a previous plan. Other policies ignore it.
         placement: One of `PLACEMENTS`; `virtual` needs the profile of a device with
             mappable memory.
 
@@ -171,7 +172,7 @@ class StepRequest:
         if self.hosted is not None:
             of_type("hosted", self.hosted, frozenset, "a frozenset of names")
         one_of("placement", self.placement, PLACEMENTS)
-        if self.placement == VIRTUAL and self.profile.chunks is None:
+        if self.placement == VIRTUAL and self.profile.mapping_costs is None:
             raise ValueError(
                 "virtual placement needs a device that can map its memory; the "
                 "profile is of one that cannot, or does not say in which chunks"
@@ -365,7 +366,7 @@ class _Rematerialized:
     def copies_ms(self) -> float:
         """Time of the recomputed nodes, each at its fastest."""
         names = (node.name for node in self.graph.nodes if "~" in node.name)
-        return sum(self._profile.again_ms(origin(name)) for name in names)
+        return sum(self._profile.recompute_ms_of(origin(name)) for name in names)
 
     @cached_property
     def rewritten(self) -> Rewritten:
@@ -444,7 +445,7 @@ _COMPLETE_SCHEDULERS = ("timed", "on_demand")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class UnsimulatedPlan:
     """A step with copies and convolutions decided, but no program emitted yet.
 
     Attributes:
@@ -461,7 +462,7 @@ class Draft:
     ready: Rewritten
     plans: Mapping[str, ConvPlan]
     intervals: Sequence[ResidencyInterval]
-    occupancy: Occupancy
+    occupancy: MemoryLedger
 
     def step_ms(self, below: float = math.inf) -> float:
         """Return the predicted time, or infinity if it is not below a limit."""
@@ -476,8 +477,8 @@ class Draft:
         moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
         nbytes = {name: graph.tensors[name].nbytes for name in moved}
         rates = known.out_bytes_per_ms, known.in_bytes_per_ms
-        lost_ms = known.lost_ms
-        return step_ms(self.intervals, node_ms, nbytes, rates, lost_ms, below)
+        copy_slowdown_ms = known.copy_slowdown_ms
+        return step_ms(self.intervals, node_ms, nbytes, rates, copy_slowdown_ms, below)
 
     def plan(self) -> StepPlan:
         """Emit and simulate the program of the step."""
@@ -497,7 +498,9 @@ class Draft:
         )
 
 
-def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
+def schedule_residency(
+    request: StepRequest, residency: Mapping[str, Residency]
+) -> UnsimulatedPlan:
     """Decide copies and convolution plans of a step with given residencies.
 
     Raises:
@@ -510,14 +513,14 @@ def draft(request: StepRequest, residency: Mapping[str, Residency]) -> Draft:
     )
     if request.convolutions == "dynamic":
         chosen = grow_workspace_plans(ready, chosen, occupancy)
-    return Draft(request, residency, ready, chosen, intervals, occupancy)
+    return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
 
 
 def plan_residency(
     request: StepRequest, residency: Mapping[str, Residency]
 ) -> StepPlan:
-    """Schedule a step with given residencies; errors are those of `draft`."""
-    return draft(request, residency).plan()
+    """Schedule and simulate a step with given residencies; see `schedule_residency`."""
+    return schedule_residency(request, residency).plan()
 
 
 def check_residency(request: StepRequest, residency: Mapping[str, Residency]) -> None:
@@ -529,7 +532,7 @@ def check_residency(request: StepRequest, residency: Mapping[str, Residency]) ->
 
 
 def grow_workspace_plans(
-    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: Occupancy
+    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: MemoryLedger
 ) -> dict[str, ConvPlan]:
     """Choose the fastest plan that fits at each convolution; update the ledger."""
     found = dict(plans)

@@ -16,9 +16,9 @@ from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.planning.cutting import (
     AUTO,
     BATCH,
-    Candidate,
     Cutting,
     Split,
+    SplitCandidate,
     SplitStep,
     check_split,
     couples_batch,
@@ -30,7 +30,7 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.explore import improve, improved, schedulers
 from mucudnn.passes.planning.search.search import search, search_on
-from mucudnn.passes.planning.search.trials import Trials
+from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -39,7 +39,7 @@ from mucudnn.passes.residency import (
     Residency,
 )
 from mucudnn.passes.residency.candidates import (
-    Candidate as candidates_Candidate,
+    Candidate,
     alike_changes,
     candidates_of,
 )
@@ -67,7 +67,7 @@ _MOST_NODES = 20_000
 """Limit of nodes of all candidates, beyond which none is added to one that fits."""
 
 
-def too_deep(tried: Sequence[Candidate]) -> bool:
+def too_deep(tried: Sequence[SplitCandidate]) -> bool:
     """Return whether still more parts would have too many nodes to plan.
 
     `tried` are the candidates so far, those with fewer parts first.
@@ -76,17 +76,17 @@ def too_deep(tried: Sequence[Candidate]) -> bool:
     return bool(nodes) and sum(nodes) + nodes[-1] > _MOST_NODES
 
 
-class Candidates:
-    """Candidates of a step; if there is one `alone`, it is planned with full effort."""
+class CandidateSearch:
+    """Split candidates of a step; one that is `alone` is planned with full effort."""
 
     def __init__(self, step: SplitStep, *, alone: bool) -> None:
         self._step, self._alone = step, alone
-        self._tried: dict[Cutting, Candidate] = {}
+        self._tried: dict[Cutting, SplitCandidate] = {}
         self._searches: dict[Cutting, SliceSearch] = {}
         self._explored = alone
 
     @property
-    def tried(self) -> list[Candidate]:
+    def tried(self) -> list[SplitCandidate]:
         """All candidates, in the order of planning."""
         return list(self._tried.values())
 
@@ -112,21 +112,21 @@ class Candidates:
     def _fastest(self) -> float:
         return min((c.step_ms for c in self._tried.values()), default=math.inf)
 
-    def draft(self, cutting: Cutting) -> None:
+    def add(self, cutting: Cutting) -> None:
         """Add a candidate, with a plan unless it is known to be slower."""
         step = self._step
         graph = step.in_parts(cutting)
         profile = step.costs(graph)
         if profile is None:
-            self._tried[cutting] = Candidate(cutting, None, None)
+            self._tried[cutting] = SplitCandidate(cutting, None, None)
             return
-        request = step.asked(graph, profile)
+        request = step.request(graph, profile)
         free = unbounded(graph, profile)
         wanted = free.prediction.step_ms
         segments = cutting.segments(step.graph)
         least = minimum_budget(request)
         kept = cutting.kept_whole(step.graph)
-        found = Candidate(cutting, request, None, wanted, least, segments, kept)
+        found = SplitCandidate(cutting, request, None, wanted, least, segments, kept)
         if least <= request.budget and wanted < self._fastest:
             roomy = free.peak_bytes <= request.budget
             found = replace(found, plan=self._planned(cutting, request, roomy=roomy))
@@ -207,7 +207,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
-class Splitting:
+class SplitDecision:
     """Decision about a split.
 
     Attributes:
@@ -218,8 +218,8 @@ class Splitting:
         fused: Whether each slice runs forward and backward in turn.
     """
 
-    chosen: Candidate
-    tried: tuple[Candidate, ...]
+    chosen: SplitCandidate
+    tried: tuple[SplitCandidate, ...]
     unbounded_ms: float
     fused: bool
 
@@ -276,7 +276,7 @@ class Splitting:
             "segments": [segment.to_json() for segment in self.chosen.segments],
         }
 
-    def _line(self, candidate: Candidate) -> str:
+    def _line(self, candidate: SplitCandidate) -> str:
         how = ", gradients accumulated" if self._accumulates(candidate) else ""
         name = f"{candidate.cutting}{how}"
         if candidate.least_bytes is None:
@@ -291,17 +291,17 @@ class Splitting:
         times = candidate.unbounded_ms / self.unbounded_ms
         return f"{words}, {times:.2f}x however planned"
 
-    def _accumulates(self, candidate: Candidate) -> bool:
+    def _accumulates(self, candidate: SplitCandidate) -> bool:
         return self.fused and candidate.cutting.along == BATCH
 
-    def _times(self, candidate: Candidate) -> str:
+    def _times(self, candidate: SplitCandidate) -> str:
         first = self.tried[0].cutting
         step = "the unbounded step" if first.parts == 1 else f"{first} unbounded"
         return f"{candidate.step_ms / self.unbounded_ms:.2f}x of {step}"
 
 
 @gc_relaxed()
-def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
+def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
     """Plan a step whole and split, and choose the candidate predicted to be fastest.
 
     Args:
@@ -315,10 +315,10 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
     """
     check_split(split)
     ways = list(cuttings(step.graph, split))
-    found = Candidates(step, alone=len(ways) == 1)
+    found = CandidateSearch(step, alone=len(ways) == 1)
     for cutting in ways:
         if not found.can_skip(cutting):
-            found.draft(cutting)
+            found.add(cutting)
     found.finish()
     tried = found.tried
     chosen = min(tried, key=lambda c: c.step_ms)
@@ -326,10 +326,10 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
         raise _refusal(tried)
     unbounded_ms = min(tried[0].unbounded_ms, chosen.unbounded_ms)
     fused = trains(step.graph) and not couples_batch(step.graph)
-    return Splitting(chosen, tuple(tried), unbounded_ms, fused)
+    return SplitDecision(chosen, tuple(tried), unbounded_ms, fused)
 
 
-def _refusal(tried: Sequence[Candidate]) -> PlanningError:
+def _refusal(tried: Sequence[SplitCandidate]) -> PlanningError:
     sizes = [c.least_bytes for c in tried if c.least_bytes is not None]
     asked = next((int(c.request.budget) for c in tried if c.request), 0)
     if not sizes:
@@ -360,7 +360,7 @@ _WORK = 120_000
 
 
 _LEAST_TRIALS = 40
-"""Trials of a round that are allowed beyond that limit."""
+"""SearchState of a round that are allowed beyond that limit."""
 
 
 _MOST_WORK = 210_000
@@ -402,8 +402,10 @@ class SliceSearch:
     def __init__(self, request: StepRequest) -> None:
         self._request = request
         self._candidates = candidates_of(request)
-        self._found = [Trials(request.scheduled(s), 0) for s in schedulers(request)]
-        self._best = Trials(request, 0)
+        self._found = [
+            SearchState(request.scheduled(s), 0) for s in schedulers(request)
+        ]
+        self._best = SearchState(request, 0)
         nodes = len(request.graph.nodes)
         self._trials = max(min(_LEAST_TRIALS, _MOST_WORK // nodes), _WORK // nodes)
 
@@ -469,7 +471,7 @@ class SliceSearch:
 
 
 def carried_over(
-    known: Residencies, candidates: Sequence[candidates_Candidate]
+    known: Residencies, candidates: Sequence[Candidate]
 ) -> dict[str, Residency]:
     """Carry residencies of one split over to the saved tensors of another, in order."""
     others = known.get(EVERYTHING, Residency.KEEP)

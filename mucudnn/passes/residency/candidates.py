@@ -38,13 +38,13 @@ class Candidate:
 
     Attributes:
         saved: The tensor.
-        again_ms: Time of its recompute chain.
+        recompute_ms: Time of its recompute chain.
         parents: Names of saved tensors that the chain reads, ascending.
         checkpoint: Whether recomputation is expensive; see `is_checkpoint`.
     """
 
     saved: Saved
-    again_ms: float
+    recompute_ms: float
     parents: tuple[str, ...]
     checkpoint: bool
 
@@ -174,7 +174,7 @@ def _ends(graph: Graph, candidates: Sequence[Candidate]) -> list[str]:
 def _joins(graph: Graph, tensor: str) -> bool:
     """Return whether a tensor is the join of branches, or overwrites it in place."""
     node = graph.producers[tensor]
-    while not node.traits.joint:
+    while not node.traits.joins_branches:
         if not node.traits.overwrites or node.traits.expensive:
             return False
         source = node.inputs[node.traits.overwrites[0]]
@@ -224,27 +224,27 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
 
 def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Sort candidates by recompute time per byte."""
-    return sorted(candidates, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
+    return sorted(candidates, key=lambda c: c.recompute_ms / max(1, c.saved.nbytes))
 
 
-def seeds(
+def initial_residencies(
     step: PolicyInput, candidates: Sequence[Candidate]
 ) -> list[Mapping[str, Residency]]:
     """Return the starts of a search: all policies, and those that need the least."""
-    found = list(decided(step))
+    found = list(policy_residencies(step))
     for mode in RECOMPUTED_BACKWARD:
         for count in (len(candidates) // 2, len(candidates)):
-            found.append(mixed(candidates, count, mode))
-        found.append(mixed(candidates, len(candidates), mode, Residency.PAGE))
+            found.append(recompute_first(candidates, count, mode))
+        found.append(recompute_first(candidates, len(candidates), mode, Residency.PAGE))
     return found
 
 
-def decided(step: PolicyInput) -> Iterator[Mapping[str, Residency]]:
+def policy_residencies(step: PolicyInput) -> Iterator[Mapping[str, Residency]]:
     """Yield the residencies of every registered policy."""
     return (decide(name, step) for name in POLICIES.table)
 
 
-def mixed(
+def recompute_first(
     candidates: Sequence[Candidate],
     count: int,
     mode: Residency,
@@ -257,7 +257,7 @@ def mixed(
 
     def choice(index: int, candidate: Candidate) -> Residency:
         each = mode is Residency.RECOMPUTE_EACH
-        impossible = candidate.again_ms == math.inf
+        impossible = candidate.recompute_ms == math.inf
         if index >= count or impossible or (each and candidate.checkpoint):
             return Residency.OFFLOAD
         return mode

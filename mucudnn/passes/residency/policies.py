@@ -93,7 +93,11 @@ def vdnn_conv(step: PolicyInput) -> Mapping[str, Residency]:
 
 def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Residency]:
     found = {}
-    readers = _readers(graph)
+    readers: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD:
+            for name in node.inputs:
+                readers.setdefault(graph.storages[name], []).append(node)
     nodes = enumerate(graph.nodes)
     classifier = next((i for i, n in nodes if _classifies(n)), len(graph.nodes))
     for saved in saved_tensors(graph):
@@ -108,17 +112,8 @@ def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Resid
 
 
 def _classifies(node: Node) -> bool:
-    # A classifier consists of matrix products.
+    """Return whether a node is a matrix product, of which classifiers consist."""
     return node.traits.expensive and not node.traits.convolution
-
-
-def _readers(graph: Graph) -> dict[str, list[Node]]:
-    found: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if node.phase is Phase.FORWARD:
-            for name in node.inputs:
-                found.setdefault(graph.storages[name], []).append(node)
-    return found
 
 
 def superneurons(step: PolicyInput) -> Mapping[str, Residency]:
@@ -207,22 +202,18 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
     total = sum(saved.nbytes for saved in tensors)
     found: dict[str, Residency] = {}
 
-    def moving_ms(saved: Saved) -> float:
-        out = saved.nbytes / profile.out_bytes_per_ms
-        return out + saved.nbytes / profile.in_bytes_per_ms
-
     def free_ms(saved: Saved) -> float:
-        return clock[saved.again] - clock[saved.last + 1] - moving_ms(saved)
-
-    def again_ms(saved: Saved) -> float:
-        return recompute_ms(graph, profile, saved.name, names.__contains__)
+        out = saved.nbytes / profile.out_bytes_per_ms
+        copies = out + saved.nbytes / profile.in_bytes_per_ms
+        return clock[saved.again] - clock[saved.last + 1] - copies
 
     kept = _kept_bytes(step)
     for saved in sorted(tensors, key=free_ms, reverse=True):
         if total <= kept:
             break
         exposed = max(0.0, -free_ms(saved))
-        cheap = again_ms(saved) < exposed
+        again = recompute_ms(graph, profile, saved.name, names.__contains__)
+        cheap = again < exposed
         found[saved.name] = Residency.RECOMPUTE if cheap else Residency.OFFLOAD
         total -= saved.nbytes
     return found

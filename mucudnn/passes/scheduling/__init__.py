@@ -1,14 +1,14 @@
 """Schedulers: when offloads and prefetches run."""
 
 from mucudnn.passes.registry import ALL, Strategies, name_of
-from mucudnn.passes.scheduling.intervals import Occupancy, ResidencyInterval
-from mucudnn.passes.scheduling.problem import Problem, Scheduler
+from mucudnn.passes.scheduling.intervals import MemoryLedger, ResidencyInterval
+from mucudnn.passes.scheduling.problem import Scheduler, SchedulingProblem
 from mucudnn.passes.scheduling.schedulers import adaptive_window, on_demand, timed
 
 __all__ = [
     "SCHEDULERS",
-    "Problem",
     "Scheduler",
+    "SchedulingProblem",
     "adaptive_window",
     "intervals_of",
     "on_demand",
@@ -25,8 +25,8 @@ SCHEDULERS: Strategies[Scheduler] = Strategies(
 
 
 def intervals_of(
-    scheduler: str | Scheduler, problem: Problem
-) -> tuple[list[ResidencyInterval], Occupancy]:
+    scheduler: str | Scheduler, problem: SchedulingProblem
+) -> tuple[list[ResidencyInterval], MemoryLedger]:
     """Run a scheduler, possibly a user's, and check its result.
 
     Raises:
@@ -36,7 +36,7 @@ def intervals_of(
     """
     found: object = SCHEDULERS.resolve(scheduler)(problem)
     match found:
-        case (list() as intervals, Occupancy() as ledger):
+        case (list() as intervals, MemoryLedger() as ledger):
             kinds = {*map(type, intervals)}
             if all(issubclass(kind, ResidencyInterval) for kind in kinds):
                 return intervals, ledger

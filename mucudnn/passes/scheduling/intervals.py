@@ -153,7 +153,7 @@ def least_occupancy(
     workspaces: Sequence[int],
     resident: int,
     budget: float,
-) -> "Occupancy":
+) -> "MemoryLedger":
     """Return the ledger of intervals on top of the resident bytes."""
     n = len(workspaces)
     change = [0] * (n + 1)
@@ -169,7 +169,7 @@ def least_occupancy(
         else:
             change[n] -= nbytes
     used = itertools.accumulate(change)
-    return Occupancy(
+    return MemoryLedger(
         [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget
     )
 
@@ -246,7 +246,7 @@ _WIDTH = 32
 """Number of positions per chunk of a ledger."""
 
 
-class Occupancy:
+class MemoryLedger:
     """Ledger of bytes at every node position.
 
     Positions are cyclic: those beyond the last belong to the next step, negative ones

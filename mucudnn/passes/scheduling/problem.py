@@ -1,4 +1,4 @@
-"""The input of a scheduler: `Problem`, its node costs and its transfer links.
+"""The input of a scheduler: `SchedulingProblem`, its node costs and its transfer links.
 
 A scheduler turns gaps into residency intervals. With every scheduler the resident bytes
 stay within the budget at every node; schedulers differ in how long compute waits for
@@ -15,7 +15,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import Use, rounded
 from mucudnn.passes.scheduling.intervals import (
-    Occupancy,
+    MemoryLedger,
     ResidencyInterval,
     Swaps,
     check_fits,
@@ -26,7 +26,7 @@ from mucudnn.passes.scheduling.intervals import (
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SchedulingProblem:
     """Input of a scheduler.
 
     Attributes:
@@ -49,13 +49,13 @@ class Problem:
     away: frozenset[str] = frozenset()
     changes: Sequence[int] | None = None
 
-    def least(self) -> tuple[list[ResidencyInterval], Occupancy]:
+    def least(self) -> tuple[list[ResidencyInterval], MemoryLedger]:
         """Return the shortest intervals, and their ledger.
 
         Raises:
             PlanningError: They do not fit; has the shortfall and the node.
         """
-        occupancy = Occupancy(self._needed(), self.budget)
+        occupancy = MemoryLedger(self._needed(), self.budget)
         if self.graph.nodes:
             peak, position = occupancy.peak()
             check_fits(peak, self.graph.nodes[position].name, self.budget)
@@ -125,7 +125,7 @@ class Problem:
         known = self.workspaces
         return [known.get(node.name, 0) for node in self.graph.nodes]
 
-    def ledger(self, intervals: Sequence[ResidencyInterval]) -> Occupancy:
+    def ledger(self, intervals: Sequence[ResidencyInterval]) -> MemoryLedger:
         """Return the ledger of intervals of all moving storages."""
         return least_occupancy(intervals, self.scratch(), self.resident(), self.budget)
 
@@ -158,7 +158,9 @@ def _within_step(first: int, behind: int, count: int) -> Iterator[tuple[int, int
 class Scheduler(Protocol):
     """A function that decides when copies run."""
 
-    def __call__(self, problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+    def __call__(
+        self, problem: SchedulingProblem
+    ) -> tuple[list[ResidencyInterval], MemoryLedger]:
         """Return residency intervals within the budget, and their ledger.
 
         Raises:
@@ -206,7 +208,7 @@ def profile_of(graph: Graph, profile: Profile) -> Profile:
     if not copies:
         return profile
     origins = [(name, origin(name)) for name in copies]
-    again = {name: profile.again_ms(node) for name, node in origins}
+    again = {name: profile.recompute_ms_of(node) for name, node in origins}
     return replace(
         profile,
         node_ms={**profile.node_ms, **again},

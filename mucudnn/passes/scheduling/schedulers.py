@@ -27,27 +27,27 @@ from operator import itemgetter
 
 from mucudnn.passes.liveness import Use
 from mucudnn.passes.scheduling.intervals import (
-    Occupancy,
+    MemoryLedger,
     ResidencyInterval,
     Swaps,
     join,
     shifted,
     split,
 )
-from mucudnn.passes.scheduling.problem import Problem
+from mucudnn.passes.scheduling.problem import SchedulingProblem
 
 PREFETCH_FACTOR = 1.5
 """Limit of the swap-in window relative to the budget, unwritten results included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowPlan:
     """Residency intervals, and the fill levels of both windows over time.
 
     Attributes:
-        intervals: Intervals of all storages that are not always resident. in_bytes:
-        Bytes of the swap-in window when each node was planned, and at the end;
-            prefetches that were cancelled later are included.
+        intervals: Intervals of all storages that are not always resident.
+        in_bytes: Bytes of the swap-in window when each node was planned, and at the
+            end; prefetches that were cancelled later are included.
         out_bytes: Bytes of the swap-out window at the same times.
         prefetch_bytes: Bytes of the swap-in window, unwritten results included.
     """
@@ -58,7 +58,9 @@ class Windows:
     prefetch_bytes: tuple[int, ...]
 
 
-def adaptive_window(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+def adaptive_window(
+    problem: SchedulingProblem,
+) -> tuple[list[ResidencyInterval], MemoryLedger]:
     """Schedule copies by two windows over one budget, without regard to time.
 
     If the problem names no gaps for offload, all gaps may be used.
@@ -67,7 +69,7 @@ def adaptive_window(problem: Problem) -> tuple[list[ResidencyInterval], Occupanc
     return list(intervals), problem.ledger(intervals)
 
 
-def windows(problem: Problem) -> Windows:
+def windows(problem: SchedulingProblem) -> WindowPlan:
     """Schedule copies by two windows.
 
     Raises:
@@ -78,7 +80,7 @@ def windows(problem: Problem) -> Windows:
     return _Planner(problem).plan()
 
 
-def _every_gap(problem: Problem) -> Swaps:
+def _every_gap(problem: SchedulingProblem) -> Swaps:
     n, immovable = len(problem.graph.nodes), problem.graph.immovable
     return {
         use.storage: gaps
@@ -164,7 +166,7 @@ class _Item:
 class _Planner:
     """State of the two windows: accesses [tail, begin) and [begin, head)."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SchedulingProblem) -> None:
         self._count = len(problem.graph.nodes)
         room = problem.budget - problem.resident()
         self._room = [room - nbytes for nbytes in problem.scratch()]
@@ -178,7 +180,7 @@ class _Planner:
         self._head = self._tail = 0
         self._in = self._out = self._prefetch = 0
 
-    def plan(self) -> Windows:
+    def plan(self) -> WindowPlan:
         """Plan all nodes in order."""
         levels = []
         for node in range(self._count):
@@ -196,7 +198,7 @@ class _Planner:
                 self._intervals.append(item.leave(self._count - 1, kept=True))
         levels.append((self._in, self._out, self._prefetch))
         inside, outside, ahead = zip(*levels, strict=True)
-        return Windows(tuple(self._intervals), inside, outside, ahead)
+        return WindowPlan(tuple(self._intervals), inside, outside, ahead)
 
     def _extend(self, node: int) -> None:
         """Extend the swap-in window by as many accesses as fit."""
@@ -321,7 +323,9 @@ def _accesses(
     return [*itertools.chain(*of_node[:count])], bounds
 
 
-def on_demand(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+def on_demand(
+    problem: SchedulingProblem,
+) -> tuple[list[ResidencyInterval], MemoryLedger]:
     """Offload with the layer of the last use, and prefetch one layer ahead.
 
     Compute waits at the end of a node for the node's offloads. A prefetch starts with
@@ -347,7 +351,7 @@ def on_demand(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
 # bytes are needed.
 
 
-def timed(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+def timed(problem: SchedulingProblem) -> tuple[list[ResidencyInterval], MemoryLedger]:
     """Schedule copies by the links' time, as far as the budget allows.
 
     A storage that fits over a whole gap stays resident. An offload may last until its
@@ -372,7 +376,9 @@ def timed(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
     return list(_joined(intervals, problem.away, len(occupancy))), occupancy
 
 
-def _remaining_gaps(problem: Problem, occupancy: Occupancy, clock: "Clock") -> Swaps:
+def _remaining_gaps(
+    problem: SchedulingProblem, occupancy: MemoryLedger, clock: "Clock"
+) -> Swaps:
     """Keep storages over gaps with room, shortest first; return the other gaps."""
     starts = clock.two_steps()
     gaps = [
@@ -409,7 +415,7 @@ def _gap_pairs(
 
 def _extend_offloads(
     intervals: list[ResidencyInterval],
-    occupancy: Occupancy,
+    occupancy: MemoryLedger,
     clock: "Clock",
     bytes_per_ms: float,
 ) -> list[ResidencyInterval]:
@@ -437,7 +443,7 @@ def _extend_offloads(
 
 def _advance_prefetches(
     intervals: list[ResidencyInterval],
-    occupancy: Occupancy,
+    occupancy: MemoryLedger,
     clock: "Clock",
     bytes_per_ms: float,
 ) -> list[ResidencyInterval]:

@@ -150,7 +150,7 @@ def step_ms(
     node_ms: Sequence[float],
     nbytes: Mapping[str, int],
     rates: tuple[float, float],
-    lost_ms: Callable[[float], float],
+    copy_slowdown_ms: Callable[[float], float],
     below: float = math.inf,
 ) -> float:
     """Return the time that `simulate` predicts for the emitted program, bit by bit.
@@ -160,14 +160,14 @@ def step_ms(
         node_ms: Times of its nodes, in order.
         nbytes: Bytes of a copy of each storage.
         rates: Bytes per ms of the links out and in.
-        lost_ms: Function from the time of a copy to the slowdown of compute.
+        copy_slowdown_ms: Function from the time of a copy to the slowdown of compute.
         below: Limit from which on the exact time does not matter.
 
     Returns:
         The step's time, or infinity if it is not below the limit.
     """
     count = len(node_ms)
-    before, behind = _events(intervals, count, nbytes, rates, lost_ms)
+    before, behind = _events(intervals, count, nbytes, rates, copy_slowdown_ms)
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
     left = sum(node_ms) * _ROUNDED
     clock = _Clock(node_ms, before, behind)
@@ -240,7 +240,7 @@ def _events(
     count: int,
     nbytes: Mapping[str, int],
     rates: tuple[float, float],
-    lost_ms: Callable[[float], float],
+    copy_slowdown_ms: Callable[[float], float],
 ) -> tuple[_Events, _Events]:
     """Return the events before and after each node, in the program's order."""
     arrivals: dict[int, list[_Event]] = {}
@@ -251,12 +251,12 @@ def _events(
         name = i.storage
         if i.copied_in:
             ms = nbytes[name] / rates[1]
-            event = (_IN, name, ms, lost_ms(ms))
+            event = (_IN, name, ms, copy_slowdown_ms(ms))
             arrivals.setdefault(i.start, []).append(event)
             waits.setdefault(i.needed % count, []).append((_WAIT, name, 0.0, 0.0))
         if i.copied_out:
             ms = nbytes[name] / rates[0]
-            event = (_OUT, name, ms, lost_ms(ms))
+            event = (_OUT, name, ms, copy_slowdown_ms(ms))
             copies.setdefault(i.last % count, []).append(event)
             end = i.stop % count if i.host_resident else i.stop
             departures.setdefault(end, []).append((_WAIT, name, 0.0, 0.0))

@@ -81,7 +81,7 @@ def profile(
         fronts=fronts_of,
         out_bytes_per_ms=out_rate,
         in_bytes_per_ms=in_rate,
-        once_more_ms=again_ms,
+        recompute_ms=again_ms,
     )
 
 
@@ -208,8 +208,8 @@ def _kernel_times(
         if node.op == "conv":
             continue
         found[node.name] = timed(node, workspaces.get(node.name, 0))
-        if node.once_more is not None:
-            again[node.name] = timed(node.once_more, 0)
+        if node.recompute_node is not None:
+            again[node.name] = timed(node.recompute_node, 0)
         done(node)
     return found, again
 

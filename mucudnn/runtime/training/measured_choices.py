@@ -38,7 +38,7 @@ from mucudnn.passes.planning.cutting import (
     cutting_of,
 )
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.split_search import Splitting, plan_splitting
+from mucudnn.passes.planning.split_search import SplitDecision, plan_splitting
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.executor.program import ways_to_run
 from mucudnn.runtime.profiling.links import ColdBench, cold_bench
@@ -264,7 +264,7 @@ class LibraryRace:
         planned with either stay ours.
         """
         library, traits = self._backend.library_kernels, node.traits
-        saving = bool(traits.overwrites) or traits.again is not None
+        saving = bool(traits.overwrites) or traits.recompute_as is not None
         if library is None or (saving and self._memory is not None):
             return False
         if not library.offers(graph, node):
@@ -416,7 +416,7 @@ class SplitChooser:
         progress: OnNode | None,
     ) -> None:
         check_split(split)
-        self.decision: Splitting | None = None
+        self.decision: SplitDecision | None = None
         self.profile: Profile | None = None
         self.plan: StepPlan | None = None
         self.segments: tuple[Segment, ...] = ()

@@ -82,7 +82,7 @@ class BoundedStep:
             chunks = mapping_costs(self.tuner.backend, self._nbytes)
         costs = self._costs(progress)
         if chunks is not None:
-            costs = replace(costs, chunks=chunks)
+            costs = replace(costs, mapping_costs=chunks)
         request = self._request(costs)
         try:
             return self._refined(request)
@@ -116,7 +116,7 @@ class BoundedStep:
             convolutions=budget.convolutions,
             plans=self.plans,
             hosted=self.hosted,
-            placement=STATIC if profile.chunks is None else self.placement,
+            placement=STATIC if profile.mapping_costs is None else self.placement,
         )
 
     def _costs(self, progress: OnNode | None) -> Profile:
@@ -377,7 +377,7 @@ def _placed(
     final = in_place(graph)
     sizes = size_profile(tuner, final, plans)
     if placement == VIRTUAL:
-        sizes = replace(sizes, chunks=mapping_costs(tuner.backend))
+        sizes = replace(sizes, mapping_costs=mapping_costs(tuner.backend))
     chosen = plans_by_node(final, plans)
     scratch = {name: plan.workspace for name, plan in chosen.items() if plan.workspace}
     return place_step(

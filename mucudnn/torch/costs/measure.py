@@ -374,8 +374,8 @@ def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
         node_ms={node.name: node_ms(node) for node in graph.nodes},
         workspaces=workspaces_of(lowered, {}),
         fronts={},
-        out_bytes_per_ms=device.out.value / 1e3,
-        in_bytes_per_ms=device.back.value / 1e3,
+        out_bytes_per_ms=device.d2h.value / 1e3,
+        in_bytes_per_ms=device.h2d.value / 1e3,
     )
 
 

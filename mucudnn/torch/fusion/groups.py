@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mucudnn.ir.graph import Node
 from mucudnn.ir.traits import Batch, NodeTraits
-from mucudnn.passes.liveness import kept, live_ranges
+from mucudnn.passes.liveness import live_at_end, live_ranges
 from mucudnn.torch.fusion.members import COPY, passes_through, used_operands
 from mucudnn.torch.fusion.recipes import Recipe, Step
 from mucudnn.torch.lowering.lowered import Lowered
@@ -54,7 +54,7 @@ class Grouping:
         self._lowered = lowered
         self._graph = lowered.graph
         self._last = {s: live.last for s, live in live_ranges(lowered.graph).items()}
-        stays = kept(lowered.graph) | {
+        stays = live_at_end(lowered.graph) | {
             lowered.graph.storages[name] for name in lowered.graph.inputs
         }
         self._stays = frozenset(stays)

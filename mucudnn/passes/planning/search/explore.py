@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search.polish import polish
+from mucudnn.passes.planning.search.polish import neighbour_search
 from mucudnn.passes.planning.search.suggested import suggested
-from mucudnn.passes.planning.search.trials import Trials
+from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -58,13 +58,15 @@ def explore(
     request: StepRequest,
     candidates: Sequence[Candidate],
     nearest: Mapping[str, Residency],
-    best: Trials,
+    best: SearchState,
 ) -> None:
     """Look for a better plan than the best of a search."""
     trials = min(_MOST, _WORK // len(request.graph.nodes))
     if len(candidates) <= _FEW or trials < _LEAST:
         return
-    found = [Trials(request.scheduled(name), trials) for name in schedulers(request)]
+    found = [
+        SearchState(request.scheduled(name), trials) for name in schedulers(request)
+    ]
     starts = list(_starts(request, candidates, nearest, best))
     for start, tried in itertools.product(starts, found):  # one rewrite per start
         tried.consider(start)
@@ -72,16 +74,16 @@ def explore(
     last = min(found, key=lambda tried: tried.step_ms)
     if last.found and last.step_ms <= best.step_ms:
         last.allow(min(_POLISH, _POLISH_WORK // len(request.graph.nodes)))
-        polish(candidates, last)
+        neighbour_search(candidates, last)
         best.offer(last.plan)
 
 
 def improve(
     request: StepRequest,
     candidates: Sequence[Candidate],
-    found: Iterable[Trials],
+    found: Iterable[SearchState],
     trials: int,
-    best: Trials,
+    best: SearchState,
 ) -> None:
     """Improve the plan of each scheduler that is close to the best one."""
     for tried in sorted(found, key=lambda tried: tried.step_ms):
@@ -102,7 +104,7 @@ def _starts(
     request: StepRequest,
     candidates: Sequence[Candidate],
     nearest: Mapping[str, Residency],
-    best: Trials,
+    best: SearchState,
 ) -> Iterator[Mapping[str, Residency]]:
     """Yield the best residencies so far, the relaxation's, and rules for blocks."""
     yield best.residency
@@ -116,7 +118,7 @@ def _starts(
 
 
 def _improve(
-    request: StepRequest, candidates: Sequence[Candidate], tried: Trials
+    request: StepRequest, candidates: Sequence[Candidate], tried: SearchState
 ) -> None:
     while not tried.exhausted():
         if not improved(_changes(request, candidates, tried), tried):
@@ -124,7 +126,7 @@ def _improve(
 
 
 def _changes(
-    request: StepRequest, candidates: Sequence[Candidate], tried: Trials
+    request: StepRequest, candidates: Sequence[Candidate], tried: SearchState
 ) -> Iterator[Change]:
     """Yield changes: largest tensors, the plan's suggestions, groups, others.
 
@@ -144,7 +146,7 @@ def _changes(
     yield from single_changes([*itertools.chain(*sliced)])
 
 
-def improved(changes: Iterable[Change], tried: Trials) -> bool:
+def improved(changes: Iterable[Change], tried: SearchState) -> bool:
     """Try changes one after another; return whether any of them helped."""
     better = False
     for change in changes:

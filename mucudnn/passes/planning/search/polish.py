@@ -9,7 +9,7 @@ that is worth more.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from mucudnn.passes.planning.search.trials import Trials
+from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.residency.candidates import Candidate, Change
 
@@ -18,7 +18,7 @@ _STAYS = (Residency.KEEP, Residency.PAGE)
 """Residencies of consecutive tensors: kept, or offloaded between any two uses."""
 
 
-def polish(candidates: Sequence[Candidate], tried: Trials) -> bool:
+def neighbour_search(candidates: Sequence[Candidate], tried: SearchState) -> bool:
     """Improve a plan as far as its trials allow; return whether anything helped."""
     before = tried.step_ms
     better = True

@@ -19,7 +19,7 @@ from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
 from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.explore import explore, improved
-from mucudnn.passes.planning.search.trials import Trials, closer
+from mucudnn.passes.planning.search.trials import SearchState, closer
 from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -31,10 +31,10 @@ from mucudnn.passes.residency.candidates import (
     Candidate,
     by_cost,
     candidates_of,
-    decided,
-    mixed,
+    initial_residencies,
     pairs,
-    seeds,
+    policy_residencies,
+    recompute_first,
     single_changes,
 )
 from mucudnn.passes.residency.policies import keep_all
@@ -52,7 +52,7 @@ _NEAR = 1.005
 """Factor on the lower bound below which exploration is skipped."""
 
 _LEAST_TRIALS = 12
-"""Trials of the largest graphs, not counting the first ones."""
+"""SearchState of the largest graphs, not counting the first ones."""
 
 
 @gc_relaxed()
@@ -68,7 +68,7 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
         PlanningError: No residencies fit; the error of those that came closest.
     """
     candidates = by_cost(candidates_of(request))
-    best = Trials(request, _work(request), by_nodes=True)
+    best = SearchState(request, _work(request), by_nodes=True)
     if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
         return replace(best.plan, least_ms=best.step_ms)
     bound = lower_bound(request)
@@ -77,7 +77,7 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
         best.consider(residency, free=True)
     fits = best.found
     if not fits:
-        best.consider(smallest(request, begin), free=True)
+        best.consider(least_memory(request, begin), free=True)
     if request.convolutions == "dynamic":
         _offer_vdnn_dyn(request, best)
     if len(candidates) <= MOST_SAVED:
@@ -102,13 +102,13 @@ def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
     """Explore from the plan of a search that was not thorough."""
     if plan.least_ms is None or plan.prediction.step_ms <= _NEAR * plan.least_ms:
         return plan
-    best = Trials(request, 0)
+    best = SearchState(request, 0)
     best.offer(plan)
     explore(request, candidates_of(request), {}, best)
     return replace(best.plan, least_ms=plan.least_ms)
 
 
-def smallest(
+def least_memory(
     request: StepRequest, begin: Sequence[Mapping[str, Residency]] | None = None
 ) -> Mapping[str, Residency]:
     """Return residencies that fit, among those that need the least memory.
@@ -135,7 +135,7 @@ def _begin(
     request: StepRequest, candidates: Sequence[Candidate]
 ) -> list[Mapping[str, Residency]]:
     own = [] if request.seed is None else [request.seed]
-    return own + seeds(request, candidates)
+    return own + initial_residencies(request, candidates)
 
 
 def _work(request: StepRequest) -> int:
@@ -148,7 +148,7 @@ def _unbounded_ms(request: StepRequest) -> float:
     return unbounded.prediction.step_ms * (1 + 1e-9)
 
 
-def _offer_vdnn_dyn(request: StepRequest, best: "Trials") -> None:
+def _offer_vdnn_dyn(request: StepRequest, best: "SearchState") -> None:
     others = ("on_demand",) if request.scheduler is None else ()
     for scheduler in (request.timing, *others):
         with suppress(PlanningError):
@@ -156,7 +156,7 @@ def _offer_vdnn_dyn(request: StepRequest, best: "Trials") -> None:
 
 
 def _offer_other_schedulers(
-    request: StepRequest, candidates: list[Candidate], best: "Trials"
+    request: StepRequest, candidates: list[Candidate], best: "SearchState"
 ) -> None:
     """Try the best residencies and the policies' under the other schedulers.
 
@@ -166,8 +166,10 @@ def _offer_other_schedulers(
     others = []
     for name in SCHEDULERS.table:
         if name != request.timing:
-            other = Trials(request.scheduled(name), _work(request) // 2, by_nodes=True)
-            for residency in (found, *decided(request)):
+            other = SearchState(
+                request.scheduled(name), _work(request) // 2, by_nodes=True
+            )
+            for residency in (found, *policy_residencies(request)):
                 other.consider(residency, free=True)
             others.append(other)
     other = min(others, key=lambda r: r.step_ms)
@@ -178,7 +180,7 @@ def _offer_other_schedulers(
 
 
 def _family(
-    candidates: Sequence[Candidate], best: Trials
+    candidates: Sequence[Candidate], best: SearchState
 ) -> Iterator[dict[str, Residency]]:
     """Yield members of the one-parameter family, coarse first, then around the best."""
     total = len(candidates)
@@ -192,7 +194,10 @@ def _family(
                     continue
                 before = best.step_ms
                 persistents = best.residency.get(PERSISTENTS, Residency.KEEP)
-                yield {**mixed(candidates, count, mode), PERSISTENTS: persistents}
+                yield {
+                    **recompute_first(candidates, count, mode),
+                    PERSISTENTS: persistents,
+                }
                 scores[count] = best.step_ms if best.step_ms < before else math.inf
             if stride == 1 or best.exhausted():
                 break
@@ -205,7 +210,7 @@ def _family(
             ]
 
 
-def _improve(candidates: Sequence[Candidate], best: Trials) -> None:
+def _improve(candidates: Sequence[Candidate], best: SearchState) -> None:
     """Change the residency of one tensor at a time, then of two, the largest first."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
     names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]

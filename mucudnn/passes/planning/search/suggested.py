@@ -39,7 +39,7 @@ def suggested(plan: StepPlan, candidates: Sequence[Candidate]) -> Iterator[Chang
     tensors = slices_of(candidates)
     stalls = _by_descending_cost(stalls_ms(plan, candidates), tensors)
     recomputed = _by_descending_cost(again_ms(plan, candidates), tensors)
-    impossible = {c.saved.name for c in candidates if math.isinf(c.again_ms)}
+    impossible = {c.saved.name for c in candidates if math.isinf(c.recompute_ms)}
     ranked = ((stalls, _INSTEAD_OF_COPIES), (recomputed, _INSTEAD_OF_NODES))
     for count in (None, *_TOGETHER):
         for costly, choices in ranked:
@@ -75,7 +75,7 @@ def again_ms(plan: StepPlan, candidates: Sequence[Candidate]) -> dict[str, float
     graph = plan.schedule.graph
     runs = Counter(origin(n.name) for n in graph.nodes if origin(n.name) != n.name)
     return {
-        c.saved.name: runs[c.saved.producer.name] * c.again_ms
+        c.saved.name: runs[c.saved.producer.name] * c.recompute_ms
         for c in candidates
         if runs[c.saved.producer.name]
     }

@@ -5,7 +5,11 @@ from collections.abc import Mapping
 from copy import copy
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.request import Draft, StepRequest, draft
+from mucudnn.passes.planning.request import (
+    StepRequest,
+    UnsimulatedPlan,
+    schedule_residency,
+)
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -17,7 +21,7 @@ def closer(one: PlanningError, other: PlanningError) -> PlanningError:
     return min(one, other, key=lambda e: e.least_bytes or math.inf)
 
 
-class Trials:
+class SearchState:
     """The best plan so far, and the number of trials left.
 
     With `by_nodes` the limit counts scheduled nodes and offloaded parameters and state
@@ -30,7 +34,7 @@ class Trials:
         self._request = request
         self._left = left
         self._by_nodes = by_nodes
-        self._best: Draft | StepPlan | None = None
+        self._best: UnsimulatedPlan | StepPlan | None = None
         self._step_ms = math.inf
         self._error: PlanningError | None = None
         self._tried: set[frozenset[tuple[str, Residency]]] = set()
@@ -63,7 +67,7 @@ class Trials:
         """The best plan, emitted on first access; without one, the closest error."""
         if self._best is None:
             raise copy(self._error or PlanningError("nothing was tried"))
-        if isinstance(self._best, Draft):
+        if isinstance(self._best, UnsimulatedPlan):
             self._best = self._best.plan()
         return self._best
 
@@ -80,7 +84,7 @@ class Trials:
         if too_much:
             return False
         try:
-            found = draft(self._request, residency)
+            found = schedule_residency(self._request, residency)
         except PlanningError as e:
             error = copy(e)  # without a traceback, which would hold callers' locals
             self._error = closer(self._error or error, error)
@@ -113,7 +117,7 @@ class Trials:
         self._best, self._step_ms = plan, plan.prediction.step_ms
         return True
 
-    def take_over(self, other: "Trials") -> bool:
+    def take_over(self, other: "SearchState") -> bool:
         """Adopt the best plan of others; return whether it is better."""
         if other.step_ms >= self.step_ms:
             return False
