@@ -16,7 +16,6 @@ from mucudnn.ir.measurement import Measurement, Race, Verdict
 
 T = TypeVar("T")
 
-
 _ANY_BATCH = "N"
 
 _LARGEST = 2**63 - 1
@@ -273,14 +272,11 @@ def list_of(where: str, data: Any) -> list[Any]:
 LATEST = 253_402_300_799.0
 """Last second of the year 9999 in seconds since 1970, the limit of calendars."""
 
-
 LONGEST_MS = 1e12
 """Longest time in milliseconds (30 years), so that sums of times stay finite."""
 
-
 LayerAt = Callable[[int], ConvProblem]
 """Function from a batch size to the convolution."""
-
 
 _EXTRA = {"measured_at": float, "version": str}
 

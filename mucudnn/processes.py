@@ -106,14 +106,11 @@ SIGNALS = tuple(
 )
 """Signals that ask a program to end; not every system has SIGHUP."""
 
-
 _HANG_UP = getattr(signal, "SIGHUP", None)
-
 
 _ONE_S = 0.1
 """Seconds within which several signals are one request: `timeout` signals a process
 and then its group, and at a closing terminal both kernel and shell send SIGHUP."""
-
 
 Handler = Any  # type of `signal.getsignal`: a function, a number or None
 

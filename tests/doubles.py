@@ -1,10 +1,16 @@
 """Backends that misbehave on purpose, around a real one."""
 
+import math
+import threading
+
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.numerics import NATIVE, TF32, Traits
+from mucudnn.ir.numerics import NATIVE, TF32, Numerics, Traits
+from mucudnn.processes import Own
+from mucudnn.runtime.tuning.isolation import Isolation
+from mucudnn.runtime.tuning.measuring import Measuring
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 QUICK = StoppingRule(min_samples=1, max_samples=1)
@@ -52,6 +58,25 @@ def watched(name="null", before=lambda problem, algo: None):
 def tight(name, most):
     real = get_backend(name)
     return Backend(real.name, Tight(real.device, most), real.conv)
+
+
+def measuring(backend, cache, **options):
+    """What fills a tuner's tables, for a clock and workers of the test's own."""
+    defaults = {
+        "backends": [backend],
+        "cache": lambda: cache,
+        "rule": QUICK,
+        "numerics": Numerics(),
+        "batch_policy": "powers_of_two",
+        "memory_limit": math.inf,
+        "time_limit_s": math.inf,
+        "prune": True,
+        "progress": None,
+        "isolation": Isolation(),
+        "workers": None,
+        "lock": Own(threading.RLock),
+    }
+    return Measuring(backend=backend, **{**defaults, **options})
 
 
 def problem(batch=8, direction=Direction.FORWARD, **options):

@@ -15,11 +15,7 @@ from mucudnn.recording_format import (
     recorded_environments,
 )
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from mucudnn.runtime.store.recordings import (
-    record_run,
-    run_measurements,
-    write_recording,
-)
+from mucudnn.runtime.store.recordings import record_run, write_recording
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import plan_of, problem
 
@@ -201,17 +197,24 @@ def test_a_cache_tells_of_one_convolution_at_every_size():
         assert len(cache.rows(problem=other)) == 2
 
 
-def test_old_rows_count_only_where_they_were_used():
+def test_old_rows_count_only_where_they_were_used(tmp_path):
     tuner = Tuner(backend=get_backend("null"))
     old = AlgoPerf(algo="OLD", batch=3, time_ms=1.0, workspace=0)
     tuner.cache.put("null", problem(8), [old])
     table = tuner.measure(problem(8))
-    later = 4e9
-    used = run_measurements(tuner, [problem(8)], [table], later)
-    assert {m.perf for m in used} == {*table.perfs}
-    assert old in {m.perf for m in run_measurements(tuner, [problem(8)], [], 0.0)}
-    assert run_measurements(tuner, [problem(8)], [], later) == ()
-    assert run_measurements(tuner, [], [table], 0.0) == ()
+    file, later = tmp_path / "out.json", 4e9
+
+    def recorded(tables, since):
+        rows = record_run(file, tuner, [problem(8)], tables, since)
+        found = read_recording(file.read_bytes()).measurements
+        assert len(found) == rows
+        return {m.perf for m in found}
+
+    assert recorded([table], later) == {*table.perfs}
+    assert old in recorded([], 0.0)
+    for problems, tables, since in (([problem(8)], [], later), ([], [table], 0.0)):
+        with pytest.raises(CacheError, match="nothing was measured"):
+            record_run(file, tuner, problems, tables, since)
 
 
 def test_a_run_without_measurements_writes_nothing(tmp_path):

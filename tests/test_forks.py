@@ -256,7 +256,7 @@ def test_a_child_leaves_its_parents_measuring_process_alone():
 tuner = mucudnn.Tuner(backend="null", cache=None, rule=QUICK, isolate=True)
 layer = lambda c: parse_problem(f"n=2,c={c},h=6,w=6,k=3,r=3,s=3")
 tuner.plan([layer(1)])
-(process,) = tuner._isolation._processes.values()
+(process,) = tuner._isolation._children.values()
 pid = process.pid
 
 def act():

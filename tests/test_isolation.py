@@ -16,12 +16,13 @@ from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from mucudnn.runtime.tuning.isolation import (
-    ChildTimer,
-    Isolation,
-    MeasuringProcess,
+from mucudnn.runtime.tuning.isolation import ChildTimer, Isolation
+from mucudnn.runtime.tuning.kernel_timer import (
+    LocalTimer,
+    MeasureLimits,
+    SizeRequest,
+    measure_size,
 )
-from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench, LocalTimer
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched
@@ -87,23 +88,20 @@ def installed(tmp_path, monkeypatch):
     assert not any(map(running, plugin.children())), "a child or a zombie survives"
 
 
-def rows_of(bench, algorithms, batch=4, **options):
+def rows_of(timer, algorithms, batch=4, largest=8, expected_ms=None, **limits):
+    """The rows of some algorithms; `limits` are those of measuring, or `best_ms`."""
+    best_ms = limits.pop("best_ms", math.inf)
+    request = SizeRequest(
+        problem=problem(largest),
+        batch=batch,
+        workspaces=dict(algorithms),
+        limits=MeasureLimits(**{"rule": QUICK, **limits}),
+        best_ms=best_ms,
+        expected_ms=expected_ms or {},
+    )
     rows = []
-    bench.run(batch, dict(algorithms), rows.append, **options)
+    measure_size(timer, request, rows.append)
     return rows
-
-
-def task_of(backend, batch=8, rule=QUICK, **limits):
-    return BenchTask(backend=backend, problem=problem(batch), rule=rule, **limits)
-
-
-def child_bench(task, process, **options):
-    return KernelBench(task, ChildTimer(task, process, **options))
-
-
-def isolated(backend, hang_s=300.0, **limits):
-    process = MeasuringProcess(backend.name, backend.index)
-    return process, child_bench(task_of(backend, **limits), process, hang_s=hang_s)
 
 
 # --- the same rows -----------------------------------------------------------------
@@ -112,40 +110,39 @@ def isolated(backend, hang_s=300.0, **limits):
 def test_rows_are_those_of_a_bench_in_this_process():
     """On a virtual clock nothing differs, whichever limit stops a kernel."""
     backend = get_backend("null", 3)
-    process = MeasuringProcess("null", 3)
+    here, there = LocalTimer(backend), ChildTimer(backend)
     pids = set()
     for options in ({}, {"memory_limit": 9000}, {"memory_limit": 10**9}):
         for rule in (StoppingRule(), StoppingRule(budget_ms=math.inf, max_samples=4)):
-            here = KernelBench(task_of(backend, rule=rule, **options))
-            ends = task_of(backend, rule=rule, deadline=1e9, **options)
-            there = child_bench(ends, process)
+            settings = {"rule": rule, "best_ms": 0.9, **options}
             for batch in (8, 2):
                 algorithms = backend.conv.algorithms(problem(batch))
                 extra = [*algorithms, ("MISSING", 0)]
-                expected = rows_of(here, extra, batch, best_ms=0.9)
-                assert rows_of(there, extra, batch, best_ms=0.9) == expected
+                expected = rows_of(here, extra, batch, **settings)
+                assert (
+                    rows_of(there, extra, batch, deadline=1e9, **settings) == expected
+                )
                 assert len(expected) == 3
-            pids.add(process.pid)
+            pids.add(there.pid)
+            here.release()
             there.release()
     assert len(pids) == 1
-    process.close()
-    assert process.pid is None
+    there.close()
+    assert there.pid is None
     assert not Path(f"/proc/{pids.pop()}").exists()
 
 
 def test_threads_may_share_a_child():
-    """Benches of other problems take turns; each has its own settings."""
-    backend = get_backend("null")
-    process = MeasuringProcess("null")
+    """Requests of other problems take turns; each has its own settings."""
+    timer = ChildTimer(get_backend("null"))
 
     def table(batch):
-        bench = child_bench(task_of(backend, batch), process)
         micros = [micro for micro in range(1, batch + 1) for _ in range(3)]
-        return [row for n in micros for row in rows_of(bench, [("SLOW", 0)], n)]
+        return [row for n in micros for row in rows_of(timer, [("SLOW", 0)], n, batch)]
 
     with ThreadPoolExecutor(4) as pool:
         tables = list(pool.map(table, (2, 4, 8, 16)))
-    process.close()
+    timer.close()
     for batch, rows in zip((2, 4, 8, 16), tables, strict=True):
         assert [row.batch for row in rows] == [
             micro for micro in range(1, batch + 1) for _ in range(3)
@@ -155,12 +152,12 @@ def test_threads_may_share_a_child():
 
 def test_a_real_library_is_timed_in_the_child():
     backend = get_backend("cpu")
-    process, bench = isolated(backend)
+    timer = ChildTimer(backend)
     algorithms = backend.conv.algorithms(problem(4))
-    rows = rows_of(bench, algorithms)
-    bench.release()
-    assert rows_of(bench, algorithms[:1])[0].error is None
-    process.close()
+    rows = rows_of(timer, algorithms)
+    timer.release()
+    assert rows_of(timer, algorithms[:1])[0].error is None
+    timer.close()
     assert [(row.algo, row.workspace) for row in rows] == list(algorithms)
     assert all(row.error is None and row.time_ms > 0 for row in rows)
 
@@ -168,19 +165,19 @@ def test_a_real_library_is_timed_in_the_child():
 def test_a_double_needs_no_more_than_a_name():
     """Its kernels are not run: the child has the real ones."""
     backend = watched("null")
-    process, bench = isolated(backend)
-    rows = rows_of(bench, [("SLOW", 0)])
-    process.close()
+    timer = ChildTimer(backend)
+    rows = rows_of(timer, [("SLOW", 0)])
+    timer.close()
     assert rows[0].error is None
     assert backend.conv.calls == []
 
 
 def test_no_child_is_started_for_what_a_limit_forbids(installed):
-    backend = get_backend("misbehaving:GOOD")
-    _, late = isolated(backend, deadline=time.monotonic())
-    _, long = isolated(backend, deadline=time.monotonic() + 100)
-    rows = rows_of(late, [("GOOD", 0)])
-    rows += rows_of(long, [("GOOD", 0)], expected_ms={"GOOD": 1e6})
+    timer = ChildTimer(get_backend("misbehaving:GOOD"))
+    now, algorithms = time.monotonic(), [("GOOD", 0)]
+    rows = rows_of(timer, algorithms, deadline=now)
+    long = {"GOOD": 1e6}
+    rows += rows_of(timer, algorithms, deadline=now + 100, expected_ms=long)
     assert all(
         row.status is RowStatus.LIMITED and "the time limit" in row.error
         for row in rows
@@ -193,13 +190,13 @@ def test_no_child_is_started_for_what_a_limit_forbids(installed):
 
 def test_each_misbehaving_kernel_costs_one_row(installed):
     backend = get_backend("misbehaving:")
-    process, bench = isolated(backend, hang_s=5.0)
+    timer = ChildTimer(backend, hang_s=5.0)
     order = ["PRINT", "READ", "MEMORY", "UNSUPPORTED", "GOOD"]
     order.insert(4, "LIBRARY")  # it failed, and its device still works
     order += ["ABORT", "KILL", "HANG", "EXIT", "STATUS"]
-    rows = {row.algo: row for row in rows_of(bench, [(algo, 0) for algo in order])}
-    (last,) = rows_of(bench, [("GOOD", 0)], batch=2)
-    process.close()
+    rows = {row.algo: row for row in rows_of(timer, [(algo, 0) for algo in order])}
+    (last,) = rows_of(timer, [("GOOD", 0)], batch=2)
+    timer.close()
     assert list(rows) == order
     for algo, error in DIED.items():
         assert rows[algo].error == error
@@ -228,13 +225,13 @@ def test_an_idle_child_leaves_signals_to_us_and_is_replaced_when_killed(
     installed, number
 ):
     backend = get_backend("misbehaving:GOOD", 1)
-    process, bench = isolated(backend)
-    (before,) = rows_of(bench, [("GOOD", 0)])
-    os.kill(process.pid, number)
-    assert rows_of(bench, [("GOOD", 0)]) == [before]
-    os.kill(process.pid, signal.SIGKILL)
-    (after,) = rows_of(bench, [("GOOD", 0)])
-    process.close()
+    timer = ChildTimer(backend, hang_s=300.0)
+    (before,) = rows_of(timer, [("GOOD", 0)])
+    os.kill(timer.pid, number)
+    assert rows_of(timer, [("GOOD", 0)]) == [before]
+    os.kill(timer.pid, signal.SIGKILL)
+    (after,) = rows_of(timer, [("GOOD", 0)])
+    timer.close()
     assert before.error is None
     assert after.error is None
     assert before.notes != after.notes
@@ -244,36 +241,36 @@ def test_an_idle_child_leaves_signals_to_us_and_is_replaced_when_killed(
 
 
 def test_a_child_that_never_starts_is_an_error_with_its_words(installed):
-    process, bench = isolated(get_backend("misbehaving:never"))
+    timer = ChildTimer(get_backend("misbehaving:never"))
     with pytest.raises(BackendUnavailableError) as caught:
-        rows_of(bench, [("GOOD", 0)])
+        rows_of(timer, [("GOOD", 0)])
     message = str(caught.value)
     for part in ("misbehaving:never", "SIGABRT 3 times", "libstart.so: no such file"):
         assert part in message
     assert len(installed.children()) == 3
-    assert process.pid is None
+    assert timer.pid is None
 
 
 def test_a_child_that_starts_at_the_third_attempt_measures(installed):
-    process, bench = isolated(get_backend("misbehaving:late"))
-    (row,) = rows_of(bench, [("GOOD", 0)])
-    process.close()
+    timer = ChildTimer(get_backend("misbehaving:late"))
+    (row,) = rows_of(timer, [("GOOD", 0)])
+    timer.close()
     assert row.error is None
     assert len(installed.children()) == 3
 
 
 def test_a_backend_missing_in_the_child_is_asked_for_once(installed):
-    _, bench = isolated(get_backend("misbehaving:absent"))
+    timer = ChildTimer(get_backend("misbehaving:absent"))
     with pytest.raises(BackendUnavailableError, match="the driver is too old"):
-        rows_of(bench, [("GOOD", 0)])
+        rows_of(timer, [("GOOD", 0)])
     assert len(installed.children()) == 1
 
 
 def test_without_a_python_to_start_the_way_out_is_named(monkeypatch):
-    _, bench = isolated(get_backend("null"))
+    timer = ChildTimer(get_backend("null"))
     monkeypatch.setattr(sys, "executable", None)
     with pytest.raises(BackendUnavailableError, match="isolate=False"):
-        rows_of(bench, [("SLOW", 0)])
+        rows_of(timer, [("SLOW", 0)])
 
 
 # --- tuners --------------------------------------------------------------------------
@@ -281,9 +278,7 @@ def test_without_a_python_to_start_the_way_out_is_named(monkeypatch):
 
 def test_a_fragile_backend_is_isolated_and_others_are_not(installed):
     def kind(wanted, name):
-        task = task_of(get_backend(name), memory_limit=1e9, deadline=1e9)
-        bench = Isolation(wanted).bench(task)
-        return type(bench.timer)
+        return type(Isolation(wanted).timer(get_backend(name)))
 
     assert kind(None, "misbehaving:GOOD") is ChildTimer
     assert kind(False, "misbehaving:GOOD") is LocalTimer

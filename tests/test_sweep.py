@@ -15,9 +15,8 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from mucudnn.runtime.tuning.measuring import Sweep
 from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK, problem, tight, watched
+from tests.doubles import QUICK, measuring, problem, tight, watched
 from tests.examples import examples
 
 KIB = 1 << 10
@@ -186,14 +185,9 @@ def test_a_cold_run_is_used_but_not_remembered():
         now[0] += 0.2
 
     cache = BenchmarkCache()
-    sweep = Sweep(
-        backends=[watched(before=run)],
-        cache=lambda: cache,
-        rule=QUICK,
-        deadline=0.1,
-        clock=lambda: now[0],
-    )
-    (table,) = sweep.tables([problem()], "powers_of_two", prune=True)
+    backend = watched(before=run)
+    one = measuring(backend, cache, time_limit_s=0.1, clock=lambda: now[0])
+    (table,) = one.tables([problem()])
     assert [perf.samples for perf in table.usable] == [0]
     assert cache.rows() == ()
 

@@ -1,10 +1,13 @@
 """A second process begins at once, and no file of the cache does any harm."""
 
+import contextlib
 import copy
+import gc
 import itertools
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import warnings
@@ -21,7 +24,13 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.ir.schedule import Residency  # noqa: E402
-from mucudnn.runtime.store.sqlite_file import CacheWarning  # noqa: E402
+from mucudnn.runtime.store.entries import Entries  # noqa: E402
+from mucudnn.runtime.store.measurements import (  # noqa: E402
+    BenchmarkCache,
+    default_path,
+)
+from mucudnn.runtime.store.sqlite_file import CacheWarning, RecordFile  # noqa: E402
+from mucudnn.runtime.store.tables import seal_entry  # noqa: E402
 from mucudnn.runtime.tuning.timing import StoppingRule  # noqa: E402
 from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
 from mucudnn.torch import cpu_backend  # noqa: E402
@@ -30,11 +39,9 @@ from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts  # noqa: E4
 from mucudnn.torch.costs.measure import measured  # noqa: E402
 from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import (  # noqa: E402
-    Entries,
     Places,
     PlanStore,
     Unnameable,
-    default_folder,
     open_plans,
     structure_of,
 )
@@ -94,7 +101,23 @@ def planned(folder, budget=None, net=residual_net):
     plans = open_plans(folder)
     limit = float("inf") if budget is None else budget
     step = mt.TrainStep(model, loss_fn, optimizer, limit, PlanOptions(counted, plans))
-    return step.prepare(*batch), counted.times
+    plan = step.prepare(*batch)
+    del step, plans
+    gc.collect()  # closes the file
+    return plan, counted.times
+
+
+def rows(folder, query="SELECT kind, key, value FROM entries ORDER BY kind, key"):
+    """The rows of a query of a folder's store."""
+    with contextlib.closing(sqlite3.connect(folder / "plans.sqlite")) as db:
+        return db.execute(query).fetchall()
+
+
+def change(folder, statement, *arguments):
+    """Change a folder's store."""
+    with contextlib.closing(sqlite3.connect(folder / "plans.sqlite")) as db:
+        db.execute(statement, arguments)
+        db.commit()
 
 
 def small_net(width=6):
@@ -145,98 +168,110 @@ def test_a_second_process_neither_measures_nor_searches(folder, monkeypatch):
     assert source.strip() == first.source.strip()
 
 
-def harm(name):
-    def truncate(path):
-        path.write_bytes(path.read_bytes()[:-10])
+def harm(name, path):
+    data = bytearray(path.read_bytes())
+    match name:
+        case "truncate":
+            path.write_bytes(data[:-5000])
+        case "foreign":
+            path.write_bytes(b"\x89PNG\r\n" + bytes(range(256)))
+        case "newer":
+            change(path.parent, "PRAGMA user_version = 99")
+        case "folder":
+            path.unlink()
+            path.mkdir()
+        case "pipe":
+            path.unlink()
+            os.mkfifo(path)
 
-    def empty(path):
-        path.write_bytes(b"")
 
-    def flip(path):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 0x55
-        path.write_bytes(data)
-
-    def foreign(path):
-        path.write_bytes(b"\x89PNG\r\n" + bytes(range(256)))
-
-    def deep(path):
-        path.write_text("[" * 100_000)
-
-    def newer(path):
-        whole = json.loads(path.read_text())
-        path.write_text(json.dumps({**whole, "schema": 99}))
-
-    def folder_there(path):
-        path.unlink()
-        path.mkdir()
-
-    def pipe(path):
-        path.unlink()
-        os.mkfifo(path)
-
-    return locals()[name]
+@pytest.mark.parametrize("kind", ["truncate", "foreign", "newer", "folder", "pipe"])
+def test_a_damaged_or_foreign_file_is_noticed_and_plans_are_made_again(folder, kind):
+    wanted, _ = planned(folder, net=small_net)
+    change(folder, "PRAGMA journal_mode = DELETE")  # nothing is left in a log
+    harm(kind, folder / "plans.sqlite")
+    with pytest.warns(CacheWarning, match=r"beginning .* anew|in memory only"):
+        found, times = planned(folder, net=small_net)
+    assert times == 1 or kind == "truncate"  # some entries may be whole
+    assert found.source == wanted.source
+    if kind in ("newer", "folder", "pipe"):
+        return  # it stays as it is
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        assert planned(folder, net=small_net)[1] == 0  # and it was written anew
+    assert len([*folder.glob("*.corrupt-*"), *folder.glob("*.foreign-*")]) == 1
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["truncate", "empty", "flip", "foreign", "deep", "newer", "folder_there", "pipe"],
+    "value",
+    [
+        "substr(value, 1, length(value) - 10)",
+        "x''",
+        "'[]'",
+        "7",
+        "CAST(replace(CAST(value AS TEXT), '0', '1') AS BLOB)",
+        "(SELECT value FROM entries AS other WHERE other.kind != entries.kind)",
+    ],
+    ids=["cut", "empty", "text", "number", "changed", "another's"],
 )
-def test_what_is_not_an_entry_is_passed_over_and_planned_again(folder, kind):
+def test_a_damaged_entry_is_passed_over_and_made_again(folder, value):
     wanted, _ = planned(folder, net=small_net)
-    for path in sorted(folder.iterdir()):
-        harm(kind)(path)
-    with pytest.warns(CacheWarning, match="passing over"):
+    change(folder, f"UPDATE entries SET value = {value}")
+    with pytest.warns(CacheWarning, match="passing over the profile"):
         found, times = planned(folder, net=small_net)
     assert times == 1
     assert found.source == wanted.source
-    if kind in ("folder_there", "pipe"):
-        return  # nothing can be written there
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         assert planned(folder, net=small_net)[1] == 0  # and it was written anew
 
 
-def test_an_entry_of_another_graph_is_noticed(folder):
+def test_what_is_whole_in_a_damaged_file_is_kept(folder):
     planned(folder, net=small_net)
-    [mine, _] = folder.iterdir()
-    planned(folder, net=lambda: small_net(7))
-    for path in folder.iterdir():
-        path.write_bytes(mine.read_bytes())  # it is whole, but not of this graph
-    with pytest.warns(CacheWarning, match="of something else"):
-        planned(folder, net=lambda: small_net(7))
+    change(folder, "INSERT INTO race VALUES (99, 1, 1, 1)")  # of no layer
+    with pytest.warns(CacheWarning, match="2 of its rows are kept"):
+        assert planned(folder, net=small_net)[1] == 0
+
+
+def test_an_entry_too_deep_or_no_json_is_passed_over(folder):
+    planned(folder, net=small_net)
+    for data in (b"[" * 100_000, b"\xff", b"{", b"NaN"):
+        for kind, key, _ in rows(folder):
+            change(
+                folder,
+                "UPDATE entries SET value = ? WHERE key = ?",
+                *(seal_entry(kind, key, data), key),
+            )
+        with pytest.warns(CacheWarning, match="passing over"):
+            assert planned(folder, net=small_net)[1] == 1
 
 
 def test_a_decision_that_leads_elsewhere_is_not_followed(folder):
     wanted, _ = planned(folder, net=small_net)
-    entries = Entries(folder)
-    changed = 0
-    for path in folder.iterdir():
-        value = entries.get(path.stem)
-        if "schedule" in value:
-            entries.put(path.stem, {**value, "schedule": "0" * 64})
-            changed += 1
-    assert changed == 1
+    with BenchmarkCache(folder / "plans.sqlite") as store:
+        ((kind, key),) = [row[:2] for row in rows(folder) if row[0] == "plan"]
+        value = store.entries.get(kind, key)
+        store.entries.put(kind, key, {**value, "schedule": "0" * 64})
     with pytest.warns(CacheWarning, match="another schedule"):
         found, times = planned(folder, net=small_net)
     assert (found.source, times) == (wanted.source, 0)
 
 
 class InMemory:
-    """Entries as a folder's, whatever was written under their keys."""
+    """Entries as a store's, whatever was written under their keys."""
 
     def __init__(self, values):
         self.values = copy.deepcopy(values)
         self.passed_over = {}
 
-    def get(self, key):
-        return copy.deepcopy(self.values.get(key))
+    def get(self, kind, key):
+        return copy.deepcopy(self.values.get((kind, key)))
 
-    def put(self, key, value):
-        self.values[key] = json.loads(json.dumps(value))
+    def put(self, kind, key, value):
+        self.values[kind, key] = json.loads(json.dumps(value))
 
-    def refused(self, key, why):
-        self.passed_over[key] = why
+    def refuse(self, kind, key, reason):
+        self.passed_over[kind, key] = reason
 
 
 def mutated(rnd, value):
@@ -331,9 +366,9 @@ def test_what_an_entry_may_hold_is_checked(convolving, monkeypatch):
 
 def test_graphs_that_differ_in_anything_but_names_are_apart(folder):
     def names_of(net):
-        before = set(folder.iterdir()) if folder.exists() else set()
+        before = set(rows(folder)) if folder.exists() else set()
         planned(folder, net=net)
-        return set(folder.iterdir()) - before
+        return set(rows(folder)) - before
 
     def wider():
         return small_net(7)
@@ -379,34 +414,85 @@ def test_settings_that_change_times_are_part_of_the_key(folder):
 def test_without_a_place_to_write_it_works(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("mine")
-    with pytest.warns(CacheWarning, match="not remembered") as caught:
+    with pytest.warns(CacheWarning, match="in memory only") as caught:
         _, times = planned(blocked, net=small_net)
     assert times == 1
     assert blocked.read_text() == "mine"
     assert len(caught) == 1
 
 
-def test_a_full_disk_is_no_failure(folder, monkeypatch):
-    def full(path, contents):
-        raise OSError(28, "No space left on device")
+def test_a_full_disk_is_no_failure(tmp_path):
+    with BenchmarkCache(tmp_path / "plans.sqlite") as store:
+        store._file.do(lambda db: db.execute("PRAGMA max_page_count = 1"))  # as it is
+        with pytest.warns(CacheWarning, match="disk is full") as caught:
+            store.entries.put("plan", "key", "x" * 100_000)
+        store.entries.put("plan", "key", "in memory")
+        assert store.entries.get("plan", "key") == "in memory"
+    assert len(caught) == 1
 
-    monkeypatch.setattr("mucudnn.torch.plan_store.write_whole", full)
-    with pytest.warns(CacheWarning, match="No space left"):
-        _, times = planned(folder, net=small_net)
-    assert times == 1
+
+def test_a_read_only_store_serves_without_a_word(folder, monkeypatch):
+    wanted, _ = planned(folder, net=small_net)
+    change(folder, "UPDATE entries SET used_at = 1")
+    usual = RecordFile._connect
+
+    def connect(self, file):
+        db = usual(self, file)
+        db.execute("PRAGMA query_only = 1")
+        return db
+
+    monkeypatch.setattr(RecordFile, "_connect", connect)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        found, times = planned(folder, net=small_net)
+    assert (found.source, times) == (wanted.source, 0)
 
 
-def test_the_folder_does_not_grow_without_end(tmp_path):
-    entries = Entries(tmp_path, most=3000)
-    (tmp_path / "mine.txt").write_text("x" * 5000)
-    keys = [f"{i:064x}" for i in range(8)]
-    for i, key in enumerate(keys):
-        entries.put(key, "x" * 700)
-        os.utime(tmp_path / f"{key}.json", (i, i))
-    left = [key for key in keys if entries.get(key) is not None]
-    assert left == keys[-len(left) :]  # those that were asked for last
-    assert 2 <= len(left) <= 4
-    assert (tmp_path / "mine.txt").exists()
+def test_the_store_does_not_grow_without_end(tmp_path):
+    with BenchmarkCache(tmp_path / "plans.sqlite") as store:
+        entries = Entries(store._file, most=3000)
+        keys = [f"{i:064x}" for i in range(8)]
+        for i, key in enumerate(keys):
+            entries.put("plan", key, "x" * 700)
+            change(tmp_path, f"UPDATE entries SET used_at = {i + 1} WHERE key = ?", key)
+            if i == 2:
+                assert entries.get("plan", keys[0]) is not None  # it is used again
+        entries.put("plan", "large", "x" * 3001)
+        (left,) = zip(*rows(tmp_path, "SELECT key FROM entries"), strict=True)
+        assert set(left) == {keys[0], *keys[-3:]}
+        assert entries.summary() == {"plan": (4, 4 * (700 + 2 + 32))}
+        assert entries.clear() == 4
+        assert entries.summary() == {}
+
+
+def test_two_processes_write_one_store(tmp_path):
+    code = """
+import sys
+from mucudnn.runtime.store.measurements import BenchmarkCache
+with BenchmarkCache(sys.argv[1]) as store:
+    sys.stdin.readline()
+    for i in range(60):
+        store.entries.put("plan", f"{i % 20}", [i % 20] * 1000)
+        store.entries.put("plan", f"{sys.argv[2]} {i}", i)
+        assert store.entries.get("plan", f"{i % 20}") == [i % 20] * 1000
+"""
+    file = tmp_path / "plans.sqlite"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code, str(file), name],
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    for child in both:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    for child in both:
+        child.communicate(timeout=300)
+    assert [child.returncode for child in both] == [0, 0]
+    with BenchmarkCache(file) as store:
+        assert store.entries.summary()["plan"][0] == 20 + 2 * 60
 
 
 def test_what_a_name_does_not_tell_is_not_remembered():
@@ -435,13 +521,14 @@ def captured(net):
 def test_faces_take_a_cache(folder):
     model, loss_fn, optimizer, batch = small_net()
     mt.train_step(model, loss_fn, optimizer, cache=folder).prepare(*batch)
-    assert len(list(folder.iterdir())) == 2
+    assert [row[0] for row in rows(folder)] == ["plan", "profile"]
     mt.train_step(model, loss_fn, optimizer).prepare(*batch)
-    assert len(list(default_folder().iterdir())) >= 2
-    before = set(default_folder().iterdir())
-    other, _, its, _ = small_net(9)
-    mt.train_step(other, loss_fn, its, cache=None).prepare(*batch)
-    assert set(default_folder().iterdir()) == before
+    with BenchmarkCache(default_path()) as store:
+        before = store.entries.summary()
+        assert {*before} >= {"plan", "profile"}
+        other, _, its, _ = small_net(9)
+        mt.train_step(other, loss_fn, its, cache=None).prepare(*batch)
+        assert store.entries.summary() == before
     for wrong, error in ((3, TypeError), ("", ValueError)):
         with pytest.raises(error, match="cache"):
             mt.train_step(model, loss_fn, optimizer, cache=wrong)

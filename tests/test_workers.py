@@ -20,12 +20,10 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning import workers as worker
-from mucudnn.runtime.tuning.kernel_timer import BenchTask
-from mucudnn.runtime.tuning.measuring import Sweep
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.tuning.workers import Workers, process_pool
 from mucudnn.suites import load_suite
-from tests.doubles import QUICK, problem
+from tests.doubles import QUICK, measuring, problem
 from tests.executors import VirtualWorkers, cost_ms, die_once, pretend_another_library
 from tests.test_isolation import installed  # noqa: F401 (a fixture)
 
@@ -76,10 +74,9 @@ def test_rows_are_those_of_one_device(policy, prune):
     executor = Here()
     assert tuner(executor=executor, **options).measure_all(problems) == alone
     asked = [
-        (str(r["problem"] | {"batch": 0, "x_shape": r["problem"]["x_shape"][1:]}), a, b)
-        for r in executor.requests
-        for b in [r["size"]["batch"]]
-        for a in r["size"]["workspaces"]
+        (str(r["problem"] | {"x_shape": r["problem"]["x_shape"][1:]}), a, r["batch"])
+        for r in (request["size"] for request in executor.requests)
+        for a in r["workspaces"]
     ]
     assert len(asked) == len(set(asked)), "something was measured twice"
 
@@ -209,15 +206,14 @@ def test_a_late_worker_is_not_waited_for():
         return set(), set(futures)
 
     executor = Silent()
-    sweep = Sweep(
-        backends=[get_backend("null")],
-        cache=BenchmarkCache,
-        rule=QUICK,
-        deadline=5.0,
+    one = measuring(
+        get_backend("null"),
+        BenchmarkCache(),
+        time_limit_s=5.0,
         clock=lambda: now[0],
         workers=Workers(executor, wait=no_time),
     )
-    (table,) = sweep.tables([problem(2)], "powers_of_two", prune=True)
+    (table,) = one.tables([problem(2)])
     assert {perf.status for perf in table.perfs} == {RowStatus.LIMITED}
     assert executor.last.cancelled()
 
@@ -251,37 +247,31 @@ def test_a_worker_without_the_backend_is_told_of(monkeypatch):
 def test_threads_of_one_worker_measure_one_at_a_time(monkeypatch):
     inside = []
 
-    def run(self, backend, request):
+    def run(timer, request, on_row):
         inside.append(1)
         assert len(inside) == 1
         inside.pop()
-        return []
 
-    monkeypatch.setattr(worker._Station, "_rows", run)
-    task = BenchTask(backend=get_backend("null"), problem=problem(), rule=QUICK)
-    request = {"backend": "null", "index": 0}
-    request["fingerprint"] = task.backend.device.fingerprint
+    executor = Here()
+    tuner(executor=executor, batch_policy="undivided").measure(problem())
+    monkeypatch.setattr(worker, "measure_size", run)
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(worker.measure_size, [request] * 64))
+        answers = list(pool.map(worker.answer, executor.requests * 64))
     assert all(answer["rows"] == [] for answer in answers)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 16])
-def test_the_time_is_divided_by_the_workers(workers):
+@pytest.mark.parametrize("many", [1, 2, 4, 16])
+def test_the_time_is_divided_by_the_workers(many):
     """DeepBench's training list, by the work that its rows stand for."""
-    executor, cache = VirtualWorkers(workers), BenchmarkCache()
-    sweep = Sweep(
-        backends=[get_backend("null")],
-        cache=lambda: cache,
-        rule=QUICK,
-        workers=Workers(executor, wait=executor.wait),
-    )
+    executor, cache = VirtualWorkers(many), BenchmarkCache()
+    workers = Workers(executor, wait=executor.wait)
+    one = measuring(get_backend("null"), cache, workers=workers)
     problems = [layer.problem for layer in load_suite("deepbench_train")]
-    tables = sweep.tables(problems, "powers_of_two", prune=True)
+    tables = one.tables(problems)
     rows = {(t.problem.with_batch(p.batch), p.algo): p for t in tables for p in t.perfs}
     alone_ms = sum(cost_ms(problem, row) for (problem, _), row in rows.items())
     assert executor.work_ms == pytest.approx(alone_ms)
-    assert alone_ms / workers <= executor.now_ms <= alone_ms / (0.85 * workers)
+    assert alone_ms / many <= executor.now_ms <= alone_ms / (0.85 * many)
 
 
 def test_the_command_measures_in_processes():

@@ -12,7 +12,11 @@ from mucudnn.codecs import perf_to_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_timer import BenchTask
+from mucudnn.runtime.tuning.kernel_timer import (
+    MeasureLimits,
+    SizeRequest,
+    measure_size,
+)
 
 __all__ = ["accumulating", "first_api"]
 
@@ -77,12 +81,15 @@ def first_api(job: Job) -> Mapping[str, Any]:
                 for name, nbytes in job.backend.conv.algorithms(problem)
                 if (virtual or name not in graph) and "+" not in name
             }
-            task = BenchTask(
-                backend=job.backend, problem=problem, rule=RULE, deadline=ends
+            request = SizeRequest(
+                problem=problem,
+                batch=problem.batch,
+                workspaces=names,
+                limits=MeasureLimits(rule=RULE, deadline=ends),
             )
-            bench = isolation.bench(task)
-            bench.run(problem.batch, names, rows.append)
-            bench.release()
+            timer = isolation.timer(job.backend)
+            measure_size(timer, request, rows.append)
+            timer.release()
             ran |= {row.algo for row in rows if row.error is None}
             excluded = dict(job.backend.conv.excluded(problem))
             layers.append(

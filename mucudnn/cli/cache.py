@@ -1,4 +1,4 @@
-"""`mucudnn cache`: list, export, import and clear stored measurements."""
+"""`mucudnn cache`: list, export, import and clear stored measurements and plans."""
 
 import sys
 from dataclasses import asdict
@@ -11,6 +11,7 @@ from mucudnn.cli.options import cache_option, group, json_option, option
 from mucudnn.cli.output import emit, recording_file
 from mucudnn.cli.progress import progress_display
 from mucudnn.cli.tuner_options import open_cache
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.report.text import Table, write_tables
 
 _options = group(cache_option, json_option)
@@ -18,15 +19,16 @@ _options = group(cache_option, json_option)
 
 @click.group(cls=Commands, invoke_without_command=True)
 def cache() -> None:
-    """List, export, import and clear stored measurements."""
+    """List, export, import and clear stored measurements and plans."""
 
 
 @cache.command("list")
 @_options
 def list_(cache_path: str | None, json_file: str | None) -> None:
-    """List stored measurements, one line per device."""
+    """List stored measurements, one line per device, and all else by its kind."""
     with open_cache(cache_path) as found:
         devices = found.summary()
+        races, entries = len(found.races()), found.entries.summary()
         where = str(found.path or "memory")
 
     def date(seconds: float) -> str:
@@ -37,8 +39,19 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
         for d in devices
     )
     columns = (">convolutions", ">measurements", "oldest", "newest", "device")
-    table = Table(where, columns, rows)
-    data = {"path": where, "devices": [asdict(device) for device in devices]}
+    notes = [f"{races} races between kernels"] if races else []
+    for kind, (count, nbytes) in entries.items():
+        notes.append(f"{count} entries of kind {kind}, {format_bytes(nbytes)}")
+    table = Table(where, columns, rows, notes=tuple(notes))
+    data = {
+        "path": where,
+        "devices": [asdict(device) for device in devices],
+        "races": races,
+        "entries": [
+            {"kind": kind, "entries": count, "bytes": nbytes}
+            for kind, (count, nbytes) in entries.items()
+        ],
+    }
     emit(json_file, data, lambda: write_tables((table,), sys.stdout))
 
 
@@ -73,11 +86,13 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
 @option("--device FINGERPRINT", "Delete measurements of this device only.")
 @_options
 def clear(device: str | None, cache_path: str | None, json_file: str | None) -> None:
-    """Delete stored measurements."""
+    """Delete stored measurements and, of all devices, also plans."""
     with open_cache(cache_path) as found:
         rows = found.clear(device)
-    data = {"measurements": rows}
-    emit(json_file, data, lambda: click.echo(f"{rows} measurements deleted"))
+        entries = 0 if device else found.entries.clear()
+    data = {"measurements": rows, "entries": entries}
+    others = f" and {entries} entries of other kinds" if entries else ""
+    emit(json_file, data, lambda: click.echo(f"{rows} measurements{others} deleted"))
 
 
 @cache.command("path")

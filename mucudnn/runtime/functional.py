@@ -266,20 +266,18 @@ def _checked_bias(backend: Backend, bias: Any, w: Any, out: Any) -> Any:
 
 
 def _hashable(options: _Options) -> _Options:
+    def frozen(name: str, value: Padding) -> Any:
+        listed = isinstance(value, Iterable) and not isinstance(value, str)
+        return integers(name, value) if listed else value
+
     stride, padding, dilation, groups, layout = options
     return (
-        _frozen("stride", stride),
-        _frozen("padding", padding),
-        _frozen("dilation", dilation),
+        frozen("stride", stride),
+        frozen("padding", padding),
+        frozen("dilation", dilation),
         an_integer("groups", groups, least=1),
         one_of("layout", layout, LAYOUTS),
     )
-
-
-def _frozen(name: str, value: Padding) -> int | str | tuple[int, ...]:
-    if isinstance(value, int | str) or not isinstance(value, Iterable):
-        return value
-    return integers(name, value)
 
 
 def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:

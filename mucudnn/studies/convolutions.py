@@ -32,7 +32,7 @@ from mucudnn.passes.microbatch import (
 )
 from mucudnn.passes.registry import name_of
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.runtime.tuning.validation import Choice
+from mucudnn.runtime.tuning.validation import ValidatedPlan
 from mucudnn.suites import Layer
 
 
@@ -54,7 +54,7 @@ class LimitResult:
     """Result of a layer under a limit: a choice, or the reason for none."""
 
     limit: Limit
-    choice: Choice | None
+    choice: ValidatedPlan | None
     reason: str | None = None
 
     @property
@@ -290,7 +290,7 @@ class _TimedComparison:
         self.limits = limits
         self._start = time.monotonic()
         self._time_limit_s = time_limit_s
-        self._choices: dict[tuple[ConvPlan, ConvPlan | None], Choice] = {}
+        self._choices: dict[tuple[ConvPlan, ConvPlan | None], ValidatedPlan] = {}
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
@@ -431,7 +431,7 @@ def _why_unusable(table: PerfTable) -> str | None:
     return "; ".join(entries) or "the backend has no algorithm for it"
 
 
-def _remark(problem: ConvProblem, choice: Choice, limit: Limit) -> str | None:
+def _remark(problem: ConvProblem, choice: ValidatedPlan, limit: Limit) -> str | None:
     if choice.undivided is None:
         within = "an equal share of " if limit.total else ""
         return (

@@ -120,8 +120,8 @@ def backend(
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         tuner: As `train_step` takes it.
-        cache: A folder to remember measurements and plans in, by default one in the
-            user's cache directory; None remembers nothing.
+        cache: Folder of the file `plans.sqlite` that remembers measurements and plans;
+            by default the cache in the user's cache directory; None remembers nothing.
         inductor: As `train_step` takes it.
         tiers: As `train_step` takes it; sizes hold for every graph that is under way.
 

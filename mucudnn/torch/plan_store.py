@@ -1,26 +1,25 @@
-"""Measurements and plans of PyTorch steps, remembered from process to process.
+"""Measurements and plans of PyTorch steps, remembered across processes.
 
-Measurements of a graph are one entry: they serve every budget. The decision for one
-request is another: residencies, and the scheduler of the copies. A schedule follows
-from a decision in no time, and is used only if it is, instruction by instruction, the
-one that was planned. So a wrong entry never breaks a plan's promise.
+The measurements of a graph are one entry of the store; they serve every budget. The
+decision for one request is another entry: the residency of each tensor and the
+scheduler. The schedule is computed again from the decision, and used only if it equals,
+instruction by instruction, the schedule that was computed first. So a plan keeps its
+budget whatever became of an entry.
+
+Nodes and tensors are identified by their position in the graph, not by name.
 """
 
-import contextlib
 import dataclasses
 import enum
 import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-import platformdirs
 import torch
 
 from mucudnn.arguments import a_path
@@ -29,13 +28,11 @@ from mucudnn.codecs import (
     LONGEST_MS,
     decode,
     list_of,
-    load_json,
     members_of,
     plan_from_dict,
     plan_to_dict,
 )
 from mucudnn.errors import PlanningError
-from mucudnn.files import read_whole, write_whole
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Residency, Schedule
@@ -47,48 +44,59 @@ from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.environment import USERS, Users
-from mucudnn.runtime.store.sqlite_file import warn
+from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
 from mucudnn.torch.lowering.lowered import Lowered
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PlanCacheChoice = str | os.PathLike[str] | Users | None
-"""What a `cache` argument may be."""
+
+_FILE = "plans.sqlite"
+_PROFILE, _PLAN = "profile", "plan"
 
 
-def default_folder() -> Path:
-    """Return the folder in the user's cache directory, as the platform defines it."""
-    return platformdirs.user_cache_path("mucudnn") / "torch-plans-v1"
+class PlanEntries(Protocol):
+    """The methods of `mucudnn.runtime.store.entries.Entries` that plans need."""
+
+    def get(self, kind: str, key: str) -> Any | None:
+        """Return the value of a key, or None."""
+
+    def put(self, kind: str, key: str, value: Any) -> None:
+        """Store a value."""
+
+    def refuse(self, kind: str, key: str, reason: str) -> None:
+        """Warn that an entry is not used."""
+
+
+def refuse_fronts(profile: Profile) -> None:
+    """Raise `ValueError` for a profile with divisions of convolutions."""
+    if profile.fronts:
+        raise ValueError("fronts: convolutions are PyTorch's here")
 
 
 def open_plans(choice: PlanCacheChoice) -> "PlanStore":
-    """Open what a `cache` argument names: a folder, the user's, or none.
+    """Open the store that a `cache` argument selects: a folder, or the user's cache.
 
     Raises:
-        TypeError: It names none of these.
+        TypeError: `choice` is neither a path nor None.
         ValueError: The path is empty, or has a null character.
     """
     if choice is None:
         return PlanStore()
     if choice is USERS:
-        return PlanStore(Entries(default_folder()))
-    return PlanStore(Entries(a_path("cache", choice).expanduser()))
-
-
-def refuse_fronts(profile: Profile) -> None:
-    """Raise `ValueError` for ways to run convolutions where there is no tuner."""
-    if profile.fronts:
-        raise ValueError("fronts: convolutions are PyTorch's here")
+        return PlanStore(BenchmarkCache(default_path()).entries)
+    folder = a_path("cache", choice).expanduser()
+    return PlanStore(BenchmarkCache(folder / _FILE).entries)
 
 
 class PlanStore:
-    """Remembered measurements and plans; what is missing is measured and planned.
+    """Measures and plans what is not in a store.
 
     Args:
-        entries: Where they are; None remembers nothing.
+        entries: The store; None remembers nothing.
     """
 
-    def __init__(self, entries: "Entries | None" = None) -> None:
+    def __init__(self, entries: PlanEntries | None = None) -> None:
         self._entries = entries
 
     def profile(
@@ -98,56 +106,56 @@ class PlanStore:
         settings: str = "",
         check: Callable[[Profile], None] = refuse_fronts,
     ) -> Profile:
-        """Return a graph's costs on this machine, with PyTorch's present settings.
+        """Return the costs of a graph on this machine and in this configuration.
 
         Args:
             lowered: The graph.
-            measured: Measures it if it is not remembered.
-            settings: Other settings of the measurement.
-            check: Raises `ValueError` for remembered ways to run convolutions that the
-                graph or its backend does not have.
+            measured: Measures the graph.
+            settings: Everything else that the measurements depend on.
+            check: Raises `ValueError` for a remembered profile with divisions of
+                convolutions that the graph or its backend does not have.
         """
         places = Places(lowered)
         key = self._key(f"times, 2 {settings}", lowered, places)
         if self._entries is None or key is None:
             return measured(lowered)
-        data = self._entries.get(key)
+        data = self._entries.get(_PROFILE, key)
         if data is not None:
             try:
                 profile = profile_from(data, places)
                 check(profile)
             except ValueError as e:
-                self._entries.refused(key, str(e))
+                self._entries.refuse(_PROFILE, key, str(e))
             else:
                 return profile
         profile = measured(lowered)
-        self._entries.put(key, profile_to(profile, places))
+        self._entries.put(_PROFILE, key, profile_to(profile, places))
         return profile
 
     def plan(self, lowered: Lowered, request: StepRequest) -> StepPlan:
-        """Return the plan of a request about a graph.
+        """Return the plan of a request for a graph.
 
         Raises:
-            PlanningError: It cannot fit.
+            PlanningError: No plan fits the budget.
         """
         places = Places(lowered)
-        key = self._key("plan", lowered, places, request)
+        key = self._key(_PLAN, lowered, places, request)
         if self._entries is None or key is None:
             return plan_step(request)
-        data = self._entries.get(key)
+        data = self._entries.get(_PLAN, key)
         if data is not None:
             try:
                 return replay_decision(data, request, places)
             except (PlanningError, ValueError) as e:
-                self._entries.refused(key, str(e))
+                self._entries.refuse(_PLAN, key, str(e))
         plan = plan_step(request)
         try:
             data = decision_to(plan, places)
             replay_decision(data, request, places)
         except (PlanningError, ValueError) as e:
-            _log.debug("a plan is not remembered: %s", e)
+            logger.debug("a plan is not remembered: %s", e)
         else:
-            self._entries.put(key, data)
+            self._entries.put(_PLAN, key, data)
         return plan
 
     def _key(
@@ -157,13 +165,16 @@ class PlanStore:
         places: "Places",
         request: StepRequest | None = None,
     ) -> str | None:
-        """Return a hash of all that a measurement, or a plan, depends on."""
+        """Return a hash of all that a measurement, or a plan, depends on.
+
+        Returns None if that cannot be told.
+        """
         if self._entries is None:
             return None
         try:
             structure = structure_of(lowered, places)
         except Unnameable as e:
-            _log.info("a graph is not remembered: %s", e)
+            logger.info("a graph is not remembered: %s", e)
             return None
         parts = [kind, installed_version(), structure]
         if request is None:
@@ -172,7 +183,7 @@ class PlanStore:
             return None
         hosted = request.hosted
         lent = request.graph.with_role(Role.BORROWED)
-        asked = [
+        options = [
             [places.tensor(spec.name) for spec in lent],
             repr(float(request.budget)),
             request.policy,
@@ -180,135 +191,26 @@ class PlanStore:
             request.convolutions,
             None if hosted is None else sorted(str(places.tensor(n)) for n in hosted),
         ]
-        return digest_of([*parts, profile_to(request.profile, places), asked])
+        return digest_of([*parts, profile_to(request.profile, places), options])
 
 
-# A folder of remembered values, one file each.
-#
-# Remembering never stops work. An entry that cannot be read, or is not what was
-# written, counts as none, with one warning, and is written anew; where nothing can be
-# written, as on a full disk, nothing is remembered. Files appear whole, so processes
-# may share the folder: of two that write the same entry the later wins, and both are
-# right. The least recently used entries are deleted when the folder exceeds its size.
+# Profiles and decisions as JSON. Decoders raise a `ValueError` for members that are
+# missing, unknown or out of bounds.
 
-
-_SCHEMA = 2
-_MEMBERS = ("schema", "key", "sha256", "value")
-_LARGEST, _MOST = 16 << 20, 64 << 20
-"""Bytes of an entry, and of all, at most."""
-_NAME = re.compile(r"[0-9a-f]{64}\.json")
-
-
-class Entries:
-    """Values by key, in files.
-
-    Args:
-        folder: Made when it is first written to.
-        most: Bytes of all files.
-    """
-
-    def __init__(self, folder: Path, most: int = _MOST) -> None:
-        self._folder = folder
-        self._most = most
-        self._refused: set[str] = set()
-        self._unwritable = False
-
-    def get(self, key: str) -> Any | None:
-        """Return the value of a key, which is a hash; None if there is none."""
-        path = self._path(key)
-        try:
-            text = read_whole(path, most=_LARGEST).decode()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else None
-            self.refused(key, why or str(e))
-            return None
-        try:
-            value = _checked(key, text)
-        except ValueError as e:
-            self.refused(key, str(e))
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return value
-
-    def put(self, key: str, value: Any) -> None:
-        """Remember a value."""
-        members = (_SCHEMA, key, digest_of(value), value)
-        whole = dict(zip(_MEMBERS, members, strict=True))
-        data = json.dumps(whole, separators=(",", ":")).encode()
-        if len(data) > _LARGEST or self._unwritable:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(key), data)
-        except OSError as e:
-            if key not in self._refused:  # else it was said
-                self._unwritable = True
-                warn(
-                    f"plans are not remembered, {self._folder} cannot be written: "
-                    f"{e.strerror or e}"
-                )
-            return
-        self._shrink()
-
-    def refused(self, key: str, why: str) -> None:
-        """Warn that an entry is not used."""
-        self._refused.add(key)
-        warn(f"passing over {self._path(key)}, which will be made anew: {why}")
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.json"
-
-    def _shrink(self) -> None:
-        """Delete the least recently used entries; other processes may do so, too."""
-        found: list[tuple[float, int, Path]] = []
-        with contextlib.suppress(OSError), os.scandir(self._folder) as rows:
-            for row in rows:
-                if _NAME.fullmatch(row.name):
-                    with contextlib.suppress(OSError):
-                        status = row.stat(follow_symlinks=False)
-                        entry = status.st_mtime, status.st_size, Path(row.path)
-                        found.append(entry)
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= self._most:
-                return
-            with contextlib.suppress(OSError):
-                path.unlink()
-            total -= size
-
-
-def _checked(key: str, text: str) -> Any:
-    schema, whose, sha256, value = members_of("entry", load_json(text), _MEMBERS)
-    if decode("schema", int, schema) != _SCHEMA:
-        raise ValueError(f"schema is {schema}, this version reads {_SCHEMA}")
-    if whose != key:
-        raise ValueError("it is the entry of something else")
-    if digest_of(value) != sha256:
-        raise ValueError("its contents are not what was written")
-    return value
-
-
-# Profiles and decisions as JSON, with the places of nodes and tensors for their names.
-#
-# Reading is strict: a missing, unknown or out-of-bounds value is a `ValueError`.
-
-
-_PROFILE = (
+_PROFILE_MEMBERS = (
     *("node_ms", "workspaces", "fronts"),
     *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
 )
+_DECISION_MEMBERS = ("residency", "scheduler", "schedule")
+
+# Bounds that keep sums finite; rates of copies are in bytes per millisecond.
 _SLOWEST, _FASTEST = 1e-3, 1e15
-"""Bytes that a copy may move in a millisecond; all bounds keep sums finite."""
 _LARGEST_SHARE = 1e6
 _MOST_BYTES = 1 << 42
-_DECISION = ("residency", "scheduler", "schedule")
 
 
 def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
-    """Return a profile as JSON."""
+    """Encode a profile as JSON values."""
     index = {name: i for i, name in enumerate(places.nodes)}
     return {
         "node_ms": [profile.node_ms[name] for name in places.nodes],
@@ -325,12 +227,12 @@ def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
 
 
 def profile_from(data: object, places: "Places") -> Profile:
-    """Read a profile of `profile_to`.
+    """Decode `profile_to`.
 
     Raises:
-        ValueError: It is no profile, or of another graph; says what is wrong.
+        ValueError: The data is no profile, or of another graph; names the member.
     """
-    found = members_of("profile", data, _PROFILE)
+    found = members_of("profile", data, _PROFILE_MEMBERS)
     times, workspaces, fronts, out, back, share, overhead = found
     node_ms = [_amount("node_ms", t, LONGEST_MS) for t in list_of("node_ms", times)]
     if len(node_ms) != len(places.nodes):
@@ -339,7 +241,7 @@ def profile_from(data: object, places: "Places") -> Profile:
     if len(sizes) != len(places.nodes):
         raise ValueError(f"workspaces: {len(sizes)} for {len(places.nodes)} nodes")
     pairs = [_pair("fronts", row) for row in list_of("fronts", fronts)]
-    plans = {_at("fronts", place, places.nodes): front for place, front in pairs}
+    plans = {_at("fronts", i, places.nodes): front for i, front in pairs}
     if len(plans) < len(pairs):
         raise ValueError("fronts: a place is named twice")
     return Profile(
@@ -358,7 +260,7 @@ def profile_from(data: object, places: "Places") -> Profile:
 
 
 def _front(rows: object) -> tuple[ConvPlan, ...]:
-    """Read plans, each with more workspace and less time than the one before."""
+    """Decode plans of which each takes more workspace than the last, and less time."""
     front = tuple(plan_from_dict(plan) for plan in list_of("fronts", rows))
     for plan in front:
         _amount("fronts", plan.time_ms, LONGEST_MS)
@@ -372,7 +274,7 @@ def _front(rows: object) -> tuple[ConvPlan, ...]:
 
 
 def decision_to(plan: StepPlan, places: "Places") -> dict[str, Any]:
-    """Return as JSON the decisions that a plan's schedule follows from."""
+    """Encode what a plan's schedule is computed from as JSON values."""
     return {
         "residency": [
             [places.tensor(name), residency.value]
@@ -384,13 +286,14 @@ def decision_to(plan: StepPlan, places: "Places") -> dict[str, Any]:
 
 
 def replay_decision(data: object, request: StepRequest, places: "Places") -> StepPlan:
-    """Return the plan that follows from the decisions of `decision_to`.
+    """Compute the plan that `decision_to` encoded.
 
     Raises:
-        ValueError: They are none, of another graph, or lead to another schedule.
-        PlanningError: It does not fit.
+        ValueError: The data is no decision, or of another graph, or another schedule
+            was stored with it.
+        PlanningError: The schedule does not fit.
     """
-    rows, scheduler, schedule = members_of("decision", data, _DECISION)
+    rows, scheduler, schedule = members_of("decision", data, _DECISION_MEMBERS)
     residency = {}
     for row in list_of("residency", rows):
         place, value = _pair("residency", row)
@@ -410,7 +313,7 @@ def replay_decision(data: object, request: StepRequest, places: "Places") -> Ste
 
 
 def schedule_digest(schedule: Schedule, places: "Places") -> str:
-    """Return a hash of a schedule, without names."""
+    """Return a hash of a schedule that does not depend on names."""
     instructions = [
         [
             type(step).__name__,
@@ -451,25 +354,22 @@ def _bytes(where: str, value: object) -> int:
     return int(found)
 
 
-# The identity of a lowered graph: equal graphs share measurements and plans.
-#
-# Names do not count: tensors and nodes are known by their places. Layouts, attributes,
-# traits and the called functions do, and a function is known by its name. A graph with
-# a function whose name does not tell what runs is not remembered.
+# Keys of graphs. Layouts, attributes, traits and called functions are part of a key,
+# names are not. A function is identified by its qualified name; a graph with a function
+# that its name does not identify, such as a closure, is not remembered.
 
-
-_TORCH = torch.dtype, torch.device, torch.layout, torch.memory_format
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _NAMESPACES = frozenset({"aten", "mucudnn", "prim", "prims"})
-"""Namespaces of operations that the versions of PyTorch and mucudnn determine."""
+"""Namespaces of operations that are determined by the versions of PyTorch and ours."""
 
 
 class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
-    """A function of a graph whose name does not tell what runs."""
+    """A graph has a function or an argument that its name does not identify."""
 
 
 class Places:
-    """The names of a graph's tensors and nodes as numbers."""
+    """Positions of the tensors and nodes of a graph."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.tensors = tuple(lowered.graph.tensors)
@@ -478,11 +378,14 @@ class Places:
         self._node = {name: i for i, name in enumerate(self.nodes)}
 
     def tensor(self, name: str) -> int | str:
-        """Return the place of a tensor; of a copy, with its suffix; else the name."""
+        """Return the position of a tensor; of a copy, with its suffix.
+
+        Returns the name itself if there is no such tensor.
+        """
         return _place(self._tensor, name)
 
     def node(self, name: str) -> int | str:
-        """Return the place of a node; of a copy, with its suffix; else the name."""
+        """Return the position of a node; see `tensor`."""
         return _place(self._node, name)
 
 
@@ -495,16 +398,16 @@ def _place(places: Mapping[str, int], name: str) -> int | str:
 
 
 def digest_of(value: Any) -> str:
-    """Return a hash of a value that JSON can write."""
+    """Return a hash of a value that can be written as JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def structure_of(lowered: Lowered, places: Places) -> str:
-    """Return a hash of everything but names.
+    """Return a hash of everything in a graph but names.
 
     Raises:
-        Unnameable: The name of a function does not tell what runs.
+        Unnameable: A function or an argument is not identified by its name.
     """
     graph = lowered.graph
     tensors = [
@@ -539,10 +442,10 @@ def structure_of(lowered: Lowered, places: Places) -> str:
 
 
 def described(value: Any) -> Any:
-    """Return what JSON can write of a value, different for different values.
+    """Return JSON values that differ for different values.
 
     Raises:
-        Unnameable: The name of a function does not tell what runs.
+        Unnameable: A function is not identified by its name.
     """
     match value:
         case enum.Enum():
@@ -560,24 +463,19 @@ def described(value: Any) -> Any:
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (getattr(value, f.name) for f in dataclasses.fields(value))
             return [type(value).__name__, *map(described, fields)]
-        case _:
-            return ["function", _named(value)]
-
-
-def _named(function: Any) -> str:
-    if isinstance(function, torch._ops.OpOverload):
-        if function.namespace in _NAMESPACES:
-            return str(function)
-        raise Unnameable(f"{function} is no operation of PyTorch's own")
-    name = getattr(function, "__qualname__", None)
-    if not callable(function) or name is None or "<" in name:
-        raise Unnameable(f"{function!r} is not told by a name")
-    owner = getattr(function, "__module__", None) or type(function).__name__
-    return f"{owner}.{name}"
+    if isinstance(value, torch._ops.OpOverload):
+        if value.namespace not in _NAMESPACES:
+            raise Unnameable(f"{value} is no operation of PyTorch's own")
+        return ["function", str(value)]
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or name is None or "<" in name:
+        raise Unnameable(f"{value!r} is not told by a name")
+    owner = getattr(value, "__module__", None) or type(value).__name__
+    return ["function", f"{owner}.{name}"]
 
 
 def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
-    """Return a graph's devices and the settings that change what its nodes cost."""
+    """Return the devices of a graph, and settings that change what its nodes cost."""
     found = {
         "torch": torch.__version__,
         "host": CpuDevice().fingerprint,
@@ -591,7 +489,7 @@ def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
     devices = {layout.device for layout in lowered.layouts.values()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
-            facts = (
+            values = (
                 torch.cuda.get_device_name(device),
                 torch.cuda.get_device_capability(device),
                 torch.version.cuda,
@@ -599,5 +497,5 @@ def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
                 (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
                 matmul.allow_tf32,
             )
-            found[str(device)] = "/".join(map(str, facts))
+            found[str(device)] = "/".join(map(str, values))
     return found

@@ -174,8 +174,8 @@ def train_step(
             rounding. Measurements are stored unless the batch policy is a function. The
             tuner's backend must be `mucudnn.torch.cpu_backend()`. None uses PyTorch's
             convolutions.
-        cache: Folder for measurements and plans, by default in the user's cache
-            directory; None stores nothing.
+        cache: Folder of the file `plans.sqlite` with measurements and plans, by default
+            the cache in the user's cache directory; None stores nothing.
         offload_state: Whether parameters, buffers and optimizer state may be moved to
             host memory that the budget does not count. The tensor objects stay the
             same. CPU models only.

@@ -17,7 +17,6 @@ from mucudnn.passes.registry import name_of
 
 _SHOWN = 5
 
-
 T = TypeVar("T")
 
 
@@ -72,7 +71,10 @@ def digest_of(arrays: Iterable[Any]) -> str:
 
 
 def text_of(value: object) -> str:
-    """All that a value says of itself; of a function its name, and what it is given."""
+    """Return the text by which a setting is compared; a function's name and arguments.
+
+    Arguments are those that a `functools.partial` binds.
+    """
     if not (isinstance(value, str) or callable(value)):
         return repr(value)
     given = getattr(value, "args", ()), getattr(value, "keywords", {})
@@ -81,7 +83,7 @@ def text_of(value: object) -> str:
 
 @contextlib.contextmanager
 def ending_together(together: Collectives) -> Iterator[None]:
-    """Around what each rank does alone: at its end all know if one of them failed.
+    """Wrap work that each rank does alone, so that an error of one ends all of them.
 
     Raises:
         RankLostError: Another rank failed, and this one did not; says how.

@@ -36,7 +36,6 @@ from mucudnn.runtime.executor.tasks import Call, NodeHooks, TensorLookup
 BUCKET_BYTES = 4 << 20
 """Size of a bucket: large enough for full bandwidth, small enough to start early."""
 
-
 _NARROW = ("float16", "bfloat16")
 
 _WIDE = "float32"
@@ -227,7 +226,6 @@ def _begins(
 _MOMENTS = slice(None, -2)
 """The moments among a merge's inputs; the running statistics follow them."""
 
-
 _SUMS = slice(-2, None)
 """The gradients of gamma and beta among the inputs of the input's gradient."""
 
@@ -282,8 +280,7 @@ def joint_statistics(
         if meeting.merges:
             before[name] = (partial(_merge, together, arrays),)
         else:
-            (sums,) = arrays
-            weigh = partial(_weigh, together, share, sums)
+            weigh = partial(_weigh, together, share, *arrays)
             after[name] = (*after.get(name, ()), weigh)
     return NodeHooks(before, after)
 

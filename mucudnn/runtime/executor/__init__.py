@@ -315,20 +315,12 @@ class Executor:
             node = task.node or ""
             before, after = around.before.get(node, ()), around.after.get(node, ())
             alone = not (before or after)
-            found.append(call if alone else _sequence((*before, call, *after)))
+            found.append(call if alone else partial(_in_order, (*before, call, *after)))
         self._single_calls = found
 
     def __getitem__(self, tensor: str) -> Array:
         """Return a tensor's array at the end of a step; valid only while live."""
         return self._memory.array(tensor, -1)
-
-
-def _sequence(calls: Sequence[Call]) -> Call:
-    def called() -> None:
-        for call in calls:
-            call()
-
-    return called
 
 
 def _watched_call(task: Task, watcher: Watcher | None) -> Call:
@@ -393,18 +385,18 @@ def replaying(
 
     `copies` are those of the program, if they can be captured as well.
     """
-    apart = partial(_between_copies, tasks, capture)
+
+    def between_copies() -> list[Call]:
+        calls: list[Call] = []
+        for launches, part in groupby(tasks, _launches):
+            own = batch_launches(part)
+            calls += [_Replayed(own, capture)] if launches and len(own) > 1 else own
+        return calls
+
     if copies is None or all(map(_launches, tasks)):
-        return apart()
-    return [_Replayed([*batch_launches(tasks), copies.settle], capture, apart)]
-
-
-def _between_copies(tasks: Sequence[Task], capture: Capture) -> list[Call]:
-    calls: list[Call] = []
-    for launches, part in groupby(tasks, _launches):
-        own = batch_launches(part)
-        calls += [_Replayed(own, capture)] if launches and len(own) > 1 else own
-    return calls
+        return between_copies()
+    whole = [*batch_launches(tasks), copies.settle]
+    return [_Replayed(whole, capture, between_copies)]
 
 
 def _launches(task: Task) -> bool:
@@ -427,25 +419,25 @@ class _Replayed:
         otherwise: Callable[[], Sequence[Call]] | None = None,
     ) -> None:
         self._calls, self._capture = tuple(calls), capture
-        self._otherwise = otherwise or (lambda: self._calls)
+        self._otherwise = otherwise
         self._graph: Call | None = None
         self._warm = False
 
     def __call__(self) -> None:
         if self._graph is None:
+            launch_all = partial(_in_order, self._calls)
             if not self._warm:
-                self._launch_all()
+                launch_all()
                 self._warm = True
                 return
             try:
-                self._graph = self._capture(self._launch_all)
+                self._graph = self._capture(launch_all)
             except MucudnnError as e:
                 logger.warning("the step is not replayed: %s", e)
-                self._graph = partial(_in_order, self._otherwise())
+                self._graph = launch_all
+                if self._otherwise is not None:
+                    self._graph = partial(_in_order, self._otherwise())
         self._graph()
-
-    def _launch_all(self) -> None:
-        _in_order(self._calls)
 
 
 def _in_order(calls: Sequence[Call]) -> None:

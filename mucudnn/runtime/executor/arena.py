@@ -20,7 +20,7 @@ from mucudnn.passes.placement.layout import Layout
 def shared_bytes(layouts: Sequence[Layout]) -> int:
     """Return the bytes of memory for all layouts, in whole chunks if one is mapped."""
     nbytes = max(layout.nbytes for layout in layouts)
-    return rounded(nbytes, max(map(_chunk_bytes, layouts)))
+    return rounded(nbytes, max(_chunk_sizes(layouts), default=1))
 
 
 def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
@@ -34,7 +34,7 @@ def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
     nbytes = shared_bytes(layouts)
     if all(layout.pages is None for layout in layouts):
         return [backend.device.allocate(nbytes)] * len(layouts)
-    mapper, sizes = backend.mapper, set(map(_chunk_bytes, layouts)) - {1}
+    mapper, sizes = backend.mapper, _chunk_sizes(layouts)
     if mapper is None or any(size % mapper.chunk_bytes for size in sizes):
         found = "nothing" if mapper is None else f"chunks of {mapper.chunk_bytes} bytes"
         raise UnsupportedError(
@@ -56,8 +56,8 @@ def _chunks(layout: Layout, nbytes: int, chunk_bytes: int) -> Sequence[int]:
     ]
 
 
-def _chunk_bytes(layout: Layout) -> int:
-    return 1 if layout.pages is None else layout.pages.chunk_bytes
+def _chunk_sizes(layouts: Sequence[Layout]) -> set[int]:
+    return {each.pages.chunk_bytes for each in layouts if each.pages is not None}
 
 
 # A best-fit pool for tensors that no schedule has placed.

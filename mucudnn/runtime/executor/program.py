@@ -9,7 +9,7 @@ Where copies may still run as the next step begins, a program is bound twice: th
 pass starts from the copies that the first one left running.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -149,7 +149,7 @@ def bind(binding: Binding) -> Program:
         binder = _Binder(binding, before, total)
         for instruction in binding.schedule.instructions:
             binder.visit(instruction)
-        known, before, total = before, binder.unfinished_copies(), binder.count
+        known, before, total = before, binder.unfinished, binder.count
     return Program(tuple(binder.tasks), known, total)
 
 
@@ -182,8 +182,9 @@ class _Binder:
         self._last = {copy.source.storage: copy for copy in before}
         self._pending = Pending(before)
 
-    def unfinished_copies(self) -> tuple[PendingCopy, ...]:
-        """Return copies that may run at the end, numbered as of the previous step."""
+    @property
+    def unfinished(self) -> tuple[PendingCopy, ...]:
+        """Copies that may run at the end, numbered as of the previous step."""
         return tuple(replace(c, number=c.number - self.count) for c in self._pending)
 
     def visit(self, instruction: Instruction) -> None:
@@ -242,10 +243,18 @@ class _Binder:
         a, b, *more = map(self._array, node.inputs)
         out = self._array(node.outputs[0])
         if more and plan.problem.direction is Direction.FORWARD:
-            behind = bias_and_relu_of(self._graph, node)
             operands = a, b, *more, out, workspace
-            finish = partial(self._kernel, behind, None)
-            return with_epilogue(backend, plan, operands, finish)
+            if backend.epilogues is not None:
+                fused = backend.epilogues.bind(plan, *operands)
+                if fused is not None:
+                    return fused
+            # Without a fused kernel, bias and ReLU are a call of their own, in place.
+            y, op = node.outputs[0], EPILOGUE[1]
+            inputs = y, node.inputs[2]
+            behind = make_node(
+                self._graph.tensors, f"{node.name}:{op}", op, inputs, (y,)
+            )
+            return _unfused(backend, plan, operands, self._kernel(behind, None)[0])
         runner = backend.bind(plan)
         return partial(runner.run, a, b, out, workspace, bool(more))
 
@@ -331,32 +340,6 @@ class _Binder:
     def _touched(self, names: Iterable[str]) -> list[ByteRange]:
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
         return [self._device_bytes(s) for s in storages if self._memory.in_arena(s)]
-
-
-def bias_and_relu_of(graph: Graph, node: Node) -> Node:
-    """Return the in-place bias-and-ReLU node that a convolution node contains."""
-    y, op = node.outputs[0], EPILOGUE[1]
-    name = f"{node.name}:{op}"
-    return make_node(graph.tensors, name, op, (y, node.inputs[2]), (y,))
-
-
-def with_epilogue(
-    backend: Backend,
-    plan: ConvPlan,
-    operands: Sequence[Any],
-    finish: Callable[[], tuple[Call, object]],
-) -> Call:
-    """Bind a convolution with its bias and ReLU to one call.
-
-    `operands` are x, w, bias, y and the workspace of `plan`, the plan of the
-    convolution alone. `finish` binds bias and ReLU as a separate call, if no fused
-    kernel exists.
-    """
-    if backend.epilogues is not None:
-        fused = backend.epilogues.bind(plan, *operands)
-        if fused is not None:
-            return fused
-    return _unfused(backend, plan, operands, finish()[0])
 
 
 def ways_to_run(

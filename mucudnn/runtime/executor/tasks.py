@@ -31,29 +31,19 @@ class NodeHooks:
 
     def then(self, other: "NodeHooks") -> "NodeHooks":
         """Return these calls followed by those of `other`."""
-        return NodeHooks(
-            _concatenated(self.before, other.before),
-            _concatenated(self.after, other.after),
+        before, after = (
+            {name: (*a.get(name, ()), *b.get(name, ())) for name in {**a, **b}}
+            for a, b in ((self.before, other.before), (self.after, other.after))
         )
-
-
-def _concatenated(
-    one: Mapping[str, tuple[Call, ...]], other: Mapping[str, tuple[Call, ...]]
-) -> Mapping[str, tuple[Call, ...]]:
-    return {
-        name: (*one.get(name, ()), *other.get(name, ()))
-        for name in dict.fromkeys((*one, *other))
-    }
+        return NodeHooks(before, after)
 
 
 TensorLookup = Callable[[str, str], Any]
 """(node, tensor that it touches) -> the tensor's array while the node runs.
 Between two nodes a tensor may be offloaded and fetched to another offset."""
 
-
 HookFactory = Callable[[Graph, TensorLookup], NodeHooks]
 """(graph, tensor lookup) -> calls around the graph's nodes."""
-
 
 DEVICE = "device"
 """Name of the arena's address space; other spaces are tiers of the host."""

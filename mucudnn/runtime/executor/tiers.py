@@ -229,7 +229,6 @@ def file_size_limit() -> float:
 
 Kind = Literal["host", "disk", "peer"]
 
-
 _FORMS = "host, disk:FOLDER or peer:DEVICE, each perhaps with =SIZE and @RATE behind it"
 
 

@@ -29,10 +29,8 @@ from mucudnn.runtime.tuning.timing import StoppingRule, measure
 EVICTING_BYTES = 64 << 20
 """Exceeds the caches of a processor or a GPU."""
 
-
 LINK_BYTES = 64 << 20
 """Large enough that the launch overhead of a copy is negligible."""
-
 
 _COPIES = 64
 
@@ -208,25 +206,6 @@ def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]
 # precedence.
 
 
-_HERE = "cpu"
-
-
-def tier_at(
-    choice: TierChoice, out_rate: float, in_rate: float, room: float | None = None
-) -> MemoryTier:
-    """Return a tier for planning with rates in bytes a millisecond.
-
-    `room` is its capacity in bytes; looked up if None.
-    """
-    return MemoryTier(
-        name=str(choice),
-        nbytes=choice.room() if room is None else room,
-        out_bytes_per_ms=out_rate,
-        in_bytes_per_ms=in_rate,
-        addressable=choice.addressable,
-    )
-
-
 def measured_tiers(
     device: Device, choices: Sequence[TierChoice], memory: int
 ) -> tuple[MemoryTier, ...]:
@@ -234,21 +213,21 @@ def measured_tiers(
 
     At most `memory` bytes of the device are allocated meanwhile.
     """
-    return tuple(_measured(device, choice, memory) for choice in choices)
-
-
-def _measured(device: Device, choice: TierChoice, memory: int) -> MemoryTier:
-    if choice.bytes_per_ms is not None:
-        return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
-    # The file for measuring takes room itself, so it uses half of the free space.
-    room = choice.room()
-    spare = room / 2 if choice.kind == "disk" else room
-    size = max(1, int(min(LINK_BYTES, memory, spare)))
-    spec = TensorSpec("the link's buffer", (size,), "uint8")
-    with closing(choice.open(device, size)) as tier:
-        buffer = device.view(device.allocate(size), 0, spec)
-        device.upload(np.zeros(spec.shape, np.uint8), buffer)
-        return tier_at(choice, *link_rates(device, buffer, tier), room)
+    found = []
+    for choice in choices:
+        room, rate = choice.room(), choice.bytes_per_ms
+        if rate is not None:
+            found.append(_tier(choice, room, rate, rate))
+            continue
+        # The file for measuring takes room itself, so it uses half of the free space.
+        spare = room / 2 if choice.kind == "disk" else room
+        size = max(1, int(min(LINK_BYTES, memory, spare)))
+        spec = TensorSpec("the link's buffer", (size,), "uint8")
+        with closing(choice.open(device, size)) as tier:
+            buffer = device.view(device.allocate(size), 0, spec)
+            device.upload(np.zeros(spec.shape, np.uint8), buffer)
+            found.append(_tier(choice, room, *link_rates(device, buffer, tier)))
+    return tuple(found)
 
 
 def forecast_tiers(
@@ -260,21 +239,34 @@ def forecast_tiers(
     runs on this machine's CPU.
     """
     if measured:
-        return measured_tiers(get_backend(_HERE).device, choices, LINK_BYTES)
-    link = profile.out_bytes_per_ms, profile.in_bytes_per_ms
-    return tuple(_forecast(choice, link) for choice in choices)
+        return measured_tiers(get_backend("cpu").device, choices, LINK_BYTES)
+    out_rate, in_rate = profile.out_bytes_per_ms, profile.in_bytes_per_ms
+    found = []
+    for choice in choices:
+        if choice.bytes_per_ms is None and choice.kind != "disk":
+            found.append(_tier(choice, choice.room(), out_rate, in_rate))
+            continue
+        (tier,) = measured_tiers(get_backend("cpu").device, [choice], LINK_BYTES)
+        if choice.bytes_per_ms is None:
+            tier = replace(
+                tier,
+                out_bytes_per_ms=min(tier.out_bytes_per_ms, out_rate),
+                in_bytes_per_ms=min(tier.in_bytes_per_ms, in_rate),
+            )
+        found.append(tier)
+    return tuple(found)
 
 
-def _forecast(choice: TierChoice, link: tuple[float, float]) -> MemoryTier:
-    if choice.bytes_per_ms is not None:
-        return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
-    if choice.kind != "disk":
-        return tier_at(choice, *link)
-    (tier,) = measured_tiers(get_backend(_HERE).device, [choice], LINK_BYTES)
-    return replace(
-        tier,
-        out_bytes_per_ms=min(tier.out_bytes_per_ms, link[0]),
-        in_bytes_per_ms=min(tier.in_bytes_per_ms, link[1]),
+def _tier(
+    choice: TierChoice, room: float, out_rate: float, in_rate: float
+) -> MemoryTier:
+    """Return a tier for planning; rates are in bytes a millisecond."""
+    return MemoryTier(
+        name=str(choice),
+        nbytes=room,
+        out_bytes_per_ms=out_rate,
+        in_bytes_per_ms=in_rate,
+        addressable=choice.addressable,
     )
 
 

@@ -5,8 +5,9 @@ opened, in which all other kernels are timed; the two never hold memory at the s
 time.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
@@ -54,18 +55,25 @@ def profile(
     workspaces = kernel_workspaces(backend, graph)
     sets = working_sets(graph, workspaces)
     _check_room(sets, memory)
-    counter = _Progress(progress, len(graph.nodes))
+    counter = itertools.count(1)
+
+    def done(node: Node) -> None:
+        number = next(counter)
+        if progress is not None:
+            progress(node.name, number, len(graph.nodes))
+
     limit = min(tuner.memory_limit, math.inf if memory is None else memory)
-    fronts = _fronts(tuner, graph, limit, counter)
+    convolutions = [node for node in graph.nodes if node.op == "conv"]
+    fronts = _fronts(tuner, graph, convolutions, limit, done)
     plans = _within(limit, (_fastest(front) for front in fronts.values()))
     sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
     with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
         cold_ms = {plan.problem: bench.plan_ms(plan) for plan in plans}
         fronts = {p: _in_step(front, cold_ms.get(p)) for p, front in fronts.items()}
-        kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, counter)
+        kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, done)
         out_rate, in_rate = bench.link()
-    fronts_of = {n.name: fronts[n.attrs["problem"]] for n in _convolutions(graph)}
+    fronts_of = {node.name: fronts[node.attrs["problem"]] for node in convolutions}
     node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
     return Profile(
         node_ms=node_ms | kernels_ms,
@@ -111,22 +119,6 @@ def refine(
     return replace(known, fronts=fronts, node_ms=node_ms)
 
 
-class _Progress:
-    def __init__(self, on_node: OnNode | None, total: int) -> None:
-        self._on_node = on_node
-        self._total = total
-        self._done = 0
-
-    def done(self, node: Node) -> None:
-        self._done += 1
-        if self._on_node is not None:
-            self._on_node(node.name, self._done, self._total)
-
-
-def _convolutions(graph: Graph) -> Iterator[Node]:
-    return (node for node in graph.nodes if node.op == "conv")
-
-
 def _fastest(front: Iterable[ConvPlan]) -> ConvPlan:
     return min(front, key=lambda plan: plan.time_ms)
 
@@ -154,11 +146,15 @@ def _check_room(sets: Sequence[tuple[Node, WorkingSet]], memory: int | None) -> 
 
 
 def _fronts(
-    tuner: Tuner, graph: Graph, limit: float, counter: _Progress
+    tuner: Tuner,
+    graph: Graph,
+    convolutions: Iterable[Node],
+    limit: float,
+    done: Callable[[Node], None],
 ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
     """Return the Pareto front of every convolution, measured within a limit."""
     fronts: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
-    for node in _convolutions(graph):
+    for node in convolutions:
         problem = node.attrs["problem"]
         if problem not in fronts:
             table = tuner.measure(problem, memory_limit=limit)
@@ -169,7 +165,7 @@ def _fronts(
                     f"node {node.name!r} ({node.op}) has no algorithm: it uses "
                     f"{WorkingSet.of_node(graph, node)}; {reasons or 'none is known'}"
                 )
-        counter.done(node)
+        done(node)
     return fronts
 
 
@@ -192,7 +188,10 @@ def _scaled_to(plan: ConvPlan, ms: float) -> ConvPlan:
 
 
 def _kernel_times(
-    graph: Graph, workspaces: Mapping[str, int], bench: ColdBench, counter: _Progress
+    graph: Graph,
+    workspaces: Mapping[str, int],
+    bench: ColdBench,
+    done: Callable[[Node], None],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return ms of each node that is no convolution, and of its recomputation."""
     times: dict[Hashable, float] = {}
@@ -211,7 +210,7 @@ def _kernel_times(
         found[node.name] = timed(node, workspaces.get(node.name, 0))
         if node.recompute_node is not None:
             again[node.name] = timed(node.recompute_node, 0)
-        counter.done(node)
+        done(node)
     return found, again
 
 

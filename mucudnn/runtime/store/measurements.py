@@ -23,6 +23,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import DeviceSummary, Measurement, Race, Verdict
 from mucudnn.plugins import installed_version
 from mucudnn.recording_format import MOST, read_recording
+from mucudnn.runtime.store.entries import Entries
 from mucudnn.runtime.store.recordings import write_recording
 from mucudnn.runtime.store.sqlite_file import (
     RecordFile,
@@ -62,7 +63,8 @@ class BenchmarkCache:
         timeout_s: Seconds to wait for other processes that write to the file.
 
     Attributes:
-        writes: Number of write operations by this object.
+        writes: Number of write operations by this object, `entries` not counted.
+        entries: Values of other kinds, such as plans of PyTorch steps.
 
     An unusable file never raises: see `mucudnn.runtime.store.sqlite_file`. Damaged
     rows are skipped with one warning that counts them.
@@ -73,6 +75,7 @@ class BenchmarkCache:
     ) -> None:
         found = None if path is None else a_path("path", path)
         self._file = RecordFile(found, timeout_s)
+        self.entries = Entries(self._file)
         self._version = installed_version()
         self.writes = 0
         self._warned = False

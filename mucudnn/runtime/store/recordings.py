@@ -38,7 +38,6 @@ from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
 
-
 _NO_LIMIT = 1 << 62
 
 
@@ -89,28 +88,6 @@ def spare_newer(target: Path) -> None:
         )
 
 
-def run_measurements(
-    tuner: "Tuner",
-    problems: Iterable[ConvProblem],
-    tables: Iterable[PerfTable],
-    since: float,
-) -> tuple[Measurement, ...]:
-    """Return all rows of `problems` measured since a time, and all in `tables`.
-
-    Rows of micro-batches of `problems` are included. `since` is in seconds since 1970.
-    `tables` may be incomplete after an interruption.
-    """
-    used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
-    fingerprint = tuner.backend.device.fingerprint
-    layers = dict.fromkeys(problem.with_batch(1) for problem in problems)
-    return tuple(
-        m
-        for layer in layers
-        for m in tuner.cache.rows(fingerprint, layer)
-        if m.measured_at >= since or (m.problem, m.perf) in used
-    )
-
-
 def record_run(
     file: Path | str,
     tuner: "Tuner",
@@ -118,12 +95,22 @@ def record_run(
     tables: Iterable[PerfTable],
     since: float,
 ) -> int:
-    """Record `run_measurements` and the device's description; return the row count.
+    """Record the measurements of a run and the device's description; count the rows.
+
+    These are all rows of `problems`, at any micro-batch size, that were measured since
+    a time in seconds since 1970, and all rows in `tables`, which may be incomplete
+    after an interruption.
 
     Raises:
         CacheError: There is nothing to record, or the file cannot be written.
     """
-    rows = run_measurements(tuner, problems, tables, since)
+    used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
+    rows = [
+        m
+        for layer in dict.fromkeys(problem.with_batch(1) for problem in problems)
+        for m in tuner.cache.rows(tuner.backend.device.fingerprint, layer)
+        if m.measured_at >= since or (m.problem, m.perf) in used
+    ]
     if not rows:
         raise CacheError(f"nothing was measured, so {file} was not written")
     device, layers = tuner.backend.device, {m.problem.with_batch(1) for m in rows}

@@ -2,11 +2,9 @@
 
 A cache must never stop the work. A file that is damaged or foreign is set aside under
 another name, never deleted, and a new one starts with the rows that could be salvaged.
-A file of a newer version of mucudnn is left alone, and memory is used instead. So it is
-with a file that cannot be written; rows that can be read are copied to memory. Each
-case issues one warning, and the caller sees an ordinary result.
-
-`shared_file` has the locks between processes.
+A file of a newer version of mucudnn is left alone, and memory is used instead. A file
+that cannot be written is left alone, too; rows that can be read are copied to memory.
+Each case issues one warning, and the caller sees an ordinary result.
 """
 
 import contextlib
@@ -39,13 +37,10 @@ from mucudnn.runtime.store.tables import (
 
 logger = logging.getLogger(__name__)
 
-
 T = TypeVar("T")
-
 
 IN_MEMORY_ONLY = "remembering in memory only, "
 """Prefix of the warnings that a file is not used."""
-
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -349,10 +344,8 @@ def warn(message: str, stacklevel: int = 4) -> None:
 if sys.platform != "win32":
     import fcntl
 
-
 SIDECARS = ("-wal", "-shm", "-journal")
 """Suffixes of the files that SQLite keeps beside a database."""
-
 
 _SHARED_LOCK = (510, 0x40000002)  # length and offset of SQLite's lock on an open file
 
@@ -372,19 +365,14 @@ def folder_lock(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
-                _lock_folder(descriptor)
+                deadline = time.monotonic() + _LOCK_TIMEOUT_S
+                while time.monotonic() < deadline:
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(0.001)
         yield
-
-
-def _lock_folder(descriptor: int) -> None:
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.001)
-        else:
-            return
 
 
 def inode(file: Path) -> int:

@@ -1,8 +1,8 @@
 """Schema of the cache's database: table definitions, and encoding of rows.
 
 A row of `layer` is a device and a convolution without its batch size, or the name of a
-race; rows of all other tables refer to one. SQL statements address a layer by
-fingerprint and problem.
+race; rows of most tables refer to one. SQL statements address a layer by fingerprint
+and problem. A row of `entries` is a value of another kind by its key.
 
 A database with the right identity but other tables, or with triggers, is rejected:
 SQLite would execute whatever else its schema contains.
@@ -10,11 +10,12 @@ SQLite would execute whatever else its schema contains.
 SQLite has no checksums, so a flipped bit would silently change a time or a key. The
 lowest 16 bits of `measured_at` (16 ms) are therefore a checksum of the row and its
 layer. Table `checked` has the time since when rows carry one. A plan text carries its
-checksum as a suffix.
+checksum as a suffix, an entry as a prefix.
 """
 
 import contextlib
 import functools
+import hashlib
 import math
 import sqlite3
 import struct
@@ -92,10 +93,16 @@ SCHEMA = {
   measured_at REAL NOT NULL,
   PRIMARY KEY (layer, batch, signature)
 ) WITHOUT ROWID""",
+    "entries": """CREATE TABLE entries (
+  kind TEXT NOT NULL,
+  key TEXT NOT NULL,
+  value BLOB NOT NULL,
+  used_at REAL NOT NULL,
+  PRIMARY KEY (kind, key)
+)""",
 }
 
-
-_ADDED = ("race", "checked")
+_ADDED = ("race", "checked", "entries")
 """Tables that older files of the same schema version lack."""
 
 _SINCE = "INSERT OR REPLACE INTO checked VALUES (0, ?)"
@@ -168,7 +175,10 @@ def check_tables(db: sqlite3.Connection) -> None:
     """Raise `UnusableError` unless tables are as created and there are no triggers."""
     with contextlib.closing(in_memory()) as model:
         for table in SCHEMA:
-            if _create_statements(db, table) != _create_statements(model, table):
+            found = _create_statements(db, table)
+            if not found and table in _ADDED:
+                continue
+            if found != _create_statements(model, table):
                 raise UnusableError(f"table {table} is missing or altered")
     query = "SELECT count(*) FROM sqlite_master WHERE type = 'trigger'"
     if db.execute(query).fetchone() != (0,):
@@ -214,7 +224,29 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
         named = [(*layers[layer], *row) for layer, *row in found if layer in layers]
         sound = [row for row in named if table.is_sound(row, since)]
         count += target.executemany(table.insert("OR IGNORE"), sound).rowcount
+    if has_table(source, "entries"):
+        columns = "rowid", "kind", "key", "value", "used_at"
+        for _, *entry in _rows(source, "entries", columns, 1):
+            with contextlib.suppress(ValueError):
+                unseal_entry(*entry[:3])
+                insert = "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?)"
+                count += target.execute(insert, entry).rowcount
     return count
+
+
+def seal_entry(kind: str, key: str, data: bytes) -> bytes:
+    """Return the data of an entry behind a checksum of it and its key."""
+    return hashlib.sha256(f"{kind}\0{key}\0".encode() + data).digest() + data
+
+
+def unseal_entry(kind: object, key: object, value: object) -> bytes:
+    """Return the data of `seal_entry`, or raise a `ValueError` if it is damaged."""
+    if not (isinstance(kind, str) and isinstance(key, str) and type(value) is bytes):
+        raise ValueError("a column has another type than was written")
+    data = value[hashlib.sha256().digest_size :]
+    if seal_entry(kind, key, data) != value:
+        raise ValueError("its contents are not what was written for it")
+    return data
 
 
 def _rows(

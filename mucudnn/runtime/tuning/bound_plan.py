@@ -11,13 +11,13 @@ measurements under the same key, which saves the search for an engine.
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mucudnn.arguments import a_flag
 from mucudnn.backends import Device
-from mucudnn.backends.base import Backend, PlanSerializer, Runner
+from mucudnn.backends.base import Backend, Runner
 from mucudnn.backends.device import Array, Buffer
 from mucudnn.errors import (
     BackendError,
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 _ADDING = "+="
 """Suffix of the name of a plan that accumulates into its output."""
-
-_Kernel = tuple[ConvProblem, str, bool]
-"""(problem of a micro-batch, algorithm, whether it accumulates)"""
 
 _Operands = tuple[Array, Array, Array]
 
@@ -281,10 +278,15 @@ class BoundPlan:
             raise BackendError(f"{problem} cannot be verified: nothing runs it at once")
         scale = np.maximum(scale, largest(expected))
         wanted = device.download(expected).astype(np.float64)
+        # The relative error that rounding of operands and sums can explain.
         modes = {step.math_mode for step in plan.steps}
-        most = _tolerance(
-            plan, terms, modes | {self._backend.conv.traits(problem, algo).math_mode}
-        )
+        modes.add(self._backend.conv.traits(problem, algo).math_mode)
+        fine = coarse = _EPSILON[problem.dtype]
+        if problem.itemsize < 4:  # summed in float32
+            fine = _EPSILON["float32"]
+        elif modes & {TF32, DOWN_CONVERT}:  # TF32 has the digits of float16
+            coarse = _EPSILON["bfloat16" if DOWN_CONVERT in modes else "float16"]
+        most = (3 + len(plan.steps)) * coarse + 64 * fine * math.sqrt(terms)
 
         def check(out: Array) -> None:
             found = device.download(out).astype(np.float64)
@@ -304,16 +306,6 @@ class BoundPlan:
                 )
 
         return check
-
-
-def _tolerance(plan: ConvPlan, terms: int, modes: set[str]) -> float:
-    """Return the relative error that rounding of operands and sums can explain."""
-    fine = coarse = _EPSILON[plan.problem.dtype]
-    if plan.problem.itemsize < 4:  # summed in float32
-        fine = _EPSILON["float32"]
-    elif modes & {TF32, DOWN_CONVERT}:  # TF32 has the digits of float16
-        coarse = _EPSILON["bfloat16" if DOWN_CONVERT in modes else "float16"]
-    return (3 + len(plan.steps)) * coarse + 64 * fine * math.sqrt(terms)
 
 
 def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) -> None:
@@ -345,36 +337,28 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
 
     A text that the library rejects is replaced.
     """
-    texts = backend.plan_serializer
+    texts, fingerprint = backend.plan_serializer, backend.device.fingerprint
     if texts is None:
         return
-    for step in dict.fromkeys(_kernels(plan)):
-        _restore(backend.device.fingerprint, texts, cache, step)
-
-
-def _kernels(plan: ConvPlan) -> Iterator[_Kernel]:
     adds_up = plan.problem.direction is Direction.BACKWARD_FILTER
-    for window, step in plan.slices():
-        add = adds_up and window.start > 0
-        yield plan.problem.with_batch(step.batch), step.algo, add
-
-
-def _restore(
-    fingerprint: str, texts: PlanSerializer, cache: BenchmarkCache, kernel: _Kernel
-) -> None:
-    problem, algo, add = kernel
-    name = f"{algo}{_ADDING}" if add else algo
-    known = cache.get_plan_text(fingerprint, problem, name)
-    try:
+    kernels = dict.fromkeys(
+        (step.batch, step.algo, adds_up and window.start > 0)
+        for window, step in plan.slices()
+    )
+    for batch, algo, add in kernels:
+        problem = plan.problem.with_batch(batch)
+        name = f"{algo}{_ADDING}" if add else algo
+        known = cache.get_plan_text(fingerprint, problem, name)
         if known is not None:
-            texts.loads(problem, algo, known, accumulate=add)
-            return
-    except MucudnnError as e:
-        logger.info("rebuilding the plan of %s for %s: %s", name, problem, e)
-    try:
-        text = texts.dumps(problem, algo, accumulate=add)
-    except MucudnnError as e:  # running the kernel fails the same way and falls back
-        logger.info("%s cannot be planned for %s: %s", name, problem, e)
-        return
-    if text is not None:
-        cache.put_plan_text(fingerprint, problem, name, text)
+            try:
+                texts.loads(problem, algo, known, accumulate=add)
+                continue
+            except MucudnnError as e:
+                logger.info("rebuilding the plan of %s for %s: %s", name, problem, e)
+        try:
+            text = texts.dumps(problem, algo, accumulate=add)
+        except MucudnnError as e:  # running it fails the same way and falls back
+            logger.info("%s cannot be planned for %s: %s", name, problem, e)
+            continue
+        if text is not None:
+            cache.put_plan_text(fingerprint, problem, name, text)

@@ -3,9 +3,20 @@
 A kernel that kills its process, hangs, or corrupts the device's context becomes a
 failed row, and a new child runs the next kernels. Starting a child may take seconds, so
 one child serves all layers of a tuner, one kernel at a time.
+
+Both processes exchange lines of JSON; numbers may be `Infinity`, as both are Python.
+Parent to child: `{"measure": …}` with a `SizeRequest` of one algorithm, or
+`{"release": true}`. Child to parent: once `{"ready": true}` or `{"unavailable": "…"}`;
+then for each request first `{"begins": true}` and at the end `{"row": …, "usable":
+true}`. `usable` says whether the device still works, which it may not after a kernel
+that failed.
+
+The child is started with `subprocess` instead of `multiprocessing`, so that a user's
+script needs no `__main__` guard, and it gets the `sys.path` of its parent. It moves
+stdin and stdout elsewhere at the start: a library that prints or reads gets stderr and
+an empty file instead.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -16,32 +27,40 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs import (
-    perf_from_dict,
-    perf_to_dict,
-    problem_from_dict,
-    problem_to_dict,
-)
+from mucudnn.codecs import perf_from_dict, perf_to_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.processes import SIGNALS, Own
-from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench, KernelRun
-from mucudnn.runtime.tuning.timing import StoppingRule
-
-Message = dict[str, Any]
-
+from mucudnn.runtime.tuning.kernel_timer import (
+    KernelTimer,
+    LocalTimer,
+    Message,
+    SizeRequest,
+    measure_size,
+    row_of,
+)
 
 logger = logging.getLogger(__name__)
 
-
 _START_S = 300.0  # a cold disk and a driver that compiles
-
 _FALSE_STARTS = 3
+_END_S = 10.0  # ample for a killed process to end
+_TAIL_BYTES = 4096
+_TAIL_LINES = 8
+_CHUNK = 1 << 16
+
+_REMEDY = "isolate=False measures in this process"
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from mucudnn.runtime.tuning.isolation import main; main()"
+)
 
 
 class Isolation:
@@ -52,77 +71,42 @@ class Isolation:
 
     def __init__(self, wanted: bool | None = None) -> None:
         self._wanted = wanted
-        self._processes: dict[tuple[str, int], MeasuringProcess] = {}
+        self._children: dict[tuple[str, int], ChildTimer] = {}
 
-    def bench(self, task: BenchTask) -> KernelBench:
-        """Return a bench for one convolution on one device."""
-        backend = task.backend
+    def timer(self, backend: Backend) -> KernelTimer:
+        """Return a timer of kernels on one device."""
         if not (backend.may_crash if self._wanted is None else self._wanted):
-            return KernelBench(task)
+            return LocalTimer(backend)
         device = backend.name, backend.index
-        if device not in self._processes:
-            self._processes[device] = MeasuringProcess(*device)
-        return KernelBench(task, ChildTimer(task, self._processes[device]))
+        if device not in self._children:
+            self._children[device] = ChildTimer(backend)
+        return self._children[device]
 
     def close(self) -> None:
         """End all children; later measurements start new ones."""
-        for process in self._processes.values():
-            process.close()
+        for child in self._children.values():
+            child.close()
 
 
 class ChildTimer:
-    """Times kernels in a child process.
-
-    Args:
-        task: What to measure; the child loads its backend by name and index.
-        hang_s: Seconds beyond the expected time after which a kernel's process is
-            killed.
-    """
-
-    def __init__(
-        self, task: BenchTask, process: "MeasuringProcess", *, hang_s: float = 60.0
-    ) -> None:
-        self._task = task
-        self._process = process
-        self._hang_s = hang_s
-
-    def time(self, kernel: KernelRun) -> AlgoPerf:
-        """Return the row of one algorithm; the end of the child is a failed row."""
-        ordinary_s = (self._task.rule.budget_ms + 2 * kernel.expected_ms) / 1e3
-        outcome = self._process.time_kernel(self, kernel, self._hang_s + ordinary_s)
-        if isinstance(outcome, AlgoPerf):
-            return outcome
-        return self._task.row(kernel, None, outcome)
-
-    def release(self) -> None:
-        """Let the child free its buffers; the next kernel allocates them anew."""
-        self._process.release(self)
-
-    def settings(self) -> Message:
-        """Return the settings of a child; clocks differ, so it gets time left."""
-        return {
-            "problem": problem_to_dict(self._task.problem),
-            "rule": dataclasses.asdict(self._task.rule),
-            "memory_limit": self._task.memory_limit,
-            "left_s": self._task.deadline - self._task.clock(),
-        }
-
-
-class MeasuringProcess:
-    """The child process that measures on one device, restarted when needed.
+    """Times kernels in a child process on one device, restarted when needed.
 
     A child that ends while it runs a kernel is a result; one that ends before is
     replaced, twice. Where a failure leaves the device's context unusable, the child is
     ended and the next kernel starts a new one. Thread-safe: kernels are timed one after
     another.
+
+    Args:
+        backend: Backend that the child loads by name and index.
+        hang_s: Seconds beyond the expected time after which a kernel's process is
+            killed.
     """
 
-    def __init__(self, name: str, index: int = 0) -> None:
-        self._name, self._index = name, index
+    def __init__(self, backend: Backend, *, hang_s: float = 60.0) -> None:
+        self.backend = backend
+        self._hang_s = hang_s
         self._lock = Own(threading.RLock)
         self._child: list[Child] = []  # none or one, shared with the finalizer
-        self._opened: ChildTimer | None = None  # whose settings the child has
-        self._false_starts = 0
         weakref.finalize(self, _end, self._child)
 
     @property
@@ -130,23 +114,21 @@ class MeasuringProcess:
         """Process id of the child; None if none runs."""
         return next((child.pid for child in self._child if child.usable), None)
 
-    def time_kernel(
-        self, timer: ChildTimer, kernel: KernelRun, seconds: float
-    ) -> AlgoPerf | str:
-        """Time one kernel with the settings of `timer`.
-
-        Returns:
-            A row, or a text that says how the child ended.
-        """
+    def time(self, request: SizeRequest, algo: str, best_ms: float) -> AlgoPerf:
+        """Return the row of one algorithm; the end of the child is a failed row."""
+        nbytes, rule = request.workspaces[algo], request.limits.rule
+        single = replace(request, workspaces={algo: nbytes}, best_ms=best_ms)
+        ordinary_s = (rule.budget_ms + 2 * request.expected(algo)) / 1e3
         with self._lock.mine:
             try:
-                child = self._begin(timer, kernel)
-                answer = child.hear(seconds)
+                child = self._begin({"measure": single.to_message()})
+                answer = child.hear(self._hang_s + ordinary_s)
             except ChildEndedError as e:
                 said = self._child[0].said
                 self.close()
-                logger.warning("%s: the process %s: %s", kernel.algo, e, said)
-                return f"the measuring process {e} while running it"
+                logger.warning("%s: the process %s: %s", algo, e, said)
+                error = f"the measuring process {e} while running it"
+                return row_of(self.backend, request.micro_batch, algo, nbytes, error)
             except BaseException:  # Ctrl-C, too: messages would be out of step
                 self.close()
                 raise
@@ -154,10 +136,10 @@ class MeasuringProcess:
                 self.close()
             return perf_from_dict(answer["row"])
 
-    def release(self, timer: ChildTimer) -> None:
-        """Let the child free the buffers that it holds for `timer`."""
+    def release(self) -> None:
+        """Let the child free its buffers; the next kernel allocates them anew."""
         with self._lock.mine:
-            if self._opened is timer and self.pid:
+            if self.pid:
                 try:
                     self._child[0].say({"release": True})
                 except ChildEndedError:
@@ -166,89 +148,43 @@ class MeasuringProcess:
     def close(self) -> None:
         """End the child; the next kernel starts another one."""
         with self._lock.mine:
-            self._opened = None
             _end(self._child)
 
-    def _begin(self, timer: ChildTimer, kernel: KernelRun) -> "Child":
-        """Return a child that has begun the kernel, after at most three attempts."""
+    def _begin(self, message: Message) -> "Child":
+        """Return a child that has begun a request, after at most three attempts."""
+        name, attempt = self.backend.name, 0
         while True:
             try:
-                child = self._started_child()
-                if self._opened is not timer:
-                    child.say({"open": timer.settings()})
-                    self._opened = timer
-                child.say({"run": dataclasses.asdict(kernel)})
+                if self.pid is None:
+                    self.close()
+                    self._child.append(Child(name, str(self.backend.index)))
+                    hello = self._child[0].hear(_START_S)
+                    if (reason := hello.get("unavailable")) is not None:
+                        raise BackendUnavailableError(
+                            f"backend {name!r} cannot measure in a process of its own: "
+                            f"{reason}; {_REMEDY}"
+                        )
+                child = self._child[0]
+                child.say(message)
                 child.hear(_START_S)
             except ChildEndedError as e:
                 said = self._child[0].said
                 self.close()
-                self._false_starts += 1
-                if self._false_starts >= _FALSE_STARTS:
-                    self._false_starts = 0
+                attempt += 1
+                if attempt == _FALSE_STARTS:
                     raise BackendUnavailableError(
-                        f"backend {self._name!r} cannot measure in a process of its "
-                        f"own, which {e} {_FALSE_STARTS} times in a row before it "
-                        f"began; it said: {said or 'nothing'}; {HERE_INSTEAD}"
+                        f"backend {name!r} cannot measure in a process of its own, "
+                        f"which {e} {attempt} times in a row before it began; it said: "
+                        f"{said or 'nothing'}; {_REMEDY}"
                     ) from e
                 logger.warning("the measuring process %s before it began: %s", e, said)
             else:
-                self._false_starts = 0
                 return child
-
-    def _started_child(self) -> "Child":
-        """Return the child with its backend loaded."""
-        if self.pid is None:
-            self.close()
-            self._child.append(Child(self._name, str(self._index)))
-            hello = self._child[0].hear(_START_S)
-            if (reason := hello.get("unavailable")) is not None:
-                raise BackendUnavailableError(
-                    f"backend {self._name!r} cannot measure in a process of its own: "
-                    f"{reason}; {HERE_INSTEAD}"
-                )
-        return self._child[0]
 
 
 def _end(children: "list[Child]") -> None:
     while children:
         children.pop().end()
-
-
-# A child process that measures kernels: its protocol, start and end.
-#
-# Both ends exchange lines of JSON; numbers may be `Infinity`, as both are Python.
-# Parent to child::
-#
-#     {"open": {"problem": …, "rule": …, "memory_limit": …, "left_s": …}}     {"run":
-# {"batch": 8, "algo": "GEMM", "nbytes": 0, "best_ms": …, "expected_ms": …}}
-# {"release": true}
-#
-# Child to parent: once `{"ready": true}` or `{"unavailable": "…"}`; then for each `run`
-# first `{"begins": "GEMM"}` and at the end `{"row": …, "usable": true}`. `usable` says
-# whether the device still works, which it may not after a kernel that failed.
-#
-# The child is started with `subprocess` instead of `multiprocessing`, so that a user's
-# script needs no `__main__` guard, and it gets the `sys.path` of its parent. It moves
-# stdin and stdout elsewhere at the start: a library that prints or reads gets stderr
-# and an empty file instead.
-
-
-HERE_INSTEAD = "isolate=False measures in this process"
-"""Remedy in error messages."""
-
-
-_END_S = 10.0  # ample for a killed process to end
-
-_TAIL_BYTES = 4096
-
-_TAIL_LINES = 8
-
-_CHUNK = 1 << 16
-
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from mucudnn.runtime.tuning.isolation import main; main()"
-)
 
 
 class ChildEndedError(Exception):
@@ -268,7 +204,7 @@ class Child:
             )
         except OSError as e:
             raise BackendUnavailableError(
-                f"cannot start {sys.executable!r} to measure in: {e}; {HERE_INSTEAD}"
+                f"cannot start {sys.executable!r} to measure in: {e}; {_REMEDY}"
             ) from e
         self._process = process
         self._pipes: tuple[Any, ...] = process.stdin, process.stdout, process.stderr
@@ -309,10 +245,7 @@ class Child:
             raise self._ended() from None
 
     def hear(self, seconds: float) -> Message:
-        """Wait for the next message, for at most `seconds`; then the child is killed.
-
-        A child that takes longer is killed.
-        """
+        """Wait for the next message; a child that takes longer is killed."""
         try:
             line = self._answers.get(timeout=min(seconds, threading.TIMEOUT_MAX))
         except queue.Empty:
@@ -352,7 +285,12 @@ class Child:
             return ChildEndedError("was ended: it had closed its end")
         finally:
             self.end()
-        return ChildEndedError(f"ended {_how(status)}")
+        if status >= 0:
+            return ChildEndedError(f"ended with exit status {status}")
+        try:
+            return ChildEndedError(f"ended by {signal.Signals(-status).name}")
+        except ValueError:
+            return ChildEndedError(f"ended by signal {-status}")
 
     def _listen(self, stream: BinaryIO) -> None:
         rest = b""
@@ -378,15 +316,6 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
         return
 
 
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"with exit status {status}"
-    try:
-        return f"by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"by signal {-status}"
-
-
 def main() -> None:
     """Run the child: answer requests until the parent closes its end or dies.
 
@@ -394,63 +323,50 @@ def main() -> None:
     """
     for number in SIGNALS:  # sent to the whole process group; the parent handles them
         signal.signal(number, signal.SIG_IGN)
-    name, index = sys.argv[-2:]
-    incoming, outgoing = _take_standard_streams()
-    requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in incoming:
-            requests.put(json.loads(line))
-        os._exit(0)  # whatever it is at
-
-    def reply(message: Message) -> None:
-        outgoing.write(json.dumps(message).encode() + b"\n")
-
-    threading.Thread(target=listen, daemon=True).start()
-    try:
-        backend = get_backend(name, int(index))
-    except (MucudnnError, ValueError) as e:
-        reply({"unavailable": str(e)})
-        return
-    reply({"ready": True})
-    _serve(backend, iter(requests.get, None), reply)
-
-
-def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return private copies of stdin and stdout, which no library inherits."""
+    # Take stdin and stdout, so that libraries get an empty file and stderr instead.
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    return incoming, outgoing
+    requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
+    def listen() -> None:
+        for line in incoming:
+            requests.put(json.loads(line))
+        os._exit(0)  # the parent has ended, whatever kernel runs
 
-def _serve(
-    backend: Backend, requests: Iterator[Message], reply: Callable[[Message], None]
-) -> None:
-    task: BenchTask | None = None
-    bench: KernelBench | None = None
-    for request in requests:
-        match request:
-            case {"open": opened}:
-                bench = None  # its buffers first
-                task = BenchTask(
-                    backend=backend,
-                    problem=problem_from_dict(opened["problem"]),
-                    rule=StoppingRule(**opened["rule"]),
-                    memory_limit=opened["memory_limit"],
-                    deadline=time.monotonic() + opened["left_s"],
-                )
-                bench = KernelBench(task)
-            case {"run": kernel} if bench is not None and task is not None:
-                reply({"begins": kernel["algo"]})
-                row = _row(task, bench, KernelRun(**kernel))
-                usable = row.status is not RowStatus.FAILED or _works(backend)
-                reply({"row": perf_to_dict(row), "usable": usable})
-            case {"release": _} if bench is not None:
-                bench.release()
+    def reply(message: Message) -> None:
+        outgoing.write(json.dumps(message).encode() + b"\n")
+
+    threading.Thread(target=listen, daemon=True).start()
+    name, index = sys.argv[-2:]
+    try:
+        backend = get_backend(name, int(index))
+    except (MucudnnError, ValueError) as e:
+        reply({"unavailable": str(e)})
+        return
+    reply({"ready": True})
+
+    def send(row: AlgoPerf) -> None:
+        usable = row.status is not RowStatus.FAILED or _works(backend)
+        reply({"row": perf_to_dict(row), "usable": usable})
+
+    timer = LocalTimer(backend)
+    for message in iter(requests.get, None):
+        if "release" in message:
+            timer.release()
+            continue
+        request = SizeRequest.from_message(message["measure"])
+        reply({"begins": True})
+        try:
+            measure_size(timer, request, send)
+        except Exception as e:
+            problem, ((algo, nbytes),) = request.micro_batch, request.workspaces.items()
+            logger.warning("%s failed on %s", algo, problem, exc_info=True)
+            error = f"{type(e).__name__}: {e}"
+            send(row_of(backend, problem, algo, nbytes, error))
 
 
 def _works(backend: Backend) -> bool:
@@ -463,13 +379,3 @@ def _works(backend: Backend) -> bool:
         logger.debug("the device is lost", exc_info=True)
         return False
     return True
-
-
-def _row(task: BenchTask, bench: KernelBench, kernel: KernelRun) -> AlgoPerf:
-    """Return one row; an exception of the bench becomes a failed row."""
-    try:
-        return bench.time(kernel)
-    except Exception as e:
-        problem = task.problem.with_batch(kernel.batch)
-        logger.warning("%s failed on %s", kernel.algo, problem, exc_info=True)
-        return task.row(kernel, None, f"{type(e).__name__}: {e}")

@@ -1,9 +1,12 @@
-"""Time the algorithms of one convolution at given micro-batch sizes on one device.
+"""Time the algorithms of one convolution at one micro-batch size on one device.
 
-Buffers are allocated for the largest size, and smaller sizes use views of them. Nothing
-is allocated between measurements unless memory is short.
+`measure_size` serves a `SizeRequest` with a timer of this process (`LocalTimer`) or of
+a child process (`isolation.ChildTimer`). An executor's workers do the same on other
+machines (`workers`). Requests travel as `SizeRequest.to_message`, rows as
+`codecs.perf_to_dict`.
 """
 
+import dataclasses
 import logging
 import math
 import time
@@ -15,6 +18,7 @@ from mucudnn.backends import Device
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import Buffer
 from mucudnn.backends.recorded import recording_of
+from mucudnn.codecs import problem_from_dict, problem_to_dict
 from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.numerics import RowStatus
@@ -24,11 +28,258 @@ from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure
 
 logger = logging.getLogger(__name__)
 
+Message = dict[str, Any]
+
 _ORDINARY = 1 << 30
 """Bytes below which free memory is not queried, as the query is slow."""
 
 _LEAST_RUNS = 2
 """A warm-up and a sample; a row of a warm-up alone is not cached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureLimits:
+    """Limits of timing kernels.
+
+    Attributes:
+        rule: Decides when a kernel has been timed enough.
+        memory_limit: Bytes for operands and workspace together.
+        deadline: Time on `clock` (seconds) after which nothing is started.
+        clock: Clock in seconds, for the deadline only.
+    """
+
+    rule: StoppingRule
+    memory_limit: float = math.inf
+    deadline: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - self.clock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRequest:
+    """Algorithms of a convolution to time in turn at one micro-batch size.
+
+    Attributes:
+        problem: Convolution at its largest batch size.
+        batch: Micro-batch size to time.
+        workspaces: Workspace bytes by algorithm, in the order of timing.
+        best_ms: Fastest time known at this size.
+        expected_ms: Estimated time of one run by algorithm; absent or 0 if unknown.
+    """
+
+    problem: ConvProblem
+    batch: int
+    workspaces: Mapping[str, int]
+    limits: MeasureLimits
+    best_ms: float = math.inf
+    expected_ms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def micro_batch(self) -> ConvProblem:
+        """The convolution at the size to time."""
+        return self.problem.with_batch(self.batch)
+
+    def expected(self, algo: str) -> float:
+        """Return the estimated milliseconds of one run; 0 if unknown."""
+        return self.expected_ms.get(algo, 0.0)
+
+    def to_message(self) -> Message:
+        """Encode as plain values for another process, maybe of another machine.
+
+        The deadline is in seconds since 1970, as other clocks differ.
+        """
+        return {
+            "problem": problem_to_dict(self.problem),
+            "batch": self.batch,
+            "workspaces": dict(self.workspaces),
+            "best_ms": self.best_ms,
+            "expected_ms": dict(self.expected_ms),
+            "rule": dataclasses.asdict(self.limits.rule),
+            "memory_limit": self.limits.memory_limit,
+            "until": time.time() + self.limits.left_s,
+        }
+
+    @classmethod
+    def from_message(cls, message: Message) -> "SizeRequest":
+        """Decode `to_message`, with a deadline on this process's clock."""
+        return cls(
+            problem=problem_from_dict(message["problem"]),
+            batch=message["batch"],
+            workspaces=message["workspaces"],
+            limits=MeasureLimits(
+                rule=StoppingRule(**message["rule"]),
+                memory_limit=message["memory_limit"],
+                deadline=time.monotonic() + message["until"] - time.time(),
+            ),
+            best_ms=message["best_ms"],
+            expected_ms=message["expected_ms"],
+        )
+
+
+class KernelTimer(Protocol):
+    """Times kernels on one device, in this process or in one that may crash."""
+
+    @property
+    def backend(self) -> Backend:
+        """Backend that is measured."""
+
+    def time(self, request: SizeRequest, algo: str, best_ms: float) -> AlgoPerf:
+        """Return the row of one algorithm of a request; a failure is a row, too.
+
+        `best_ms` is the fastest time known by now.
+        """
+
+    def release(self) -> None:
+        """Free the buffers; the next kernel allocates them anew."""
+
+
+def measure_size(
+    timer: KernelTimer, request: SizeRequest, on_row: Callable[[AlgoPerf], None]
+) -> None:
+    """Time the algorithms of a request in turn; pass each row to `on_row`.
+
+    An algorithm that is expected to miss the deadline is not started.
+    """
+    best_ms, limits = request.best_ms, request.limits
+    for algo, nbytes in request.workspaces.items():
+        needed_s, left_s = _LEAST_RUNS * request.expected(algo) / 1e3, limits.left_s
+        if left_s > needed_s:
+            perf = timer.time(request, algo, best_ms)
+        else:
+            reason = "the time limit was reached"
+            if left_s > 0:
+                reason = (
+                    f"would take about {needed_s:.2g} s, the time limit leaves "
+                    f"{left_s:.2g} s"
+                )
+            error = RowStatus.LIMITED.text(reason)
+            perf = row_of(timer.backend, request.micro_batch, algo, nbytes, error)
+        if perf.error is None:
+            best_ms = min(best_ms, perf.time_ms)
+        on_row(perf)
+
+
+def row_of(
+    backend: Backend,
+    problem: ConvProblem,
+    algo: str,
+    nbytes: int,
+    result: Timing | str,
+) -> AlgoPerf:
+    """Return the row of an algorithm with its timing, or with an error."""
+    timing = Timing(math.inf, 0.0, 0) if isinstance(result, str) else result
+    traits = backend.conv.traits(problem, algo)
+    return AlgoPerf(
+        algo=algo,
+        batch=problem.batch,
+        time_ms=timing.time_ms,
+        workspace=nbytes,
+        error=result if isinstance(result, str) else None,
+        noise_ms=timing.noise_ms,
+        samples=timing.samples,
+        deterministic=traits.deterministic,
+        math_mode=traits.math_mode,
+        notes=traits.notes,
+    )
+
+
+class LocalTimer:
+    """Times kernels in this process, and holds their operands and workspace.
+
+    Buffers are allocated for the largest size timed so far, and smaller sizes use views
+    of them, so that nothing is allocated between measurements unless memory is short.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._problem: ConvProblem | None = None
+        self._operands: tuple[Buffer, ...] = ()
+        self._batch = 0
+        self._scratch: Buffer = None
+        self._scratch_bytes = -1  # none yet; an empty workspace has 0
+
+    def release(self) -> None:
+        """Free the buffers; the next kernel allocates them anew."""
+        self._operands, self._batch = (), 0
+        self._scratch, self._scratch_bytes = None, -1
+        self.backend.device.trim()
+
+    def time(self, request: SizeRequest, algo: str, best_ms: float) -> AlgoPerf:
+        """Return the row of one algorithm of a request; a failure is a row, too."""
+        problem, nbytes = request.micro_batch, request.workspaces[algo]
+        if request.problem != self._problem:
+            self.release()
+            self._problem = request.problem
+        try:
+            arrays = self._allocate(request, nbytes)
+        except OutOfMemoryError as e:
+            error = RowStatus.LIMITED.text(str(e))
+            return row_of(self.backend, problem, algo, nbytes, error)
+        if (recording := recording_of(self.backend)) is not None:
+            return recording.row(problem, algo)
+        conv, scratch = self.backend.conv, self._scratch
+
+        def run() -> None:
+            conv.run(problem, algo, *arrays, scratch)
+
+        result: Timing | str
+        try:
+            if (
+                self.backend.plan_serializer is not None
+            ):  # the first run builds the plan
+                run()
+            result = measure(
+                run,
+                self.backend.device,
+                request.limits.rule,
+                deadline=request.limits.deadline,
+                best_ms=best_ms,
+                clock=request.limits.clock,
+            )
+        except MemoryError as e:
+            result = RowStatus.LIMITED.text(f"out of memory: {e}")
+        except UnsupportedError as e:
+            result = RowStatus.UNSUPPORTED.text(str(e))
+        except Exception as e:
+            # A broken algorithm, perhaps of a plug-in, must not stop the others.
+            if not isinstance(e, MucudnnError):
+                logger.warning("%s failed on %s", algo, problem, exc_info=True)
+            result = f"{type(e).__name__}: {e}"
+        return row_of(self.backend, problem, algo, nbytes, result)
+
+    def _allocate(self, request: SizeRequest, nbytes: int) -> tuple[Any, Any, Any]:
+        """Return operands at the requested size; `_scratch` has `nbytes` at least."""
+        specs, limit = request.micro_batch.operands(), request.limits.memory_limit
+        check_memory(specs, nbytes, limit)
+        try:
+            most = max(request.batch, self._batch), max(nbytes, self._scratch_bytes)
+            self._grow(request.problem.with_batch(most[0]), most[1], limit)
+        except OutOfMemoryError:  # drop the larger buffers of earlier kernels
+            self.release()
+            self._grow(request.micro_batch, nbytes, limit)
+        view = self.backend.device.view
+        pairs = zip(self._operands, specs, strict=True)
+        a, b, out = (view(buffer, 0, spec) for buffer, spec in pairs)
+        return a, b, out
+
+    def _grow(self, problem: ConvProblem, nbytes: int, memory_limit: float) -> None:
+        """Grow the buffers to a problem and `nbytes` of workspace."""
+        device, specs, batch = self.backend.device, problem.operands(), problem.batch
+        check_memory(specs, nbytes, memory_limit)
+        if batch > self._batch:
+            self._operands, self._batch = (), 0
+            buffers = tuple(device.allocate(spec.nbytes) for spec in specs)
+            for buffer, spec in zip(buffers[:2], specs[:2], strict=True):
+                device.randomize(device.view(buffer, 0, spec))
+            self._operands, self._batch = buffers, batch
+        if nbytes > self._scratch_bytes:
+            self._scratch, self._scratch_bytes = None, -1
+            self._scratch = device.allocate(nbytes)
+            self._scratch_bytes = nbytes
 
 
 def operands(
@@ -72,216 +323,3 @@ def check_room(device: Device, what: str, specs: Iterable[TensorSpec]) -> None:
             f"{what} takes {exact_bytes(needed)}, and {exact_bytes(free)} of memory "
             "are free; check padding, stride and shapes, or give fewer samples at once"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRun:
-    """An algorithm to time at one micro-batch size.
-
-    Attributes:
-        best_ms: Fastest time known at this size.
-        expected_ms: Estimated time of one run; 0 if unknown.
-    """
-
-    batch: int
-    algo: str
-    nbytes: int
-    best_ms: float = math.inf
-    expected_ms: float = 0.0
-
-
-class KernelTimer(Protocol):
-    """Times kernels, in this process or in one that may crash."""
-
-    def time(self, kernel: KernelRun) -> AlgoPerf:
-        """Return the row of one algorithm; a failure is a row, too."""
-
-    def release(self) -> None:
-        """Free the buffers; the next kernel allocates them anew."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchTask:
-    """A convolution to time, and the limits of doing so.
-
-    Attributes:
-        problem: Convolution at its largest batch size.
-        rule: Decides when a kernel has been timed enough.
-        memory_limit: Bytes for operands and workspace together.
-        deadline: Time on `clock` (seconds) after which nothing is started.
-        clock: Clock in seconds, for the deadline only.
-    """
-
-    backend: Backend
-    problem: ConvProblem
-    rule: StoppingRule
-    memory_limit: float = math.inf
-    deadline: float = math.inf
-    clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
-
-    def row(
-        self, kernel: KernelRun, timing: Timing | None, error: str | None = None
-    ) -> AlgoPerf:
-        """Return the row of an algorithm: its timing, or the error."""
-        timing = timing or Timing(math.inf, 0.0, 0)
-        problem, algo = self.problem.with_batch(kernel.batch), kernel.algo
-        traits = self.backend.conv.traits(problem, algo)
-        return AlgoPerf(
-            algo=algo,
-            batch=problem.batch,
-            time_ms=timing.time_ms,
-            workspace=kernel.nbytes,
-            error=error,
-            noise_ms=timing.noise_ms,
-            samples=timing.samples,
-            deterministic=traits.deterministic,
-            math_mode=traits.math_mode,
-            notes=traits.notes,
-        )
-
-
-class KernelBench:
-    """Times algorithms one by one, and skips those that would miss the deadline."""
-
-    def __init__(self, task: BenchTask, timer: KernelTimer | None = None) -> None:
-        self._task = task
-        self.timer = timer or LocalTimer(task)
-
-    def run(
-        self,
-        batch: int,
-        workspaces: Mapping[str, int],
-        on_done: Callable[[AlgoPerf], None],
-        best_ms: float = math.inf,
-        expected_ms: Mapping[str, float] | None = None,
-    ) -> None:
-        """Time algorithms at one micro-batch size; pass each row to `on_done`.
-
-        `workspaces` maps algorithms to bytes, in the order of timing. `best_ms` is the
-        fastest time known at this size. An algorithm that, by `expected_ms`, would not
-        end before the deadline is not started.
-        """
-        expected = expected_ms or {}
-        for algo, nbytes in workspaces.items():
-            perf = self.time(
-                KernelRun(
-                    batch=batch,
-                    algo=algo,
-                    nbytes=nbytes,
-                    best_ms=best_ms,
-                    expected_ms=expected.get(algo, 0.0),
-                )
-            )
-            if perf.error is None:
-                best_ms = min(best_ms, perf.time_ms)
-            on_done(perf)
-
-    def time(self, kernel: KernelRun) -> AlgoPerf:
-        """Return the row of a kernel; without running it if it would be late."""
-        needed_s = _LEAST_RUNS * kernel.expected_ms / 1e3
-        left_s = self._task.deadline - self._task.clock()
-        if left_s > needed_s:
-            return self.timer.time(kernel)
-        reason = (
-            f"would take about {needed_s:.2g} s, the time limit leaves {left_s:.2g} s"
-            if left_s > 0
-            else "the time limit was reached"
-        )
-        return self._task.row(kernel, None, RowStatus.LIMITED.text(reason))
-
-    def release(self) -> None:
-        """Free the buffers; the next run allocates them anew."""
-        self.timer.release()
-
-
-class LocalTimer:
-    """Times kernels in this process, and holds their operands and workspace."""
-
-    def __init__(self, task: BenchTask) -> None:
-        self._task = task
-        self._operands: tuple[Buffer, ...] = ()
-        self._batch = 0
-        self._scratch: Buffer = None
-        self._scratch_bytes = -1  # none yet; an empty workspace has 0
-
-    def release(self) -> None:
-        """Free the buffers; the next kernel allocates them anew."""
-        self._operands, self._batch = (), 0
-        self._scratch, self._scratch_bytes = None, -1
-        self._task.backend.device.trim()
-
-    def time(self, kernel: KernelRun) -> AlgoPerf:
-        """Return the row of one algorithm; a failure is a row, too."""
-        task, algo = self._task, kernel.algo
-        problem = task.problem.with_batch(kernel.batch)
-        try:
-            arrays = self._buffers(problem, kernel.nbytes)
-        except OutOfMemoryError as e:
-            return task.row(kernel, None, RowStatus.LIMITED.text(str(e)))
-        if (recording := recording_of(task.backend)) is not None:
-            return recording.row(problem, algo)
-        try:
-            return task.row(kernel, self._timed(problem, kernel, arrays))
-        except MemoryError as e:
-            error = RowStatus.LIMITED.text(f"out of memory: {e}")
-        except UnsupportedError as e:
-            error = RowStatus.UNSUPPORTED.text(str(e))
-        except Exception as e:
-            # A broken algorithm, perhaps of a plug-in, must not stop the others.
-            if not isinstance(e, MucudnnError):
-                logger.warning("%s failed on %s", algo, problem, exc_info=True)
-            error = f"{type(e).__name__}: {e}"
-        return task.row(kernel, None, error)
-
-    def _timed(
-        self, problem: ConvProblem, kernel: KernelRun, arrays: tuple[Any, Any, Any]
-    ) -> Timing:
-        backend, scratch = self._task.backend, self._scratch
-
-        def run() -> None:
-            backend.conv.run(problem, kernel.algo, *arrays, scratch)
-
-        if backend.plan_serializer is not None:  # the first run builds the plan
-            run()
-        return measure(
-            run,
-            backend.device,
-            self._task.rule,
-            deadline=self._task.deadline,
-            best_ms=kernel.best_ms,
-            clock=self._task.clock,
-        )
-
-    def _buffers(self, problem: ConvProblem, nbytes: int) -> tuple[Any, Any, Any]:
-        """Return operands at a batch size, with `nbytes` in `_scratch` at least."""
-        specs = problem.operands()
-        check_memory(specs, nbytes, self._task.memory_limit)
-        try:
-            self._grow(
-                max(problem.batch, self._batch), max(nbytes, self._scratch_bytes)
-            )
-        except OutOfMemoryError:  # drop the larger buffers of earlier kernels
-            self.release()
-            self._grow(problem.batch, nbytes)
-        device = self._task.backend.device
-        a, b, out = (
-            device.view(buffer, 0, spec)
-            for buffer, spec in zip(self._operands, specs, strict=True)
-        )
-        return a, b, out
-
-    def _grow(self, batch: int, nbytes: int) -> None:
-        """Grow the buffers to `batch` samples and `nbytes` of workspace."""
-        device = self._task.backend.device
-        specs = self._task.problem.with_batch(batch).operands()
-        check_memory(specs, nbytes, self._task.memory_limit)
-        if batch > self._batch:
-            self._operands, self._batch = (), 0
-            buffers = tuple(device.allocate(spec.nbytes) for spec in specs)
-            for buffer, spec in zip(buffers[:2], specs[:2], strict=True):
-                device.randomize(device.view(buffer, 0, spec))
-            self._operands, self._batch = buffers, batch
-        if nbytes > self._scratch_bytes:
-            self._scratch, self._scratch_bytes = None, -1
-            self._scratch = device.allocate(nbytes)
-            self._scratch_bytes = nbytes

@@ -8,15 +8,16 @@ reason and is not cached.
 import enum
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.ir.measurement import ANY_LIMIT, LimitRange
 from mucudnn.ir.numerics import Numerics, RowStatus, Traits
 from mucudnn.passes.convolution.pruning import Point, Race, next_measurements, race
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench, KernelRun
+from mucudnn.runtime.tuning.kernel_timer import MeasureLimits, SizeRequest, row_of
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
 
 Sizes = Sequence[tuple[int, Sequence[str]]]
@@ -44,57 +45,55 @@ class Measured:
     total: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeRun:
-    """Algorithms to time in turn at one micro-batch size.
-
-    The mappings are by algorithm; for the other attributes see `KernelRun`.
-    """
-
-    batch: int
-    workspaces: Mapping[str, int]
-    best_ms: float = math.inf
-    expected_ms: Mapping[str, float] = field(default_factory=dict)
-
-
 class TableFiller:
     """Requests sizes in rounds, and stores the rows in a table and the cache.
 
     Args:
-        pruning: What may be left out.
-        limits: Workspace limits under which plans will be made.
+        backend: Backend whose algorithms are measured.
+        problem: Convolution whose table is filled.
+        limits: Limits of timing kernels.
+        sizes: Micro-batch sizes to consider.
+        workspace: Workspace limits under which plans will be made.
     """
 
     def __init__(
         self,
-        task: BenchTask,
+        backend: Backend,
+        problem: ConvProblem,
+        limits: MeasureLimits,
         sizes: Sequence[int],
         cache: BenchmarkCache,
         numerics: Numerics,
+        *,
         progress: Callable[[Measured], None] | None = None,
         pruning: Pruning = Pruning.NONE,
-        limits: LimitRange = ANY_LIMIT,
+        workspace: LimitRange = ANY_LIMIT,
     ) -> None:
-        self.task = task
-        self._problem = task.problem
-        self._fingerprint = task.backend.device.fingerprint
+        self.backend = backend
+        self._problem = problem
+        self._limits = limits
+        self._fingerprint = backend.device.fingerprint
         self._cache = cache
         self._progress = progress
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
         self._total = 0  # expected number of rows, known ones included
-        self._pruning, self._limits = pruning, limits
+        self._pruning, self._workspace = pruning, workspace
         self._left: Sequence[Point] = ()
         self._workspaces: dict[Point, int] = {}
         self._traits: dict[Point, Traits] = {}
         self._rows: dict[Point, AlgoPerf] = {}
-        for batch in sorted(sizes, reverse=True):
+        for batch in reversed(self._sizes):
             self._list_algorithms(batch, numerics)
         self._hints: dict[str, list[AlgoPerf]] = {}
         for perf in cache.get_all(self._fingerprint, self._problem):
             self._hints.setdefault(perf.algo, []).append(perf)
-            if self._is_current(perf):
-                self._rows[perf.algo, perf.batch] = perf
+            # A cached row counts if it has today's traits and workspace.
+            point = perf.algo, perf.batch
+            traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
+            known = self._workspaces.get(point), self._traits.get(point)
+            if (perf.workspace, traits) == known:
+                self._rows[point] = perf
 
     def rounds(self, *, probe: bool) -> Iterator[Sizes]:
         """Yield rounds of sizes whose algorithms may be timed concurrently.
@@ -113,28 +112,25 @@ class TableFiller:
             if sizes:
                 yield sizes
 
-    def size(self, batch: int, algos: Sequence[str]) -> SizeRun:
-        """Return how to time algorithms at one size, by what is known now."""
+    def request(self, batch: int, algos: Sequence[str]) -> SizeRequest:
+        """Return the request to time algorithms at one size, by what is known now."""
         with self._lock:
+            times = self._times()
             expected = {algo: self._expected_ms(algo, batch) for algo in algos}
             ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
-            if math.isfinite(self.task.deadline):
-                slowest = max((p.time_ms / p.batch for p in self._times()), default=0.0)
+            if math.isfinite(self._limits.deadline):
+                slowest = max((p.time_ms / p.batch for p in times), default=0.0)
                 for algo in algos:  # assume an unknown algorithm to be the slowest
                     expected[algo] = expected[algo] or batch * slowest
-            at_size = (p.time_ms for p in self._times() if p.batch == batch)
+            at_size = (p.time_ms for p in times if p.batch == batch)
             best_ms = min(at_size, default=math.inf)
-        return SizeRun(
+        return SizeRequest(
+            problem=self._problem,
             batch=batch,
             workspaces={algo: self._workspaces[algo, batch] for algo in ordered},
+            limits=self._limits,
             best_ms=best_ms,
             expected_ms=expected,
-        )
-
-    def measure(self, bench: KernelBench, size: SizeRun) -> None:
-        """Time a size on a bench of this process, and store the rows."""
-        bench.run(
-            size.batch, size.workspaces, self.keep, size.best_ms, size.expected_ms
         )
 
     def keep(self, perf: AlgoPerf) -> None:
@@ -156,16 +152,16 @@ class TableFiller:
             for (algo, batch), ahead in self._race().hopeless.items():
                 nbytes = self._workspaces[algo, batch]
                 reason = f"{ahead} is far ahead and fits where it does"
-                if nbytes > self._limits.most:
+                if nbytes > self._workspace.most:
                     reason = f"over the limits, and {ahead} is faster with no more"
-                kernel = KernelRun(batch=batch, algo=algo, nbytes=nbytes)
+                micro = self._problem.with_batch(batch)
                 text = RowStatus.HOPELESS.text(reason)
-                rows[algo, batch] = self.task.row(kernel, None, text)
+                rows[algo, batch] = row_of(self.backend, micro, algo, nbytes, text)
         ordered = sorted(rows.values(), key=lambda p: (-p.batch, p.algo))
         return PerfTable(self._problem, tuple(ordered), LAUNCH_OVERHEAD_MS)
 
     def _list_algorithms(self, batch: int, numerics: Numerics) -> None:
-        conv, micro = self.task.backend.conv, self._problem.with_batch(batch)
+        conv, micro = self.backend.conv, self._problem.with_batch(batch)
         for algo, nbytes in conv.algorithms(micro):
             traits = conv.traits(micro, algo)
             refusal = numerics.refusal(traits, whole=batch == self._problem.batch)
@@ -176,13 +172,6 @@ class TableFiller:
             self._traits[algo, batch] = traits
         for algo, reason in conv.excluded(micro):
             self._rows[algo, batch] = _excluded(algo, batch, reason)
-
-    def _is_current(self, perf: AlgoPerf) -> bool:
-        """Return whether a cached row has today's traits and workspace."""
-        point = perf.algo, perf.batch
-        traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
-        known = self._workspaces.get(point), self._traits.get(point)
-        return (perf.workspace, traits) == known
 
     def _wanted(self, *, staged: bool) -> Sequence[Point]:
         """Return the points of the next round, or of all stages of a race."""
@@ -201,7 +190,7 @@ class TableFiller:
                     self._workspaces,
                     tuple(rows.values()),
                     launch_overhead_ms=LAUNCH_OVERHEAD_MS,
-                    limits=self._limits,
+                    limits=self._workspace,
                 )
                 points = self._left = [point for point in found if point not in rows]
         return points
@@ -213,7 +202,7 @@ class TableFiller:
             self._sizes,
             self._workspaces,
             [*others, *self._rows.values()],
-            limits=self._limits,
+            limits=self._workspace,
         )
 
     def _by_size(self, points: Iterable[Point]) -> list[tuple[int, Sequence[str]]]:

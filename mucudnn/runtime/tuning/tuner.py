@@ -1,6 +1,6 @@
 """The tuner of convolutions: problem -> measurements -> plan -> bound plan.
 
-`measurer` fills tables, `planning` divides mini-batches by them, `validation` measures
+`measuring` fills tables, a planner divides mini-batches by them, `validation` measures
 divisions and `bound_plan` runs them.
 """
 
@@ -13,22 +13,33 @@ from typing import Any, NoReturn, Self
 
 from mucudnn.arguments import an_integer
 from mucudnn.backends import Backend, get_backend
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import ANY_LIMIT, LimitRange, Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import format_bytes, parse_bytes
-from mucudnn.passes.microbatch import PLANNERS, BatchPolicy, Planner, pareto_plans
+from mucudnn.passes.convolution.explain import Trial, explain
+from mucudnn.passes.microbatch import (
+    PLANNERS,
+    BatchPolicy,
+    Planner,
+    divided_by,
+    pareto_plans,
+)
 from mucudnn.passes.registry import name_of
 from mucudnn.processes import Own
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from mucudnn.runtime.tuning import validation
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.measuring import Measurer, Sweep
+from mucudnn.runtime.tuning.measuring import Measuring
 from mucudnn.runtime.tuning.tables import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
-from mucudnn.runtime.tuning.validation import Choice, Validator
+from mucudnn.runtime.tuning.validation import (
+    ValidatedPlan,
+    Validator,
+    fastest_undivided,
+)
 from mucudnn.runtime.tuning.workers import Workers
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
@@ -131,21 +142,19 @@ class Tuner:
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._isolation = Isolation(isolate)
         self._lock = Own(threading.RLock)
-        self._measurer = Measurer(
+        self._measuring = Measuring(
             backend=self.backend,
-            sweep=Sweep(
-                backends=self.benchmark_backends,
-                cache=lambda: self.cache,
-                rule=self.rule,
-                numerics=self.numerics,
-                memory_limit=memory,
-                progress=progress,
-                isolation=self._isolation,
-                workers=None if executor is None else Workers(executor, isolate),
-            ),
+            backends=self.benchmark_backends,
+            cache=lambda: self.cache,
+            rule=self.rule,
+            numerics=self.numerics,
             batch_policy=batch_policy,
+            memory_limit=memory,
             time_limit_s=math.inf if time_limit_s is None else time_limit_s,
             prune=prune,
+            progress=progress,
+            isolation=self._isolation,
+            workers=None if executor is None else Workers(executor, isolate),
             lock=self._lock,
         )
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
@@ -226,7 +235,7 @@ class Tuner:
     def forget(self) -> None:
         """Drop tables in memory, to read them from the (shared) cache again."""
         with self._lock.mine:
-            self._measurer.forget()
+            self._measuring.forget()
 
     def measure(
         self,
@@ -236,9 +245,29 @@ class Tuner:
         memory_limit: float = math.inf,
         limits: LimitRange = ANY_LIMIT,
     ) -> PerfTable:
-        """Measure every algorithm at every micro-batch size; see `Measurer.table`."""
-        measurer = self._measurer
-        return measurer.table(problem, time_limit_s, memory_limit, limits)
+        """Measure every algorithm at every candidate micro-batch size of a problem.
+
+        Rows of failed algorithms carry the error. Rows that a limit prevented carry the
+        limit; such a table is measured again by the next call.
+
+        Args:
+            problem: Convolution to measure.
+            time_limit_s: Seconds, instead of the tuner's `time_limit_s`.
+            memory_limit: Bytes, in addition to the tuner's `memory_limit`.
+            limits: Workspace limits under which plans will be made; with `prune`, rows
+                that no such plan needs are skipped.
+
+        Raises:
+            PlanningError: There are too many samples to be divided.
+            OutOfMemoryError: There is no room for the smallest micro-batch.
+        """
+        (table,) = self._measuring.tables(
+            [problem],
+            time_limit_s=time_limit_s,
+            memory_limit=memory_limit,
+            limits=limits,
+        )
+        return table
 
     def measure_all(
         self,
@@ -247,9 +276,13 @@ class Tuner:
         time_limit_s: float | None = None,
         limits: LimitRange = ANY_LIMIT,
     ) -> tuple[PerfTable, ...]:
-        """Measure several problems; an executor's workers do so concurrently."""
-        tables = self._measurer.tables
-        return tables(problems, time_limit_s, limits=limits)
+        """Measure several problems; an executor's workers do so concurrently.
+
+        `time_limit_s` applies to all of them together; see `measure`.
+        """
+        return self._measuring.tables(
+            problems, time_limit_s=time_limit_s, limits=limits
+        )
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan problems, each at least as fast as undivided under its limit.
@@ -257,16 +290,21 @@ class Tuner:
         Raises:
             PlanningError: A problem has no plan within the limit.
         """
-        limit, total = self.workspace_limit, self.total_workspace
         tables = self.measure_all(problems, limits=self._limits)
-        plans = validation.plans_within(self.planner, tables, limit, total)
+        limit, total = self.workspace_limit, self.total_workspace
+        if total is None:
+            plans = divided_by(self.planner, tables, limit)
+            plans = tuple(plan.under(limit) for plan in plans)
+        else:  # a plan's limit is the workspace that it was given
+            plans = divided_by(self.planner, tables, total)
+            plans = tuple(plan.under(plan.workspace) for plan in plans)
         if not self._validates:
             return plans
-        return tuple(map(self._validator.kept, plans, tables))
+        return tuple(map(self._validator.accept_if_faster, plans, tables))
 
     def undivided(self, table: PerfTable, workspace_limit: int) -> ConvPlan | None:
         """Return the fastest single call within the limit, or None."""
-        return validation.fastest_undivided(table, workspace_limit)
+        return fastest_undivided(table, workspace_limit)
 
     def validate(
         self,
@@ -274,9 +312,9 @@ class Tuner:
         undivided: ConvPlan | None,
         *,
         time_limit_s: float = math.inf,
-    ) -> Choice:
-        """Return the faster of two plans, run in turn; see `Validator.choice`."""
-        return self._validator.choice(plan, undivided, time_limit_s)
+    ) -> ValidatedPlan:
+        """Return the faster of two plans, run in turn; see `Validator.validate`."""
+        return self._validator.validate(plan, undivided, time_limit_s)
 
     def time_plans(
         self, plans: Sequence[ConvPlan], *, time_limit_s: float = math.inf
@@ -296,8 +334,17 @@ class Tuner:
         table = self.measure(plan.problem, limits=limits)
         if limit is None:
             limit = max(self.workspace_limit, plan.workspace)
-        verdict = self._validator.known
-        return validation.explained(self.planner, table, plan, limit, verdict)
+        divided: ConvPlan | None = plan
+        if not plan.divided:  # perhaps a division was rejected for it
+            try:
+                (divided,) = self.planner([table], limit)
+            except PlanningError:
+                divided = None
+        baseline = fastest_undivided(table, limit)
+        if baseline is None or divided is None or not divided.divided:
+            return explain(table, plan, limit)
+        trial = Trial(divided, self._validator.known(divided, baseline))
+        return explain(table, plan, limit, trial)
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan problems ahead, so that their first calls do not measure.

@@ -6,10 +6,15 @@ cache. One task is one micro-batch size of one layer, so that a worker allocates
 buffers once and stops early on slow algorithms, as a single device would. If a worker
 dies, its task is measured here, once, in a child process: a kernel that kills its
 process becomes a failed row.
+
+A task is `answer`, called with plain values, so that a worker with another version of
+this library can at least be rejected: `{"backend": "cpu", "index": 0, "fingerprint": …,
+"isolate": …, "size": …}`, of which `size` is a `SizeRequest`. It returns `{"where":
+"host, process 7", "fingerprint": …, "rows": […]}`, or `"unavailable": "…"` with the
+reason.
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import multiprocessing
@@ -17,7 +22,6 @@ import os
 import platform
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -31,40 +35,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs import (
-    perf_from_dict,
-    perf_to_dict,
-    problem_from_dict,
-    problem_to_dict,
-)
+from mucudnn.codecs import perf_from_dict, perf_to_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.processes import SIGNALS, Own
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_timer import BenchTask, KernelBench
-from mucudnn.runtime.tuning.tables import SizeRun, Sizes, TableFiller
-from mucudnn.runtime.tuning.timing import StoppingRule
-
-Message = dict[str, Any]
-
+from mucudnn.runtime.tuning.kernel_timer import Message, SizeRequest, measure_size
+from mucudnn.runtime.tuning.tables import Sizes, TableFiller
 
 logger = logging.getLogger(__name__)
-
 
 _LATE_S = 60.0
 """Seconds beyond the time limit after which workers are no longer waited for."""
 
-
 Wait = Callable[..., Any]
 """Type of `concurrent.futures.wait`; tests replace it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Sizes of one table that may be timed concurrently."""
-
-    filler: TableFiller
-    sizes: Sizes
+Round = tuple[TableFiller, Sizes]
+"""Sizes of one table that may be timed concurrently."""
 
 
 class Workers:
@@ -104,15 +92,11 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
+    """A pending task, with the table and the chain of rounds that it belongs to."""
+
     chain: Iterator[Round]
     filler: TableFiller
-    size: SizeRun
-
-    @property
-    def flops(self) -> float:
-        """Number of floating-point operations of the task."""
-        problem = self.filler.task.problem.with_batch(self.size.batch)
-        return problem.flops * len(self.size.workspaces)
+    request: SizeRequest
 
 
 class _Dispatch:
@@ -130,7 +114,6 @@ class _Dispatch:
         self._open: dict[Iterator[Round], int] = {}
         self._first: set[Iterator[Round]] = set()
         self._isolation = Isolation(True)
-        self._benches: dict[TableFiller, KernelBench] = {}
 
     def run(self, chains: Sequence[Iterator[Round]]) -> None:
         try:
@@ -153,14 +136,18 @@ class _Dispatch:
         """Make the next round of a chain ready."""
         self._first.discard(chain)
         if (todo := next(chain, None)) is not None:
-            for batch, algos in todo.sizes:
-                size = todo.filler.size(batch, algos)
-                self._ready.append(_Sent(chain, todo.filler, size))
-            self._open[chain] = len(todo.sizes)
+            filler, sizes = todo
+            for batch, algos in sizes:
+                request = filler.request(batch, algos)
+                self._ready.append(_Sent(chain, filler, request))
+            self._open[chain] = len(sizes)
 
     def _send(self) -> None:
+        def flops(sent: _Sent) -> float:
+            return sent.request.micro_batch.flops * len(sent.request.workspaces)
+
         while self._ready:
-            self._ready.sort(key=lambda sent: sent.flops)
+            self._ready.sort(key=flops)
             sent = self._ready.pop()
             if (future := self._submitted(sent)) is None:
                 self._measure_here(sent)
@@ -178,8 +165,16 @@ class _Dispatch:
         """Submit a task; return its future, or None if the executor is broken."""
         if self._broken:
             return None
+        backend = sent.filler.backend
+        message = {
+            "backend": backend.name,
+            "index": backend.index,
+            "fingerprint": backend.device.fingerprint,
+            "isolate": self._workers.isolate,
+            "size": sent.request.to_message(),
+        }
         try:
-            return self._workers.executor.submit(measure_size, self._message(sent))
+            return self._workers.executor.submit(answer, message)
         except BrokenExecutor as e:
             self._broken = True
             logger.warning("the executor is broken (%s); it is measured here", e)
@@ -189,27 +184,12 @@ class _Dispatch:
                 f"the executor takes no tasks: {e}; give one that is open"
             ) from e
 
-    def _message(self, sent: _Sent) -> Message:
-        task = sent.filler.task
-        left_s = task.deadline - task.clock()
-        return {
-            "backend": task.backend.name,
-            "index": task.backend.index,
-            "fingerprint": task.backend.device.fingerprint,
-            "problem": problem_to_dict(task.problem),
-            "rule": dataclasses.asdict(task.rule),
-            "memory_limit": task.memory_limit,
-            "until": time.time() + left_s,  # monotonic clocks differ between machines
-            "isolate": self._workers.isolate,
-            "size": dataclasses.asdict(sent.size),
-        }
-
     def _wait(self) -> Sequence[Future[Message]]:
         """Return finished futures, or all cancelled ones if workers are too late."""
-        task = next(iter(self._sent.values())).filler.task
+        limits = next(iter(self._sent.values())).request.limits
         seconds = None
-        if math.isfinite(task.deadline):
-            seconds = max(0.0, task.deadline - task.clock()) + _LATE_S
+        if math.isfinite(limits.deadline):
+            seconds = max(0.0, limits.left_s) + _LATE_S
         done, late = self._workers.wait(self._sent, seconds, FIRST_COMPLETED)
         if done:
             return [future for future in self._sent if future in done]
@@ -220,7 +200,7 @@ class _Dispatch:
     def _receive(self, future: Future[Message]) -> None:
         sent = self._sent.pop(future)
         try:
-            answer = future.result(timeout=0)
+            reply = future.result(timeout=0)
         except ImportError as e:
             raise BackendUnavailableError(
                 f"a worker of the executor has no mucudnn that can measure: {e}"
@@ -229,32 +209,29 @@ class _Dispatch:
             self._broken |= isinstance(e, BrokenExecutor)
             logger.warning(
                 "a worker was lost (%s: %s); its measurements of %s are made here",
-                *(type(e).__name__, e, sent.filler.task.problem),
+                *(type(e).__name__, e, sent.request.problem),
             )
             self._measure_here(sent)
         else:
-            self._keep(answer, sent)
+            self._keep(reply, sent)
         self._settle(sent)
 
-    def _keep(self, answer: Message, sent: _Sent) -> None:
-        backend = sent.filler.task.backend
-        if (reason := answer.get("unavailable")) is not None:
+    def _keep(self, reply: Message, sent: _Sent) -> None:
+        backend = sent.filler.backend
+        if (reason := reply.get("unavailable")) is not None:
             raise BackendUnavailableError(
-                f"the worker {answer['where']} cannot measure on backend "
+                f"the worker {reply['where']} cannot measure on backend "
                 f"{backend.name!r}: {reason}"
             )
-        mine, other = backend.device.fingerprint, answer["fingerprint"]
-        refuse_other_model(mine, other, f" of the worker {answer['where']}")
-        for row in answer["rows"]:
+        mine, other = backend.device.fingerprint, reply["fingerprint"]
+        refuse_other_model(mine, other, f" of the worker {reply['where']}")
+        for row in reply["rows"]:
             sent.filler.keep(perf_from_dict(row))
 
     def _measure_here(self, sent: _Sent) -> None:
-        filler = sent.filler
-        bench = self._benches.get(filler)
-        if bench is None:
-            bench = self._benches[filler] = self._isolation.bench(filler.task)
-        filler.measure(bench, sent.size)
-        bench.release()
+        timer = self._isolation.timer(sent.filler.backend)
+        measure_size(timer, sent.request, sent.filler.keep)
+        timer.release()
 
     def _give_up(self) -> None:
         """Keep the finished rows and cancel all other tasks."""
@@ -296,26 +273,6 @@ def _ignore_interrupts() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-# The task of an executor's worker: time one micro-batch size.
-#
-# Requests and answers are plain values as written by `mucudnn.codecs`, so that a worker
-# with another version of this library can at least be rejected. A request: `{"backend":
-# "cpu", "index": 0, "fingerprint": …, "problem": …, "rule": …, "memory_limit": …,
-# "until": …, "isolate": …, "size": {"batch": 8, "workspaces": …, "best_ms": …,
-# "expected_ms": …}}`, with `until` in seconds since 1970. An answer: `{"where": "host,
-# process 7", "fingerprint": …, "rows": […]}`, or `"unavailable": "…"` with the reason.
-
-
-def measure_size(request: Message) -> Message:
-    """Time the requested algorithms on this process's device."""
-    where = f"{platform.node()}, process {os.getpid()}"
-    try:
-        answer = _station.mine.measure(request)
-    except (BackendUnavailableError, ValueError) as e:
-        answer = {"unavailable": str(e)}
-    return {"where": where, **answer}
-
-
 class _Station:
     """The devices of a worker process, which time one kernel at a time.
 
@@ -323,41 +280,35 @@ class _Station:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._backends: dict[tuple[str, int], Backend] = {}
-        self._isolations: dict[bool | None, Isolation] = {}
-
-    def measure(self, request: Message) -> Message:
-        """Return the rows of a request; none if it is for another device model."""
-        with self._lock:
-            device = request["backend"], request["index"]
-            if device not in self._backends:
-                self._backends[device] = get_backend(*device)
-            backend = self._backends[device]
-            fingerprint = backend.device.fingerprint
-            rows = []
-            if fingerprint == request["fingerprint"]:
-                rows = self._rows(backend, request)
-        return {"fingerprint": fingerprint, "rows": [perf_to_dict(r) for r in rows]}
-
-    def _rows(self, backend: Backend, request: Message) -> list[AlgoPerf]:
-        isolate = request["isolate"]
-        isolation = self._isolations.setdefault(isolate, Isolation(isolate))
-        task = BenchTask(
-            backend=backend,
-            problem=problem_from_dict(request["problem"]),
-            rule=StoppingRule(**request["rule"]),
-            memory_limit=request["memory_limit"],
-            deadline=time.monotonic() + request["until"] - time.time(),
-        )
-        bench = isolation.bench(task)
-        rows: list[AlgoPerf] = []
-        try:
-            bench.run(**request["size"], on_done=rows.append)
-        finally:
-            bench.release()
-        return rows
+        self.lock = threading.Lock()
+        self.backends: dict[tuple[str, int], Backend] = {}
+        self.isolations: dict[bool | None, Isolation] = {}
 
 
 _station = Own(_Station)
 """State of this process between tasks; an executor's task is a bare function."""
+
+
+def answer(message: Message) -> Message:
+    """Time the requested algorithms on this process's device, unless it is another."""
+    where = f"{platform.node()}, process {os.getpid()}"
+    station, rows = _station.mine, list[AlgoPerf]()
+    try:
+        with station.lock:
+            device = message["backend"], message["index"]
+            if device not in station.backends:
+                station.backends[device] = get_backend(*device)
+            backend, isolate = station.backends[device], message["isolate"]
+            fingerprint = backend.device.fingerprint
+            if fingerprint == message["fingerprint"]:
+                request = SizeRequest.from_message(message["size"])
+                isolation = station.isolations.setdefault(isolate, Isolation(isolate))
+                timer = isolation.timer(backend)
+                try:
+                    measure_size(timer, request, rows.append)
+                finally:
+                    timer.release()
+        found = [perf_to_dict(row) for row in rows]
+    except (BackendUnavailableError, ValueError) as e:
+        return {"where": where, "unavailable": str(e)}
+    return {"where": where, "fingerprint": fingerprint, "rows": found}
