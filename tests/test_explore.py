@@ -19,8 +19,8 @@ from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import (
     blockwise,
     candidates_of,
-    decided,
     group_changes,
+    policy_residencies,
 )
 from tests.schedule_oracle import verify
 
@@ -76,7 +76,7 @@ def test_exploring_improves_on_policies_and_keeps_to_the_scheduler_that_is_named
     monkeypatch.setattr(module, "_MOST", 40)
     asked = request(share=0.08).scheduled(scheduler)
     best = SearchState(asked, 0)
-    for residency in decided(asked):
+    for residency in policy_residencies(asked):
         best.consider(residency, free=True)
     before = best.step_ms
     explore(asked, candidates_of(asked), {}, best)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hypothesis import given, strategies as st
 
-from mucudnn.passes.planning.request import StepRequest, draft
+from mucudnn.passes.planning.request import StepRequest, schedule_residency
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
@@ -27,7 +27,7 @@ def drafts(draw):
     )
     least = free.rewritten(residency).least_peak()
     budget = least + draw(st.sampled_from([0, 1024, 8192, 65536]))
-    return draft(free.within(budget), residency)
+    return schedule_residency(free.within(budget), residency)
 
 
 @examples(300)
