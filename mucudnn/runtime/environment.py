@@ -45,7 +45,8 @@ def tuner_options(
         if (text := environ.get(name)) and option not in options:
             options[option] = _named(name, text, parse)
     text = environ.get(_DEVICES)
-    if text and not {"benchmark_backends", "executor"} & options.keys():
+    others = (options.get("benchmark_backends"), options.get("executor"))
+    if text and all(other is None for other in others):
         backend = options.get("backend", "cpu")
         kind = backend if isinstance(backend, str) else backend.name
 
