@@ -468,7 +468,10 @@ def copies_fit(
     """Return whether a step with low-precision copies of parameters fits the budget."""
     if budget is None:
         return True
-    sizes = size_profile(tuner, in_place(step))
+    try:
+        sizes = size_profile(tuner, in_place(step))
+    except PlanningError:
+        return False  # a convolution has no algorithm; measuring it says why
     request = StepRequest(ordered(order, step), sizes, budget=budget.nbytes)
     return fits_resident(request)
 
