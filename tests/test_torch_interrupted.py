@@ -31,8 +31,7 @@ pytestmark = STEPS_RUN
 OURS = (
     "bound_step.py",
     "interrupts.py",
-    "own_update.py",
-    "homes.py",
+    "optimizer_update.py",
     "torch_own_updates.py",
 )
 """Files that are interrupted at every line, beside planned programs."""

@@ -50,7 +50,7 @@ BY_NAME = {
     # Those that copies make needless, and what turns gradients back for an update.
     "passes/graph/updates.py": {"cast", "to_channels_first"},
     # its attributes
-    "passes/graph/autodiff.py": {"RULES", "group_norm_grad"},  # the derivative of each
+    "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     # Whose gradients are timed as well; a parameter that is cast is one still.
     "passes/graph/layouts.py": {"RULES", "cast"},
     "ir/operations.py": {"OPERATIONS"},

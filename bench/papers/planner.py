@@ -6,7 +6,7 @@ device's published figures, so only ratios stand here: a step's time over that o
 same step with all the memory it could use, the papers' "oracle".
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.papers.cases import Case, cases
@@ -15,13 +15,14 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.training_step import build_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PLANNED
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.studies.memory_results import StepSpec
 
-__all__ = ["Estimated", "estimated", "plan", "plan_all"]
+__all__ = ["Estimated", "estimated", "plan", "plan_all", "unfused_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,16 @@ def estimated(model: str, batch: int, image: int, device: str) -> Estimated:
         image: Their height and width.
         device: A name in `DEVICES`.
     """
-    graph = StepSpec(model=model, batch=batch, image=image).graph()
+    graph = unfused_step(model, batch, image)
     profile = estimate(graph, device)
     return Estimated(graph, profile, unbounded(graph, profile))
+
+
+def unfused_step(model: str, batch: int, image: int) -> Graph:
+    """A training step with momentum, a node per layer as in the papers."""
+    spec = StepSpec(model=model, batch=batch, image=image)
+    recipe = replace(spec.recipe, fuse=False)
+    return build_step(spec.network(), recipe, spec.choices).steps[-1]
 
 
 def plan_all() -> list[dict[str, Any]]:

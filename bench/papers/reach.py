@@ -8,12 +8,11 @@ from typing import Any
 
 from bench.papers.capacity import GIB
 from bench.papers.models import MODELS, of_library
-from bench.papers.planner import estimated
+from bench.papers.planner import estimated, unfused_step
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.plan_step import largest_batch_within, minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PLANNED
-from mucudnn.studies.memory_results import StepSpec
 
 __all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]
 
@@ -95,6 +94,6 @@ def planned_depth(batch: int, nbytes: int, most: int = DEEPEST) -> dict[str, Any
 
 def least_bytes(model: str, image: int, batch: int, policy: str) -> int:
     """The least budget of a step with momentum on the K40c."""
-    graph = StepSpec(model=model, batch=batch, image=image).graph()
+    graph = unfused_step(model, batch, image)
     profile = estimate(graph, _DEVICE, batch_policy="undivided")
     return minimum_budget(StepRequest(graph, profile, policy=policy))
