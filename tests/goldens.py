@@ -179,7 +179,8 @@ PARTS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
 
 def differences(part: str) -> list[str]:
     """Return a line for every digest of a part that is not that of the file."""
-    known, found = json.loads(FILE.read_text())[part], dict(PARTS[part]())
+    known = json.loads(FILE.read_text()).get(part, {})
+    found = dict(PARTS[part]())
     return [
         f"{part}: {key}: {known.get(key, 'new')} -> {found.get(key, 'gone')}"
         for key in sorted(known.keys() | found.keys())
