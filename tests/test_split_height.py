@@ -67,7 +67,9 @@ def agrees(graph, parts, limit=1e-12):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_what_the_whole_step_does(name, dtype):
-    limit = {"float64": 1e-12, "float32": 1e-4 if name in NORMED else 2e-6}[dtype]
+    # In float32 a value ahead of a ReLU that is zero but for rounding lets a gradient
+    # through or not, by the kernels of the machine: 1.5e-4 was seen (docs/method.md).
+    limit = {"float64": 1e-12, "float32": 3e-4 if name in NORMED else 2e-6}[dtype]
     agrees(step(name, dtype), (2, 3, 8), limit)
 
 
