@@ -1,4 +1,4 @@
-"""What a backend provides: a device, a convolution library, a table of kernels."""
+"""Interface of a backend: a device, a convolution library, a table of kernels."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -62,7 +62,7 @@ class Device(Protocol):
         """
 
     def download(self, source: Array) -> Any:
-        """Return a tensor as a NumPy array of its own, after all work on it."""
+        """Wait for all work on a tensor and copy it to a new NumPy array."""
 
     def queue(self) -> Hashable:
         """Return the queue that kernels go to now: a thread, or a stream.
@@ -236,7 +236,7 @@ class Arriving(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether the copy is complete."""
+        """True if the copy is complete."""
 
 
 class StepIO(Protocol):

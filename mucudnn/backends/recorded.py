@@ -154,7 +154,7 @@ def _parsed(argument: str, parse: Callable[[bytes], T]) -> T:
 
 
 def load(argument: str, device: int) -> Backend:
-    """Return one machine of a recording, with a clock of its own."""
+    """Create a backend that replays one machine of a recording on a virtual clock."""
     recording = read_file(argument)
     fingerprint, known = list(recording.environments.items())[device]
     clock = VirtualDevice(fingerprint, known)

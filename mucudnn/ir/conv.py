@@ -346,7 +346,7 @@ class ConvPlan:
 
     @property
     def divided(self) -> bool:
-        """Whether the plan has more than one micro-batch."""
+        """True if the plan has more than one micro-batch."""
         return len(self.steps) > 1
 
     _repr_html_ = html_of

@@ -60,7 +60,7 @@ class Node:
 
     @property
     def recomputable(self) -> bool:
-        """Whether a copy of the node may run without changing any state."""
+        """True if the node can run again without changing any state."""
         traits = self.traits
         pure = (
             not self.mutates or bool(traits.replay) or traits.recompute_as is not None

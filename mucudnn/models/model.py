@@ -164,7 +164,7 @@ class FunctionModel:
 
     @property
     def flexible(self) -> bool:
-        """Whether the function takes a number of classes."""
+        """True if the function accepts the argument `classes`."""
         return "classes" in self._accepted_options()
 
     def __call__(

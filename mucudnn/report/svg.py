@@ -156,7 +156,7 @@ class Scale:
 
 
 def byte_scale(values: Iterable[int], start: float, stop: float) -> Scale:
-    """Return a logarithmic scale of bytes, with 0 set apart at the left edge."""
+    """Return a logarithmic scale of bytes; zero is drawn at the left edge."""
     positive = [value for value in values if value > 0] or [1024]
     low = 2 ** math.floor(math.log2(min(positive)))
     high = 2 ** math.ceil(math.log2(max(positive)))
@@ -333,7 +333,7 @@ _BELOW, _ABOVE = 15.0, -8.0
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A name beside a mark at `x`, `gap` apart; `y` is the base line of the text."""
+    """Text label at distance `gap` from a mark at `x`, with its baseline at `y`."""
 
     x: float
     y: float

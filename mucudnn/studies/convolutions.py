@@ -65,7 +65,7 @@ class LimitResult:
 
     @property
     def missing(self) -> str | None:
-        """Why there is no speed-up, in two or three words; None if there is one."""
+        """Short reason why there is no speed-up; None if there is one."""
         if self.choice is not None:
             return None if self.choice.speedup is not None else _NO_RIVAL
         reason = self.reason or ""
@@ -125,7 +125,7 @@ class LayerResult:
 
     @property
     def ran_out_of_time(self) -> bool:
-        """Whether a measurement or a comparison is missing for lack of time."""
+        """True if the time limit left a measurement or a comparison out."""
         return any(p.status is RowStatus.LIMITED for p in self.table.perfs) or any(
             outcome.reason == _OUT_OF_TIME for outcome in self.outcomes
         )
@@ -478,7 +478,7 @@ class LimitSummary:
 
     @property
     def cut_short(self) -> bool:
-        """Whether layers are missing for lack of time."""
+        """True if the time limit left layers out."""
         return any(why in (_NOT_BEGUN, _NO_TIME) for why, _ in self.missing)
 
     def to_json(self) -> dict[str, Any]:

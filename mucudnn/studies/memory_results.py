@@ -92,7 +92,7 @@ class StepSpec:
 
     @property
     def recipe(self) -> StepRecipe:
-        """What the step computes."""
+        """Recipe of the step, for `build_step`."""
         return StepRecipe(
             optimizer=optimizer_of(self.optimizer),
             precision=self.precision,
@@ -101,7 +101,7 @@ class StepSpec:
 
     @property
     def choices(self) -> StepChoices:
-        """How the step is computed without a budget."""
+        """Choices for `build_step` without a budget: layouts of images."""
         return StepChoices(
             layout=lambda g, _: with_layout(g, self.layout, self.channels_last)
         )
@@ -176,7 +176,7 @@ class MemoryStudy:
 
     @property
     def measured(self) -> bool:
-        """Whether all times are measurements, none estimates."""
+        """True if all times are measured and none is estimated."""
         return self.spec.device == CPU
 
     @property
@@ -198,7 +198,7 @@ class MemoryStudy:
 
     @property
     def inference(self) -> bool:
-        """Whether the step is inference only."""
+        """True if the step is inference only."""
         return isinstance(self.spec, StepSpec) and self.spec.inference
 
     @property

@@ -184,7 +184,7 @@ def _backend_of(
 
 @dataclass(frozen=True)
 class GraphSource:
-    """Where a graph comes from.
+    """Origin of a graph: the compiled function and its place in it.
 
     Attributes:
         name: Its name in messages.

@@ -121,7 +121,7 @@ def check_combination(face: Face, given: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How steps are measured and planned.
+    """Options of measuring and planning a PyTorch step.
 
     Attributes:
         costs: Measures or estimates times and scratch memory of a graph's nodes.

@@ -563,7 +563,7 @@ class TrainStep:
 
     @property
     def _eager_is_free(self) -> bool:
-        """Whether eager mode is allowed in whatever memory it takes."""
+        """True if eager mode is allowed regardless of its memory."""
         return self._fallback == "eager" or math.isinf(self._budget)
 
     def _may_run_eagerly(self, error: Exception) -> bool:

@@ -180,7 +180,7 @@ def _content(container: Any) -> list[Any]:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as behind `expand`."""
+    """Return whether elements of a tensor share memory, as after `expand`."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)
 

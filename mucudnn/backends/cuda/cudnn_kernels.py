@@ -285,7 +285,7 @@ class _Windows:
 
     @property
     def even(self) -> bool:
-        """Whether as many windows exist as fit between equal paddings at both ends."""
+        """True if equal padding at both ends gives the windows of the result."""
         axes = zip(self.image[2:], self.kernel, self.stride, self.padding, strict=True)
         fitting = tuple((n + 2 * p - k) // step + 1 for n, k, step, p in axes)
         return fitting == self.made[2:] and len(self.kernel) in _RANKS

@@ -35,7 +35,7 @@ from mucudnn.passes.graph.updates import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecipe:
-    """What a step computes, whatever the device and its memory.
+    """Device-independent description of a training step: optimizer, precision, fusion.
 
     Attributes:
         optimizer: Update rule.

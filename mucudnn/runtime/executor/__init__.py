@@ -56,7 +56,7 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Whether reading would not wait."""
+        """True if the result can be read without waiting."""
         return all(arriving.ready for arriving in self.found.values())
 
 

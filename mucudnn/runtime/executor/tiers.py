@@ -129,7 +129,7 @@ class Tiers:
 
     @property
     def locked(self) -> bool:
-        """Whether all tiers are pinned host memory."""
+        """True if all tiers are pinned host memory."""
         return all(isinstance(tier, HostTier) for tier in self._tiers)
 
     def link(self, storage: str) -> int:
@@ -276,7 +276,7 @@ class TierChoice:
 
     @property
     def addressable(self) -> bool:
-        """Whether the host can read this memory, on every backend."""
+        """True if the host can address this memory on every backend."""
         return self.kind != "peer"
 
     def room(self) -> float:

@@ -260,7 +260,7 @@ class StepResult:
 
     @property
     def ready(self) -> bool:
-        """Whether reading does not wait."""
+        """True if the result can be read without waiting."""
         return self._ready()
 
     def _values(self) -> tuple[Any, ...]:

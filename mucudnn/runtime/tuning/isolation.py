@@ -223,7 +223,7 @@ class Child:
 
     @property
     def usable(self) -> bool:
-        """Whether the child runs and is ours, not that of a process we forked from."""
+        """True if the child runs and was started by this process, not by its parent."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property

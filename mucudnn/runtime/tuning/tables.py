@@ -25,7 +25,7 @@ Sizes = Sequence[tuple[int, Sequence[str]]]
 
 
 class Pruning(enum.Enum):
-    """What may be left out of a table."""
+    """Rules for measurements that a table may omit."""
 
     NONE = enum.auto()
     ALGORITHMS = enum.auto()
@@ -217,7 +217,7 @@ class TableFiller:
 
     @property
     def _knows(self) -> bool:
-        """Whether any time is known, of this or another batch size."""
+        """True if an algorithm was timed at any batch size."""
         return bool(self._hints or self._times())
 
     def _times(self) -> list[AlgoPerf]:

@@ -210,7 +210,11 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
             terms.append(f"len({name(holder)}) == {value}")
         elif kind is Kind.ENTRY and value is MISSING:
             terms.append(f"{key!r} not in {name(holder)}")
-        elif kind is Kind.CONTENTS and _has_few(holder):
+        elif (
+            kind is Kind.CONTENTS
+            and type(holder) is list
+            and len(holder) <= _ELEMENTS_COMPARED
+        ):
             terms.append(f"len({name(holder)}) == {len(holder)}")
             for i, element in enumerate(value):
                 terms.append(f"{name(holder)}[{i}] is {name(element)}")
@@ -251,10 +255,6 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def _is_unhooked(read: Read) -> bool:
     return read.kind is Kind.SLOT and read.value is None and read.key in _HOOKS
-
-
-def _has_few(container: Any) -> bool:
-    return type(container) is list and len(container) <= _ELEMENTS_COMPARED
 
 
 def _is_same(container: Any, contents: Sequence[Any]) -> bool:

@@ -28,7 +28,7 @@ MISSING: Any = Missing()
 
 
 class Kind(enum.Enum):
-    """Where a piece of Python state is found."""
+    """Kind of Python state: attribute, cell, container, class, generator and others."""
 
     ENTRY = "an entry of a dict: an attribute, a global"
     CLASS = "an attribute of a class"

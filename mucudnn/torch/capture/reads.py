@@ -136,7 +136,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a capture has read, and what it changed.
+    """Python state that a capture has read and changed.
 
     Attributes:
         reads: State that later steps must find as it was.
@@ -744,7 +744,7 @@ _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
 @dataclass(frozen=True)
 class _Names:
-    """What a code refers to by name, the functions in it included.
+    """Names that a code object and its nested functions refer to.
 
     Attributes:
         loaded: Globals that it reads.

@@ -117,7 +117,7 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How gradients are computed and treated before the update.
+    """Settings of gradients: accumulation, clipping and loss scaling.
 
     Attributes:
         accumulate: Number of micro-batches, along axis 0. Their gradients are summed,
@@ -150,7 +150,7 @@ class StepSettings:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled."""
+        """True if the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     @property

@@ -52,7 +52,7 @@ _MOST = 8
 
 @dataclass(frozen=True)
 class ConvolutionChoice:
-    """How a step's convolutions are chosen.
+    """Source of algorithms for a step's convolutions: PyTorch's, or a tuner's.
 
     Attributes:
         tuner: Measures candidates; None to run all by PyTorch's kernels.

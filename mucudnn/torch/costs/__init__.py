@@ -1,1 +1,1 @@
-"""What nodes cost: times, scratch memory, and the rate of copies."""
+"""Costs of nodes: times, scratch memory, and copy rates."""

@@ -51,7 +51,7 @@ Stripped = Callable[[Rows], StripCall]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a call is cut into calls of some rows each.
+    """Division of a call into calls over row ranges.
 
     Attributes:
         inputs: Split axis of each operand of which a slice reads its rows only; it

@@ -213,7 +213,7 @@ class _Pool:
 
     @property
     def counts_windows(self) -> bool:
-        """Whether PyTorch finds the intended number of windows in a strip's rows.
+        """True if PyTorch computes the expected number of windows in a strip.
 
         With `ceil_mode` it finds one more if rows are left over behind the last window.
         """

@@ -305,7 +305,7 @@ class Blockwise:
 
     @property
     def needs_no_room(self) -> bool:
-        """Whether no buffer is needed: pixels are patches, and BLAS accumulates."""
+        """True if no buffer is needed: filters are 1×1, and BLAS accumulates."""
         return self._direct and self._pixelwise
 
     def run(

@@ -365,7 +365,7 @@ class Products:
 
     @property
     def _channels_last(self) -> bool:
-        """Whether the filter is stored with its taps before its channels."""
+        """True if channels are the last axis of the filter in memory."""
         return self.problem.layout == "NHWC" and self.problem.w_shape[1] > 1
 
     @property

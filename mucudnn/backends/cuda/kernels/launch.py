@@ -54,7 +54,7 @@ class KernelLaunch:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing runs."""
+        """True if the launch has no blocks."""
         return 0 in self.blocks
 
 
