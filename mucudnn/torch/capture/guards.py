@@ -174,6 +174,8 @@ _CHANGES_OF_DICT = 2
 
 def _is_versioned(read: Read) -> bool:
     """Return whether state is unchanged while the version of its holder is."""
+    if read.kind is Kind.CONTENTS:  # the order of an OrderedDict has no version
+        return bool(read.value) and type(read.holder) is dict
     entry = read.kind is Kind.ENTRY or (read.kind is Kind.SIZE and read.value)
     return bool(entry) and type(read.holder) in (dict, defaultdict, OrderedDict)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import dict_version
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -406,6 +407,8 @@ class LiveParts:
             )
         self._numbers: dict[int, float] = {}
         self._held: dict[int, torch.Tensor] = {}
+        self._state_version: tuple[Any, int] = (None, 0)
+        self._state_entries: list[Any] = []
         self._lookup = self._compiled(dict(root.named_modules()))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -421,8 +424,23 @@ class LiveParts:
             if type(numbers[-1]) is not float:
                 raise KeyError(read.label)
         rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
+        tensors = self._lookup(self._entries_of_state())
+        return [*tensors, *_scale(self._settings), *rates]
+
+    def _entries_of_state(self) -> Sequence[Any]:
+        """Return the optimizer's state of each parameter that has tensors in it.
+
+        A parameter's hash is a function in Python, so the entries are found again only
+        where the version of the optimizer's dict of state has changed.
+        """
         state = self._optimizer.state
-        return [*self._lookup(state), *_scale(self._settings), *rates]
+        known, version = self._state_version
+        if state is not known or dict_version(state) != version:
+            groups = self._optimizer.param_groups
+            places = dict.fromkeys((i, j) for i, j, _ in self.parts.state)
+            self._state_entries = [state[groups[i]["params"][j]] for i, j in places]
+            self._state_version = (state, dict_version(state))
+        return self._state_entries
 
     def _read_module(self, module: torch.nn.Module, name: str) -> None:
         held = vars(module)
@@ -474,8 +492,11 @@ class LiveParts:
 
     def _compiled(
         self, named: Mapping[str, torch.nn.Module]
-    ) -> Callable[[Mapping[Any, Any]], Sequence[torch.Tensor]]:
-        """Return a function that looks all tensors up: it runs at every step."""
+    ) -> Callable[[Sequence[Any]], Sequence[torch.Tensor]]:
+        """Return a function that looks all tensors up: it runs at every step.
+
+        Its argument are the entries of the optimizer's state, see `_entries_of_state`.
+        """
         holders: dict[int, str] = {}
         held: dict[str, Any] = {}
 
@@ -493,17 +514,14 @@ class LiveParts:
             for path in names:
                 module, _, own = path.rpartition(".")
                 terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
-        groups, lines = self._optimizer.param_groups, []
-        of_parameter: dict[tuple[int, int], str] = {}
+        entries: dict[tuple[int, int], str] = {}
         for i, j, key in self.parts.state:
-            if (i, j) not in of_parameter:  # a parameter's hash is slow: once for each
-                of_parameter[i, j] = f"s{len(of_parameter)}"
-                parameter = name(groups[i]["params"][j])
-                lines.append(f"  {of_parameter[i, j]} = state[{parameter}]\n")
-            terms.append(f"{of_parameter[i, j]}[{key!r}]")
+            entry = entries.setdefault((i, j), f"s{len(entries)}")
+            terms.append(f"{entry}[{key!r}]")
+        unpacked = f"  {', '.join(entries.values())}, = entries\n" if entries else ""
         defaults = "".join(f", {key}={key}" for key in held)
         values = "".join(f"{term}, " for term in terms)
-        source = f"def lookup(state{defaults}):\n{''.join(lines)}  return ({values})\n"
+        source = f"def lookup(entries{defaults}):\n{unpacked}  return ({values})\n"
         exec(compile(source, "<mucudnn lookup>", "exec"), held)
         return held["lookup"]  # type: ignore[no-any-return]
 
