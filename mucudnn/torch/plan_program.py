@@ -15,10 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from mucudnn.arguments import a_flag
-from mucudnn.errors import PlanningError
+from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import MemoryTier, Profile
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -28,6 +31,7 @@ from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.execution.cuda_memory import library_bytes, reserve
 from mucudnn.torch.execution.devices import device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
 from mucudnn.torch.lowering.lower import lower
@@ -201,6 +205,7 @@ class LoweredStep:
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
         planners: What plans it, by options: it is measured once, for all budgets.
+        threads: How many threads compute it: autograd's has workspaces of its own.
     """
 
     lowered: Lowered
@@ -209,6 +214,7 @@ class LoweredStep:
     finish: Callable[[Lowered], Lowered] = lambda lowered: lowered
     update: EagerUpdate | None = None
     planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
+    threads: int = 1
 
     @classmethod
     def of_joint(cls, joint: Joint, own: Sequence[int]) -> "LoweredStep":
@@ -220,7 +226,8 @@ class LoweredStep:
         """
         lowered = joint.lowered()
         counted = {lowered.inputs[i] for i in own}
-        return cls(lowered, {t for t in lowered.inputs if t is not None} - counted)
+        held = {t for t in lowered.inputs if t is not None} - counted
+        return cls(lowered, held, threads=2)
 
     @classmethod
     def of_captured(
@@ -264,9 +271,35 @@ class LoweredStep:
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
         """Plan the graph, whole or split or fused, and return what planned it.
 
+        On CUDA the budget includes cuBLAS's workspaces.
+
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
+        device = device_of(self.lowered.layouts)
+        held = self.threads * library_bytes(self.lowered, device)
+        try:
+            planner, plan = self._plan(options, max(0.0, budget - held))
+        except PlanningError as e:
+            if not held or e.least_bytes is None:
+                raise
+            least = e.least_bytes + held
+            raise PlanningError(
+                f"the step does not fit into {exact_bytes(int(budget))}, of which "
+                f"{exact_bytes(held)} are cuBLAS's workspaces: the least budget that "
+                f"works is {exact_bytes(least)}",
+                node=e.node,
+                short_by=least - int(budget),
+                least_bytes=least,
+            ) from None
+        if device.type != "cuda":
+            return planner, plan
+        if torch.cuda.is_available():
+            reserve(device, max(0, plan.peak_bytes - plan.resident_bytes))
+        return planner, replace(plan, budget=budget, library_bytes=held, device=device)
+
+    def _plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
+        """Plan the graph within what the libraries leave of a budget."""
         if options.split != WHOLE:
             measure = partial(self._measure, options)
             return plan_in_parts(
@@ -279,11 +312,18 @@ class LoweredStep:
 
     def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
         """Return a planner of the graph, or of a split one, at measured costs."""
+        device = device_of(lowered.layouts)
+        if options.offload_state and device.type != "cpu":
+            raise UnsupportedError(
+                f"offload_state=True keeps parameters and state in host memory between "
+                f"steps, where the model's own tensors are on {device}: it works on "
+                "the CPU only; leave it out, and the budget counts them"
+            )
         lowered = self.finish(lowered)
         profile = options.choice.profile(lowered, options.costs, options.plans)
         tiers: tuple[MemoryTier, ...] = ()
         if isinstance(options.tiers, StepTiers):
-            tiers = options.tiers.measured(device_of(lowered.layouts))
+            tiers = options.tiers.measured(device)
         elif options.tiers is not None:
             tiers = options.tiers(profile)
         return Planner(
@@ -333,7 +373,8 @@ def least_budget(step: LoweredStep, options: PlanOptions) -> int:
         PlanningError: No budget is enough.
     """
     if options.split == WHOLE and options.fusing is None:
-        least = step.planner(options).least_budget()
+        held = library_bytes(step.lowered, device_of(step.lowered.layouts))
+        least = step.planner(options).least_budget() + step.threads * held
     else:
         try:
             least = step.plan(options, 0)[1].peak_bytes
