@@ -187,7 +187,7 @@ class _Training:
             return None
 
         def hand_over() -> "Handover | None":
-            shares = group.shares_now(self._trainer.own_ms)
+            shares = group.shares_now(self._trainer.compute_ms)
             if shares is None:
                 return None
             state, steps = self._trainer.state.save(), self._trainer.steps
@@ -207,7 +207,7 @@ class _Training:
         trainer = self._trainer
         own = RankResult(
             group.history[-1][group.together.rank],
-            trainer.own_ms,
+            trainer.compute_ms,
             trainer.peak_bytes,
             None if trainer.budget is None else trainer.budget.nbytes,
         )
@@ -334,7 +334,7 @@ class RankResult:
     """Share, step time without waiting, and memory of one of several processes."""
 
     samples: int
-    own_ms: float
+    compute_ms: float
     peak_bytes: int
     budget_bytes: int | None
 
@@ -343,7 +343,7 @@ class RankResult:
 
         of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
-            f"{self.samples} images, {ms_text(self.own_ms)} ms without waiting; "
+            f"{self.samples} images, {ms_text(self.compute_ms)} ms without waiting; "
             f"{bytes_text(self.peak_bytes)}{of}"
         )
 

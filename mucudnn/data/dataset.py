@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import integers
+from mucudnn.arguments import check_integers
 from mucudnn.errors import DataError
 
 Images: TypeAlias = NDArray[Any]
@@ -94,7 +94,7 @@ def checked_shape(name: str, shape: Any) -> tuple[int, int, int]:
         TypeError: `shape` is no sequence of integers.
         ValueError: `shape` is not (C, H, W), or a size is below 1.
     """
-    sizes = integers(name, shape, least=1)
+    sizes = check_integers(name, shape, least=1)
     if len(sizes) != 3:
         raise ValueError(f"{name} must be (C, H, W), got {sizes}")
     return sizes[0], sizes[1], sizes[2]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mucudnn.arguments import one_of
+from mucudnn.arguments import check_choice
 from mucudnn.ir.profile import ChunkCosts
 
 ARITHMETIC: Mapping[str, str] = MappingProxyType(
@@ -343,7 +343,7 @@ suffix `_tf32` or `_half` they use tensor cores, as most training does.
 
 def get_device(name: str) -> DeviceFigures:
     """Return the figures of a device; the error for an unknown one lists all."""
-    return DEVICES[one_of("device", name, DEVICES)]
+    return DEVICES[check_choice("device", name, DEVICES)]
 
 
 def name_computing(name: str, dtype: str) -> str:

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mucudnn.arguments import a_text
+from mucudnn.arguments import check_text
 
 __all__ = [
     "DOWN_CONVERT",
@@ -94,7 +94,7 @@ class Numerics:
         Raises:
             ValueError: A word is not in `NUMERICS`, or two contradict each other.
         """
-        words = [word.strip() for word in a_text("numerics", text).split(",")]
+        words = [word.strip() for word in check_text("numerics", text).split(",")]
         for word in words:
             if word not in NUMERICS:
                 valid = ", ".join(NUMERICS)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from mucudnn.arguments import a_flag
+from mucudnn.arguments import check_bool
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import MemoryTier, Profile
@@ -166,9 +166,9 @@ class PlanOptions:
         options = {
             "budget": None if math.isinf(budget) else budget,
             "tuner": tuner,
-            "offload_state": a_flag("offload_state", offload_state) or None,
+            "offload_state": check_bool("offload_state", offload_state) or None,
             "split": None if split == WHOLE else split,
-            "inductor": a_flag("inductor", inductor) or None,
+            "inductor": check_bool("inductor", inductor) or None,
             "tiers": tiers if choices else None,
         }
         check_combination(face, {n: v for n, v in options.items() if v is not None})

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mucudnn.arguments import an_integer, one_of
+from mucudnn.arguments import check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
@@ -217,7 +217,7 @@ def train_step(
         UnsupportedError: The model is wrapped for several devices.
     """
     check_parts(model, loss_fn, optimizer)
-    an_integer("max_plans", max_plans, 1)
+    check_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     limit = parse_budget(budget)
     options = PlanOptions.of(
@@ -230,8 +230,8 @@ def train_step(
         inductor=inductor,
         tiers=tiers,
     )
-    one_of("fallback", fallback, FALLBACKS)
-    an_integer("verify", verify or 0, 0)
+    check_choice("fallback", fallback, FALLBACKS)
+    check_integer("verify", verify or 0, 0)
     grouped = dist.is_available() and dist.is_initialized()
     if (ranks := dist.get_world_size() if grouped else 1) > 1:
         warnings.warn(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.split import split_along
@@ -156,7 +156,7 @@ class Cutting:
 def check_split(split: object) -> None:
     """Raise a `ValueError` or a `TypeError` for an invalid split."""
     if not isinstance(split, str):
-        an_integer("split", split, least=1)
+        check_integer("split", split, least=1)
         return
     word, colon, number = split.partition(":")
     counted = word == HEIGHT and number.isdecimal() and int(number) > 0

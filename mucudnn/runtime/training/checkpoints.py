@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from mucudnn.arguments import a_path, an_integer
+from mucudnn.arguments import check_integer, check_path
 from mucudnn.errors import CheckpointError
 from mucudnn.files import check_file, flush_folder, read_whole, write_whole
 
@@ -69,9 +69,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
-        if an_integer("keep", keep) < 1:
+        if check_integer("keep", keep) < 1:
             raise ValueError(f"at least one checkpoint must be kept, got keep={keep}")
-        self.folder = a_path("folder", folder)
+        self.folder = check_path("folder", folder)
         self._keep = keep
 
     def steps(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.arguments import a_path
+from mucudnn.arguments import check_path
 from mucudnn.backends import Device
 from mucudnn.backends.device import Array, Buffer
 from mucudnn.backends.virtual import VirtualDevice
@@ -171,7 +171,7 @@ class StateStore(Mapping[str, Array]):
 
 def save_weights(path: Path | str, arrays: Mapping[str, Any]) -> None:
     """Write arrays to a safetensors file; `CheckpointError` if that fails."""
-    path = a_path("path", path)
+    path = check_path("path", path)
     try:
         write_arrays(path, arrays, {})
     except OSError as e:
@@ -187,7 +187,7 @@ def load_weights(path: Path | str, state: StateStore, names: Sequence[str]) -> N
         CheckpointError: The file cannot be read, is damaged, or has other tensors than
             `names`; then nothing is changed.
     """
-    path = a_path("path", path)
+    path = check_path("path", path)
     try:
         state.load(read_arrays(path, read_header(path)), names)
     except OSError as e:

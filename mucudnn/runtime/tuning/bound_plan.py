@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mucudnn.arguments import a_flag
+from mucudnn.arguments import check_bool
 from mucudnn.backends import Device
 from mucudnn.backends.base import Backend, Runner
 from mucudnn.backends.device import Array, Buffer
@@ -315,7 +315,7 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
         ValueError: `out` has another shape, type or memory order, or is missing.
         TypeError: `out` is no array, or `accumulate` no bool.
     """
-    a_flag("accumulate", accumulate)
+    check_bool("accumulate", accumulate)
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True adds to `out`, which was not given")

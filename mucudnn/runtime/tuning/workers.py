@@ -38,7 +38,7 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.codecs import perf_from_dict, perf_to_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.processes import SIGNALS, Own
+from mucudnn.processes import SIGNALS, PerProcess
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_timer import Message, SizeRequest, measure_size
 from mucudnn.runtime.tuning.tables import Sizes, TableFiller
@@ -285,14 +285,14 @@ class _Station:
         self.isolations: dict[bool | None, Isolation] = {}
 
 
-_station = Own(_Station)
+_station = PerProcess(_Station)
 """State of this process between tasks; an executor's task is a bare function."""
 
 
 def answer(message: Message) -> Message:
     """Time the requested algorithms on this process's device, unless it is another."""
     where = f"{platform.node()}, process {os.getpid()}"
-    station, rows = _station.mine, list[AlgoPerf]()
+    station, rows = _station.value, list[AlgoPerf]()
     try:
         with station.lock:
             device = message["backend"], message["index"]
