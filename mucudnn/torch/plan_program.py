@@ -258,7 +258,13 @@ class LoweredStep:
         """Return what plans the whole step."""
         key = replace(options, split=WHOLE, fusing=None)
         if key not in self.planners:
-            self.planners[key] = self._measure(options, self.lowered)
+            # The same costs serve a step whose state may leave and one whose may not.
+            other = self.planners.get(replace(key, offload_state=not key.offload_state))
+            self.planners[key] = (
+                self._measure(options, self.lowered)
+                if other is None
+                else replace(other, offload_state=key.offload_state)
+            )
         return self.planners[key]
 
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
