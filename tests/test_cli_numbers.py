@@ -25,6 +25,7 @@ COMMANDS = {
     "train": [*("lenet", "--steps", "1", "--batch", "2", "--seed", "1"), *NULL],
     "fleet": ["lenet", "--devices", "k80,p100", "--batch", "4"],
     "info": ["--cache", "none"],
+    "doctor": ["--cache", "none"],
     "cache list": ["--cache", "none"],
     "cache export": ["out.json", "--cache", "none"],
     "cache import": ["out.json", "--cache", "none"],

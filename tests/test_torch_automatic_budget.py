@@ -61,7 +61,7 @@ def test_a_step_keeps_it_and_equals_eager_mode(budget, width):
         assert ours.equal(theirs)
     plan = step.plan
     assert plan.peak_bytes <= plan.budget
-    share = {"85%": 0.6, "auto": 1.0}.get(budget)
+    share = {"85%": 0.85, "auto": 1.0}.get(budget)
     if share is None:
         assert plan.peak_bytes == most
     else:
