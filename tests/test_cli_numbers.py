@@ -59,7 +59,12 @@ def nowhere(tmp_path, monkeypatch):
 def ended(arguments):
     """How it ends; a traceback fails the test."""
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
-    assert done.exit_code in {0, ExitCode.BAD_INPUT, ExitCode.NOTHING_FITS}, arguments
+    assert done.exit_code in {
+        0,
+        ExitCode.BAD_INPUT,
+        ExitCode.FAILED,
+        ExitCode.NOTHING_FITS,
+    }, arguments
     if done.exit_code == ExitCode.BAD_INPUT:
         errors = [x for x in done.stderr.splitlines() if "mucudnn: warning" not in x]
         (line,) = errors
