@@ -18,9 +18,6 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 from mucudnn.notebook import html_of
 
-__all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
-
-
 LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
 

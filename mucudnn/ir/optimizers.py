@@ -22,19 +22,6 @@ from mucudnn.arguments import (
 )
 from mucudnn.ir.sizes import parse_integer
 
-__all__ = [
-    "OPTIMIZERS",
-    "AdaGrad",
-    "Adam",
-    "Momentum",
-    "Optimizer",
-    "RmsProp",
-    "Sgd",
-    "optimizer_of",
-    "parse_optimizer",
-]
-
-
 _SHARES = ("momentum", "beta1", "beta2", "alpha")
 
 

@@ -41,8 +41,6 @@ from mucudnn.runtime.executor.tasks import (
 )
 from mucudnn.runtime.executor.tiers import HostSlot, HostTier, Tiers
 
-__all__ = ["Executor"]
-
 
 @dataclass(frozen=True, slots=True)
 class Results:
