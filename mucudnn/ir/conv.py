@@ -385,12 +385,7 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
 def named_padding(
     name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the padding for "same" or "valid", as in PyTorch.
-
-    Raises:
-        ValueError: The word is unknown, or "same" would need another stride than 1 or
-            more zeros at one end than at the other.
-    """
+    """Return the padding for "same" or "valid", as in PyTorch."""
     if name not in ("same", "valid"):
         raise ValueError(
             f"unknown padding {name!r}; choose numbers, or one of: same, valid"

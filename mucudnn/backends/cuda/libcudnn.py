@@ -152,11 +152,7 @@ class Cudnn:
             self._functions[name] = function
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function by its C name; return its result if that is no status.
-
-        Raises:
-            BackendError: Its status is not success; see `error_for`.
-        """
+        """Call a function by its C name; return its result if that is no status."""
         result = self._functions[name](*arguments)
         if name in _NO_STATUS:
             return result

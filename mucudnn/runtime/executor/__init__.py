@@ -333,11 +333,7 @@ def _watched_call(task: Task, watcher: Watcher | None) -> Call:
 
 
 def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
-    """Return the NumPy array of an input.
-
-    Raises:
-        ValueError: It is missing, or of another shape or type.
-    """
+    """Return the NumPy array of an input."""
     value = feeds.get(spec.name)
     if value is None:
         raise ValueError(f"input {spec.name!r} was not given")

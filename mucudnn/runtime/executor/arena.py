@@ -24,13 +24,7 @@ def shared_bytes(layouts: Sequence[Layout]) -> int:
 
 
 def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
-    """Allocate one memory; return a buffer over it for each layout.
-
-    Raises:
-        OutOfMemoryError: There is no room for the memory, or for its addresses.
-        UnsupportedError: A layout is to be mapped, and the backend cannot do that, or
-            not in its chunks.
-    """
+    """Allocate one memory; return a buffer over it for each layout."""
     nbytes = shared_bytes(layouts)
     if all(layout.pages is None for layout in layouts):
         return [backend.device.allocate(nbytes)] * len(layouts)
@@ -119,14 +113,7 @@ class Pool:
         return sum(block.reserved for block in self.blocks.values())
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """Allocate from the smallest sufficient hole; return the offset.
-
-        Raises:
-            OutOfMemoryError: No hole is large enough; names the live blocks, and what
-                would make room.
-            ValueError: The name has a block already, the size is negative, or the pool
-                was closed.
-        """
+        """Allocate from the smallest sufficient hole; return the offset."""
         self._opened()
         if name in self.blocks:
             raise ValueError(
@@ -159,11 +146,7 @@ class Pool:
             self.holes[start] = nbytes
 
     def view(self, name: str, spec: TensorSpec) -> Array:
-        """Return a tensor at the start of a block.
-
-        Raises:
-            ValueError: The block is smaller, or there is none of this name.
-        """
+        """Return a tensor at the start of a block."""
         block = self._block(name)
         if spec.nbytes > block.nbytes:
             raise ValueError(

@@ -159,11 +159,7 @@ def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
 
 
 def read_resumption(checkpoint: Checkpoint) -> Resumption:
-    """Read the progress of a checkpoint.
-
-    Raises:
-        CheckpointError: A member is missing, has a wrong type, or is inconsistent.
-    """
+    """Read the progress of a checkpoint."""
     try:
         return _read(checkpoint)
     except ValueError as e:
@@ -335,10 +331,6 @@ class LogFile:
         path: File name that ends in .csv, .jsonl or .ndjson.
         since: Position at which training resumes; without it an existing file is
             replaced.
-
-    Raises:
-        ValueError: The path has another suffix.
-        CheckpointError: Training resumes, and the file is no such log.
     """
 
     def __init__(self, path: Path | str, *, since: Position | None = None) -> None:

@@ -81,11 +81,6 @@ class Workers:
         """Measure the rounds of all chains, those of each chain one after another.
 
         On every exit, Ctrl-C included, finished rows are kept.
-
-        Raises:
-            ValueError: A worker has a device of another model, or other libraries.
-            BackendUnavailableError: A worker cannot load the backend, or the executor
-                takes no tasks.
         """
         _Dispatch(self).run(chains)
 
