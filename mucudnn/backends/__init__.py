@@ -77,12 +77,7 @@ def _module(name: str) -> tuple[ModuleType, str]:
 
 
 def _installed(kind: str, name: str) -> ModuleType:
-    """Import the backend module of an installed plug-in.
-
-    Raises:
-        ValueError: No plug-in has this name.
-        ImportError: The module cannot be loaded or is not a backend.
-    """
+    """Import the backend module of an installed plug-in."""
     plugin = find_plugin(_GROUP, kind)
     if plugin is None:
         valid = ", ".join(backend_names())

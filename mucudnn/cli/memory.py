@@ -26,12 +26,14 @@ from mucudnn.cli.options import (
     listing_option,
     model_argument,
     names_of_all,
+    open_cache,
     optimizer_option,
     option,
     order_option,
     placement_option,
     policies,
     precision_option,
+    refuse_foreign_file,
     report_option,
     schedulers,
     section,
@@ -41,7 +43,6 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import emit, refuse_same, write_files
 from mucudnn.cli.own_code import import_option, list_models, network, torch_step
-from mucudnn.cli.tuner_options import open_cache, refuse_foreign_file
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes

@@ -11,7 +11,7 @@ import cloup
 from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.options import listing_option, model_argument
+from mucudnn.cli.options import listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.train_options import (
@@ -27,7 +27,6 @@ from mucudnn.cli.train_options import (
     words_of,
 )
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
-from mucudnn.cli.tuner_options import make_tuner
 from mucudnn.ir.optimizers import parse_learning_rate
 
 if TYPE_CHECKING:

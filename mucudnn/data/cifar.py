@@ -351,10 +351,6 @@ def read_pickled_dict(path: Path, most: int | None = None) -> dict[str, Any]:
 
     The file may have `most` bytes. Python 2 wrote the published files, so texts are
     returned as bytes, except keys.
-
-    Raises:
-        DataError: The file is missing, truncated, too large, no such pickle, or names a
-            function that is not allowed.
     """
     raw = read_file(path, most)
     reader = _Unpickler(raw)

@@ -263,10 +263,6 @@ class PartOfBatches:
         return len(self._loader)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Iterate over the batches of one epoch, from batch `start` on.
-
-        Raises:
-            ValueError: The epoch or batch is out of range.
-        """
+        """Iterate over the batches of one epoch, from batch `start` on."""
         for images, labels in self._loader.epoch(epoch, start):
             yield Batch(images[self._rows], labels[self._rows])

@@ -27,8 +27,6 @@ from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
 
-__all__ = ["GraphBuilder"]
-
 Saved = tuple[str, tuple[int, ...], str]
 """Label, shape and data type of a tensor that a node saves for its gradient."""
 

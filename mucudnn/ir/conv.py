@@ -18,9 +18,6 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 from mucudnn.notebook import html_of
 
-__all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
-
-
 LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
 
@@ -388,12 +385,7 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
 def named_padding(
     name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the padding for "same" or "valid", as in PyTorch.
-
-    Raises:
-        ValueError: The word is unknown, or "same" would need another stride than 1 or
-            more zeros at one end than at the other.
-    """
+    """Return the padding for "same" or "valid", as in PyTorch."""
     if name not in ("same", "valid"):
         raise ValueError(
             f"unknown padding {name!r}; choose numbers, or one of: same, valid"

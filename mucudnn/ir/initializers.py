@@ -10,17 +10,6 @@ from dataclasses import dataclass
 
 from mucudnn.arguments import check_bool, check_number
 
-__all__ = [
-    "Constant",
-    "CopyOf",
-    "HeNormal",
-    "Initializer",
-    "LecunUniform",
-    "Normal",
-    "XavierUniform",
-    "fans",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Constant:

@@ -10,18 +10,6 @@ from dataclasses import dataclass
 
 from mucudnn.arguments import check_text
 
-__all__ = [
-    "DOWN_CONVERT",
-    "FLOAT32_SUM",
-    "HALF_SUM",
-    "NATIVE",
-    "NUMERICS",
-    "TF32",
-    "Numerics",
-    "Traits",
-]
-
-
 NATIVE = "default"
 """Math mode: arithmetic in the data type of the operands."""
 

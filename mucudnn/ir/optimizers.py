@@ -22,19 +22,6 @@ from mucudnn.arguments import (
 )
 from mucudnn.ir.sizes import parse_integer
 
-__all__ = [
-    "OPTIMIZERS",
-    "AdaGrad",
-    "Adam",
-    "Momentum",
-    "Optimizer",
-    "RmsProp",
-    "Sgd",
-    "optimizer_of",
-    "parse_optimizer",
-]
-
-
 _SHARES = ("momentum", "beta1", "beta2", "alpha")
 
 
@@ -287,11 +274,6 @@ def rate_of(choice: Any, base: float) -> Callable[[int], float]:
         choice: A function of the step, a number, a schedule or its text ("step:30,60"
             counts steps); None selects `base`.
         base: The optimizer's own rate.
-
-    Raises:
-        ValueError: The text is not a schedule, the number is out of range, or the
-            schedule depends on the number of steps.
-        TypeError: The choice has another type.
     """
     if choice is None:
         choice = base

@@ -17,15 +17,6 @@ from mucudnn.runtime.tuning.bound_plan import check_out
 from mucudnn.runtime.tuning.kernel_timer import check_room
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_backward_data",
-    "conv_backward_filter",
-    "explain",
-]
-
 Ints = int | Sequence[int]
 
 Padding = Ints | str

@@ -276,10 +276,6 @@ def write_arrays(
     """Write a file completely, or leave it as it was.
 
     Data types are preserved, bfloat16 and float16 included. `header` is plain JSON.
-
-    Raises:
-        OSError: The file cannot be written.
-        ValueError: The format does not support a data type.
     """
     dense = {}  # contiguous, in native byte order
     for name, value in arrays.items():
@@ -297,12 +293,7 @@ def write_arrays(
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Return a file's header, unverified; None if the file has none of ours.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no safetensors file, or its header no JSON object.
-    """
+    """Return a file's header, unverified; None if the file has none of ours."""
     metadata = _read_with(path, lambda file: file.metadata())
     if metadata is None or _KEY not in metadata:
         return None
@@ -310,12 +301,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arrays of a file, verified by its header's checksums if any.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no safetensors file, or damaged.
-    """
+    """Return the arrays of a file, verified by its header's checksums if any."""
     arrays = _read_with(path, _tensors)
     if header is None:
         return arrays

@@ -400,11 +400,7 @@ class SplitChooser:
         self._order, self._progress = order, progress
 
     def __call__(self, graph: Graph, complete: Complete) -> Graph:
-        """Return the graph in parts, or unchanged.
-
-        Raises:
-            PlanningError: The step does not fit the budget, whole or in parts.
-        """
+        """Return the graph in parts, or unchanged."""
         cutting, budget = cutting_of(graph, self._split), self._budget
         if cutting is None:
             if budget is None:

@@ -140,12 +140,6 @@ class BoundPlan:
         Shapes and types of `a` and `b` must have been checked; `out` is checked here.
         With `accumulate` the result is added to `out`. Operands that `out` overlaps are
         copied.
-
-        Raises:
-            ValueError: `out` cannot take the result.
-            VerificationError: An undivided run gives other results.
-            OutOfMemoryError: There is no room even for the smallest plan.
-            StepFailedError: A kernel failed and so did every other algorithm.
         """
         device = self._device
         if out is None and not accumulate:
@@ -309,12 +303,7 @@ class BoundPlan:
 
 
 def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) -> None:
-    """Check that `out` can take the result.
-
-    Raises:
-        ValueError: `out` has another shape, type or memory order, or is missing.
-        TypeError: `out` is no array, or `accumulate` no bool.
-    """
+    """Check that `out` can take the result."""
     check_bool("accumulate", accumulate)
     if out is None:
         if accumulate:
