@@ -10,9 +10,8 @@ from typing import Literal
 import click
 
 from mucudnn.cli.app import ExitCode
-from mucudnn.cli.options import cache_option, json_option
+from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
-from mucudnn.cli.tuner_options import open_cache
 from mucudnn.errors import BackendUnavailableError
 
 Status = Literal["works", "missing", "fails"]
