@@ -263,6 +263,7 @@ class BenchmarkCache:
             raise CacheError(f"cannot import {file}: {e.strerror or e}") from e
         except ValueError as e:
             raise CacheError(f"cannot import {file}: {e}") from e
+        # All rows are decoded: from here on only the database can fail.
         key_of, now = functools.cache(problem_key), time.time()
         rows = [
             (

@@ -172,6 +172,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
     at, epochs, device, plans, races = members_of(
         "progress", dict(checkpoint.progress), _MEMBERS, {"races": []}
     )
+    # A position that contradicts itself would resume from the wrong batch.
     position: Position = _decoded("position", Position, at)
     if position.steps != checkpoint.step:
         raise ValueError(
@@ -188,6 +189,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
                 f"position: {getattr(position, less)} {less} are more than "
                 f"{getattr(position, more)} {more}"
             )
+    # Reports of all epochs before it, in order.
     reports = tuple(
         _decoded(f"epochs[{i}]", EpochReport, report)
         for i, report in enumerate(list_of("epochs", epochs))

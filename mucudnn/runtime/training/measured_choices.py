@@ -405,6 +405,7 @@ class SplitChooser:
         if cutting is None:
             if budget is None:
                 return graph
+            # `auto`: cut in every promising way, measure it, and plan it.
             unmeasured: list[OutOfMemoryError | PlanningError] = []
 
             def costs(step: Graph) -> Profile | None:
