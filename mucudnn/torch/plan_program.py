@@ -36,7 +36,7 @@ from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner
-from mucudnn.torch.splitting.plan import plan_in_parts
+from mucudnn.torch.splitting.plan import SplitCandidates, split_candidates
 
 if TYPE_CHECKING:
     from mucudnn.torch.fusion.fusing import Fusing
@@ -258,7 +258,13 @@ class LoweredStep:
         """Return what plans the whole step."""
         key = replace(options, split=WHOLE, fusing=None)
         if key not in self.planners:
-            self.planners[key] = self._measure(options, self.lowered)
+            # The same costs serve a step whose state may leave and one whose may not.
+            other = self.planners.get(replace(key, offload_state=not key.offload_state))
+            self.planners[key] = (
+                self._measure(options, self.lowered)
+                if other is None
+                else replace(other, offload_state=key.offload_state)
+            )
         return self.planners[key]
 
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
@@ -267,15 +273,23 @@ class LoweredStep:
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        if options.split != WHOLE:
-            measure = partial(self._measure, options)
-            return plan_in_parts(
-                self.lowered, self.names, measure, budget, options.split
-            )
+        if (candidates := self.candidates(options)) is not None:
+            return candidates.plan(budget, options.split)
         planner = self.planner(options)
         if options.fusing is not None:
             return options.fusing.plan(planner, budget, options.plans)
         return planner, planner.plan(budget, options.plans)
+
+    def candidates(self, options: PlanOptions) -> SplitCandidates | None:
+        """Return the step whole and in parts; None if it only runs whole.
+
+        Raises:
+            UnsupportedError: A number of parts was given and nothing can be cut.
+        """
+        if options.split == WHOLE:
+            return None
+        measure = partial(self._measure, options)
+        return split_candidates(self.lowered, self.names, measure, options.split)
 
     def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
         """Return a planner of the graph, or of a split one, at measured costs."""

@@ -245,6 +245,13 @@ class SplitStep:
     costs: Callable[[Graph], Profile | None] = field(repr=False)
     request: Callable[[Graph, Profile], StepRequest] = field(repr=False)
 
+    def within(self, budget: float) -> "SplitStep":
+        """Return the step as it is planned within a budget of bytes."""
+        return replace(
+            self,
+            request=lambda graph, costs: self.request(graph, costs).within(budget),
+        )
+
     def in_parts(self, parts: int | Cutting) -> Graph:
         """Return the complete step, split into parts; 1 for the whole step."""
         cutting = Cutting(parts) if isinstance(parts, int) else parts
