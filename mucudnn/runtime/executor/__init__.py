@@ -28,11 +28,11 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.arena import arenas
-from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.tasks import (
     ByteRange,
     Call,
+    Copies,
     HookFactory,
     NodeHooks,
     Task,

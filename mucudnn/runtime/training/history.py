@@ -28,9 +28,8 @@ from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.training.checkpoints import Checkpoint
-from mucudnn.runtime.training.evaluation import Evaluation
 from mucudnn.runtime.training.planned_steps import Plans
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.stepping import Evaluation, StepResult
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _MEMBERS = ("position", "epochs", "device", "plans")

@@ -16,12 +16,6 @@ from mucudnn.codecs import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.processes import deferred_interrupt
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
-from mucudnn.runtime.training.evaluation import (
-    Epochs,
-    Evaluation,
-    check_batches,
-    image_and_label,
-)
 from mucudnn.runtime.training.history import (
     EpochReport,
     OnEntry,
@@ -32,7 +26,13 @@ from mucudnn.runtime.training.history import (
     read_resumption,
     step_entry,
 )
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.stepping import (
+    Epochs,
+    Evaluation,
+    StepResult,
+    check_batches,
+    image_and_label,
+)
 from mucudnn.runtime.training.trainer import Trainer
 
 
