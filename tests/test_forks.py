@@ -189,7 +189,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_copies_are_refused_or_made_and_never_waited_for_in_vain():
     run("""
-from mucudnn.backends.cpu.copies import CpuCopier
+from mucudnn.backends.cpu.device import CpuCopier
 from mucudnn.errors import BackendError
 began, end = threading.Event(), threading.Event()
 

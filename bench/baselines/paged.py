@@ -23,8 +23,8 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.liveness import written
 from mucudnn.runtime.executor import fed
 from mucudnn.runtime.executor.arena import Pool
-from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.program import kernel_of
+from mucudnn.runtime.executor.tasks import Copies
 from mucudnn.runtime.executor.tiers import HostTier
 from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 

@@ -23,7 +23,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.executor.arena import Pool
-from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.tasks import Copies
 
 __all__ = ["CacheStatistics", "TensorCache"]
 

@@ -118,6 +118,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     if settings["listing"]:
         _list_suites(settings["json_file"])
         return
+    # Refuse what cannot work before anything is measured.
     files = ("json", "report", "record")
     refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
     found = layers_of(sources, settings)
@@ -148,6 +149,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
     comparison, record = _compare(layers, settings)
+    # Write results before the exit code reports an interruption.
     title, tables = title_of(sources, settings), comparison_tables
     if settings["style"] == "deepbench":
         tables = deepbench_tables

@@ -77,6 +77,7 @@ class ArrayDataset:
                 f"labels must be {len(images)} whole numbers, one an image; got an "
                 f"array of shape {labels.shape} and type {labels.dtype}"
             )
+        # Class names, their number, or as many as the labels show.
         if classes is None:
             classes = int(labels.max()) + 1
         elif isinstance(classes, tuple | list):

@@ -129,6 +129,7 @@ def conv_transpose(
     Its weight has shape (C, channels // groups, *kernel), as in PyTorch.
     """
     shape, depth = g.shape(x), channels_of(x, g.shape(x))
+    # The adjoint of a convolution: its output is that convolution's input.
     kernels, steps, pads, dilations, extra = (
         per_axis(label, value, len(shape) - 2, least)
         for label, value, least in (

@@ -280,6 +280,7 @@ def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:
         raise ValueError(
             f"conv{rank}d takes an input of {rank + 2} axes, got shape {a.shape}"
         )
+    # The operand that is not given has the shape of the result.
     x_shape, w_shape = {
         Direction.FORWARD: (a.shape, b.shape),
         Direction.BACKWARD_DATA: (shape, b.shape),

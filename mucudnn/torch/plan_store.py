@@ -56,7 +56,7 @@ _PROFILE, _PLAN = "profile", "plan"
 
 
 class PlanEntries(Protocol):
-    """The methods of `mucudnn.runtime.store.entries.Entries` that plans need."""
+    """The methods of `mucudnn.runtime.store.measurements.Entries` that plans need."""
 
     def get(self, kind: str, key: str) -> Any | None:
         """Return the value of a key, or None."""

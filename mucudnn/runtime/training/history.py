@@ -28,9 +28,8 @@ from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.training.checkpoints import Checkpoint
-from mucudnn.runtime.training.evaluation import Evaluation
 from mucudnn.runtime.training.planned_steps import Plans
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.stepping import Evaluation, StepResult
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _MEMBERS = ("position", "epochs", "device", "plans")
@@ -172,6 +171,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
     at, epochs, device, plans, races = members_of(
         "progress", dict(checkpoint.progress), _MEMBERS, {"races": []}
     )
+    # A position that contradicts itself would resume from the wrong batch.
     position: Position = _decoded("position", Position, at)
     if position.steps != checkpoint.step:
         raise ValueError(
@@ -188,6 +188,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
                 f"position: {getattr(position, less)} {less} are more than "
                 f"{getattr(position, more)} {more}"
             )
+    # Reports of all epochs before it, in order.
     reports = tuple(
         _decoded(f"epochs[{i}]", EpochReport, report)
         for i, report in enumerate(list_of("epochs", epochs))

@@ -16,12 +16,6 @@ from mucudnn.codecs import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.processes import deferred_interrupt
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
-from mucudnn.runtime.training.evaluation import (
-    Epochs,
-    Evaluation,
-    check_batches,
-    image_and_label,
-)
 from mucudnn.runtime.training.history import (
     EpochReport,
     OnEntry,
@@ -32,7 +26,13 @@ from mucudnn.runtime.training.history import (
     read_resumption,
     step_entry,
 )
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.stepping import (
+    Epochs,
+    Evaluation,
+    StepResult,
+    check_batches,
+    image_and_label,
+)
 from mucudnn.runtime.training.trainer import Trainer
 
 
@@ -100,6 +100,7 @@ def fit(
         CheckpointError: A checkpoint cannot be written or resumed from.
         KeyboardInterrupt: Ctrl-C, after the checkpoint is written.
     """
+    # Validate every argument before the first step changes a weight.
     counts = {
         "epochs": epochs,
         "max_steps": max_steps,
@@ -132,6 +133,7 @@ def fit(
     for name, (function, wanted) in functions.items():
         if function is not None:
             check_function(name, function, wanted)
+    # Ranks that would take different numbers of steps would wait forever.
     trainer.check_alike({**counts, "batches": len(batches), **(words or {})})
     run = _Run(
         trainer,
@@ -145,6 +147,7 @@ def fit(
     if resume is not None:
         run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
+    # Ctrl-C ends the loop between two steps, when weights and logs agree.
     with deferred_interrupt() as pressed:
 
         def interrupted() -> bool:

@@ -296,6 +296,7 @@ def _within_budget(
 
     If that one is mapped in chunks, the others share its chunks; if not, none is.
     """
+    # Persistent state is allocated once for all graphs.
     sizes = {
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
     }
@@ -322,6 +323,7 @@ def _within_budget(
             state=state,
         ).placed(progress)
 
+    # The first graph decides what is host-resident; the others follow.
     decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
     placement = STATIC if decided.layout.pages is None else VIRTUAL

@@ -40,7 +40,6 @@ from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.profiling.profiler import OnNode
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.measured_choices import (
     EpilogueRace,
     Layouts,
@@ -52,6 +51,9 @@ from mucudnn.runtime.training.parameters import StateStore, load_weights, save_w
 from mucudnn.runtime.training.planned_steps import Plans, fixed_plans, place_steps
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.stepping import (
+    Epochs,
+    Evaluation,
+    Evaluator,
     Stepper,
     StepResult,
     StepTimes,

@@ -149,11 +149,13 @@ class BoundPlan:
             check_out(device, self._out, out, accumulate)
             a = device.dense(a, copy=device.overlap(a, out))
             b = device.dense(b, copy=device.overlap(b, out))
+        # Without room for the workspace, use the next smaller plan.
         runner = self._runner
         try:
             workspace = self._arena.get(runner.plan.workspace)
         except OutOfMemoryError as e:
             runner, workspace = self._fall_back(runner, e)
+        # Verify: run undivided first, while `out` has what is added to.
         verify = None
         if self._verify and runner.plan.divided:
             if self._unverified == 0:
@@ -161,6 +163,7 @@ class BoundPlan:
                 verify = self._verifier(runner.plan, a, b, added_to)
             else:
                 self._unverified = (self._unverified + 1) % self._verify
+        # Samples before a failure are final: another algorithm does the rest.
         try:
             runner.run(a, b, out, workspace, accumulate)
         except StepFailedError as e:

@@ -155,6 +155,7 @@ class ChildTimer:
         name, attempt = self.backend.name, 0
         while True:
             try:
+                # The first kernel starts a child, and the next one after it was lost.
                 if self.pid is None:
                     self.close()
                     self._child.append(Child(name, str(self.backend.index)))

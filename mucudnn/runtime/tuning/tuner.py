@@ -116,6 +116,7 @@ class Tuner:
         isolate: bool | None = None,
         executor: Executor | None = None,
     ) -> None:
+        # What to plan for, and under which limits.
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.workspace_limit = parse_bytes(workspace_limit)
         self.total_workspace = (
@@ -131,6 +132,7 @@ class Tuner:
             Numerics.parse(numerics) if isinstance(numerics, str) else numerics
         )
         self.rule = rule or StoppingRule()
+        # Where to measure: here, on several devices, or by an executor.
         self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
         if executor is not None and benchmark_backends:
             raise ValueError(
@@ -157,6 +159,7 @@ class Tuner:
             workers=None if executor is None else Workers(executor, isolate),
             lock=self._lock,
         )
+        # How plans are proved and run.
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
         self._validates, self._replay = validate, replay
         if isinstance(verify, bool):

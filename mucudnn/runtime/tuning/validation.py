@@ -105,6 +105,7 @@ class Validator:
             planned_ms = timing.time_ms
             baseline_ms = None if undivided is None else planned_ms
         else:
+            # A recording answers for its machine; otherwise both run in turn.
             if (ratio := self._recorded(plan, undivided)) is not None:
                 baseline_ms = undivided.time_ms
                 planned_ms = ratio * baseline_ms

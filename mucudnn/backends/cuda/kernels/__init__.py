@@ -20,12 +20,10 @@ from mucudnn.backends.cuda.kernels import (
     elementwise,
     group_norm,
     losses,
-    lrn,
     pooling,
     reductions,
     split_norm,
     updates,
-    upsampling,
 )
 from mucudnn.backends.cuda.kernels.launch import (
     Call,
@@ -45,8 +43,6 @@ _MODULES = (
     updates,
     group_norm,
     losses,
-    lrn,
-    upsampling,
 )
 
 KERNELS: Mapping[str, Operation] = MappingProxyType(
