@@ -19,6 +19,9 @@ from mucudnn.cli.options import (
     file_option,
     flag,
     json_option,
+    limit_options,
+    make_tuner,
+    measuring_options,
     option,
     report_option,
     section,
@@ -32,7 +35,6 @@ from mucudnn.cli.output import (
     refuse_same,
 )
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.tuner_options import limit_options, make_tuner, measuring_options
 from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:

@@ -50,6 +50,7 @@ class TorchPlan:
             planned; None where the update is planned.
         update_peak_bytes: The most that is in use during such an update.
         update_reason: Why it is not planned.
+        chosen: What a budget that is not in bytes came to, and what it costs.
     """
 
     plan: StepPlan = field(repr=False)
@@ -63,6 +64,7 @@ class TorchPlan:
     own_update: UpdateBytes | None = None
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")
+    chosen: tuple[str, ...] = field(repr=False, default=())
 
     @property
     def peak_bytes(self) -> int:
@@ -113,6 +115,7 @@ class TorchPlan:
         gap_words = "" if gap is None else f", at most {gap:.1%} above the best plan"
         lines = [
             *([self.name] if self.name else []),
+            *self.chosen,
             f"peak {format_bytes(self.peak_bytes, *bound)} within {budget}, "
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from mucudnn.arguments import a_flag
+from mucudnn.arguments import check_bool
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import MemoryTier, Profile
@@ -36,7 +36,7 @@ from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner
-from mucudnn.torch.splitting.plan import plan_in_parts
+from mucudnn.torch.splitting.plan import SplitCandidates, split_candidates
 
 Face = Literal["train_step", "backend", "memory"]
 """A public function that takes options of planning."""
@@ -169,9 +169,9 @@ class PlanOptions:
         options = {
             "budget": None if math.isinf(budget) else budget,
             "tuner": tuner,
-            "offload_state": a_flag("offload_state", offload_state) or None,
+            "offload_state": check_bool("offload_state", offload_state) or None,
             "split": None if split == WHOLE else split,
-            "inductor": a_flag("inductor", inductor) or None,
+            "inductor": check_bool("inductor", inductor) or None,
             "tiers": tiers if choices else None,
         }
         check_combination(face, {n: v for n, v in options.items() if v is not None})
@@ -267,10 +267,14 @@ class LoweredStep:
         """Return what plans the whole step."""
         key = replace(options, split=WHOLE)
         if key not in self.planners:
-            lowered = self.lowered
-            if options.inductor and self.compiled is not None:
-                lowered = self.compiled()
-            self.planners[key] = self._measure(options, lowered)
+            # The same costs serve a step whose state may leave and one whose may not.
+            other = self.planners.get(replace(key, offload_state=not key.offload_state))
+            if other is not None:
+                self.planners[key] = replace(other, offload_state=key.offload_state)
+            elif options.inductor and self.compiled is not None:
+                self.planners[key] = self._measure(options, self.compiled())
+            else:
+                self.planners[key] = self._measure(options, self.lowered)
         return self.planners[key]
 
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
@@ -279,11 +283,8 @@ class LoweredStep:
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        if options.split != WHOLE:
-            measure = partial(self._measure, options)
-            return plan_in_parts(
-                self.lowered, self.names, measure, budget, options.split
-            )
+        if (candidates := self.candidates(options)) is not None:
+            return candidates.plan(budget, options.split)
         planner = self.planner(options)
         plan = planner.plan(budget, options.plans)
         if options.inductor:
@@ -294,6 +295,17 @@ class LoweredStep:
             )
             plan = replace(plan, kernels=kernels)
         return planner, plan
+
+    def candidates(self, options: PlanOptions) -> SplitCandidates | None:
+        """Return the step whole and in parts; None if it only runs whole.
+
+        Raises:
+            UnsupportedError: A number of parts was given and nothing can be cut.
+        """
+        if options.split == WHOLE:
+            return None
+        measure = partial(self._measure, options)
+        return split_candidates(self.lowered, self.names, measure, options.split)
 
     def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
         """Return a planner of the graph, or of a split one, at measured costs."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mucudnn.arguments import a_path
+from mucudnn.arguments import check_path
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.codecs import (
     LONGEST_MS,
@@ -85,7 +85,7 @@ def open_plans(choice: PlanCacheChoice) -> "PlanStore":
         return PlanStore()
     if choice is USERS:
         return PlanStore(BenchmarkCache(default_path()).entries)
-    folder = a_path("cache", choice).expanduser()
+    folder = check_path("cache", choice).expanduser()
     return PlanStore(BenchmarkCache(folder / _FILE).entries)
 
 

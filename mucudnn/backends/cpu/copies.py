@@ -17,7 +17,7 @@ import numpy as np
 
 from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError, MucudnnError
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 
 CHUNK = 4 << 20
 """Bytes copied between two checks whether to stop."""
@@ -52,10 +52,10 @@ class _SharedState:
         self.stopped = threading.Event()
         self.error: BackendError | None = None
         self.queues: list[queue.SimpleQueue[Any]] = []
-        self._lock = Own(threading.Lock)
+        self._lock = PerProcess(threading.Lock)
 
     def fail(self, error: Exception, what: str) -> None:
-        with self._lock.mine:
+        with self._lock.value:
             if self.error is None:
                 text = error if isinstance(error, MucudnnError) else repr(error)
                 self.error = BackendError(f"a copy {what} failed: {text}")
@@ -73,7 +73,9 @@ class CpuCopier:
     def __init__(self, copy: Copy | None = None) -> None:
         self._copy = copy or copy_bytes
         self._state = _SharedState()
-        self._threads = Own(dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]])
+        self._threads = PerProcess(
+            dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]]
+        )
         self._last: dict[str, CpuTicket] = {}
         weakref.finalize(self, self._state.stop)
 
@@ -109,10 +111,10 @@ class CpuCopier:
     def close(self) -> None:
         """Stop after the chunks in progress, and join the threads."""
         self._state.stop()
-        for thread, _ in self._threads.mine.values():
+        for thread, _ in self._threads.value.values():
             if thread.is_alive():  # Ctrl-C may have come before it began
                 thread.join()
-        self._threads.mine.clear()
+        self._threads.value.clear()
 
     def _start(
         self, what: str, source: Any, target: Any, after: Sequence[CpuTicket]
@@ -126,7 +128,7 @@ class CpuCopier:
                 f"a copy {what} of {source.size} bytes was given {target.size}"
             )
         ticket = CpuTicket()
-        threads = self._threads.mine
+        threads = self._threads.value
         if what not in threads:
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
             thread = threading.Thread(

@@ -14,7 +14,6 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 
-__all__ = ["described_devices", "device_count", "load"]
 logger = logging.getLogger(__name__)
 _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 _EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess

@@ -41,8 +41,6 @@ from mucudnn.runtime.executor.tasks import (
 )
 from mucudnn.runtime.executor.tiers import HostSlot, HostTier, Tiers
 
-__all__ = ["Executor"]
-
 
 @dataclass(frozen=True, slots=True)
 class Results:
@@ -335,11 +333,7 @@ def _watched_call(task: Task, watcher: Watcher | None) -> Call:
 
 
 def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
-    """Return the NumPy array of an input.
-
-    Raises:
-        ValueError: It is missing, or of another shape or type.
-    """
+    """Return the NumPy array of an input."""
     value = feeds.get(spec.name)
     if value is None:
         raise ValueError(f"input {spec.name!r} was not given")

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import platformdirs
 
-from mucudnn.arguments import a_path
+from mucudnn.arguments import check_path
 from mucudnn.codecs import check_times, decode_race, problem_key
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
@@ -73,7 +73,7 @@ class BenchmarkCache:
     def __init__(
         self, path: Path | str | None = None, *, timeout_s: float = 30.0
     ) -> None:
-        found = None if path is None else a_path("path", path)
+        found = None if path is None else check_path("path", path)
         self._file = RecordFile(found, timeout_s)
         self.entries = Entries(self._file)
         self._version = installed_version()

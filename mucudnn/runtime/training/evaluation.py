@@ -69,11 +69,7 @@ class Evaluator:
         }
 
     def evaluate(self, batches: Epochs) -> Evaluation:
-        """Return loss and accuracy on the images of one epoch.
-
-        Raises:
-            ValueError: Images have a wrong shape, or there are none.
-        """
+        """Return loss and accuracy on the images of one epoch."""
         check_batches("batches", batches)
         loss, correct, labels = 0.0, 0, 0
         for images, wanted in map(image_and_label, batches.epoch(0)):
@@ -155,11 +151,7 @@ def cast(graph: Graph, name: str, values: Any) -> Any:
 
 
 def as_images(images: Any) -> Any:
-    """Return an array of numbers, from an array or nested lists.
-
-    Raises:
-        TypeError: `images` has no numbers, or lists of different lengths.
-    """
+    """Return an array of numbers, from an array or nested lists."""
     found = _array("images", images)
     if found.dtype.kind not in "buif":
         raise TypeError(f"images must be numbers, got {found.dtype} {found.shape}")
@@ -167,12 +159,7 @@ def as_images(images: Any) -> Any:
 
 
 def as_labels(labels: Any, classes: int | None) -> Any:
-    """Return an array of classes, from an array or a list.
-
-    Raises:
-        TypeError: `labels` are not whole numbers.
-        ValueError: A label is out of range.
-    """
+    """Return an array of classes, from an array or a list."""
     found = _array("labels", labels)
     if found.dtype.kind == "f" and (found == np.floor(found)).all():
         found = found.astype(np.int64)

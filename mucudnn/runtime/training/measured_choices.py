@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mucudnn.arguments import one_of
+from mucudnn.arguments import check_choice
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import StepIO
 from mucudnn.codecs import problem_key
@@ -66,7 +66,7 @@ class Layouts:
         budget: MemoryBudget | None,
         progress: OnNode | None,
     ) -> None:
-        self._layout = one_of("layout", layout, LAYOUT_CHOICES)
+        self._layout = check_choice("layout", layout, LAYOUT_CHOICES)
         self._tuner, self._budget, self._progress = tuner, budget, progress
 
     def __call__(self, graph: Graph, trains: bool) -> Graph:
@@ -400,11 +400,7 @@ class SplitChooser:
         self._order, self._progress = order, progress
 
     def __call__(self, graph: Graph, complete: Complete) -> Graph:
-        """Return the graph in parts, or unchanged.
-
-        Raises:
-            PlanningError: The step does not fit the budget, whole or in parts.
-        """
+        """Return the graph in parts, or unchanged."""
         cutting, budget = cutting_of(graph, self._split), self._budget
         if cutting is None:
             if budget is None:

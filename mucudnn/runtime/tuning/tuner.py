@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NoReturn, Self
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
@@ -27,7 +27,7 @@ from mucudnn.passes.microbatch import (
     pareto_plans,
 )
 from mucudnn.passes.registry import name_of
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
@@ -141,7 +141,7 @@ class Tuner:
         self._cache_choice = cache
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._isolation = Isolation(isolate)
-        self._lock = Own(threading.RLock)
+        self._lock = PerProcess(threading.RLock)
         self._measuring = Measuring(
             backend=self.backend,
             backends=self.benchmark_backends,
@@ -164,7 +164,7 @@ class Tuner:
                 f"verify is a number of runs, got {verify}; 1 verifies every run, 100 "
                 "every hundredth, None none"
             )
-        self._verify = 0 if verify is None else an_integer("verify", verify, least=0)
+        self._verify = 0 if verify is None else check_integer("verify", verify, least=0)
         self._arena = Arena(self.backend.device)
         self.bound: dict[Hashable, BoundPlan] = {}
         """Problem -> plan; also call signature -> plan, as a shortcut."""
@@ -216,7 +216,7 @@ class Tuner:
         A `BenchmarkCache` that was passed in stays open. The tuner remains usable and
         reopens what it needs.
         """
-        with self._lock.mine:
+        with self._lock.value:
             self._isolation.close()
             self._arena.release()
             given = isinstance(self._cache_choice, BenchmarkCache)
@@ -227,14 +227,14 @@ class Tuner:
     @property
     def cache(self) -> BenchmarkCache:
         """Storage of measurements."""
-        with self._lock.mine:
+        with self._lock.value:
             if self._cache is None:
                 self._cache = open_cache(self._cache_choice, self.backend)
             return self._cache
 
     def forget(self) -> None:
         """Drop tables in memory, to read them from the (shared) cache again."""
-        with self._lock.mine:
+        with self._lock.value:
             self._measuring.forget()
 
     def measure(
@@ -357,7 +357,7 @@ class Tuner:
         """Return the bound plan of a problem, planning it on first use."""
         if (ready := self.bound.get(problem)) is not None:
             return ready
-        with self._lock.mine:
+        with self._lock.value:
             if (ready := self.bound.get(problem)) is None:
                 (ready,) = map(self.adopt, self.plan([problem]))
             return ready
@@ -365,7 +365,7 @@ class Tuner:
     def adopt(self, plan: ConvPlan) -> BoundPlan:
         """Use `plan` for its problem from now on (planned ahead, or by hand)."""
         restore_plans(self.backend, self.cache, plan)
-        with self._lock.mine:
+        with self._lock.value:
             if (known := self.bound.get(plan.problem)) is not None:
                 known.use(plan)
                 return known

@@ -98,10 +98,6 @@ class Validator:
         """Measure a plan and its undivided baseline in one run; return the faster.
 
         A recording returns the ratio that its machine measured, if it ran both.
-
-        Raises:
-            OutOfMemoryError: The operands do not fit the memory limit.
-            StepFailedError: A kernel failed.
         """
         chosen, rejected = plan, False
         if undivided is None or undivided.steps == plan.steps:

@@ -33,7 +33,6 @@ from mucudnn.errors import (
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
-__all__ = ["CudaConv", "execute", "operands_of"]
 _LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
 _NO_GRAPH = "graph API"
 _NO_LEGACY = "first API"

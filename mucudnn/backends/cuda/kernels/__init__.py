@@ -29,14 +29,12 @@ from mucudnn.backends.cuda.kernels import (
 )
 from mucudnn.backends.cuda.kernels.launch import (
     Call,
+    CupyLauncher,
     KernelCall,
     Operation,
-    Preparer,
     Recorder,
 )
 from mucudnn.backends.cuda.kernels.source import Program
-
-__all__ = ["KERNELS", "PROGRAMS", "bind"]
 
 _MODULES = (
     pooling,
@@ -66,12 +64,12 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 """Name to CUDA C; matrix products and copies are CuPy's."""
 
 
-def bind(launcher: Preparer) -> Mapping[str, Kernel]:
+def bind(launcher: CupyLauncher) -> Mapping[str, Kernel]:
     """Return the kernels bound to this launcher."""
     return {name: _bound(launcher, made) for name, made in KERNELS.items()}
 
 
-def _bound(launcher: Preparer, operation: Operation) -> Kernel:
+def _bound(launcher: CupyLauncher, operation: Operation) -> Kernel:
     def prebind(*arguments: Any) -> Call:
         recorder = Recorder(launcher)
         operation.run(KernelCall(recorder, *arguments))
