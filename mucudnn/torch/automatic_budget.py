@@ -143,7 +143,7 @@ class AutomaticBudget:
         """Yield the allowed options with their names, the least intrusive first."""
         offloading = [False] if options.offload_state else [False, True]
         splits = [options.split]
-        if options.split == WHOLE and options.fusing is None and not self.exact:
+        if options.split == WHOLE and not options.inductor and not self.exact:
             splits.append(AUTO)
         for split in splits:
             for offload in offloading:

@@ -44,7 +44,7 @@ class TorchPlan:
             buffers and optimizer state, as far as the budget counts them.
         source: Source code of the program that runs.
         name: Which graph this is, where a model has several; else empty.
-        kernels: Number of nodes that are kernels of several operations.
+        kernels: Number of kernels that Inductor compiled or calls, each counted once.
         splitting: The choice between a whole and a split step; None without `split`.
         own_update: Bytes of an optimizer that makes its update itself, behind what is
             planned; None where the update is planned.
@@ -128,7 +128,7 @@ class TorchPlan:
         if prediction.placement is not None:
             lines.insert(-1, str(prediction.placement))
         if self.kernels:
-            lines.append(f"{self.kernels} kernels stand for several operations each")
+            lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)

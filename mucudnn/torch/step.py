@@ -46,7 +46,7 @@ from mucudnn.torch.capture.step_tensors import (
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.devices import check_devices
-from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
@@ -202,8 +202,10 @@ def train_step(
             runs it in eager mode with a warning, in whatever memory that takes. If the
             budget holds eager mode too, a step whose Python state cannot be guarded
             runs in eager mode with either.
-        inductor: Whether neighbouring operations become kernels compiled by PyTorch's
-            Inductor where they are faster and fit. Results differ by rounding.
+        inductor: Whether both passes are compiled by PyTorch's Inductor, once for all
+            budgets, and planned kernel by kernel. Results are those of `torch.compile`,
+            bit for bit. Where a step cannot be compiled, a warning says why, and it
+            runs operation by operation. CPU only.
         tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
             another process); append `=SIZE` to limit one. Several are filled fastest
             first. Host memory by default.
@@ -219,8 +221,8 @@ def train_step(
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
-            unknown or combined with `inductor`, a tier is unknown, or tiers are given
-            without a budget.
+            unknown, `split` or `tuner` is combined with `inductor`, a tier is unknown,
+            or tiers are given without a budget.
         TypeError: An argument has the wrong type.
         UnsupportedError: The model is wrapped for several devices.
     """
@@ -472,6 +474,9 @@ class TrainStep:
                 self._update_reason = str(e)
                 self._commit.unused.withdraw()  # the optimizer makes its own
                 self._commit.unused.keep()
+            except NotCompiledError as e:
+                self._options = replace(self._options, inductor=False)
+                self._warn("inductor", f"the step runs operation by operation: {e}")
             except Exception:
                 if not (floats := self._settings.floats):
                     raise
@@ -523,6 +528,7 @@ class TrainStep:
                 settings=self._settings,
                 results=self._results,
                 keeps_effects=not self._eager_is_free,
+                as_compiled=self._options.inductor,
             )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
