@@ -256,6 +256,11 @@ def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():
     )
 
 
+@pytest.mark.slow
+def test_a_compiled_step_with_dropout_is_verified_against_eager_mode():
+    planned(branches, sgd, verify=1)
+
+
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_the_option_is_true_or_false(value):
     model = nn.Linear(2, 2)
