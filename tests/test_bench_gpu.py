@@ -158,6 +158,7 @@ def test_other_settings_want_another_folder(whole):
     assert contents(out) == before
 
 
+@pytest.mark.slow
 def test_a_failing_test_is_told_and_costs_no_other_part(tmp_path):
     tests = tmp_path / "test_some.py"
     tests.write_text(GPU_TESTS.replace("    pass", "    assert 1 == 2", 1))
@@ -222,6 +223,7 @@ def test_ended_anywhere_and_gone_on_with(number, count, tmp_path):
     assert_nothing_lost(out, kept, 2)
 
 
+@pytest.mark.slow
 def test_an_archive_that_was_taken_away_is_gone_on_with_elsewhere(whole, tmp_path):
     out, _ = whole
     taken = tmp_path / "taken.tar.gz"
@@ -238,6 +240,7 @@ def test_an_archive_that_was_taken_away_is_gone_on_with_elsewhere(whole, tmp_pat
     assert "is not read" in again.stdout
 
 
+@pytest.mark.slow
 def test_what_recordings_hold_is_not_measured_again(whole, tmp_path):
     folder = unpacked(whole[0], tmp_path / "work")
     job_ = job(folder, layers=1)
@@ -267,6 +270,7 @@ def test_an_archive_that_is_none_is_refused_before_anything_begins(tmp_path):
     assert "missing" in done.stderr
 
 
+@pytest.mark.slow
 def test_too_little_time_leaves_something_to_do(tmp_path):
     out = tmp_path / "out"
     done = script(out, "deepbench", "--seconds", "deepbench=5")
@@ -485,6 +489,7 @@ def test_bfloat16_is_the_upper_half_of_float32():
     assert np.array_equal(halves._on_host(bits, "bfloat16"), exact)
 
 
+@pytest.mark.slow
 def test_raw_calls_and_plan_launch_the_same_kernels(tmp_path):
     rehearsal = job(tmp_path, backend_name="cuda", batch=2, ends=time.monotonic() + 60)
     rehearsal.__dict__["backend"] = fake_backend(FakeCudnn())
