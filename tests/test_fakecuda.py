@@ -18,11 +18,16 @@ from tests.fakecuda import device as fakecuda  # noqa: E402  (where there is PyT
 if fakecuda.library() is None:
     pytest.skip(fakecuda.NEEDED, allow_module_level=True)
 
+import torch.cuda._sanitizer as csan  # noqa: E402
 from torch import nn  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
+from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
+    StreamCopies,
+    StreamOffloadedStorage,
+)
 from mucudnn.torch.execution.cuda_memory import PROGRAM, live_tensors  # noqa: E402
 
 CROSS_ENTROPY = nn.functional.cross_entropy
@@ -355,6 +360,64 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomp
     assert {key: found[key] for key in (*never, "host_alloc", "event_create")} == (
         dict.fromkeys((*never, "host_alloc", "event_create"), 0)
     )
+
+
+# -- the order of copies
+
+
+def without_wait(monkeypatch):
+    monkeypatch.setattr(StreamOffloadedStorage, "wait", lambda stored: None)
+
+
+def without_fork(monkeypatch):
+    def copy_at_once(copies, stream, target, source, after):
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    monkeypatch.setattr(StreamCopies, "_copy", copy_at_once)
+
+
+@pytest.fixture
+def sanitizer(monkeypatch):
+    """PyTorch's CUDA sanitizer, which takes `set_` for a write and may not."""
+    mode = csan.CUDASanitizerDispatchMode
+    checked = mode.__torch_dispatch__
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        if "set_" in str(func):
+            return func(*args, **(kwargs or {}))
+        return checked(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(mode, "__torch_dispatch__", dispatch)
+    yield csan.cuda_sanitizer.enable
+    csan.cuda_sanitizer.dispatch.__exit__(None, None, None)
+    csan.cuda_sanitizer.enabled = False
+
+
+@pytest.mark.parametrize("mutate", [None, without_wait, without_fork])
+def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(
+    mutate, monkeypatch, sanitizer
+):
+    fast = Links(1e12, 1e12)
+    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
+    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+    model, y = wide(4).cuda(), torch.zeros(1024, dtype=torch.long, device="cuda")
+    x = torch.rand(1024, 256, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    least = least_budget(model, own, (x, y))
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    assert step.prepare(x, y).leaving
+    if mutate is not None:
+        mutate(monkeypatch)
+    sanitizer()
+    try:
+        for _ in range(3):
+            step(x, y)
+        raced = ""
+    except csan.CUDASanitizerErrors as e:
+        raced = str(e)
+    assert bool(raced) == (mutate is not None), raced[:500]
 
 
 # -- bytes
