@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -75,6 +76,13 @@ _HOST = {
 }
 
 
+def is_traced(given):
+    """Return whether an operation is recorded, not run."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    wrapped = FakeTensor, FunctionalTensor
+    return mode is not None or any(isinstance(value, wrapped) for value in given)
+
+
 _WITHOUT_VALUES = "empty", "set_", "resize", "record_stream", "_pin", "is_pinned"
 """Beginnings of the names of operations that compute nothing."""
 
@@ -89,8 +97,7 @@ class KernelsOnHost(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = pytree.tree_leaves((args, kwargs))
-        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if traced is not None or any(isinstance(v, FakeTensor) for v in given):
+        if is_traced(given):
             return func(*args, **kwargs)
         made = func(*args, **kwargs)
         results = pytree.tree_leaves(made)
