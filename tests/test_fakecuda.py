@@ -439,9 +439,10 @@ def wide(depth=6, width=256):
 def test_requested_and_reserved_bytes_are_within_the_plan(share):
     """Of a step whose activations are 40 MiB, between its least budget and its most."""
     gc.collect()
+    torch.cuda.init()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
     held = torch.cuda.memory_reserved()
     model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
     x = torch.rand(4096, 256, device="cuda")
