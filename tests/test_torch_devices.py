@@ -1,6 +1,9 @@
 """What would go wrong on a GPU and can be seen without one: schemas, devices, casts."""
 
 import ast
+import contextlib
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
-from mucudnn.errors import UnsupportedError  # noqa: E402
+from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.torch.capture.guards import DecidingShapes  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import (  # noqa: E402
     UNDECLARED_WRITES,
     functional_variant,
@@ -160,3 +164,21 @@ def test_every_new_tensor_names_its_device():
                     if name in CONSTRUCTORS and not named & {"device", "generator"}:
                         found.append(f"{path.relative_to(source)}:{node.lineno}")
     assert not found
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_a_dropped_step_leaves_no_tensor_behind(budget):
+    """Neither one that was planned nor one whose budget was refused."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget=budget, cache=None)
+    with contextlib.suppress(PlanningError):
+        step.prepare(torch.rand(5, 8), torch.zeros(5, dtype=torch.long))
+    del step, optimizer
+    kept = [e for e in gc.get_objects() if isinstance(e, DecidingShapes)]
+    left = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert left() is None
+    assert kept
+    assert not any(getattr(shapes, "_given", ()) for shapes in kept)

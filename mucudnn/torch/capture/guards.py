@@ -475,6 +475,10 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
         self._given = given
         self._fixed = fixed
 
+    def release_inputs(self) -> None:
+        """Drop the inputs: PyTorch's caches of its methods keep this object alive."""
+        self._given = ()
+
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the value of a node: PyTorch's, or that of the present inputs."""
         try:

@@ -153,6 +153,8 @@ def capture_step(
         own = isinstance(e, Exception) and not isinstance(e, MucudnnError)
         recorder.put_back(with_plain=not (keeps_effects and own))
         raise
+    finally:
+        shapes.release_inputs()
     reads = recorder.finish(tracer.effects)
     tracer.averages.written(module.graph)
     return CapturedStep(
