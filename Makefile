@@ -14,10 +14,16 @@ ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 600 --reruns $(RERUNS)
 PYTEST := $(ONE_BY_ONE) -n $(JOBS) --dist worksteal
 DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
+# PyTorch's CUDA build without NVIDIA's libraries, which tests/fakecuda stands in for.
+FAKECUDA := .venv-fakecuda
+FAKECUDA_TORCH := torch==2.14.1
+FAKECUDA_HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
+FAKECUDA_NEEDS := filelock typing-extensions sympy networkx jinja2 fsspec setuptools
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
 .PHONY: help demo demo-train test test-slow fuzz test-torch test-many test-cudnn install-cudnn \
+	test-fakecuda install-fakecuda \
 	check format bench docs screenshots gpu-wheels clean
 
 help:
@@ -29,6 +35,7 @@ help:
 	@echo "make test-torch   the tests that compare with PyTorch"
 	@echo "make test-many   the tests of measuring by workers of dask and MPI, of training over MPI"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
+	@echo "make test-fakecuda   PyTorch steps on CUDA without a GPU (a 0.5 GB download)"
 	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
@@ -109,6 +116,29 @@ test-cudnn: $(VENV)/dev.stamp install-cudnn
 	@$(LOAD_CUDNN)
 	$(PYTEST) -m cudnn
 
+$(FAKECUDA)/python.stamp: Makefile pyproject.toml
+	$(PYTHON) -m venv $(FAKECUDA)
+	$(FAKECUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		$(FAKECUDA_TORCH)
+	$(FAKECUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--upgrade --target $(FAKECUDA)/headers $(FAKECUDA_HEADERS)
+	$(FAKECUDA)/bin/pip install --quiet --disable-pip-version-check $(FAKECUDA_NEEDS) \
+		--editable '.[dev]'
+	@touch $@
+
+install-fakecuda: $(FAKECUDA)/python.stamp
+
+$(FAKECUDA)/built.stamp: $(FAKECUDA)/python.stamp tests/fakecuda/build.py tests/fakecuda/cudart.cpp
+	$(FAKECUDA)/bin/python -m tests.fakecuda.build \
+		$$($(FAKECUDA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+		$(FAKECUDA)/headers $(FAKECUDA)/lib/fakecuda
+	@touch $@
+
+test-fakecuda: $(FAKECUDA)/built.stamp
+	LD_LIBRARY_PATH=$(CURDIR)/$(FAKECUDA)/lib/fakecuda OMP_NUM_THREADS=1 \
+		$(FAKECUDA)/bin/python -m pytest -raR --timeout 600 --reruns $(RERUNS) \
+		-n $(JOBS) --dist worksteal tests/test_fakecuda.py
+
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -141,5 +171,5 @@ gpu-wheels:
 	$(PYTHON) bench/gpu/packages.py download $(GPU_WHEELS) $(GPU_PYTHON)
 
 clean:
-	rm -rf $(VENV) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FAKECUDA) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -294,7 +294,7 @@ class CompileBackend:
             source = replace(
                 source, name=f"{source.name}, at {sizes}" if sizes else source.name
             )
-            with while_compiling():
+            with while_compiling(given):
                 examples = examples_of(given)
                 return self._compiled_whole(module, examples, source, static=True)
 

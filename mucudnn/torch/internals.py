@@ -21,6 +21,7 @@ from torch.fx.node import _side_effectful_functions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.source_lines import storage_of
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
@@ -90,25 +91,27 @@ def outside_of_tracing() -> Iterator[None]:
     with (
         _disable_current_modes(),
         torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
+        autocast_off(),
     ):
         yield
 
 
 @contextmanager
-def while_compiling() -> Iterator[None]:
-    """Hold Dynamo's lock, without the user's dispatch modes, with a forked generator.
+def while_compiling(given: Sequence[Any]) -> Iterator[None]:
+    """Hold Dynamo's lock, without the user's dispatch modes, with forked generators.
 
     There is no public way to compile a captured graph once more. Nor is there one to
     tell PyTorch that a compilation is going on: without it, compiled functions that
     other threads call meanwhile would refuse to be traced.
     """
     session = getattr(torch.compiler, "_compile_session_context", nullcontext)
+    tensors = (value for value in given if isinstance(value, torch.Tensor))
+    devices = sorted({t.device.index for t in tensors if t.is_cuda})
     with (
         compile_lock,
         session(),
         _disable_current_modes(),
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng(devices=devices),
     ):
         yield
 
@@ -266,6 +269,24 @@ def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
     found = (node.meta.get("example_value") for node in module.graph.nodes)
     sizes = [v.numel() * v.itemsize for v in found if isinstance(v, torch.Tensor)]
     return sum(int(getattr(getattr(n, "node", None), "hint", n) or 0) for n in sizes)
+
+
+def float32_precisions() -> str:
+    """Return how float32 products are computed, by every setting that decides it.
+
+    PyTorch has two interfaces of these settings. Reading the older one raises where the
+    newer one was used, and the public newer one has no way to ask for all backends.
+    """
+    read = torch._C._get_fp32_precision_getter
+    places = (
+        *(("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+        *(("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+    )
+    try:
+        older = str(torch._C._get_float32_matmul_precision())
+    except RuntimeError:
+        older = ""
+    return "/".join((older, *(str(read(*place)) for place in places)))
 
 
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:

@@ -325,7 +325,7 @@ class _Measured:
             """Return a loss, and make gradients, that a search finds no minimum of."""
             for parameter in self._trained:
                 parameter.grad = None
-            taken = torch.empty(block, dtype=torch.uint8)
+            taken = torch.empty(block, dtype=torch.uint8, device=self._random.device)
             del taken
             for parameter in self._trained:
                 parameter.grad = draw(torch.empty_like(parameter.detach()))
@@ -397,7 +397,7 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
         nbytes = count * value.element_size() if value.numel() else 0
         storage = host_bytes(nbytes).untyped_storage()
-        made = torch.empty(0, dtype=value.dtype).set_(
+        made = torch.empty(0, dtype=value.dtype, device="cpu").set_(
             storage, 0, value.shape, value.stride()
         )
     else:

@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.scheduling.problem import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.torch.execution.cuda_memory import reserved_line
 
 _SHOWN = 8
 """Names of tensors or operations that are printed."""
@@ -50,6 +53,8 @@ class TorchPlan:
             planned; None where the update is planned.
         update_peak_bytes: The most that is in use during such an update.
         update_reason: Why it is not planned.
+        library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
+        device: The CUDA device that the step runs on; None for the CPU.
         chosen: What a budget that is not in bytes came to, and what it costs.
     """
 
@@ -64,6 +69,8 @@ class TorchPlan:
     own_update: UpdateBytes | None = None
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")
+    library_bytes: int = 0
+    device: torch.device | None = None
     chosen: tuple[str, ...] = field(repr=False, default=())
 
     @property
@@ -71,7 +78,7 @@ class TorchPlan:
         """Peak memory of the step, of what the budget counts."""
         held = 0 if self.own_update is None else self.own_update.persistent
         passes = self.plan.peak_bytes - self.given_bytes + held
-        return max(passes, self.update_peak_bytes)
+        return max(passes, self.update_peak_bytes) + self.library_bytes
 
     @property
     def slowdown(self) -> float:
@@ -137,6 +144,11 @@ class TorchPlan:
             lines.append(
                 f"the optimizer makes its update itself, with at most "
                 f"{format_bytes(self.update_peak_bytes)} in use: {self.update_reason}"
+            )
+        if self.device is not None:
+            lines.append(
+                f"{format_bytes(self.library_bytes)} of the peak are cuBLAS's "
+                f"workspaces; {reserved_line(self.device)}"
             )
         if self.splitting is not None:
             lines += self.splitting.lines

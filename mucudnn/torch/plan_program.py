@@ -18,9 +18,10 @@ from typing import Literal
 import torch
 
 from mucudnn.arguments import check_bool
-from mucudnn.errors import PlanningError
+from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import MemoryTier, Profile
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -30,7 +31,8 @@ from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.costs.measure import measured
-from mucudnn.torch.execution.devices import device_of
+from mucudnn.torch.execution.cuda_memory import library_bytes, reserve
+from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
@@ -203,6 +205,7 @@ class LoweredStep:
         compiled: Compiles the passes by Inductor, and returns the graph with their
             kernels as nodes.
         planners: What plans it, by options: it is measured once, for all budgets.
+        threads: How many threads compute it: autograd's has workspaces of its own.
     """
 
     lowered: Lowered
@@ -212,6 +215,7 @@ class LoweredStep:
     update: EagerUpdate | None = None
     compiled: Callable[[], Lowered] | None = None
     planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
+    threads: int = 1
 
     @classmethod
     def of_joint(cls, joint: Joint, own: Sequence[int]) -> "LoweredStep":
@@ -224,7 +228,7 @@ class LoweredStep:
         lowered = joint.lowered()
         counted = {lowered.inputs[i] for i in own}
         given = {t for t in lowered.inputs if t is not None} - counted
-        return cls(lowered, given, compiled=partial(joint.compiled, own))
+        return cls(lowered, given, compiled=partial(joint.compiled, own), threads=2)
 
     @classmethod
     def of_captured(
@@ -262,7 +266,7 @@ class LoweredStep:
             from mucudnn.torch.inductor.kernel_graph import lower_step
 
             own = len(parts.parameters) + len(parts.buffers)
-            with torch.autocast("cpu", enabled=False):  # casts are in the graph
+            with autocast_off():  # casts are in the graph
                 return lower_step(captured, own)
 
         return cls(lowered, batch, captured.names, finish, update, compiled)
@@ -284,9 +288,35 @@ class LoweredStep:
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
         """Plan the graph, whole or split or compiled, and return what planned it.
 
+        On CUDA the budget includes cuBLAS's workspaces.
+
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
+        device = device_of(self.lowered.layouts)
+        held = self.threads * library_bytes(self.lowered, device)
+        try:
+            planner, plan = self._plan(options, max(0.0, budget - held))
+        except PlanningError as e:
+            if not held or e.least_bytes is None:
+                raise
+            least = e.least_bytes + held
+            raise PlanningError(
+                f"the step does not fit into {exact_bytes(int(budget))}, of which "
+                f"{exact_bytes(held)} are cuBLAS's workspaces: the least budget that "
+                f"works is {exact_bytes(least)}",
+                node=e.node,
+                short_by=least - int(budget),
+                least_bytes=least,
+            ) from None
+        if device.type != "cuda":
+            return planner, plan
+        if torch.cuda.is_available():
+            reserve(device, max(0, plan.peak_bytes - plan.resident_bytes))
+        return planner, replace(plan, budget=budget, library_bytes=held, device=device)
+
+    def _plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
+        """Plan the graph within what the libraries leave of a budget."""
         if (candidates := self.candidates(options)) is not None:
             return candidates.plan(budget, options.split)
         planner = self.planner(options)
@@ -313,11 +343,18 @@ class LoweredStep:
 
     def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
         """Return a planner of the graph, or of a split one, at measured costs."""
+        device = device_of(lowered.layouts)
+        if options.offload_state and device.type != "cpu":
+            raise UnsupportedError(
+                f"offload_state=True keeps parameters and state in host memory between "
+                f"steps, where the model's own tensors are on {device}: it works on "
+                "the CPU only; leave it out, and the budget counts them"
+            )
         lowered = self.finish(lowered)
         profile = options.choice.profile(lowered, options.costs, options.plans)
         tiers: tuple[MemoryTier, ...] = ()
         if isinstance(options.tiers, StepTiers):
-            tiers = options.tiers.measured(device_of(lowered.layouts))
+            tiers = options.tiers.measured(device)
         elif options.tiers is not None:
             tiers = options.tiers(profile)
         return Planner(
@@ -367,7 +404,8 @@ def least_budget(step: LoweredStep, options: PlanOptions) -> int:
         PlanningError: No budget is enough.
     """
     if options.split == WHOLE:
-        least = step.planner(options).least_budget()
+        held = library_bytes(step.lowered, device_of(step.lowered.layouts))
+        least = step.planner(options).least_budget() + step.threads * held
     else:
         try:
             least = step.plan(options, 0)[1].peak_bytes

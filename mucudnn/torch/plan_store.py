@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.environment import USERS, Users
 from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
+from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Lowered
 
 logger = logging.getLogger(__name__)
@@ -483,9 +485,9 @@ def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "onednn": str(torch._C._get_mkldnn_enabled()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "matmul": torch.get_float32_matmul_precision(),
+        "precisions": float32_precisions(),
     }
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     devices = {layout.device for layout in lowered.layouts.values()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
@@ -493,9 +495,20 @@ def surroundings_of(lowered: Lowered) -> Mapping[str, str]:
                 torch.cuda.get_device_name(device),
                 torch.cuda.get_device_capability(device),
                 torch.version.cuda,
+                _driver(),
                 cudnn.version(),
-                (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
-                matmul.allow_tf32,
+                (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+                # With `benchmark` a process searches algorithms of its own.
+                os.getpid() if cudnn.benchmark else 0,
             )
             found[str(device)] = "/".join(map(str, values))
     return found
+
+
+def _driver() -> str:
+    """Return NVIDIA's line about its driver; PyTorch has no way to ask for it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    return text.partition("\n")[0]

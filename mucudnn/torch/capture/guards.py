@@ -30,6 +30,7 @@ from mucudnn.torch.capture.python_state import (
     shown,
 )
 from mucudnn.torch.capture.reads import Reads
+from mucudnn.torch.internals import float32_precisions
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ def _other_settings() -> dict[str, Any]:
         "backends.cudnn.benchmark": own._get_cudnn_benchmark(),
         "backends.cudnn.deterministic": own._get_cudnn_deterministic(),
         "backends.mkldnn.enabled": own._get_mkldnn_enabled(),
-        "matmul precision": own._get_float32_matmul_precision(),
+        "precision of float32 products": float32_precisions(),
         "anomaly mode": own.is_anomaly_enabled(),
         "flash attention": own._get_flash_sdp_enabled(),
         "memory-efficient attention": own._get_mem_efficient_sdp_enabled(),

@@ -23,6 +23,9 @@ from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 from mucudnn.torch.source_lines import storage_of
 
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of operations that wait for other ranks."""
+
 _CHANGED = "changed"
 """Name of the node from which on inputs have other values than in the forward pass."""
 
@@ -60,6 +63,15 @@ class Joint:
         Raises:
             UnsupportedError: An input is on another device, or has a symbolic size.
         """
+        for node in self.module.graph.nodes:
+            if getattr(node.target, "namespace", "") in COLLECTIVES:
+                # Measuring would run it on this rank alone, and ranks may repeat it
+                # in different numbers: they would wait for one another forever.
+                raise UnsupportedError(
+                    f"{node.name} is a collective of torch.distributed "
+                    f"({node.target}), which cannot be measured on one rank; compile "
+                    "the module inside of the distributed one, or take mt.distribute"
+                )
         for node in self.primals:
             value = node.meta.get("val")
             tensor = isinstance(value, torch.Tensor)

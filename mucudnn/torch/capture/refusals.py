@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
 from mucudnn.torch.capture.reads import ReadRecorder
+from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
 from mucudnn.torch.lowering.lower import CHECKS, DENSE
 from mucudnn.torch.source_lines import line_now, line_of_traceback
 
@@ -96,7 +97,12 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if _of_constants(func, args, kwargs):
             # The results belong to the step, which may write them.
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_fun, (args, kwargs))
-        found = func(*args, **kwargs)
+        if writes_of(func, args, kwargs) and not func.has_kernel_for_dispatch_key(
+            torch._C.DispatchKey.CompositeImplicitAutograd
+        ):
+            found = recorded_call(func, args, kwargs)
+        else:
+            found = func(*args, **kwargs)
         for result in found if isinstance(found, tuple | list) else (found,):
             if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
                 raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")

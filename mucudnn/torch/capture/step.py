@@ -48,6 +48,7 @@ from mucudnn.torch.capture.step_tensors import (
     places_of,
     root_of,
 )
+from mucudnn.torch.execution.devices import autocast_off
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -250,7 +251,7 @@ class _Tracer:
             tensors = Tensors(parameters, state, rates, scale)
             lent = parameters | buffers
             functions.stand_ins = {key: lent[name] for key, name in named.items()}
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with torch.no_grad(), autocast_off():
                 if self._settings.recorded:
                     self.made = self._update.recorded(tensors, gradients)
                 else:
@@ -282,7 +283,7 @@ class _Tracer:
             loss = loss / divisor if divisor != 1 else loss
             goal = loss * scale[0] if scale else loss
             between = _names_now()
-            with torch.autocast("cpu", enabled=False):
+            with autocast_off():
                 mine = torch.autograd.grad(
                     goal, list(trained.values()), allow_unused=True
                 )
@@ -530,7 +531,7 @@ def unscaled(
 ) -> tuple[Gradients, torch.Tensor]:
     """Return gradients of the unscaled loss, and whether some entry is not finite."""
     inverse = scale.double().reciprocal().float()
-    found = torch.zeros((), dtype=torch.bool)
+    found = torch.zeros((), dtype=torch.bool, device=scale.device)
     true: Gradients = {}
     for name, gradient in gradients.items():
         true[name] = None

@@ -327,7 +327,7 @@ class StepParts:
             dict(root.named_parameters()),
             dict(root.named_buffers()),
             state,
-            _scale(settings),
+            _scale(settings, _device_of(root)),
             tuple(group.get("lr", 0.0) for group in optimizer.param_groups),
             tuple(read.now() for read in settings.floats),
         )
@@ -350,12 +350,17 @@ class StepParts:
         ]
 
 
-def _scale(settings: StepSettings) -> tuple[torch.Tensor, ...]:
+def _device_of(root: torch.nn.Module) -> torch.device:
+    """Return the device of a module's first parameter."""
+    return next((p.device for p in root.parameters()), torch.device("cpu"))
+
+
+def _scale(settings: StepSettings, device: torch.device) -> tuple[torch.Tensor, ...]:
     scaler: Any = settings.scaler
     if not settings.scales:
         return ()
     if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        scaler._lazy_init_scale_growth_tracker(device)
     return scaler._scale, scaler._growth_tracker
 
 
@@ -396,6 +401,7 @@ class LiveParts:
         self._settings = settings
         self.parts = StepParts.of(model, optimizer, loss_fn, settings)
         root = root_of(model, loss_fn)
+        self._device = _device_of(root)
         self.reads: list[Read] = []
         for name, module in root.named_modules():
             if module is not root:
@@ -427,7 +433,7 @@ class LiveParts:
                 raise KeyError(read.label)
         rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
         tensors = self._lookup(self._entries_of_state())
-        return [*tensors, *_scale(self._settings), *rates]
+        return [*tensors, *_scale(self._settings, self._device), *rates]
 
     def _entries_of_state(self) -> Sequence[Any]:
         """Return the optimizer's state of each parameter that has tensors in it.

@@ -37,6 +37,7 @@ from mucudnn.torch.conv.kernels import (
 )
 from mucudnn.torch.costs.measure import evaluate
 from mucudnn.torch.costs.meters import CpuMeter
+from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
 from mucudnn.torch.plan_store import PlanStore
 
@@ -104,7 +105,7 @@ def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
     if not nodes:
         return known
     distinct = {node.key: node for node in nodes.values()}
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.no_grad(), autocast_off():
         every = dict(zip(distinct, _fronts([*distinct.values()], tuner), strict=True))
     fronts = {name: every[node.key] for name, node in nodes.items()}
     times = {name: fastest_of(front).time_ms for name, front in fronts.items()}

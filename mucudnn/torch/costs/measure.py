@@ -21,7 +21,8 @@ from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
 from mucudnn.torch.costs.meters import Meter, meter_of
-from mucudnn.torch.execution.devices import device_of
+from mucudnn.torch.execution.copies import bytes_of
+from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.program import generator_of
 from mucudnn.torch.lowering.lowered import (
     NOTHING,
@@ -70,7 +71,7 @@ def measured(lowered: Lowered) -> Profile:
     ones: dict[Any, Node] = {}
     for name, key in keys.items():
         ones.setdefault(key, graph.by_name[name])
-    with torch.no_grad():
+    with torch.no_grad(), autocast_off():
         times, scratch = costs_of(lowered, ones)
         links = meter.links(partial(_heaviest, lowered, ones, keys, times))
     return Profile(
@@ -109,8 +110,8 @@ def costs_of(
             if not wrong_keys.isdisjoint(call_key(lowered, n) for n in made):
                 continue
         try:
-            call, operands = lowered.calls[node.name], operands_of(lowered, node)
-            _check(lowered, node, operands, evaluate(call, operands))
+            operands = operands_of(lowered, node)
+            _check(lowered, node, operands, _check_pure(lowered, node, operands))
             if not wrong:
                 run = partial(evaluate, _call_in_place(lowered, node), operands)
                 times[key] = meter.time_ms(run)
@@ -243,6 +244,45 @@ def _call_in_place(lowered: Lowered, node: Node) -> Call:
     return replace(call, function=call.into, kwargs={**call.kwargs, **out})
 
 
+_COMPARED = 1 << 18
+"""Bytes up to which operands are compared: those of running statistics, of counts."""
+
+
+def _check_pure(
+    lowered: Lowered, node: Node, operands: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    """Run a node's call once; return its outputs.
+
+    A write that the operation's schema does not declare would happen again wherever it
+    is recomputed. It is found by the operands' version counters, which kernels of
+    extensions and of cuDNN do not count, and by the bytes of small operands.
+
+    Raises:
+        UnsupportedError: The call has changed an operand.
+    """
+    call, storages = lowered.calls[node.name], lowered.graph.storages
+    written = {storages[name] for name in node.mutates}
+    # One operand of each storage: views share bytes and version counters.
+    pure = {
+        storages[name]: operand
+        for name, operand in zip(node.inputs, operands, strict=True)
+        if storages[name] not in written
+    }
+    small = [t for t in pure.values() if t.untyped_storage().nbytes() <= _COMPARED]
+    versions = [operand._version for operand in pure.values()]
+    before = [bytes_of(operand).to("cpu", copy=True) for operand in small]
+    outputs = evaluate(call, operands)
+    if versions != [operand._version for operand in pure.values()] or not all(
+        torch.equal(bytes_of(operand).cpu(), old)
+        for operand, old in zip(small, before, strict=True)
+    ):
+        raise UnsupportedError(
+            f"{node.name} ({call.function}) changes an operand, which its schema does "
+            "not declare; declare it with mutates_args, or return a new tensor"
+        )
+    return outputs
+
+
 def _check(
     lowered: Lowered,
     node: Node,
@@ -264,12 +304,20 @@ def _check(
         given.add(place)  # two results may be one
         if not tensor.numel() or node.mutates:
             continue
-        if shares != (lowered.graph.tensors[name].alias is not None):
+        spec = lowered.graph.tensors[name]
+        if shares != (spec.alias is not None):
             raise UnsupportedError(
                 f"{node.name} ({call.function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
             )
-        if difference := _difference(tensor, lowered.layouts[name]):
+        difference = _difference(tensor, lowered.layouts[name])
+        nbytes = tensor.untyped_storage().nbytes()
+        if not difference and not shares and nbytes > spec.nbytes:
+            raise UnsupportedError(
+                f"{node.name} ({call.function}) returns a tensor in a storage of "
+                f"{nbytes} bytes; its graph has {spec.nbytes}"
+            )
+        if difference:
             wrong[path] = Layout.of(tensor)
             messages.append(f"{node.name} ({call.function}) returns {difference}")
     if wrong:

@@ -121,7 +121,7 @@ class CpuMeter:
         """Measure copies by one thread beside a call, out and back in turns."""
         call = prepared()
         # All memory is touched once, as that of a step mostly is.
-        source = torch.ones(_PIECES, _CPU_COPIED, dtype=torch.uint8)
+        source = torch.ones(_PIECES, _CPU_COPIED, dtype=torch.uint8, device="cpu")
         host = host_bytes(source.numel()).view(source.shape).copy_(source)
         memory = source, host, source.clone()
         once = max(1e-6, _seconds(call, 1, time.perf_counter))
@@ -189,7 +189,8 @@ def _handed_over_ms() -> float:
     As in a step, the computation goes on once a copy is begun, and waits for it later.
     """
     copies = ThreadCopies(reuse=True)
-    matrix, tensor = torch.ones(_SHORT), torch.ones(MANY, dtype=torch.uint8)
+    matrix = torch.ones(_SHORT, device="cpu")
+    tensor = torch.ones(MANY, dtype=torch.uint8, device="cpu")
 
     def compute() -> None:
         for _ in range(_HANDED):
@@ -279,7 +280,7 @@ class CudaMeter:
         """Measure copies between the device and pinned host memory."""
         del prepared  # copy engines do not slow down the computation
         here = torch.empty(_COPIED, dtype=torch.uint8, device=self._device)
-        host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(_COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
         here.copy_(host)
         out = self.time_ms(lambda: host.copy_(here, non_blocking=True))
         back = self.time_ms(lambda: here.copy_(host, non_blocking=True))

@@ -20,6 +20,7 @@ from mucudnn.ir.schedule import Compute, Schedule, SwapOut
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.torch.capture.optimizers import UnusedState
 from mucudnn.torch.execution.copies import bytes_of, host_bytes
+from mucudnn.torch.execution.cuda_memory import live_tensors
 from mucudnn.torch.execution.devices import Copies, copies_for, device_of
 from mucudnn.torch.execution.program import (
     CarriedValue,
@@ -80,7 +81,7 @@ class HostResidents:
         whole = bytes_of(tensors[0].detach())
         host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()
         moved = [
-            torch.empty(0, dtype=t.dtype).set_(
+            torch.empty(0, dtype=t.dtype, device=t.device).set_(
                 host, t.storage_offset(), t.shape, t.stride()
             )
             for t in tensors
@@ -211,6 +212,8 @@ class BoundStep:
             if not commit.begun:
                 for state, device in drawn:
                     set_state(state, device)
+            if isinstance(e, torch.OutOfMemoryError):
+                e.add_note(live_tensors(e))
             if self.tiers is not None and isinstance(e, BackendError):
                 raise BackendError(f"{e}; {_AFTER[commit.begun]}") from e
             raise

@@ -80,7 +80,7 @@ class ThreadCopies:
     def prefetch(self, offloaded: ThreadOffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
         host = offloaded.host
-        found = torch.empty(host.numel(), dtype=torch.uint8)
+        found = torch.empty(host.numel(), dtype=torch.uint8, device="cpu")
         _, back = self._threads.value
         offloaded.done = back.copy(host, found, host.numel(), offloaded.done)
         return found
@@ -101,7 +101,7 @@ class ThreadCopies:
     def synchronize(self) -> None:
         """Wait for all copies: one may write what a user is about to restore."""
         for thread in self._threads.value:
-            ThreadOffloadedStorage(torch.empty(0), thread.last).wait()
+            ThreadOffloadedStorage(torch.empty(0, device="cpu"), thread.last).wait()
 
 
 class _HostMemory:

@@ -80,7 +80,7 @@ class StreamCopies:
         self._device = device
         self._cuda = cuda
         self._host_bytes = host_bytes or partial(
-            torch.empty, dtype=torch.uint8, pin_memory=True
+            torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True
         )
         self._slots: dict[Hashable, StreamOffloadedStorage] | None = (
             {} if reuse else None

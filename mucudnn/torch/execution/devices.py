@@ -1,7 +1,8 @@
 """Devices that programs run on, and the copies that each of them uses."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +79,16 @@ def device_of(layouts: Mapping[str, Layout]) -> torch.device:
             "move the model and the batch to the same"
         )
     return next(iter(found), torch.device("cpu"))
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """Turn off the user's autocast on every device: a graph has its casts recorded."""
+    with ExitStack() as stack:
+        for kind in DEVICES:  # PyTorch warns of one that it was built without
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def check_devices(given: Sequence[torch.Tensor]) -> None:

@@ -27,6 +27,7 @@ from mucudnn.ir.schedule import (
 )
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.torch.execution.copies import bytes_of
+from mucudnn.torch.execution.cuda_memory import PROGRAM
 from mucudnn.torch.execution.devices import Copies
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered, Number, Operand
 
@@ -64,7 +65,7 @@ class CarriedValue:
     def like(self, layouts: Mapping[str, Layout]) -> torch.Tensor:
         """Return an uninitialized tensor of the same layout."""
         if self.host_bytes or self.tensor is None:
-            return torch.empty(self.host_bytes, dtype=torch.uint8)
+            return torch.empty(self.host_bytes, dtype=torch.uint8, device="cpu")
         return layouts[origin(self.tensor)].empty()
 
 
@@ -468,7 +469,7 @@ def compiled(
         body += ["    except BaseException:", f"        {on_error}", "        raise"]
     source = "\n".join([*head, *body, ""])
     found = dict(space)
-    exec(compile(source, "<planned step>", "exec"), found)
+    exec(compile(source, PROGRAM, "exec"), found)
     return Segment(source, found["run"])
 
 

@@ -148,7 +148,7 @@ class TierCopies:
 
     def prefetch(self, offloaded: TierOffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
-        found = torch.empty(offloaded.host.numel(), dtype=torch.uint8)
+        found = torch.empty(offloaded.host.numel(), dtype=torch.uint8, device="cpu")
         offloaded.ticket = offloaded.copier.back(
             offloaded.host.numpy(), found.numpy(), offloaded.after
         )

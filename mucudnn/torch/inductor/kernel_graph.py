@@ -499,7 +499,9 @@ def _rest(
             layout, spec = kernels.layouts[made[node]], kernels.tensors[made[node]]
             with mode:
                 whole = torch.empty(
-                    spec.nbytes // layout.dtype.itemsize, dtype=layout.dtype
+                    spec.nbytes // layout.dtype.itemsize,
+                    dtype=layout.dtype,
+                    device=layout.device,
                 )
                 value = whole.as_strided(layout.shape, layout.stride, layout.offset)
         copied[node] = graph.placeholder(node.name)

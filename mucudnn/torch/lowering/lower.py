@@ -24,6 +24,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
+from mucudnn.torch.capture.undeclared_writes import writes_of
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
@@ -379,6 +380,11 @@ def refuse(
         raise UnsupportedError(
             f"{node.name} calls {function}{where}, which changes its operands; only "
             "tensors that are not views of outside tensors may be changed"
+        )
+    if writes_of(function, node.args, node.kwargs):
+        raise UnsupportedError(
+            f"{node.name} calls {function}{where}, which changes operands that PyTorch "
+            "does not declare, and is planned as a part of train_step only"
         )
     for _, name, value in outputs:
         if value.layout is not torch.strided:

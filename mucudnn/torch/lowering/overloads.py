@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mucudnn.torch.capture.op_overrides import padded_ctc
+from mucudnn.torch.capture.undeclared_writes import direct_kernel
 
 _REDUCED = frozenset(
     {
@@ -34,6 +35,8 @@ def as_laid_out(
     example, is applied to tensors that are not contiguous. `first` is the first
     operand.
     """
+    if (direct := direct_kernel(function)) is not None:
+        return direct
     if function is torch.ops.aten.bernoulli.p:
         if not result.is_contiguous():
             return _bernoulli_like
@@ -115,7 +118,8 @@ def _signature(function: Any) -> list[tuple[str, str]]:
 # Corrections of PyTorch's models (meta functions) of normalization kernels.
 #
 # The models have wrong types where parameters are of low precision: the kernels save
-# statistics in the weight's type, and new running statistics in that of the old ones.
+# statistics in the weight's type, on CUDA those of a batch norm in float32, and new
+# running statistics in the type of the old ones.
 # The gradient of a batch norm takes running statistics, but reads them only if they
 # were used to normalize: in training they would be kept in memory for nothing.
 
@@ -140,7 +144,10 @@ def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
         return results
     types: dict[int, torch.dtype] = {}
     if isinstance(args[1], torch.Tensor):
-        types |= {1: args[1].dtype, 2: args[1].dtype}
+        saved = args[1].dtype
+        if args[0].is_cuda and function is not _aten.native_group_norm.default:
+            saved = torch.promote_types(saved, torch.float32)
+        types |= {1: saved, 2: saved}
     if _NORMS[function]:
         running = ((3, args[3]), (4, args[4]))
         types |= {k: t.dtype for k, t in running if isinstance(t, torch.Tensor)}
@@ -152,6 +159,8 @@ def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
 
 def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return operands without the running statistics that a function does not read."""
+    if function is _aten.cudnn_batch_norm_backward.default:
+        return (*args[:3], None, None, *args[5:])  # it is a training's only
     if function is not _aten.native_batch_norm_backward.default or not args[7]:
         return args
     return (*args[:3], None, None, *args[5:])

@@ -1,0 +1,97 @@
+"""What PyTorch's CUDA allocator holds beside the tensors of a plan.
+
+A GPU runs out of reserved memory: of the segments that the allocator has of the driver.
+A plan counts the bytes of tensors and of scratch memory. Three things come on top:
+
+* Workspaces of cuBLAS stay allocated, one for each thread and stream that has computed
+  a product. `library_bytes` measures one; plans count it as a part of the budget.
+* Blocks that measuring has left. `reserve` gives them back to the driver.
+* Segments that are too small for the next tensor. `reserve` allocates one block of the
+  plan's size and frees it: the tensors of a step are then cut from one segment. This
+  costs nothing in a step, and other code may use the block between two steps, which a
+  `torch.cuda.MemPool` of the plan's own would prevent.
+"""
+
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.torch.lowering.lowered import Lowered
+
+_CURRENT = "requested_bytes.all.current"
+_PRODUCTS = ("mm", "bmm", "linear", "matmul", "convolution")
+"""Ends of the names of operations that compute in cuBLAS's workspace."""
+
+_SHOWN = 8
+PROGRAM = "<planned step>"
+"""File name in the traceback of a planned program."""
+
+
+def library_bytes(lowered: Lowered, device: torch.device) -> int:
+    """Return the bytes of the workspace that products in one thread and stream keep."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    names = {node.op.split(".")[-2] for node in lowered.graph.nodes if "." in node.op}
+    if not any(name.endswith(_PRODUCTS) for name in names):
+        return 0
+    with torch.no_grad():
+        one = torch.ones(8, 8, device=device)
+        torch._C._cuda_clearCublasWorkspaces()
+        before = torch.cuda.memory_stats(device).get(_CURRENT, 0)
+        made = one @ one, torch.addmm(one[0], one, one)
+        after = torch.cuda.memory_stats(device).get(_CURRENT, 0)
+    return max(0, int(after - before - sum(tensor.nbytes for tensor in made)))
+
+
+def reserve(device: torch.device, nbytes: int) -> None:
+    """Give what is unused back to the driver, and reserve one block of so many bytes.
+
+    Raises:
+        torch.OutOfMemoryError: The device does not have them.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    del block
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def reserved_line(device: torch.device) -> str:
+    """Return what the allocator was asked for and has reserved at most, in words."""
+    stats = torch.cuda.memory_stats(device)
+    requested, reserved = (
+        format_bytes(stats.get(f"{kind}_bytes.all.peak", 0))
+        for kind in ("requested", "reserved")
+    )
+    return (
+        f"the allocator of {device} was asked for {requested} and has reserved "
+        f"{reserved} at most since the step was planned, the caller's tensors included"
+    )
+
+
+def live_tensors(error: BaseException) -> str:
+    """Return the largest tensors of a planned program that was stopped by an error."""
+    found: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    for frame in _frames(error.__traceback__):
+        for name, value in frame.items():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                place = value.untyped_storage().data_ptr()
+                sizes[place] = value.untyped_storage().nbytes()
+                kind = str(value.dtype).removeprefix("torch.")
+                found.setdefault(place, f"{name} {kind} {list(value.shape)}")
+    largest = sorted(sizes, key=lambda place: -sizes[place])
+    shown = [f"{found[p]} {format_bytes(sizes[p])}" for p in largest[:_SHOWN]]
+    more = f" and {len(largest) - _SHOWN} more" if len(largest) > _SHOWN else ""
+    total = format_bytes(sum(sizes.values()))
+    return f"alive in the step were {total}: {', '.join(shown)}{more}"
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[dict[str, object]]:
+    """Return the variables of planned programs on the stack of an error."""
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == PROGRAM:
+            yield traceback.tb_frame.f_locals
+        traceback = traceback.tb_next

@@ -1,0 +1,479 @@
+"""PyTorch steps on CUDA, over a stand-in for the CUDA runtime: no GPU.
+
+PyTorch's own dispatcher, caching allocator, streams, events and sanitizer run. Kernels
+compute nothing, or where results are compared run on the CPU in the same memory.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.fakecuda import device as fakecuda  # noqa: E402  (where there is PyTorch)
+
+if fakecuda.library() is None:
+    pytest.skip(fakecuda.NEEDED, allow_module_level=True)
+
+from torch import nn  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
+from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
+    StreamCopies,
+    StreamOffloadedStorage,
+)
+from mucudnn.torch.execution.cuda_memory import PROGRAM, live_tensors  # noqa: E402
+
+CROSS_ENTROPY = nn.functional.cross_entropy
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def without_engines():
+    """The stand-in has no engines of cuDNN, which attention would be given first."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32, heads=2, dropout=0.0):
+        super().__init__()
+        self.qkv, self.heads, self.dropout = nn.Linear(width, 3 * width), heads, dropout
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout, is_causal=True
+        )
+        return x + y.transpose(1, 2).flatten(2)
+
+
+class Float32Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        with torch.autocast("cuda", enabled=False):
+            return self.head(x.float())
+
+
+def classes(n):
+    return torch.randint(0, 10, (n,), device="cuda")
+
+
+def images(n=8, channels=8):
+    return torch.rand(n, channels, 8, 8, device="cuda")
+
+
+def norms(depth=2):
+    inside = (layer for _ in range(depth) for layer in (nn.BatchNorm2d(8), nn.ReLU()))
+    return nn.Sequential(*inside, nn.Flatten(), nn.Linear(512, 10))
+
+
+def dense(*last):
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), *last or (nn.Linear(64, 10),))
+
+
+def attended(dropout=0.0):
+    return nn.Sequential(
+        nn.Embedding(50, 32), Attention(dropout=dropout), nn.LayerNorm(32),
+        nn.Dropout(dropout), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def tokens(n=8):
+    return torch.randint(0, 50, (n, 16), device="cuda")
+
+
+MODELS = {
+    "norms": (norms, images),
+    "dense": (dense, lambda: torch.rand(8, 64, device="cuda")),
+    "attention": (attended, tokens),
+    "attention, dropout": (functools.partial(attended, 0.1), tokens),
+    "float32 head": (lambda: dense(Float32Head()), lambda: torch.rand(8, 64).cuda()),
+    "group norm": (
+        lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(512, 10)),
+        images,
+    ),
+    "1-d norm": (
+        lambda: dense(nn.BatchNorm1d(64), nn.Linear(64, 10)),
+        lambda: torch.rand(8, 64, device="cuda"),
+    ),
+}
+
+OPTIMIZERS = {
+    f"{kind.__name__} {form}".strip(): functools.partial(
+        kind, lr=0.01, **({form: True} if form else {"foreach": False}), **more
+    )
+    for kind, more in (
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {}),
+    )
+    for form in ("", "foreach", "fused")
+}
+
+
+EQUAL = [name for name in OPTIMIZERS if "Adam" not in name or "fused" not in name]
+"""Fused kernels of Adam round otherwise than the loop over tensors that is recorded."""
+
+
+def case(name, dtype=torch.float32):
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make().cuda().to(dtype), batch()
+    return model, (x.to(dtype) if x.is_floating_point() else x), classes(8)
+
+
+def least_budget(model, optimizer, batch):
+    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget=1, cache=None)
+    with pytest.raises(PlanningError) as found:
+        step.prepare(*batch)
+    return found.value.least_bytes
+
+
+@pytest.fixture
+def recomputing(monkeypatch):
+    """Copies so slow that what does not fit is computed again."""
+    slow = Links(1e-3, 1e-3)
+    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: slow)
+    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+
+
+# -- results
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("norms", "SGD"), *(("dense", name) for name in EQUAL)],
+)
+def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
+    with fakecuda.KernelsOnHost():
+        model, *batch = case(model)
+        eager = copy.deepcopy(model)
+        of_eager = OPTIMIZERS[optimizer](eager.parameters())
+        for _ in range(3):
+            CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
+            of_eager.step()
+            of_eager.zero_grad()
+        mine = copy.deepcopy(model)
+        budgets = [None]
+        if optimizer == "SGD":
+            own = OPTIMIZERS[optimizer](mine.parameters())
+            budgets.append(least_budget(mine, own, batch))
+        for budget in budgets:
+            mine = copy.deepcopy(model)
+            own = OPTIMIZERS[optimizer](mine.parameters())
+            step = mt.train_step(mine, CROSS_ENTROPY, own, budget=budget, cache=None)
+            for _ in range(3):
+                step(*batch)
+            # No assertion shows a tensor: its digits would be those of empty kernels.
+            state = mine.state_dict()
+            pairs = [
+                (n, v.cpu(), state[n].cpu()) for n, v in eager.state_dict().items()
+            ]
+            assert not [
+                name for name, one, other in pairs if not torch.equal(one, other)
+            ]
+    again = step.plan.recomputed
+    assert "Norm" not in str(model) or any("norm" in name for name in again)
+
+
+# -- settings
+
+
+@contextlib.contextmanager
+def setting(name):
+    """Set something that decides where tensors are made or how kernels compute."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    match name:
+        case "default device":
+            with torch.device("cuda"):
+                yield
+        case "TF32":
+            torch.backends.cuda.matmul.allow_tf32 = True
+            yield
+            torch.backends.cuda.matmul.allow_tf32 = False
+        case "TF32, by the newer switch":
+            before = matmul.fp32_precision, conv.fp32_precision
+            matmul.fp32_precision = conv.fp32_precision = "tf32"
+            try:
+                yield
+            finally:
+                matmul.fp32_precision, conv.fp32_precision = before
+        case "another stream":
+            with torch.cuda.stream(torch.cuda.Stream()):
+                yield
+        case "bfloat16 autocast" | "float16 autocast":
+            with torch.autocast("cuda", dtype=getattr(torch, name.split()[0])):
+                yield
+        case _:
+            yield
+
+
+SETTINGS = (
+    *("plain", "default device", "TF32", "TF32, by the newer switch"),
+    *("another stream", "bfloat16 autocast", "float16 autocast"),
+)
+
+
+@pytest.mark.parametrize(
+    ("face", "model", "name"),
+    [
+        *(("train_step", model, "bfloat16 autocast") for model in MODELS),
+        *(("train_step", "norms", name) for name in SETTINGS if "bfloat16" not in name),
+        *(("backend", "norms", name) for name in SETTINGS),
+        ("backend", "attention, dropout", "plain"),
+        ("backend", "float32 head", "bfloat16 autocast"),
+    ],
+)
+def test_steps_run_under_every_setting(face, model, name, tmp_path, fresh_compiler):
+    """The plan is stored, which describes the settings, and found again."""
+    with setting(name):
+        model, *batch = case(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        store = str(tmp_path / "plans.sqlite")
+        if face == "train_step":
+            step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=store)
+            assert step(*batch).is_cuda
+            return
+        compiled = torch.compile(model, backend=mt.backend(cache=store), fullgraph=True)
+        loss = CROSS_ENTROPY(compiled(batch[0]), batch[1])
+    loss.backward()
+    assert next(model.parameters()).grad.is_cuda
+
+
+@pytest.mark.parametrize("face", ["train_step", "backend"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("norms", torch.bfloat16),
+        ("norms", torch.float16),
+        ("1-d norm", torch.bfloat16),
+        ("group norm", torch.bfloat16),
+        ("attention", torch.float16),
+    ],
+)
+def test_models_of_low_precision(face, model, dtype, fresh_compiler):
+    model, *batch = case(model, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if face == "train_step":
+        step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=None)
+        assert step(*batch).dtype == dtype
+    else:
+        compiled = torch.compile(model, backend=mt.backend(cache=None), fullgraph=True)
+        CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
+        assert next(model.parameters()).grad.dtype == dtype
+
+
+def test_a_second_device_and_channels_last():
+    model, *batch = case("norms")
+    model, batch = model.to("cuda:1"), [tensor.to("cuda:1") for tensor in batch]
+    model = model.to(memory_format=torch.channels_last)
+    batch[0] = batch[0].to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    least = least_budget(model, optimizer, batch)
+    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget=least, cache=None)
+    assert step(*batch).device == torch.device("cuda", 1)
+    assert step.plan.peak_bytes <= least
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("dense", {"offload_state": True}, "works on the CPU only; leave it out"),
+        ("synchronized", {}, "use mt.distribute"),
+    ],
+)
+def test_what_cuda_cannot_is_refused_when_it_is_planned(
+    model, options, message, monkeypatch
+):
+    monkeypatch.setitem(MODELS, "synchronized", (Synchronized, MODELS["dense"][1]))
+    model, *batch = case(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(
+        model,
+        CROSS_ENTROPY,
+        optimizer,
+        cache=None,
+        budget="1GiB",
+        **options,
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        step.prepare(*batch)
+
+
+class Synchronized(nn.Module):
+    """What SyncBatchNorm computes behind its collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        mean, inverse = torch.batch_norm_stats(x, 1e-5)
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            x, mean[None], inverse[None], self.norm.running_mean, self.norm.running_var,
+            0.1, 1e-5, torch.full((1,), 8.0, device=x.device),
+        )  # fmt: skip
+        return self.head((x - mean) * inverse)
+
+
+# -- what the processor does
+
+
+def test_a_scaler_is_where_the_loss_is():
+    model, *batch = case("dense")
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=None, scaler=scaler)
+    with torch.autocast("cuda", dtype=torch.float16):
+        step(*batch)
+        with fakecuda.counted() as found:
+            step(*batch)
+    assert scaler._scale.is_cuda
+    assert found["stream_sync"] == found["copy_sync"] == found["device_sync"] == 0
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW foreach"])
+def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomputing):
+    model, *batch = case("attention")
+    own = OPTIMIZERS[optimizer](model.parameters())
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    for _ in range(2):
+        step(*batch)
+    with fakecuda.counted() as found:
+        step(*batch)
+    never = "stream_sync", "event_sync", "device_sync", "copy_sync", "malloc", "free"
+    assert {key: found[key] for key in (*never, "host_alloc", "event_create")} == (
+        dict.fromkeys((*never, "host_alloc", "event_create"), 0)
+    )
+
+
+# -- the order of copies
+
+
+def without_wait(monkeypatch):
+    monkeypatch.setattr(StreamOffloadedStorage, "wait", lambda stored: None)
+
+
+def without_fork(monkeypatch):
+    def copy_at_once(copies, stream, target, source, after):
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    monkeypatch.setattr(StreamCopies, "_copy", copy_at_once)
+
+
+@pytest.fixture
+def sanitizer(monkeypatch):
+    """PyTorch's CUDA sanitizer, on operations that run and are more than views."""
+    import torch.cuda._sanitizer as csan  # which traces all calls from then on
+
+    mode = csan.CUDASanitizerDispatchMode
+    checked = mode.__torch_dispatch__
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        if "set_" in str(func) or fakecuda.is_traced(given):
+            return func(*args, **(kwargs or {}))
+        return checked(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(mode, "__torch_dispatch__", dispatch)
+    csan.cuda_sanitizer.enable()
+    yield csan.CUDASanitizerErrors
+    csan.cuda_sanitizer.disable()
+
+
+@pytest.mark.parametrize("mutate", [None, without_wait, without_fork])
+def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(
+    mutate, monkeypatch, sanitizer
+):
+    fast = Links(1e12, 1e12)
+    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
+    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+    model, y = wide(4).cuda(), torch.zeros(1024, dtype=torch.long, device="cuda")
+    x = torch.rand(1024, 256, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    least = least_budget(model, own, (x, y))
+    if mutate is not None:
+        mutate(monkeypatch)
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    assert step.prepare(x, y).leaving
+    raced = False
+    try:
+        for _ in range(3):
+            step(x, y)
+    except sanitizer:
+        raced = True
+    assert raced == (mutate is not None)
+
+
+# -- bytes
+
+
+def wide(depth=6, width=256):
+    return nn.Sequential(
+        *(
+            layer
+            for _ in range(depth)
+            for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        ),
+        nn.Linear(width, 10),
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_requested_and_reserved_bytes_are_within_the_plan(share):
+    """Of a step whose activations are 40 MiB, between its least budget and its most."""
+    gc.collect()
+    torch.cuda.init()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+    held = torch.cuda.memory_reserved()
+    model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
+    x = torch.rand(4096, 256, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    least = least_budget(model, own, (x, y))
+    most = mt.train_step(model, CROSS_ENTROPY, own, cache=None).prepare(x, y).peak_bytes
+    budget = int(least + share * (most - least))
+    gc.collect()  # optimizer state that was made for these two plans
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+    for _ in range(3):
+        step(x, y)
+    stats, plan = torch.cuda.memory_stats(), step.plan
+    planned = plan.peak_bytes + plan.given_bytes
+    assert plan.library_bytes > 0
+    assert plan.peak_bytes <= budget
+    assert stats["requested_bytes.all.peak"] - before <= planned
+    # Tensors of the caller's may have one segment of 20 MiB that is not full.
+    reserved = stats["reserved_bytes.all.peak"] - held
+    assert reserved <= 1.05 * planned + (20 << 20)
+    assert "has reserved" in str(plan)
+
+
+def test_an_error_lists_what_was_alive_in_the_program():
+    def fail():
+        raise torch.OutOfMemoryError
+
+    source = "def run(given):\n x = given * 2\n fail()"
+    space = {"fail": fail}
+    exec(compile(source, PROGRAM, "exec"), space)
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        space["run"](torch.zeros(1 << 18, device="cuda"))
+    listed = live_tensors(found.value)
+    assert "alive in the step were 2.0 MiB" in listed
+    assert "x float32 [262144] 1.0 MiB" in listed
