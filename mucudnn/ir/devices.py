@@ -5,135 +5,21 @@ published; it is assumed, equal for all devices, and labelled as such. Estimates
 comparing policies with each other; they do not predict the time on a device.
 """
 
+import difflib
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from mucudnn.arguments import one_of
+from mucudnn.arguments import of_type
 from mucudnn.ir.profile import ChunkCosts
-
-ARITHMETIC: Mapping[str, str] = MappingProxyType(
-    {
-        "": "single precision",
-        "_tf32": "TF32 on tensor cores, dense",
-        "_half": "half precision on tensor cores with sums in single, dense",
-    }
-)
-"""Suffix of a device's name -> description of its arithmetic."""
-
-
-TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "": ("float32",),
-        "_tf32": ("float32",),
-        "_half": ("float32", "float16", "bfloat16"),
-    }
-)
-"""Suffix of a device's name -> tensor types that are multiplied in this arithmetic."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """Published peaks of a device; `tflops` maps suffixes of its name to rates.
-
-    The nominal one-way rate of the link to the host is `link_gb_per_s`.
-    """
-
-    title: str
-    source: str
-    tflops: Mapping[str, float]
-    gb_per_s: float
-    gb: float
-    link_gb_per_s: float
-    link: str
-
-
-def _rates(single: float | None, tf32: float, half: float) -> Mapping[str, float]:
-    found = {"_tf32": tf32, "_half": half}
-    return MappingProxyType(found if single is None else {"": single, **found})
-
-
-_PCIE4 = "PCIe 4.0 x16"
-
-_PCIE5 = "PCIe 5.0 x16"
-
-
-BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
-    {
-        "a100": Peaks(
-            title="NVIDIA A100 80GB SXM",
-            source="NVIDIA A100 data sheet",
-            tflops=_rates(19.5, 156, 312),
-            gb_per_s=2039,
-            gb=80,
-            link_gb_per_s=32,
-            link=f"{_PCIE4}, NVIDIA A100 data sheet",
-        ),
-        "h100": Peaks(
-            title="NVIDIA H100 SXM",
-            source="NVIDIA H100 data sheet",
-            tflops=_rates(67, 494.5, 989.5),
-            gb_per_s=3350,
-            gb=80,
-            link_gb_per_s=64,
-            link=f"{_PCIE5}, NVIDIA H100 data sheet",
-        ),
-        "h200": Peaks(
-            title="NVIDIA H200 SXM",
-            source="NVIDIA H200 data sheet",
-            tflops=_rates(None, 494.5, 989.5),
-            gb_per_s=4800,
-            gb=141,
-            link_gb_per_s=64,
-            link=f"{_PCIE5}, NVIDIA H200 data sheet",
-        ),
-        "gh200": Peaks(
-            title="NVIDIA GH200 96GB",
-            source="NVIDIA GH200 data sheet; rates as of its H100, bandwidth "
-            "unconfirmed",
-            tflops=_rates(67, 494, 990),
-            gb_per_s=4000,
-            gb=96,
-            link_gb_per_s=450,
-            link="half of NVLink-C2C's 900 GB/s both ways, NVIDIA GH200 data sheet",
-        ),
-        "b200": Peaks(
-            title="NVIDIA B200 in HGX B200",
-            source="an eighth of NVIDIA HGX B200's figures; others quote 75 to 80 "
-            "TFLOP/s, 1100 to 1130 in TF32, and 7.7 to 8 TB/s",
-            tflops=_rates(75, 1125, 2250),
-            gb_per_s=8000,
-            gb=180,
-            link_gb_per_s=64,
-            link=f"{_PCIE5} of DGX B200's hosts",
-        ),
-        "rtx4090": Peaks(
-            title="NVIDIA GeForce RTX 4090",
-            source="NVIDIA Ada GPU architecture white paper",
-            tflops=_rates(82.6, 82.6, 165.2),
-            gb_per_s=1008,
-            gb=24 * 1.073741824,
-            link_gb_per_s=32,
-            link=_PCIE4,
-        ),
-        "rtx5090": Peaks(
-            title="NVIDIA GeForce RTX 5090",
-            source="NVIDIA RTX Blackwell GPU architecture white paper; TF32 and half "
-            "are derived: an eighth and a quarter of 838 for sparse FP16",
-            tflops=_rates(104.8, 104.8, 209.5),
-            gb_per_s=1792,
-            gb=32 * 1.073741824,
-            link_gb_per_s=64,
-            link=_PCIE5,
-        ),
-    }
-)
-"""Peaks by device name. The H200 in single precision is listed separately."""
-
 
 _GIB = 1024**3
 
 _CHUNKS = ChunkCosts(2 << 20, map_ms=0.069, unmap_ms=0.034)
+
+TF32 = "tf32"
+"""Name of the rate of float32 products on tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +62,14 @@ class DeviceFigures:
 
     Attributes:
         title: The vendor's name.
-        flops: Peak operations per second in the arithmetic that its source names;
-            single precision by default.
+        flops: Peak operations per second in single precision, without tensor cores.
         bandwidth: Peak bytes per second of device memory.
         memory: Bytes of device memory.
         d2h: Bytes per second to the host in large copies.
         h2d: Bytes per second from the host in large copies.
-        dtypes: Tensor types whose products reach `flops`.
-        turns: Whether products run on tensor cores, whose kernels want channels last:
-            channels-first images are transposed on their way in and out.
+        tensor_cores: Peak operations per second on tensor cores without sparsity, by
+            the operands' type, `tf32` for float32 ones. Their kernels want channels
+            last: channels-first images are transposed on their way in and out.
     """
 
     title: str
@@ -193,13 +78,38 @@ class DeviceFigures:
     memory: Figure
     d2h: Figure
     h2d: Figure
-    dtypes: tuple[str, ...] = ("float32",)
-    turns: bool = False
+    tensor_cores: Mapping[str, float] = field(default_factory=dict)
+
+    def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
+        """Return the peaks for products of a type: on tensor cores or not -> rate.
+
+        Args:
+            dtype: Type of the operands.
+            tf32: Whether float32 operands may be rounded to TF32.
+        """
+        found = {False: self.flops.value} if dtype == "float32" else {}
+        kind = TF32 if tf32 and dtype == "float32" else dtype
+        if kind in self.tensor_cores:
+            found[True] = self.tensor_cores[kind]
+        return found
+
+    def peak(self, dtype: str, *, tf32: bool = False) -> float:
+        """Return the highest peak for products of a type; single precision if none."""
+        return max(self.rates(dtype, tf32=tf32).values(), default=self.flops.value)
 
     def sources(self) -> Mapping[str, str]:
         """Describe each figure and its source in words."""
+        several: dict[float, list[str]] = {}
+        for kind, rate in self.tensor_cores.items():
+            several.setdefault(rate, []).append(kind)
+        dense = "".join(
+            f"; {rate / 1e12:g} in {' and '.join(kinds)}"
+            for rate, kinds in several.items()
+        )
+        cores = f"{dense} on tensor cores, dense" if dense else ""
         return {
-            "arithmetic": f"{self.flops.value / 1e12:g} TFLOP/s, {self.flops.source}",
+            "arithmetic": f"{self.flops.value / 1e12:g} TFLOP/s{cores}, "
+            f"{self.flops.source}",
             "bandwidth": f"{self.bandwidth.value / 1e9:g} GB/s, "
             f"{self.bandwidth.source}",
             "memory": f"{self.memory.value / _GIB:.4g} GiB, {self.memory.source}",
@@ -222,7 +132,17 @@ def _make_device(
     gb_per_s: float,
     memory: float,
     link: Figure,
+    tf32: float | None = None,
+    half: float | None = None,
+    float8: float | None = None,
 ) -> DeviceFigures:
+    rates = {
+        TF32: tf32,
+        "float16": half,
+        "bfloat16": half,
+        "float8_e4m3fn": float8,
+        "float8_e5m2": float8,
+    }
     return DeviceFigures(
         title=title,
         flops=Figure(tflops * 1e12, source),
@@ -230,6 +150,9 @@ def _make_device(
         memory=Figure(memory, source),
         d2h=link,
         h2d=link,
+        tensor_cores=MappingProxyType(
+            {kind: rate * 1e12 for kind, rate in rates.items() if rate is not None}
+        ),
     )
 
 
@@ -241,26 +164,11 @@ def _nominal_link(gb_per_s: float, what: str) -> Figure:
     )
 
 
-def _make_devices_by_arithmetic() -> dict[str, DeviceFigures]:
-    return {
-        word + suffix: replace(
-            _make_device(
-                f"{peaks.title}, {ARITHMETIC[suffix]}" if suffix else peaks.title,
-                f"{peaks.source}, {ARITHMETIC[suffix]}",
-                tflops=tflops,
-                gb_per_s=peaks.gb_per_s,
-                memory=peaks.gb * 1e9,
-                link=_nominal_link(peaks.link_gb_per_s, peaks.link),
-            ),
-            dtypes=TENSORS[suffix],
-            turns=bool(suffix),
-        )
-        for word, peaks in BY_ARITHMETIC.items()
-        for suffix, tflops in peaks.tflops.items()
-    }
-
-
 _PCIE3 = Figure(12.8e9, "PCIe 3.0 x16, reached in vDNN (MICRO 2016)")
+
+_PCIE4 = "PCIe 4.0 x16"
+
+_PCIE5 = "PCIe 5.0 x16"
 
 
 DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
@@ -269,9 +177,12 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             "NVIDIA H200 SXM",
             "NVIDIA H200 data sheet",
             tflops=67,
+            tf32=494.5,
+            half=989.5,
+            float8=1979,
             gb_per_s=4800,
             memory=141e9,
-            link=_nominal_link(64, "PCIe 5.0 x16, NVIDIA H200 data sheet"),
+            link=_nominal_link(64, f"{_PCIE5}, NVIDIA H200 data sheet"),
         ),
         "p100": _make_device(
             "NVIDIA Tesla P100 SXM2",
@@ -323,7 +234,74 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=12 * _GIB,
             link=_PCIE3,
         ),
-        **_make_devices_by_arithmetic(),
+        "a100": _make_device(
+            "NVIDIA A100 80GB SXM",
+            "NVIDIA A100 data sheet",
+            tflops=19.5,
+            tf32=156,
+            half=312,
+            gb_per_s=2039,
+            memory=80e9,
+            link=_nominal_link(32, f"{_PCIE4}, NVIDIA A100 data sheet"),
+        ),
+        "h100": _make_device(
+            "NVIDIA H100 SXM",
+            "NVIDIA H100 data sheet",
+            tflops=67,
+            tf32=494.5,
+            half=989.5,
+            float8=1979,
+            gb_per_s=3350,
+            memory=80e9,
+            link=_nominal_link(64, f"{_PCIE5}, NVIDIA H100 data sheet"),
+        ),
+        "gh200": _make_device(
+            "NVIDIA GH200 96GB",
+            "NVIDIA GH200 data sheet; rates as of its H100, bandwidth unconfirmed",
+            tflops=67,
+            tf32=494,
+            half=990,
+            float8=1979,
+            gb_per_s=4000,
+            memory=96e9,
+            link=_nominal_link(
+                450, "half of NVLink-C2C's 900 GB/s both ways, NVIDIA GH200 data sheet"
+            ),
+        ),
+        "b200": _make_device(
+            "NVIDIA B200 in HGX B200",
+            "an eighth of NVIDIA HGX B200's figures; others quote 75 to 80 TFLOP/s, "
+            "1100 to 1130 in TF32, and 7.7 to 8 TB/s",
+            tflops=75,
+            tf32=1125,
+            half=2250,
+            float8=4500,
+            gb_per_s=8000,
+            memory=180e9,
+            link=_nominal_link(64, f"{_PCIE5} of DGX B200's hosts"),
+        ),
+        "rtx4090": _make_device(
+            "NVIDIA GeForce RTX 4090",
+            "NVIDIA Ada GPU architecture white paper",
+            tflops=82.6,
+            tf32=82.6,
+            half=165.2,
+            float8=330.3,
+            gb_per_s=1008,
+            memory=24 * _GIB,
+            link=_nominal_link(32, _PCIE4),
+        ),
+        "rtx5090": _make_device(
+            "NVIDIA GeForce RTX 5090",
+            "NVIDIA RTX Blackwell GPU architecture white paper; TF32 and half are "
+            "derived: an eighth and a quarter of 838 for sparse FP16",
+            tflops=104.8,
+            tf32=104.8,
+            half=209.5,
+            gb_per_s=1792,
+            memory=32 * _GIB,
+            link=_nominal_link(64, _PCIE5),
+        ),
         "null": _make_device(
             "no device",
             "made up",
@@ -334,20 +312,39 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
         ),
     }
 )
-"""Devices by name. `null` is not a real device: round numbers for experiments.
+"""Devices by name. `null` is not a real device: round numbers for experiments."""
 
-`h200`, `h100` and the like compute in single precision, without tensor cores. With the
-suffix `_tf32` or `_half` they use tensor cores, as most training does.
-"""
+_DEPRECATED = ("_tf32", "_half")
+"""Endings of names that once chose an arithmetic; operands' types do so now."""
+
+
+def device_name(name: str) -> str:
+    """Return the key in `DEVICES` for a name in any case, or for a deprecated name.
+
+    Raises:
+        ValueError: The device is not known; suggests the closest.
+        TypeError: The name is no text.
+    """
+    of_type("device", name, str, "a device's name")
+    found = name.strip().lower()
+    for ending in _DEPRECATED:
+        if found.endswith(ending) and found.removesuffix(ending) in DEVICES:
+            found = found.removesuffix(ending)
+            warnings.warn(
+                f"device {name!r} is deprecated: {found!r} takes each operation's "
+                "figures by its types",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+    if found not in DEVICES:
+        close = difflib.get_close_matches(found, DEVICES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"unknown device {name!r}{hint}; choose one of: {', '.join(DEVICES)}"
+        )
+    return found
 
 
 def get_device(name: str) -> DeviceFigures:
     """Return the figures of a device; the error for an unknown one lists all."""
-    return DEVICES[one_of("device", name, DEVICES)]
-
-
-def name_computing(name: str, dtype: str) -> str:
-    """Return the device variant that computes in a type: `h200_half`."""
-    half = f"{name}_half"
-    known = half in DEVICES and dtype in DEVICES[half].dtypes
-    return half if dtype not in get_device(name).dtypes and known else name
+    return DEVICES[device_name(name)]

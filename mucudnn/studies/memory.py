@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.devices import get_device, name_computing
+from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.tensor import Role
@@ -92,8 +92,7 @@ def study_memory(
         policies: Names in `policy_names()`, or functions; by default all of them.
         schedulers: Names in `SCHEDULERS`, or functions; by default each policy's own.
         budget: Bytes, or "1.5GiB"; by default the memory of the device.
-        device: `cpu`, or a name in `DEVICES`; by default the step's own. A step in half
-            precision uses the device's figures for it.
+        device: `cpu`, or a name in `DEVICES`; by default the step's own.
         curve: Whether to plan for several budgets, too.
         max_batch: Whether to search the largest mini-batch of every policy.
         min_budget: Whether to search the minimum feasible budget of every policy.
@@ -145,7 +144,7 @@ def study_memory(
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
-        spec = with_layouts(_use_precision_figures(spec), recordings)
+        spec = with_layouts(spec, recordings)
     costed = costed_step(spec, profile, recordings, choices, say)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
@@ -172,13 +171,6 @@ def _as_spec(step: object, device: str | None) -> StepSpec:
         )
     spec = StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
     return spec if device is None else replace(spec, device=device)
-
-
-def _use_precision_figures(spec: StepSpec) -> StepSpec:
-    """Select the device's figures for the step's precision."""
-    if spec.precision is None or spec.device == CPU:
-        return spec
-    return replace(spec, device=name_computing(spec.device, spec.precision))
 
 
 # Try techniques on a step under a budget: plans, lower bound, placement, limits.

@@ -11,7 +11,7 @@ from pathlib import Path
 from mucudnn.arguments import a_path, of_type, one_of
 from mucudnn.backends import Device
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.sizes import parse_bytes, refuse_fraction
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.problem import CONVOLUTIONS
@@ -85,8 +85,10 @@ class MemoryBudget:
                     "them"
                 )
             chosen = short
+        size = parse_bytes(nbytes)
+        refuse_fraction(size, f"budget={nbytes!r}")
         values: dict[str, object] = {
-            "nbytes": parse_bytes(nbytes),
+            "nbytes": size,
             "policy": policy,
             "scheduler": scheduler,
             "convolutions": one_of("convolutions", convolutions, CONVOLUTIONS),
