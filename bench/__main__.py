@@ -13,7 +13,7 @@ from bench.papers import one_row
 NAMES = (
     *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
     *("front", "budget", "placement", "traffic", "split", "fleet", "gaps"),
-    *("torch", "torch-step", "torch-calls"),
+    *("torch", "torch-compiled", "torch-step", "torch-calls"),
 )
 
 

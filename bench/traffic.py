@@ -60,7 +60,7 @@ class _Counting:
     traffic: Traffic
 
     def launch(self, launch: KernelLaunch) -> None:
-        if not launch.empty:
+        if 0 not in launch.blocks:
             arrays = (a.nbytes for a in launch.arguments if isinstance(a, np.ndarray))
             self.traffic.add(1, sum(arrays))
 

@@ -16,7 +16,7 @@ _LONGEST = 80
 """Maximum characters of a value in a message."""
 
 
-def an_integer(
+def check_integer(
     name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
     """Return an integer of a range."""
@@ -31,7 +31,7 @@ def an_integer(
     return number
 
 
-def integers(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
+def check_integers(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
     """Return a tuple of integers from any sequence of them."""
     if isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
@@ -39,10 +39,10 @@ def integers(name: str, values: Any, least: int | None = None) -> tuple[int, ...
         items = tuple(values)
     except TypeError:
         raise TypeError(f"{name} must be a sequence, got {values!r}") from None
-    return tuple(an_integer(f"{name}[{i}]", v, least) for i, v in enumerate(items))
+    return tuple(check_integer(f"{name}[{i}]", v, least) for i, v in enumerate(items))
 
 
-def a_number(
+def check_number(
     name: str,
     value: Any,
     least: float = -math.inf,
@@ -74,7 +74,7 @@ def _reject_text(value: Any) -> Any:
     return value
 
 
-def a_flag(name: str, value: Any) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     """Return True or False; other truthy values are refused."""
     if isinstance(value, bool):
         return value
@@ -83,7 +83,7 @@ def a_flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def a_text(name: str, value: Any) -> str:
+def check_text(name: str, value: Any) -> str:
     """Return a string that is not empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {value!r}")
@@ -92,7 +92,7 @@ def a_text(name: str, value: Any) -> str:
     return value
 
 
-def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """Return one of some words."""
     valid = ", ".join(choices := tuple(choices))
     if not isinstance(value, str):
@@ -102,7 +102,7 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     return value
 
 
-def a_path(name: str, value: Any) -> Path:
+def check_path(name: str, value: Any) -> Path:
     """Return a path from a string or a path-like object."""
     path = fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str):
@@ -113,13 +113,13 @@ def a_path(name: str, value: Any) -> Path:
     return Path(path)
 
 
-def a_function(name: str, value: Any, wanted: str) -> None:
+def check_function(name: str, value: Any, wanted: str) -> None:
     """Refuse a value that is not callable; `wanted` describes the signature."""
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {_abbreviate(value)}")
 
 
-def of_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:
+def check_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:
     """Refuse a value of another type; `wanted` describes a valid one."""
     kinds = (kind,) if isinstance(kind, type) else tuple(kind)
     if not isinstance(value, kinds):

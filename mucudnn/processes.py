@@ -2,8 +2,8 @@
 
 A fork copies only the calling thread. A lock held by another thread is never released
 in the child, a pool has no threads, and a library active in another thread is stopped
-midway. So locks and pools belong to one process (`Own`), and objects that must not be
-interrupted are brought to rest before a fork (`attend`).
+midway. So locks and pools belong to one process (`PerProcess`), and objects that must
+not be interrupted are brought to rest before a fork (`on_fork`).
 """
 
 import functools
@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 T = TypeVar("T")
 
 
-class Own(Generic[T]):
+class PerProcess(Generic[T]):
     """A value per process, created on first use.
 
     Args:
@@ -34,22 +34,22 @@ class Own(Generic[T]):
         self._values = {os.getpid(): make()}
 
     @property
-    def mine(self) -> T:
+    def value(self) -> T:
         """Value of the current process."""
         pid = os.getpid()
         try:
             return self._values[pid]
         except KeyError:
-            value = self._values.setdefault(pid, self._make())
+            mine = self._values.setdefault(pid, self._make())
             for other in [key for key in list(self._values) if key != pid]:
                 self._values.pop(other, None)  # process numbers are reused
-            return value
+            return mine
 
     def __reduce__(self) -> Any:
         raise TypeError("what belongs to one process cannot be copied or pickled")
 
 
-class Attendant(Protocol):
+class ForkListener(Protocol):
     """An object that has to act when its process forks."""
 
     def before_fork(self) -> None:
@@ -61,20 +61,20 @@ class Attendant(Protocol):
         ...
 
 
-_attendants: dict[int, weakref.ref[Attendant]] = {}
-"""Registered attendants. The interpreter's list of fork hooks is append-only, so a
-single hook is registered there, which calls the attendants in this table."""
+_listeners: dict[int, weakref.ref[ForkListener]] = {}
+"""Registered listeners. The interpreter's list of fork hooks is append-only, so a
+single hook is registered there, which calls the listeners in this table."""
 
 
-def attend(one: Attendant) -> None:
+def on_fork(one: ForkListener) -> None:
     """Notify `one` of every fork as long as it is alive."""
     _register()
     key = id(one)
 
     def forget(_: object) -> None:
-        _attendants.pop(key, None)
+        _listeners.pop(key, None)
 
-    _attendants[key] = weakref.ref(one, forget)
+    _listeners[key] = weakref.ref(one, forget)
 
 
 @functools.cache
@@ -87,8 +87,8 @@ def _register() -> None:
         )
 
 
-def _tell(act: Callable[[Attendant], None]) -> None:
-    for ref in tuple(_attendants.values()):
+def _tell(act: Callable[[ForkListener], None]) -> None:
+    for ref in tuple(_listeners.values()):
         if (one := ref()) is not None:
             act(one)
 

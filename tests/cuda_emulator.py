@@ -52,7 +52,7 @@ class Emulator:
         self.launched = set()
 
     def _launch(self, launch):
-        if launch.empty:
+        if 0 in launch.blocks:
             return
         program, kernel, arguments = launch.program, launch.kernel, launch.arguments
         library = self._library(program, *launch.types)

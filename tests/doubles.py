@@ -8,7 +8,7 @@ from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import NATIVE, TF32, Numerics, Traits
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.measuring import Measuring
 from mucudnn.runtime.tuning.timing import StoppingRule
@@ -74,7 +74,7 @@ def measuring(backend, cache, **options):
         "progress": None,
         "isolation": Isolation(),
         "workers": None,
-        "lock": Own(threading.RLock),
+        "lock": PerProcess(threading.RLock),
     }
     return Measuring(backend=backend, **{**defaults, **options})
 

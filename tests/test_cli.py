@@ -22,6 +22,7 @@ COMMANDS = [
     ["memory"],
     ["explain"],
     ["info"],
+    ["doctor"],
     ["cache"],
     *(["cache", name] for name in ("list", "export", "import", "clear", "path")),
 ]

@@ -8,13 +8,16 @@ import time
 import xml.etree.ElementTree as ET
 from types import ModuleType
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+import mucudnn
 from mucudnn import backends
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.cli import main
+from mucudnn.cli.app import ExitCode
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.recording_format import read_recording, recorded_environments
 from mucudnn.runtime.tuning import tuner as tuner_module
@@ -233,6 +236,23 @@ def test_info_says_what_is_missing_and_describes_what_is_there(gpu):
     shown = done("info").splitlines()
     for name, value in described.items():
         assert f"             {name}: {value}" in shown
+
+
+def test_doctor_tries_what_is_there_and_advises_on_the_rest(gpu, monkeypatch):
+    data = json.loads(done("doctor", "--cache", "none", "--json", "-"))
+    found = {check["name"]: check for check in data["checks"]}
+    assert found["convolution on the CPU"]["status"] == "works"
+    assert found["NVIDIA GPU"]["status"] == "missing"
+    assert "no NVIDIA driver" in found["NVIDIA GPU"]["detail"]
+    assert all((c["status"] == "works") == (not c["advice"]) for c in data["checks"])
+
+    def wrong(x, w, *, tuner):
+        return np.zeros((len(x), len(w), 4, 4))
+
+    monkeypatch.setattr(mucudnn, "conv2d", wrong)
+    result = CliRunner().invoke(main, ["doctor", "--cache", "none"])
+    assert result.exit_code == ExitCode.FAILED
+    assert "fails    convolution on the CPU" in result.output
 
 
 def test_numerics_reach_the_tuner_and_the_report(tmp_path, monkeypatch):

@@ -101,6 +101,24 @@ def test_a_batch_by_option_or_by_argument(model):
 
 
 @pytest.mark.torch
+def test_a_step_in_parts_needs_less(model):
+    result = run(
+        *(f"{model}:step", "--split", "auto", "--policy", "planned"),
+        *("--budget", "1GiB", "--json", "-"),
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["splitting"]["tried"]
+
+    import mucudnn.torch as mt
+
+    namespace = {}
+    exec(MODEL, namespace)
+    study = mt.memory(*namespace["step"](), split="auto")
+    assert found["minimum_bytes"] == study.least_budget
+
+
+@pytest.mark.torch
 def test_nothing_fits(model):
     result = run(f"{model}:step", "--budget", "1KiB", "--policy", "planned")
     assert result.exit_code == ExitCode.NOTHING_FITS
@@ -113,8 +131,8 @@ def test_what_cannot_be_had_is_one_line(model):
     assert "no function 'nothing'" in refused(f"{model}:nothing")
     line = refused(f"{model}:step", "--optimizer", "adam")
     assert "--optimizer is for built-in networks" in line
-    line = refused(f"{model}:step", "--split", "auto")
-    assert "mucudnn.torch.memory(…, split=…)" in line
+    line = refused(f"{model}:step", "--split", "height")
+    assert "its batch has no images" in line
     assert "--image is for" in refused(f"{model}:step", "--image", "32")
 
 

@@ -11,7 +11,7 @@ import pytest
 from bench.one_algorithm import one_algorithm
 from mucudnn.backends import get_backend
 from mucudnn.backends.base import Kernel
-from mucudnn.backends.cuda.conv.fused import CudaEpilogues
+from mucudnn.backends.cuda.conv import CudaEpilogues
 from mucudnn.backends.cuda.conv.graph_api import (
     GraphLibrary,
     PlanKey,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.backends.cpu.copies import CHUNK, CpuCopier
+from mucudnn.backends.cpu.device import CHUNK, CpuCopier
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.device import CudaDevice, DescribedDevice
 from mucudnn.backends.virtual import VirtualArray, VirtualDevice

@@ -10,7 +10,7 @@ from mucudnn.ir.optimizers import Adam
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.tasks import Copies
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner

@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.base import Kernel
-from mucudnn.backends.cpu.copies import CpuCopier
-from mucudnn.backends.cpu.device import CpuDevice
+from mucudnn.backends.cpu.device import CpuCopier, CpuDevice
 from mucudnn.backends.null import NullConv, NullKernels
 from mucudnn.backends.virtual import VirtualArray, VirtualDevice
 from mucudnn.errors import BackendError, OutOfMemoryError, ScheduleError

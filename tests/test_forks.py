@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -189,7 +189,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_copies_are_refused_or_made_and_never_waited_for_in_vain():
     run("""
-from mucudnn.backends.cpu.copies import CpuCopier
+from mucudnn.backends.cpu.device import CpuCopier
 from mucudnn.errors import BackendError
 began, end = threading.Event(), threading.Event()
 
@@ -275,26 +275,26 @@ tuner.close()
 
 def test_a_parent_that_held_the_lock_itself_still_holds_it():
     run("""
-from mucudnn.processes import Own
-lock = Own(threading.RLock)
-with lock.mine:
+from mucudnn.processes import PerProcess
+lock = PerProcess(threading.RLock)
+with lock.value:
     child = os.fork()
-    with lock.mine:
+    with lock.value:
         pass
 if child == 0:
-    with lock.mine:
+    with lock.value:
         os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """)
 
 
 def test_threads_that_ask_at_once_get_one_value():
-    own, found = Own(object), []
+    own, found = PerProcess(object), []
     meet = threading.Barrier(8)
 
     def ask():
         meet.wait()
-        found.append(own.mine)
+        found.append(own.value)
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:

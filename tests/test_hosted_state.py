@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mucudnn.backends.cpu import copies
+from mucudnn.backends.cpu import device as copies
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam

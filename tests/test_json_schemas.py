@@ -47,6 +47,7 @@ CALLS = [
     ("models", ("train", "--list")),
     ("models", ("memory", "--list")),
     ("info", ("info", "--cache", "none")),
+    ("doctor", ("doctor", "--cache", "none")),
     ("cache_list", ("cache", "list", *CACHE)),
     ("cache_file", ("cache", "export", "all.json", *CACHE)),
     ("cache_file", ("cache", "import", "all.json", *CACHE)),

@@ -12,7 +12,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.runtime.executor import Present
-from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.tasks import Copies
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit

@@ -68,8 +68,8 @@ class Case:
         executor, state = self.executor(nbytes, **options)
         try:
             found = [executor.run(self.bench.feeds(step)) for step in range(steps)]
-            assert executor.pool_statistics.peak_bytes <= nbytes
-            assert executor.pool_statistics.reserved_bytes == 0
+            assert executor.pool.peak_bytes <= nbytes
+            assert executor.pool.reserved_bytes == 0
             return (found, state.save()), executor.statistics
         finally:
             executor.close()
@@ -105,7 +105,7 @@ def test_the_pool_is_never_fuller_than_liveness_says(case):
     most = peak_bytes(case.graph, kept.workspaces, granularity=512) - state
     executor, _ = case.executor(100 * case.least)
     executor.run(case.bench.feeds())
-    assert case.least <= executor.pool_statistics.peak_bytes <= most
+    assert case.least <= executor.pool.peak_bytes <= most
     executor.close()
 
 
@@ -177,7 +177,7 @@ def test_a_full_host_names_the_node_and_leaves_the_pool_empty(lenet):
     for _ in range(2):
         with pytest.raises(OutOfMemoryError, match=r"node '.*' \(.*\): no room for '"):
             executor.run(lenet.bench.feeds())
-        assert executor.pool_statistics.reserved_bytes == 0
+        assert executor.pool.reserved_bytes == 0
     executor.close()
 
 
@@ -213,7 +213,7 @@ def test_after_an_error_the_next_run_works(lenet, error, message):
     executor, state = lenet.executor(lenet.least, replace(backend, kernels=kernels))
     with pytest.raises(type(error), match=message):
         executor.run(lenet.bench.feeds())
-    assert executor.pool_statistics.reserved_bytes == 0
+    assert executor.pool.reserved_bytes == 0
     same(([executor.run(lenet.bench.feeds())], state.save()), expected)
     executor.close()
 
@@ -225,7 +225,7 @@ def test_inputs_are_checked_before_anything_runs(lenet):
         executor.run({k: v for k, v in feeds.items() if k != "image"})
     with pytest.raises(ValueError, match="input 'image' must be float32"):
         executor.run(feeds | {"image": feeds["image"][1:]})
-    assert executor.pool_statistics.allocations == 0
+    assert executor.pool.peak_bytes == 0
     executor.close()
     with pytest.raises(ValueError, match="the pool was closed"):
         executor.run(feeds)

@@ -11,7 +11,7 @@ from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import BackendError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.executor.arena import Pool
-from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.tasks import Copies
 from mucudnn.runtime.executor.tiers import DiskTier, HostTier
 from tests.examples import examples
 

@@ -363,7 +363,7 @@ def test_a_forked_child_goes_on_with_a_step_that_offloads(offload_state):
     step = parts.step(budget=caught.value.least_bytes, **options)
     step(*parts.batches[0])
     threads = step._last.bound.segment.run.__globals__["copy_back"].__self__._threads
-    assert any(thread._started for thread in threads.mine)
+    assert any(thread._started for thread in threads.value)
     before = parts.now()
     step(*parts.batches[1])
     after = parts.now()[0]

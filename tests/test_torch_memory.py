@@ -234,6 +234,14 @@ def test_what_may_run_in_parts_is_what_train_step_plans(split):
     study = mt.memory(*made, device=H200, split=split)
     least = study.least_budget
     assert least < whole
+    compared = study_memory(
+        mt.memory(*made, device=H200).described(),
+        policies=("planned",),
+        budget=least,
+        split=split,
+    )
+    assert compared.best is compared.techniques[-1]  # the whole step does not fit
+    assert compared.best.peak_bytes <= compared.minimum == least
     assert study.plan(least).splitting.chosen.parts > 1
     with pytest.raises(PlanningError) as refused:
         study.plan(least - 1)

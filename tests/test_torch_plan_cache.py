@@ -24,9 +24,9 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.ir.schedule import Residency  # noqa: E402
-from mucudnn.runtime.store.entries import Entries  # noqa: E402
 from mucudnn.runtime.store.measurements import (  # noqa: E402
     BenchmarkCache,
+    Entries,
     default_path,
 )
 from mucudnn.runtime.store.sqlite_file import CacheWarning, RecordFile  # noqa: E402

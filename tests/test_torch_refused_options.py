@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
+from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
 from mucudnn.torch.plan_program import REFUSALS, PlanOptions  # noqa: E402
 
 pytestmark = [
@@ -20,7 +21,13 @@ pytestmark = [
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "torch_refusals.md"
 
-VALUES = {"split": 2, "inductor": True, "offload_state": True, "tiers": "host"}
+VALUES = {
+    "split": 2,
+    "inductor": True,
+    "offload_state": True,
+    "tiers": "host",
+    "tuner": Tuner(backend=mt.cpu_backend(), cache=None),
+}
 """What is given for an option that is refused."""
 
 CASES = [(refusal, face) for refusal in REFUSALS for face in refusal.faces]

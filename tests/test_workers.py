@@ -239,7 +239,7 @@ def test_a_worker_without_the_backend_is_told_of(monkeypatch):
         raise BackendUnavailableError("no such library")
 
     monkeypatch.setattr(worker, "get_backend", missing)
-    monkeypatch.setattr(worker, "_station", worker.Own(worker._Station))
+    monkeypatch.setattr(worker, "_station", worker.PerProcess(worker._Station))
     with pytest.raises(BackendUnavailableError, match="'null': no such library"):
         tuner(executor=Here()).measure(problem())
 

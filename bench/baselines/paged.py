@@ -22,9 +22,9 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.liveness import written
 from mucudnn.runtime.executor import fed
-from mucudnn.runtime.executor.arena import Pool, PoolStatistics
-from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.arena import Pool
 from mucudnn.runtime.executor.program import kernel_of
+from mucudnn.runtime.executor.tasks import Copies
 from mucudnn.runtime.executor.tiers import HostTier
 from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 
@@ -100,13 +100,8 @@ class PagedExecutor:
         if host is None:
             host = self._own = [HostTier(backend.device, _host_bytes(self._work))]
         self._copies = Copies([backend.device.copier])
-        self._pool = Pool(backend.device, nbytes)
-        self._cache = TensorCache(self._pool, host, self._copies)
-
-    @property
-    def pool_statistics(self) -> PoolStatistics:
-        """How full the pool is, and was."""
-        return self._pool.statistics
+        self.pool = Pool(backend.device, nbytes)
+        self._cache = TensorCache(self.pool, host, self._copies)
 
     @property
     def statistics(self) -> CacheStatistics:
@@ -142,7 +137,7 @@ class PagedExecutor:
     def close(self) -> None:
         """Free the pool, and the host memory if it is its own."""
         self._copies.close()
-        self._pool.close()
+        self.pool.close()
         for tier in self._own:
             tier.close()
 

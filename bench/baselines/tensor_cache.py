@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mucudnn.backends.device import Array, Buffer, Tier
+from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.executor.arena import BestFit, Pool
-from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.arena import Pool
+from mucudnn.runtime.executor.tasks import Copies
 
 __all__ = ["CacheStatistics", "TensorCache"]
 
@@ -86,7 +87,9 @@ class TensorCache:
     def __init__(self, pool: Pool, tiers: Sequence[Tier], copies: Copies) -> None:
         self._pool = pool
         self._tiers = tuple(tiers)
-        self._host_buffers = [BestFit(tier.nbytes, tier.name) for tier in tiers]
+        self._host_buffers = [
+            Pool(VirtualDevice(), tier.nbytes, tier.name) for tier in tiers
+        ]
         self._copies = copies
         self._tensors: dict[str, _Tensor] = {}
         self._resident: dict[str, None] = {}  # the least recently used first
@@ -173,7 +176,8 @@ class TensorCache:
         for name in self.resident:
             self._drop(name)
         for host_buffers in self._host_buffers:
-            host_buffers.clear()
+            for name in [*host_buffers.blocks]:
+                host_buffers.free(name)
         self._tensors.clear()
 
     def _known(self, name: str) -> _Tensor:
@@ -217,7 +221,7 @@ class TensorCache:
 
     def _place(self, name: str, nbytes: int) -> None:
         """Find room on the device, sending away what is unpinned and oldest."""
-        while not self._pool.fits(nbytes):
+        while nbytes > self._pool.largest_hole:
             unpinned = (n for n in self._resident if not self._tensors[n].pins)
             oldest = next(unpinned, None)
             if oldest is None:
@@ -251,7 +255,7 @@ class TensorCache:
             if other is not None:
                 self._give_up_home(other)
             for number, host_buffers in enumerate(self._host_buffers):
-                if host_buffers.fits(nbytes):
+                if nbytes <= host_buffers.largest_hole:
                     offset = host_buffers.allocate(name, nbytes)
                     return number, self._tiers[number].view(offset, nbytes)
         if self._host_buffers:

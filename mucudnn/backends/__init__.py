@@ -8,7 +8,7 @@ group `mucudnn.backends`.
 import importlib
 from types import ModuleType
 
-from mucudnn.arguments import a_text, an_integer
+from mucudnn.arguments import check_integer, check_text
 from mucudnn.backends.base import Backend, ConvLibrary
 from mucudnn.backends.device import Device
 from mucudnn.errors import BackendUnavailableError
@@ -51,7 +51,7 @@ def get_backend(name: str, device: int = 0) -> Backend:
     """
     module, argument = _module(name)
     count = module.device_count(argument)
-    an_integer("device", device)
+    check_integer("device", device)
     if not 0 <= device < count:
         raise ValueError(f"backend {name!r} has devices 0 to {count - 1}, not {device}")
     backend: Backend = module.load(argument, device)
@@ -66,7 +66,7 @@ def device_count(name: str) -> int:
 
 
 def _module(name: str) -> tuple[ModuleType, str]:
-    a_text("the name of a backend", name)
+    check_text("the name of a backend", name)
     kind, _, argument = name.partition(":")
     try:
         if kind in _MODULES:
@@ -77,12 +77,7 @@ def _module(name: str) -> tuple[ModuleType, str]:
 
 
 def _installed(kind: str, name: str) -> ModuleType:
-    """Import the backend module of an installed plug-in.
-
-    Raises:
-        ValueError: No plug-in has this name.
-        ImportError: The module cannot be loaded or is not a backend.
-    """
+    """Import the backend module of an installed plug-in."""
     plugin = find_plugin(_GROUP, kind)
     if plugin is None:
         valid = ", ".join(backend_names())

@@ -48,6 +48,8 @@ class ExitCode(IntEnum):
     """The reader of the output closed the pipe."""
     BAD_INPUT = 2
     """Invalid input or a missing resource; one line on the error stream says why."""
+    FAILED = 3
+    """The command succeeded, with the result that something does not work."""
     NOTHING_FITS = 4
     """The command succeeded, with the result that nothing fits."""
     HUNG_UP = 129

@@ -7,10 +7,9 @@ from datetime import UTC, datetime
 import click
 
 from mucudnn.cli.app import Commands
-from mucudnn.cli.options import cache_option, group, json_option, option
+from mucudnn.cli.options import cache_option, group, json_option, open_cache, option
 from mucudnn.cli.output import emit, recording_file
 from mucudnn.cli.progress import progress_display
-from mucudnn.cli.tuner_options import open_cache
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.report.text import Table, write_tables
 

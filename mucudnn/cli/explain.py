@@ -7,14 +7,17 @@ import cloup
 
 from mucudnn.cli.app import BadInputError
 from mucudnn.cli.layers import complete_source, layer_names, layer_options, layers_of
-from mucudnn.cli.options import completing, json_option, section, workspace_option
-from mucudnn.cli.output import emit
-from mucudnn.cli.own_code import import_option
-from mucudnn.cli.tuner_options import (
+from mucudnn.cli.options import (
+    completing,
+    json_option,
     limit_options,
     make_tuner,
     measuring_options,
+    section,
+    workspace_option,
 )
+from mucudnn.cli.output import emit
+from mucudnn.cli.own_code import import_option
 from mucudnn.suites import Layer
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from mucudnn.cli.options import cache_option, json_option
+from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
-from mucudnn.cli.tuner_options import open_cache
 from mucudnn.errors import MucudnnError
 from mucudnn.report.text import bytes_text
 

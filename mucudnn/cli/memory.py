@@ -27,12 +27,14 @@ from mucudnn.cli.options import (
     listing_option,
     model_argument,
     names_of_all,
+    open_cache,
     optimizer_option,
     option,
     order_option,
     placement_option,
     policies,
     precision_option,
+    refuse_foreign_file,
     report_option,
     schedulers,
     section,
@@ -42,7 +44,6 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import emit, refuse_same, write_files
 from mucudnn.cli.own_code import import_option, list_models, network, torch_step
-from mucudnn.cli.tuner_options import open_cache, refuse_foreign_file
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes, format_bytes
@@ -220,8 +221,8 @@ def _split_hint(found: "MemoryStudy", settings: dict[str, Any]) -> str:
     """Suggest a split if the network could be split and was not."""
     from mucudnn.studies.memory_results import StepSpec
 
-    own = isinstance(found.spec, StepSpec) and found.spec.device != _CPU
-    if not own or settings["split"] not in (None, "none"):
+    own = isinstance(found.spec, StepSpec)
+    if (own and found.spec.device == _CPU) or settings["split"] not in (None, "none"):
         return ""
     return "--split auto, which runs layers in parts, may; without it "
 
@@ -245,11 +246,6 @@ def _step(
             raise BadInputError("PyTorch's allocator places tensors: no --placement")
         if settings["layout"] != "NCHW":
             raise BadInputError("PyTorch stores tensors as the model does: no --layout")
-        if settings["split"] not in (None, "none"):
-            raise BadInputError(
-                f"--split {settings['split']} is for a network of ours; of PyTorch's, "
-                "mucudnn.torch.memory(…, split=…) plans steps in parts"
-            )
         if settings["precision"] is not None:
             raise BadInputError("PyTorch computes as the model does: no --precision")
         return step
@@ -271,6 +267,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
     from mucudnn.cli.progress import progress_display
     from mucudnn.passes.residency import PLANNED
     from mucudnn.studies.memory import study_memory
+    from mucudnn.studies.memory_results import StepSpec
 
     device, budget = settings["device"], settings["budget"]
     if settings["cache_path"] not in (None, "none"):
@@ -285,7 +282,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
     split = settings["split"]
     if split is None:
         split = "auto" if settings["inference"] and device != _CPU else "none"
-    if split != "none" and device == _CPU:
+    if split != "none" and device == _CPU and isinstance(spec, StepSpec):
         raise BadInputError(
             f"--split {split} is planned for a device that is estimated, and --device "
             f"{_CPU} is measured; train in parts by `mucudnn train --split {split}`"

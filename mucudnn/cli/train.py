@@ -11,7 +11,7 @@ import cloup
 from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.options import listing_option, model_argument
+from mucudnn.cli.options import listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.train_options import (
@@ -27,7 +27,6 @@ from mucudnn.cli.train_options import (
     words_of,
 )
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
-from mucudnn.cli.tuner_options import make_tuner
 from mucudnn.ir.optimizers import parse_learning_rate
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class _Training:
             return None
 
         def hand_over() -> "Handover | None":
-            shares = group.shares_now(self._trainer.own_ms)
+            shares = group.shares_now(self._trainer.compute_ms)
             if shares is None:
                 return None
             state, steps = self._trainer.state.save(), self._trainer.steps
@@ -207,7 +206,7 @@ class _Training:
         trainer = self._trainer
         own = RankResult(
             group.history[-1][group.together.rank],
-            trainer.own_ms,
+            trainer.compute_ms,
             trainer.peak_bytes,
             None if trainer.budget is None else trainer.budget.nbytes,
         )
@@ -336,7 +335,7 @@ class RankResult:
     """Share, step time without waiting, and memory of one of several processes."""
 
     samples: int
-    own_ms: float
+    compute_ms: float
     peak_bytes: int
     budget_bytes: int | None
 
@@ -345,7 +344,7 @@ class RankResult:
 
         of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
-            f"{self.samples} images, {ms_text(self.own_ms)} ms without waiting; "
+            f"{self.samples} images, {ms_text(self.compute_ms)} ms without waiting; "
             f"{bytes_text(self.peak_bytes)}{of}"
         )
 

@@ -181,17 +181,17 @@ class Group:
                 f"not {batch}; --split auto, --accumulate or larger budgets may do"
             ) from e
 
-    def shares_now(self, own_ms: float) -> tuple[int, ...] | None:
+    def shares_now(self, compute_ms: float) -> tuple[int, ...] | None:
         """Return new shares if steps drift from their tables and it pays, else None.
 
-        `own_ms` is the current step time of this process's share; 0 if unknown.
+        `compute_ms` is the current step time of this process's share; 0 if unknown.
         """
         if self._fleet is None:
             return None
         shares = self.history[-1]
         rank = self.together.rank
         times = share_times(self._fleet.ranks[rank], shares[rank])
-        factor = own_ms / times.time_ms(shares[rank]) if own_ms else 1.0
+        factor = compute_ms / times.time_ms(shares[rank]) if compute_ms else 1.0
         factors = self.together.all_gather(factor)
         found = replanned(self._fleet, shares, factors, at_least=1)
         return None if found is None else found.samples

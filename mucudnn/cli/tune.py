@@ -19,6 +19,9 @@ from mucudnn.cli.options import (
     file_option,
     flag,
     json_option,
+    limit_options,
+    make_tuner,
+    measuring_options,
     option,
     report_option,
     section,
@@ -32,7 +35,6 @@ from mucudnn.cli.output import (
     refuse_same,
 )
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.tuner_options import limit_options, make_tuner, measuring_options
 from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     if settings["listing"]:
         _list_suites(settings["json_file"])
         return
+    # Refuse what cannot work before anything is measured.
     files = ("json", "report", "record")
     refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
     found = layers_of(sources, settings)
@@ -146,6 +149,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
     comparison, record = _compare(layers, settings)
+    # Write results before the exit code reports an interruption.
     title, tables = title_of(sources, settings), comparison_tables
     if settings["style"] == "deepbench":
         tables = deepbench_tables

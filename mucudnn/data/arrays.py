@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import a_path, a_text, an_integer
+from mucudnn.arguments import check_integer, check_path, check_text
 from mucudnn.data.dataset import (
     Dataset,
     Images,
@@ -77,12 +77,13 @@ class ArrayDataset:
                 f"labels must be {len(images)} whole numbers, one an image; got an "
                 f"array of shape {labels.shape} and type {labels.dtype}"
             )
+        # Class names, their number, or as many as the labels show.
         if classes is None:
             classes = int(labels.max()) + 1
         elif isinstance(classes, tuple | list):
-            classes = tuple(a_text("a class", name) for name in classes)
+            classes = tuple(check_text("a class", name) for name in classes)
         else:
-            classes = an_integer("classes", classes, least=1)
+            classes = check_integer("classes", classes, least=1)
         count = classes if isinstance(classes, int) else len(classes)
         if int(labels.min()) < 0 or int(labels.max()) >= count:
             raise ValueError(
@@ -123,7 +124,7 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     Raises:
         DataError: The files are missing, damaged, or do not fit together.
     """
-    folder = a_path("folder", folder)
+    folder = check_path("folder", folder)
     checked_split(split)
     parts = [p for p in ("train_", "test_") if (folder / f"{p}images.npy").is_file()]
     prefix = f"{split}_" if parts else ""
@@ -293,7 +294,7 @@ def open_folder(
         DataError: There are no such files, or Pillow is not installed.
         ValueError: `image_shape` is not (1 or 3, H, W).
     """
-    folder = a_path("folder", folder)
+    folder = check_path("folder", folder)
     checked_split(split)
     parts = {name for names in _PARTS.values() for name in names}
     if not any((folder / part).is_dir() for part in parts):

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import a_path
+from mucudnn.arguments import check_path
 from mucudnn.data.arrays import ArrayDataset
 from mucudnn.data.dataset import Dataset, Split, checked_split
 from mucudnn.data.files import (
@@ -118,7 +118,7 @@ def _open(
     rows: int,
 ) -> Dataset:
     """Read the files of `stems` in a folder, or in the archive's folder inside it."""
-    folder = a_path("folder", folder)
+    folder = check_path("folder", folder)
     inner = (folder / name for name in unpacked if (folder / name).is_dir())
     folder = next(inner, folder)
     parts = []
@@ -351,10 +351,6 @@ def read_pickled_dict(path: Path, most: int | None = None) -> dict[str, Any]:
 
     The file may have `most` bytes. Python 2 wrote the published files, so texts are
     returned as bytes, except keys.
-
-    Raises:
-        DataError: The file is missing, truncated, too large, no such pickle, or names a
-            function that is not allowed.
     """
     raw = read_file(path, most)
     reader = _Unpickler(raw)

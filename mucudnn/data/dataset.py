@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import integers
+from mucudnn.arguments import check_integers
 from mucudnn.errors import DataError
 
 Images: TypeAlias = NDArray[Any]
@@ -88,24 +88,15 @@ def checked_split(split: Any) -> None:
 
 
 def checked_shape(name: str, shape: Any) -> tuple[int, int, int]:
-    """Return the validated shape of an image.
-
-    Raises:
-        TypeError: `shape` is no sequence of integers.
-        ValueError: `shape` is not (C, H, W), or a size is below 1.
-    """
-    sizes = integers(name, shape, least=1)
+    """Return the validated shape of an image."""
+    sizes = check_integers(name, shape, least=1)
     if len(sizes) != 3:
         raise ValueError(f"{name} must be (C, H, W), got {sizes}")
     return sizes[0], sizes[1], sizes[2]
 
 
 def checked_indices(indices: Indices, length: int) -> NDArray[np.intp]:
-    """Return `indices` as an array.
-
-    Raises:
-        IndexError: `indices` is no flat list of integers from 0 to `length` - 1.
-    """
+    """Return `indices` as an array."""
     try:
         array = np.asarray(indices)
     except ValueError as e:
@@ -136,9 +127,6 @@ def split_indices(labels: NDArray[Any], split: Split, where: str) -> NDArray[np.
 
     Every fifth image of each class is for testing: the shares of classes are equal in
     both parts, and nothing is random. Messages call the data `where`.
-
-    Raises:
-        DataError: No class has enough images for a test part.
     """
     order = np.argsort(labels, kind="stable")
     _, counts = np.unique(labels, return_counts=True)

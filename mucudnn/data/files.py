@@ -70,10 +70,6 @@ def read_file(path: Path, most: Size = None) -> bytes:
 
     A packed file may expand a thousand times, so unpacking stops one byte beyond
     `most`, the maximum size of the contents.
-
-    Raises:
-        DataError: The file cannot be read, is damaged, or, where `most` is a number,
-            has more bytes.
     """
     packed = path.suffix == ".gz"
     known = None if packed or not isinstance(most, int) else most

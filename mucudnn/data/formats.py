@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import a_number, a_path, an_integer, of_type
+from mucudnn.arguments import check_integer, check_number, check_path, check_type
 from mucudnn.data.arrays import ArrayDataset, open_arrays, open_folder
 from mucudnn.data.cifar import open_cifar10, open_cifar100
 from mucudnn.data.dataset import (
@@ -110,7 +110,7 @@ def open_mnist(folder: str | Path, split: Split) -> Dataset:
     Raises:
         DataError: A file is missing, truncated, damaged or of another kind.
     """
-    folder = a_path("folder", folder)
+    folder = check_path("folder", folder)
     checked_split(split)
     images_path = find_file(folder, _names(split, "images", 3))
     labels_path = find_file(folder, _names(split, "labels", 1))
@@ -197,11 +197,11 @@ class SyntheticDataset:
 
     def __post_init__(self) -> None:
         for name in ("length", "classes"):
-            an_integer(name, getattr(self, name), least=1, most=_MOST_SYNTHETIC)
-        an_integer("seed", self.seed, least=0)
+            check_integer(name, getattr(self, name), least=1, most=_MOST_SYNTHETIC)
+        check_integer("seed", self.seed, least=0)
         for size in checked_shape("image_shape", self.image_shape):
-            an_integer("a size of image_shape", size, most=_MOST_SYNTHETIC)
-        a_number("noise", self.noise, least=0, most=100)
+            check_integer("a size of image_shape", size, most=_MOST_SYNTHETIC)
+        check_number("noise", self.noise, least=0, most=100)
         checked_split(self.split)
 
     def __len__(self) -> int:
@@ -329,10 +329,10 @@ def open_dataset(
         DataError: Files are missing or damaged.
     """
     checked_split(split)
-    an_integer("seed", seed)
+    check_integer("seed", seed)
     if image is not None:
         image = checked_shape("image", image)
-    of_type("the name of a data set", spec, str, "a string")
+    check_type("the name of a data set", spec, str, "a string")
     name, _, argument = spec.partition(":")
     if name not in _OPENERS:
         raise ValueError(

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import a_flag, a_function, an_integer
+from mucudnn.arguments import check_bool, check_function, check_integer
 from mucudnn.data.dataset import Dataset, Images, Labels, checked_dataset
 from mucudnn.data.transforms import Transform
 
@@ -59,15 +59,15 @@ class Loader:
         workers: int = 1,
         depth: int = 2,
     ) -> None:
-        an_integer("batch", batch, 1)
-        an_integer("seed", seed, 0)
-        an_integer("workers", workers, 0)
-        an_integer("depth", depth, 1)
+        check_integer("batch", batch, 1)
+        check_integer("seed", seed, 0)
+        check_integer("workers", workers, 0)
+        check_integer("depth", depth, 1)
         checked_dataset(dataset)
-        a_flag("shuffle", shuffle)
-        a_flag("drop_last", drop_last)
+        check_bool("shuffle", shuffle)
+        check_bool("drop_last", drop_last)
         if transform is not None:
-            a_function("transform", transform, "a function of (images, rng)")
+            check_function("transform", transform, "a function of (images, rng)")
         if drop_last and len(dataset) < batch:
             raise ValueError(
                 f"a data set of {len(dataset)} images has no full batch of {batch}; "
@@ -99,8 +99,8 @@ class Loader:
         Raises:
             ValueError: The epoch or batch is out of range.
         """
-        an_integer("epoch", epoch)
-        an_integer("start", start)
+        check_integer("epoch", epoch)
+        check_integer("start", start)
         if epoch < 0 or not 0 <= start <= len(self):
             raise ValueError(
                 f"epochs count from 0 and start from 0 to {len(self)}; got epoch "
@@ -263,10 +263,6 @@ class PartOfBatches:
         return len(self._loader)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Iterate over the batches of one epoch, from batch `start` on.
-
-        Raises:
-            ValueError: The epoch or batch is out of range.
-        """
+        """Iterate over the batches of one epoch, from batch `start` on."""
         for images, labels in self._loader.epoch(epoch, start):
             yield Batch(images[self._rows], labels[self._rows])

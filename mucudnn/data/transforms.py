@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from mucudnn.arguments import a_number, an_integer
+from mucudnn.arguments import check_integer, check_number
 from mucudnn.data.dataset import Dataset, Images
 
 
@@ -41,7 +41,7 @@ class RandomCrop:
     padding: int = 4
 
     def __post_init__(self) -> None:
-        if an_integer("padding", self.padding) < 0:
+        if check_integer("padding", self.padding) < 0:
             raise ValueError(f"padding must be 0 or more, got {self.padding}")
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
@@ -61,7 +61,7 @@ class RandomFlip:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= a_number("probability", self.probability, finite=False) <= 1:
+        if not 0 <= check_number("probability", self.probability, finite=False) <= 1:
             raise ValueError(f"a probability is from 0 to 1, {self.probability} is not")
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:

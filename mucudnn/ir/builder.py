@@ -12,15 +12,20 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.arguments import a_flag, a_text, an_integer, integers, of_type, one_of
+from mucudnn.arguments import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_integers,
+    check_text,
+    check_type,
+)
 from mucudnn.ir import layers
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.initializers import Initializer
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
-
-__all__ = ["GraphBuilder"]
 
 Saved = tuple[str, tuple[int, ...], str]
 """Label, shape and data type of a tensor that a node saves for its gradient."""
@@ -99,9 +104,9 @@ class GraphBuilder:
     def __init__(
         self, *, dtype: str = "float32", training: bool = True, seed: int = 0
     ) -> None:
-        self.dtype = one_of("dtype", dtype, ITEMSIZE)
-        self.training = a_flag("training", training)
-        self.seed = an_integer("seed", seed, least=0)
+        self.dtype = check_choice("dtype", dtype, ITEMSIZE)
+        self.training = check_bool("training", training)
+        self.seed = check_integer("seed", seed, least=0)
         self.tensors: dict[str, TensorSpec] = {}
         self.nodes: list[Node] = []
         self.initializers: dict[str, Initializer] = {}
@@ -140,10 +145,10 @@ class GraphBuilder:
 
     def input(self, name: str, shape: Sequence[int], dtype: str | None = None) -> str:
         """Declare a tensor that the caller supplies at every step."""
-        sizes = integers(f"shape of {name!r}", shape, least=1)
+        sizes = check_integers(f"shape of {name!r}", shape, least=1)
         kind = self.dtype if dtype is None else dtype
-        one_of("dtype", kind, (*ITEMSIZE, *INTEGERS))
-        spec = TensorSpec(a_text("name", name), sizes, kind, Role.INPUT)
+        check_choice("dtype", kind, (*ITEMSIZE, *INTEGERS))
+        spec = TensorSpec(check_text("name", name), sizes, kind, Role.INPUT)
         return self._declare(spec)
 
     def parameter(
@@ -213,8 +218,8 @@ class GraphBuilder:
     def _persistent(
         self, name: str, shape: Sequence[int], initializer: Initializer, role: Role
     ) -> str:
-        sizes = integers(f"shape of {name!r}", shape, least=1)
-        of_type(
+        sizes = check_integers(f"shape of {name!r}", shape, least=1)
+        check_type(
             f"initializer of {name!r}",
             initializer,
             Initializer.__args__,
@@ -231,7 +236,7 @@ class GraphBuilder:
         return spec.name
 
     def _unique(self, name: str) -> str:
-        full = "/".join([*self._scopes[-1:], a_text("name", name)])
+        full = "/".join([*self._scopes[-1:], check_text("name", name)])
         count = self._counts.get(full, 0)
         self._counts[full] = count + 1
         return full if count == 0 else f"{full}.{count}"

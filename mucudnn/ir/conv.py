@@ -12,14 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from mucudnn.arguments import an_integer, integers, one_of
+from mucudnn.arguments import check_choice, check_integer, check_integers
 from mucudnn.ir.numerics import NATIVE, RowStatus
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 from mucudnn.notebook import html_of
-
-__all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
-
 
 LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
@@ -89,10 +86,10 @@ class ConvProblem:
                 the message shows both.
             TypeError: A size is not an integer.
         """
-        one_of("dtype", dtype, ITEMSIZE)
-        one_of("layout", layout, LAYOUTS)
-        x = integers("x_shape", x_shape, least=1)
-        w = integers("w_shape", w_shape, least=1)
+        check_choice("dtype", dtype, ITEMSIZE)
+        check_choice("layout", layout, LAYOUTS)
+        x = check_integers("x_shape", x_shape, least=1)
+        w = check_integers("w_shape", w_shape, least=1)
         if not 3 <= len(x) <= 5:
             raise ValueError(
                 f"x_shape {x} has {len(x)} axes; N, C and 1, 2 or 3 spatial ones "
@@ -123,7 +120,7 @@ class ConvProblem:
             "stride": strides,
             "padding": pads,
             "dilation": dilations,
-            "groups": an_integer("groups", groups, least=1),
+            "groups": check_integer("groups", groups, least=1),
             "dtype": dtype,
             "layout": layout,
         }
@@ -375,8 +372,8 @@ def channels(name: str, shape: Sequence[int]) -> int:
 def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
     """Return one integer per spatial axis, from one for all or one for each."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        return (an_integer(name, value, least),) * rank
-    sizes = integers(name, value, least)
+        return (check_integer(name, value, least),) * rank
+    sizes = check_integers(name, value, least)
     if len(sizes) != rank:
         raise ValueError(
             f"{name} {sizes} has {len(sizes)} entries for {rank} axes; give one for "
@@ -388,12 +385,7 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
 def named_padding(
     name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the padding for "same" or "valid", as in PyTorch.
-
-    Raises:
-        ValueError: The word is unknown, or "same" would need another stride than 1 or
-            more zeros at one end than at the other.
-    """
+    """Return the padding for "same" or "valid", as in PyTorch."""
     if name not in ("same", "valid"):
         raise ValueError(
             f"unknown padding {name!r}; choose numbers, or one of: same, valid"

@@ -6,20 +6,30 @@ comparing policies with each other; they do not predict the time on a device.
 """
 
 import difflib
+import tomllib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.resources import files
 from types import MappingProxyType
 
-from mucudnn.arguments import of_type
+from mucudnn.arguments import check_type
 from mucudnn.ir.profile import ChunkCosts
 
 _GIB = 1024**3
 
 _CHUNKS = ChunkCosts(2 << 20, map_ms=0.069, unmap_ms=0.034)
 
-TF32 = "tf32"
-"""Name of the rate of float32 products on tensor cores."""
+_TF32 = "tf32"
+
+_OPERANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        _TF32: (_TF32,),
+        "half": ("float16", "bfloat16"),
+        "float8": ("float8_e4m3fn", "float8_e5m2"),
+    }
+)
+"""Rate of tensor cores -> types of operands; float32 ones as TF32 where allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ class DeviceFigures:
     memory: Figure
     d2h: Figure
     h2d: Figure
-    tensor_cores: Mapping[str, float] = field(default_factory=dict)
+    tensor_cores: Mapping[str, float] = MappingProxyType({})
 
     def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
         """Return the peaks for products of a type: on tensor cores or not -> rate.
@@ -88,7 +98,7 @@ class DeviceFigures:
             tf32: Whether float32 operands may be rounded to TF32.
         """
         found = {False: self.flops.value} if dtype == "float32" else {}
-        kind = TF32 if tf32 and dtype == "float32" else dtype
+        kind = _TF32 if tf32 and dtype == "float32" else dtype
         if kind in self.tensor_cores:
             found[True] = self.tensor_cores[kind]
         return found
@@ -124,195 +134,38 @@ class DeviceFigures:
         }
 
 
-def _make_device(
-    title: str,
-    source: str,
-    *,
-    tflops: float,
-    gb_per_s: float,
-    memory: float,
-    link: Figure,
-    tf32: float | None = None,
-    half: float | None = None,
-    float8: float | None = None,
-) -> DeviceFigures:
-    rates = {
-        TF32: tf32,
-        "float16": half,
-        "bfloat16": half,
-        "float8_e4m3fn": float8,
-        "float8_e5m2": float8,
-    }
-    return DeviceFigures(
-        title=title,
-        flops=Figure(tflops * 1e12, source),
-        bandwidth=Figure(gb_per_s * 1e9, source),
-        memory=Figure(memory, source),
-        d2h=link,
-        h2d=link,
-        tensor_cores=MappingProxyType(
-            {kind: rate * 1e12 for kind, rate in rates.items() if rate is not None}
-        ),
-    )
+def _read_devices() -> Mapping[str, DeviceFigures]:
+    text = files("mucudnn.ir").joinpath("devices.toml").read_text("utf-8")
+    found: dict[str, DeviceFigures] = {}
+    for row in tomllib.loads(text)["device"]:
+        source, link = row["source"], row["link"]
+        if (gb_per_s := link.get("nominal_gb_per_s")) is None:
+            rate = Figure(link["gb_per_s"] * 1e9, link["source"])
+        else:
+            what = f"(assumed) of {gb_per_s:g} GB/s a direction, {link['source']}"
+            reached = gb_per_s * ASSUMED.link * 1e9
+            rate = Figure(reached, f"{ASSUMED.link:.0%} {what}")
+        nbytes = row["gib"] * _GIB if "gib" in row else row["gb"] * 1e9
+        cores = {
+            dtype: 1e12 * tflops
+            for kind, tflops in row.get("tensor_tflops", {}).items()
+            for dtype in _OPERANDS[kind]
+        }
+        found[row["name"]] = DeviceFigures(
+            title=row["title"],
+            flops=Figure(row["tflops"] * 1e12, source),
+            bandwidth=Figure(row["gb_per_s"] * 1e9, source),
+            memory=Figure(nbytes, source),
+            d2h=rate,
+            h2d=rate,
+            tensor_cores=MappingProxyType(cores),
+        )
+    return MappingProxyType(found)
 
 
-def _nominal_link(gb_per_s: float, what: str) -> Figure:
-    share = ASSUMED.link
-    return Figure(
-        gb_per_s * share * 1e9,
-        f"{share:.0%} (assumed) of {gb_per_s:g} GB/s a direction, {what}",
-    )
-
-
-_PCIE3 = Figure(12.8e9, "PCIe 3.0 x16, reached in vDNN (MICRO 2016)")
-
-_PCIE4 = "PCIe 4.0 x16"
-
-_PCIE5 = "PCIe 5.0 x16"
-
-
-DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
-    {
-        "h200": _make_device(
-            "NVIDIA H200 SXM",
-            "NVIDIA H200 data sheet",
-            tflops=67,
-            tf32=494.5,
-            half=989.5,
-            float8=1979,
-            gb_per_s=4800,
-            memory=141e9,
-            link=_nominal_link(64, f"{_PCIE5}, NVIDIA H200 data sheet"),
-        ),
-        "p100": _make_device(
-            "NVIDIA Tesla P100 SXM2",
-            "NVIDIA Tesla P100 data sheet",
-            tflops=10.6,
-            gb_per_s=732,
-            memory=16 * _GIB,
-            link=_PCIE3,
-        ),
-        "v100_pcie": _make_device(
-            "NVIDIA Tesla V100 PCIe",
-            "NVIDIA Tesla V100 data sheet",
-            tflops=14,
-            gb_per_s=900,
-            memory=16 * _GIB,
-            link=_PCIE3,
-        ),
-        "v100_nvlink": _make_device(
-            "NVIDIA Tesla V100 SXM2 in IBM Power AC922",
-            "NVIDIA Tesla V100 data sheet",
-            tflops=15.7,
-            gb_per_s=900,
-            memory=16 * _GIB,
-            link=_nominal_link(
-                75, "half of the 150 GB/s both ways of IBM's four-GPU server"
-            ),
-        ),
-        "k80": _make_device(
-            "NVIDIA Tesla K80, one of its two GPUs",
-            "half of NVIDIA Tesla K80 data sheet",
-            tflops=4.37,
-            gb_per_s=240,
-            memory=12 * _GIB,
-            link=_PCIE3,
-        ),
-        "k40c": _make_device(
-            "NVIDIA Tesla K40c",
-            "NVIDIA Tesla K40 data sheet",
-            tflops=4.29,
-            gb_per_s=288,
-            memory=12 * _GIB,
-            link=Figure(10.0e9, "PCIe 3.0 x16, measured by Microway on a K40m"),
-        ),
-        "titan_x": _make_device(
-            "NVIDIA Titan X (Maxwell)",
-            "vDNN (MICRO 2016)",
-            tflops=7,
-            gb_per_s=336,
-            memory=12 * _GIB,
-            link=_PCIE3,
-        ),
-        "a100": _make_device(
-            "NVIDIA A100 80GB SXM",
-            "NVIDIA A100 data sheet",
-            tflops=19.5,
-            tf32=156,
-            half=312,
-            gb_per_s=2039,
-            memory=80e9,
-            link=_nominal_link(32, f"{_PCIE4}, NVIDIA A100 data sheet"),
-        ),
-        "h100": _make_device(
-            "NVIDIA H100 SXM",
-            "NVIDIA H100 data sheet",
-            tflops=67,
-            tf32=494.5,
-            half=989.5,
-            float8=1979,
-            gb_per_s=3350,
-            memory=80e9,
-            link=_nominal_link(64, f"{_PCIE5}, NVIDIA H100 data sheet"),
-        ),
-        "gh200": _make_device(
-            "NVIDIA GH200 96GB",
-            "NVIDIA GH200 data sheet; rates as of its H100, bandwidth unconfirmed",
-            tflops=67,
-            tf32=494,
-            half=990,
-            float8=1979,
-            gb_per_s=4000,
-            memory=96e9,
-            link=_nominal_link(
-                450, "half of NVLink-C2C's 900 GB/s both ways, NVIDIA GH200 data sheet"
-            ),
-        ),
-        "b200": _make_device(
-            "NVIDIA B200 in HGX B200",
-            "an eighth of NVIDIA HGX B200's figures; others quote 75 to 80 TFLOP/s, "
-            "1100 to 1130 in TF32, and 7.7 to 8 TB/s",
-            tflops=75,
-            tf32=1125,
-            half=2250,
-            float8=4500,
-            gb_per_s=8000,
-            memory=180e9,
-            link=_nominal_link(64, f"{_PCIE5} of DGX B200's hosts"),
-        ),
-        "rtx4090": _make_device(
-            "NVIDIA GeForce RTX 4090",
-            "NVIDIA Ada GPU architecture white paper",
-            tflops=82.6,
-            tf32=82.6,
-            half=165.2,
-            float8=330.3,
-            gb_per_s=1008,
-            memory=24 * _GIB,
-            link=_nominal_link(32, _PCIE4),
-        ),
-        "rtx5090": _make_device(
-            "NVIDIA GeForce RTX 5090",
-            "NVIDIA RTX Blackwell GPU architecture white paper; TF32 and half are "
-            "derived: an eighth and a quarter of 838 for sparse FP16",
-            tflops=104.8,
-            tf32=104.8,
-            half=209.5,
-            gb_per_s=1792,
-            memory=32 * _GIB,
-            link=_nominal_link(64, _PCIE5),
-        ),
-        "null": _make_device(
-            "no device",
-            "made up",
-            tflops=10,
-            gb_per_s=1000,
-            memory=16 * _GIB,
-            link=Figure(10e9, "made up"),
-        ),
-    }
-)
+DEVICES = _read_devices()
 """Devices by name. `null` is not a real device: round numbers for experiments."""
+
 
 _DEPRECATED = ("_tf32", "_half")
 """Endings of names that once chose an arithmetic; operands' types do so now."""
@@ -325,7 +178,7 @@ def device_name(name: str) -> str:
         ValueError: The device is not known; suggests the closest.
         TypeError: The name is no text.
     """
-    of_type("device", name, str, "a device's name")
+    check_type("device", name, str, "a device's name")
     found = name.strip().lower()
     for ending in _DEPRECATED:
         if found.endswith(ending) and found.removesuffix(ending) in DEVICES:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from mucudnn.arguments import a_number, an_integer
+from mucudnn.arguments import check_integer, check_number
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,9 +24,9 @@ class StepPoint:
     nbytes: int = 0
 
     def __post_init__(self) -> None:
-        an_integer("samples", self.samples, 1)
-        a_number("time_ms", self.time_ms, 0.0, above=True)
-        an_integer("nbytes", self.nbytes, 0)
+        check_integer("samples", self.samples, 1)
+        check_number("time_ms", self.time_ms, 0.0, above=True)
+        check_integer("nbytes", self.nbytes, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,12 @@ class AllReduce:
     measured_ms: float | None = None
 
     def __post_init__(self) -> None:
-        an_integer("nbytes", self.nbytes, 0)
+        check_integer("nbytes", self.nbytes, 0)
         if not self.bytes_per_ms > 0:
             raise ValueError(f"bytes_per_ms must be above 0, got {self.bytes_per_ms}")
-        a_number("latency_ms", self.latency_ms, 0.0)
+        check_number("latency_ms", self.latency_ms, 0.0)
         if self.measured_ms is not None:
-            a_number("measured_ms", self.measured_ms, 0.0)
+            check_number("measured_ms", self.measured_ms, 0.0)
 
     def time_ms(self, ranks: int) -> float:
         """Return the time of one all-reduce over `ranks` ranks."""

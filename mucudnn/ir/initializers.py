@@ -8,18 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mucudnn.arguments import a_flag, a_number
-
-__all__ = [
-    "Constant",
-    "CopyOf",
-    "HeNormal",
-    "Initializer",
-    "LecunUniform",
-    "Normal",
-    "XavierUniform",
-    "fans",
-]
+from mucudnn.arguments import check_bool, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +18,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        a_number("value", self.value)
+        check_number("value", self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class Normal:
     std: float
 
     def __post_init__(self) -> None:
-        a_number("std", self.std, 0)
+        check_number("std", self.std, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +38,7 @@ class HeNormal:
     fan_out: bool = False
 
     def __post_init__(self) -> None:
-        a_flag("fan_out", self.fan_out)
+        check_bool("fan_out", self.fan_out)
 
     def std(self, shape: Sequence[int]) -> float:
         """Return the standard deviation for a weight of this shape."""
@@ -75,7 +64,7 @@ class LecunUniform:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        a_number("scale", self.scale, 0)
+        check_number("scale", self.scale, 0)
 
     def limit(self, shape: Sequence[int]) -> float:
         """Return the largest absolute value for a weight of this shape."""

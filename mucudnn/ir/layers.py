@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mucudnn.arguments import a_flag, a_number, an_integer, integers, one_of
+from mucudnn.arguments import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_integers,
+    check_number,
+)
 from mucudnn.ir.conv import (
     ConvProblem,
     Direction,
@@ -53,7 +59,7 @@ def linear(
     shape = g.shape(x)
     if len(shape) != 2:
         raise ValueError(f"linear takes (N, F), got {shape}; flatten it first")
-    an_integer("features", features, least=1)
+    check_integer("features", features, least=1)
     with g.scope(name):
         start = HeNormal() if initializer is None else initializer
         w = g.parameter("weight", (features, shape[1]), start)
@@ -89,8 +95,8 @@ def conv(
         direction=Direction.FORWARD,
         x_shape=shape,
         w_shape=(
-            an_integer("channels", channels, least=1),
-            max(1, depth // an_integer("groups", groups, least=1)),
+            check_integer("channels", channels, least=1),
+            max(1, depth // check_integer("groups", groups, least=1)),
             *kernels,
         ),
         stride=stride,
@@ -123,6 +129,7 @@ def conv_transpose(
     Its weight has shape (C, channels // groups, *kernel), as in PyTorch.
     """
     shape, depth = g.shape(x), channels_of(x, g.shape(x))
+    # The adjoint of a convolution: its output is that convolution's input.
     kernels, steps, pads, dilations, extra = (
         per_axis(label, value, len(shape) - 2, least)
         for label, value, least in (
@@ -136,10 +143,10 @@ def conv_transpose(
     spatial = map(_transposed_size, shape[2:], kernels, steps, pads, dilations, extra)
     problem = ConvProblem(
         direction=Direction.BACKWARD_DATA,
-        x_shape=(shape[0], an_integer("channels", channels, least=1), *spatial),
+        x_shape=(shape[0], check_integer("channels", channels, least=1), *spatial),
         w_shape=(
             depth,
-            max(1, channels // an_integer("groups", groups, least=1)),
+            max(1, channels // check_integer("groups", groups, least=1)),
             *kernels,
         ),
         stride=steps,
@@ -183,7 +190,7 @@ def relu(g: "GraphBuilder", x: str) -> str:
 
 def leaky_relu(g: "GraphBuilder", x: str, slope: float = 0.01) -> str:
     """Compute x where positive, else slope * x; the slope must be positive."""
-    if a_number("slope", slope) <= 0:
+    if check_number("slope", slope) <= 0:
         raise ValueError(f"the slope must be positive, got {slope}")
     return g.append("leaky_relu", (x,), g.shape(x), slope=slope)
 
@@ -209,7 +216,7 @@ def dropout(g: "GraphBuilder", x: str, p: float = 0.5) -> str:
     The mask is a function of the builder's seed, the layer and the step, so that it
     can be recomputed.
     """
-    if not 0 <= a_number("p", p, finite=False) < 1:
+    if not 0 <= check_number("p", p, finite=False) < 1:
         raise ValueError(f"p must be at least 0 and below 1, got {p}")
     if not g.training or p == 0:
         return x
@@ -231,13 +238,13 @@ def multiply(g: "GraphBuilder", a: str, b: str) -> str:
 
 def scale(g: "GraphBuilder", x: str, factor: float) -> str:
     """Compute factor * x."""
-    a_number("factor", factor)
+    check_number("factor", factor)
     return g.append("scale", (x,), g.shape(x), factor=factor)
 
 
 def cast(g: "GraphBuilder", x: str, dtype: str) -> str:
     """Convert to another data type."""
-    one_of("dtype", dtype, (*ITEMSIZE, *INTEGERS))
+    check_choice("dtype", dtype, (*ITEMSIZE, *INTEGERS))
     return g.append("cast", (x,), g.shape(x), dtype=dtype)
 
 
@@ -264,7 +271,7 @@ def mean_squared_error(g: "GraphBuilder", prediction: str, target: str) -> str:
 def accuracy(g: "GraphBuilder", logits: str, labels: str, k: int = 1) -> str:
     """Count the samples (pixels) whose label is among the k largest logits."""
     _check_labels(g, logits, labels)
-    an_integer("k", k, least=1)
+    check_integer("k", k, least=1)
     return g.append("accuracy", (logits, labels), (), k=k)
 
 
@@ -292,8 +299,8 @@ def batch_norm(
 ) -> str:
     """Normalize each channel over the batch, or by running statistics."""
     shape, channels = g.shape(x), (channels_of(x, g.shape(x)),)
-    a_number("eps", eps, 0)
-    a_number("momentum", momentum, 0, 1)
+    check_number("eps", eps, 0)
+    check_number("momentum", momentum, 0, 1)
     with g.scope(name):
         inputs = (
             x,
@@ -327,7 +334,7 @@ def group_norm(
 ) -> str:
     """Normalize each sample over groups of channels; scale each channel."""
     channels = channels_of(x, g.shape(x))
-    if channels % an_integer("groups", groups, least=1):
+    if channels % check_integer("groups", groups, least=1):
         raise ValueError(f"{channels} channels do not divide into {groups} groups")
     with g.scope(name):
         return _append_group_norm(g, x, (channels,), groups, eps, per_element=False)
@@ -350,9 +357,9 @@ def lrn(
     k: float = 1.0,
 ) -> str:
     """Apply local response normalization across channels (AlexNet, sec. 3.3)."""
-    an_integer("size", size, least=1)
+    check_integer("size", size, least=1)
     for label, value in (("alpha", alpha), ("beta", beta), ("k", k)):
-        a_number(label, value, 0)
+        check_number(label, value, 0)
     return g.append("lrn", (x,), g.shape(x), size=size, alpha=alpha, beta=beta, k=k)
 
 
@@ -365,7 +372,7 @@ def _append_group_norm(
     *,
     per_element: bool,
 ) -> str:
-    a_number("eps", eps, 0)
+    check_number("eps", eps, 0)
     shape = g.shape(x)
     weight = g.parameter("weight", affine, Constant(1.0))
     bias = g.parameter("bias", affine, Constant(0.0))
@@ -395,7 +402,7 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> str:
     """Return the maximum of each window; the default stride is the kernel."""
-    a_flag("ceil_mode", ceil_mode)
+    check_bool("ceil_mode", ceil_mode)
     shape = g.shape(x)
     window = Window.over(shape[2:], kernel, stride, padding, ceil_mode)
     if math.prod(window.kernel) > _MOST_WINDOW:
@@ -419,8 +426,8 @@ def avg_pool(
     count_include_pad: bool = True,
 ) -> str:
     """Average each window; padding counts as zeros unless excluded."""
-    a_flag("ceil_mode", ceil_mode)
-    a_flag("count_include_pad", count_include_pad)
+    check_bool("ceil_mode", ceil_mode)
+    check_bool("count_include_pad", count_include_pad)
     shape = g.shape(x)
     window = Window.over(shape[2:], kernel, stride, padding, ceil_mode)
     out = (*shape[:2], *window.out(shape[2:]))
@@ -459,7 +466,7 @@ def slice(
 ) -> str:
     """Return the box from `starts` to `stops` (exclusive), over all axes."""
     shape = g.shape(x)
-    starts, stops = integers("starts", starts), integers("stops", stops)
+    starts, stops = check_integers("starts", starts), check_integers("stops", stops)
     if not len(starts) == len(stops) == len(shape) or any(
         not 0 <= a < b <= n for a, b, n in zip(starts, stops, shape, strict=True)
     ):
@@ -471,7 +478,7 @@ def slice(
 def pad(g: "GraphBuilder", x: str, before: Sequence[int], after: Sequence[int]) -> str:
     """Add zeros at both ends of all axes."""
     shape = g.shape(x)
-    before, after = integers("before", before), integers("after", after)
+    before, after = check_integers("before", before), check_integers("after", after)
     if not len(before) == len(after) == len(shape) or min(*before, *after, 0) < 0:
         raise ValueError(f"cannot pad {shape} by {before} and {after}")
     out = tuple(a + n + b for a, n, b in zip(before, shape, after, strict=True))
@@ -480,7 +487,7 @@ def pad(g: "GraphBuilder", x: str, before: Sequence[int], after: Sequence[int]) 
 
 def reshape(g: "GraphBuilder", x: str, shape: Sequence[int]) -> str:
     """View the same bytes in another shape."""
-    shape = integers("shape", shape, least=1)
+    shape = check_integers("shape", shape, least=1)
     if math.prod(shape) != math.prod(g.shape(x)):
         raise ValueError(f"{g.shape(x)} cannot be seen as {tuple(shape)}")
     return g.append("reshape", (x,), tuple(shape), alias=x)

@@ -8,19 +8,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mucudnn.arguments import a_text
-
-__all__ = [
-    "DOWN_CONVERT",
-    "FLOAT32_SUM",
-    "HALF_SUM",
-    "NATIVE",
-    "NUMERICS",
-    "TF32",
-    "Numerics",
-    "Traits",
-]
-
+from mucudnn.arguments import check_text
 
 NATIVE = "default"
 """Math mode: arithmetic in the data type of the operands."""
@@ -94,7 +82,7 @@ class Numerics:
         Raises:
             ValueError: A word is not in `NUMERICS`, or two contradict each other.
         """
-        words = [word.strip() for word in a_text("numerics", text).split(",")]
+        words = [word.strip() for word in check_text("numerics", text).split(",")]
         for word in words:
             if word not in NUMERICS:
                 valid = ", ".join(NUMERICS)

@@ -12,21 +12,15 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from mucudnn.arguments import a_flag, a_number, an_integer, integers, of_type, one_of
+from mucudnn.arguments import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_integers,
+    check_number,
+    check_type,
+)
 from mucudnn.ir.sizes import parse_integer
-
-__all__ = [
-    "OPTIMIZERS",
-    "AdaGrad",
-    "Adam",
-    "Momentum",
-    "Optimizer",
-    "RmsProp",
-    "Sgd",
-    "optimizer_of",
-    "parse_optimizer",
-]
-
 
 _SHARES = ("momentum", "beta1", "beta2", "alpha")
 
@@ -35,9 +29,9 @@ def _check(optimizer: Any) -> None:
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
         if field.type is bool:
-            a_flag(field.name, value)
+            check_bool(field.name, value)
         else:
-            a_number(field.name, value, 0, 1 if field.name in _SHARES else math.inf)
+            check_number(field.name, value, 0, 1 if field.name in _SHARES else math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,7 @@ def parse_optimizer(
     Raises:
         ValueError: The name is unknown, or a number is negative.
     """
-    chosen = OPTIMIZERS[one_of("optimizer", word, sorted(OPTIMIZERS))]
+    chosen = OPTIMIZERS[check_choice("optimizer", word, sorted(OPTIMIZERS))]
     if learning_rate is not None:
         chosen = replace(chosen, learning_rate=learning_rate)
     if weight_decay is not None:
@@ -199,8 +193,8 @@ class StepRate:
 
     def __post_init__(self) -> None:
         _check_rate(self.base, self.warmup_steps)
-        a_number("gamma", self.gamma, 0)
-        milestones = integers("milestones", self.milestones, least=0)
+        check_number("gamma", self.gamma, 0)
+        milestones = check_integers("milestones", self.milestones, least=0)
         object.__setattr__(self, "milestones", milestones)
 
     def at(self, step: int, total_steps: int) -> float:
@@ -223,7 +217,7 @@ class CosineRate:
 
     def __post_init__(self) -> None:
         _check_rate(self.base, self.warmup_steps)
-        a_number("final", self.final, 0)
+        check_number("final", self.final, 0)
 
     def at(self, step: int, total_steps: int) -> float:
         """Return the rate of step `step`, counted from 0, of `total_steps`."""
@@ -250,8 +244,8 @@ def parse_learning_rate(
         ValueError: The text is not a schedule, or a number is out of range.
     """
     _check_rate(base, warmup_steps)
-    an_integer("milestone_unit", milestone_unit, least=1)
-    of_type("a learning-rate schedule", text, str, "a string such as 'cosine'")
+    check_integer("milestone_unit", milestone_unit, least=1)
+    check_type("a learning-rate schedule", text, str, "a string such as 'cosine'")
     kind, _, rest = text.partition(":")
     if kind == "constant" and not rest:
         return ConstantRate(base, warmup_steps)
@@ -280,11 +274,6 @@ def rate_of(choice: Any, base: float) -> Callable[[int], float]:
         choice: A function of the step, a number, a schedule or its text ("step:30,60"
             counts steps); None selects `base`.
         base: The optimizer's own rate.
-
-    Raises:
-        ValueError: The text is not a schedule, the number is out of range, or the
-            schedule depends on the number of steps.
-        TypeError: The choice has another type.
     """
     if choice is None:
         choice = base
@@ -299,9 +288,9 @@ def rate_of(choice: Any, base: float) -> Callable[[int], float]:
         schedule = choice
         return lambda step: schedule.at(step, 0)
     if callable(choice):
-        return lambda step: a_number(f"learning_rate({step})", choice(step), 0)
+        return lambda step: check_number(f"learning_rate({step})", choice(step), 0)
     try:
-        rate = a_number("learning_rate", choice, 0)
+        rate = check_number("learning_rate", choice, 0)
     except TypeError:
         raise TypeError(
             "learning_rate must be a number, a function from a step to one, or a "
@@ -311,8 +300,8 @@ def rate_of(choice: Any, base: float) -> Callable[[int], float]:
 
 
 def _check_rate(base: float, warmup_steps: int) -> None:
-    a_number("the learning rate", base, 0)
-    if an_integer("warmup_steps", warmup_steps) < 0:
+    check_number("the learning rate", base, 0)
+    if check_integer("warmup_steps", warmup_steps) < 0:
         raise ValueError(f"warm-up takes at least 0 steps, got {warmup_steps}")
 
 
@@ -357,14 +346,14 @@ class DynamicLossScale:
     interval: int = 2000
 
     def __post_init__(self) -> None:
-        a_number("the loss scale's initial value", self.initial, 0, above=True)
-        a_number("the loss scale's growth", self.growth, 1)
-        a_number("the loss scale's backoff", self.backoff, 0, above=True)
+        check_number("the loss scale's initial value", self.initial, 0, above=True)
+        check_number("the loss scale's growth", self.growth, 1)
+        check_number("the loss scale's backoff", self.backoff, 0, above=True)
         if self.backoff >= 1:
             raise ValueError(
                 f"the loss scale's backoff must be below 1, got {self.backoff}"
             )
-        an_integer("the loss scale's interval", self.interval, least=1)
+        check_integer("the loss scale's interval", self.interval, least=1)
 
     def range_in(self, dtype: str) -> tuple[float, float]:
         """Return the least and the largest scale that a type can represent."""
@@ -395,4 +384,4 @@ def loss_scale_of(
         raise ValueError(
             f'the loss scale is a positive number or "{DYNAMIC}", not {choice!r}'
         )
-    return a_number("the loss scale", choice, 0, above=True, finite=False)
+    return check_number("the loss scale", choice, 0, above=True, finite=False)

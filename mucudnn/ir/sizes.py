@@ -64,13 +64,7 @@ def exact_bytes(nbytes: int) -> str:
 
 
 def parse_bytes(size: str | int) -> int:
-    """Return a size in whole bytes, rounded down; integers are bytes.
-
-    Raises:
-        ValueError: The text is empty, negative, not a number, more than 2**80 bytes,
-            has an unknown unit, or has none and is a fraction or below 1024.
-        TypeError: `size` is neither text nor an integer.
-    """
+    """Return a size in whole bytes, rounded down; integers are bytes."""
     if not isinstance(size, str):
         try:
             nbytes = operator.index(size)

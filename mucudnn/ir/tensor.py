@@ -40,9 +40,6 @@ class TensorSpec:
             framework's type, strides or padding.
         layout: Order in which an image's axes are stored: `NCHW`, or `NHWC` with the
             channels last.
-
-    Raises:
-        ValueError: `nbytes` is read and the size is unknown.
     """
 
     name: str

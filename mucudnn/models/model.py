@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.arguments import an_integer, integers
+from mucudnn.arguments import check_integer, check_integers
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import Ints
 from mucudnn.ir.graph import IMAGE, LABEL, Graph
@@ -68,10 +68,12 @@ class Model:
             ValueError: A size is out of range, or the image too small for the layers;
                 the message shows both.
         """
-        n = an_integer("batch", batch, least=1)
+        n = check_integer("batch", batch, least=1)
         shape = self.image if image is None else full_image(image, self.image)
         count = (
-            self.classes if classes is None else an_integer("classes", classes, least=2)
+            self.classes
+            if classes is None
+            else check_integer("classes", classes, least=2)
         )
         g = GraphBuilder(dtype=dtype, training=training, seed=seed)
         logits, *sides = self.body(g, g.input(IMAGE, (n, *shape)), count)
@@ -94,9 +96,9 @@ def full_image(image: Ints, own: tuple[int, ...]) -> tuple[int, ...]:
     """
     channels, *sides = own
     if not isinstance(image, Iterable):
-        side = an_integer("image", image, least=1)
+        side = check_integer("image", image, least=1)
         return (channels, *(side for _ in sides))
-    sizes = integers("image", image, least=1)
+    sizes = check_integers("image", image, least=1)
     shape = (channels, *sizes) if len(sizes) == len(sides) else sizes
     if len(shape) != len(own):
         raise ValueError(
@@ -183,7 +185,7 @@ class FunctionModel:
             ValueError: The graph does not match the arguments.
             TypeError: The function does not return a graph.
         """
-        an_integer("batch", batch, least=1)
+        check_integer("batch", batch, least=1)
         shape = None if image is None else full_image(image, self.image)
         asked = {
             "image": shape,

@@ -10,7 +10,7 @@ from Sparse Annotation", 2016.
 
 from functools import partial
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models.model import Model
 
@@ -61,7 +61,7 @@ def _body(
 
 def narrow_unet2d(channels: int, *, batch_norm: bool = False) -> Model:
     """Return a 2-D U-Net with `channels` at the finest level; the original has 64."""
-    width = an_integer("channels", channels, least=1)
+    width = check_integer("channels", channels, least=1)
     pairs = tuple((width << i, width << i) for i in range(5))
     body = partial(_body, pairs=pairs, halving=True, batch_norm=batch_norm)
     return Model(body, (1, 512, 512), 2)
@@ -69,7 +69,7 @@ def narrow_unet2d(channels: int, *, batch_norm: bool = False) -> Model:
 
 def narrow_unet3d(channels: int, *, batch_norm: bool = True) -> Model:
     """Return a 3-D U-Net with `channels` in its first layer; the original has 32."""
-    width = an_integer("channels", channels, least=1)
+    width = check_integer("channels", channels, least=1)
     pairs = tuple((width << i, 2 * width << i) for i in range(4))
     body = partial(_body, pairs=pairs, halving=False, batch_norm=batch_norm)
     return Model(body, (3, 64, 64, 64), 3)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.errors import PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint, StepTable
 
@@ -497,7 +497,7 @@ def split_batch(fleet: Fleet, batch: int, *, at_least: int = 0) -> FleetPlan:
         ValueError: The batch has fewer samples than the ranks require.
         PlanningError: The batch does not fit on the fleet.
     """
-    an_integer("batch", batch, 1, _MOST)
+    check_integer("batch", batch, 1, _MOST)
     times = times_of(fleet, batch)
     _check(fleet, times, batch, at_least)
     kinds = Counter(times)
@@ -513,8 +513,8 @@ def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> Fle
 
     Errors are those of `split_batch`.
     """
-    an_integer("least", least, 1, _MOST)
-    an_integer("most", most, least, _MOST)
+    check_integer("least", least, 1, _MOST)
+    check_integer("most", most, least, _MOST)
     times = times_of(fleet, most)
     _check(fleet, times, least, at_least)
     kinds = Counter(times)
@@ -535,7 +535,7 @@ def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> Fle
 def _check(
     fleet: Fleet, times: Sequence[ShareTimes], batch: int, at_least: int
 ) -> None:
-    an_integer("at_least", at_least, 0)
+    check_integer("at_least", at_least, 0)
     if batch < at_least * len(times):
         raise ValueError(
             f"a batch of {batch} has fewer than {at_least} samples for each of "

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from mucudnn.arguments import an_integer, integers
+from mucudnn.arguments import check_integer, check_integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.convolution.knapsack import divide
 from mucudnn.passes.convolution.pareto import (
@@ -65,10 +65,10 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
         TypeError: The policy is neither a name nor a function.
     """
     found = BATCH_POLICIES.resolve(policy)
-    if (batch := an_integer("the mini-batch", batch)) < 1:
+    if (batch := check_integer("the mini-batch", batch)) < 1:
         raise ValueError(f"a mini-batch has at least one sample, got {batch}")
     label = f"what batch policy {name_of(policy)!r} returned for {batch}"
-    sizes = integers(label, found(batch), least=1)
+    sizes = check_integers(label, found(batch), least=1)
     if sizes and max(sizes) > batch:
         raise ValueError(f"{label} is beyond the mini-batch: {max(sizes)}")
     return tuple(sorted({*sizes, batch}))

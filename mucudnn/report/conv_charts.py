@@ -60,6 +60,7 @@ def drawn_front(front: Iterable[ConvPlan]) -> tuple[ConvPlan, ...]:
 
 def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
     """Draw time against workspace: the Pareto front, undivided algorithms, limits."""
+    # Scales span everything drawn: limits, divisions and undivided calls.
     points = undivided_perfs(layer)
     limits = [o.limit.nbytes for o in layer.outcomes if not o.limit.total]
     front = drawn_front(layer.front)

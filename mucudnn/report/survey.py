@@ -16,6 +16,7 @@ def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
 
     The second has the largest micro-batch of each layer at which the first choice fits.
     """
+    # A row per micro-batch size and limit; and one per layer and limit.
     sizes: list[tuple[str, ...]] = []
     reach: list[tuple[str, ...]] = []
     strong = set()

@@ -334,11 +334,7 @@ _NOT_TIMED = "-"
 
 
 def check_deepbench(problems: Iterable[ConvProblem]) -> None:
-    """Refuse problems that DeepBench's columns cannot describe.
-
-    Raises:
-        ValueError: A problem is not 2-D, is grouped or dilated.
-    """
+    """Refuse problems that DeepBench's columns cannot describe."""
     for problem in problems:
         rank = len(problem.x_shape) - 2
         if rank != 2 or problem.groups != 1 or set(problem.dilation) != {1}:
@@ -350,11 +346,7 @@ def check_deepbench(problems: Iterable[ConvProblem]) -> None:
 
 
 def deepbench_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """Return one table of planned times per limit.
-
-    Raises:
-        ValueError: A problem does not fit the columns.
-    """
+    """Return one table of planned times per limit."""
     check_deepbench(layer.problem for layer in comparison.layers)
     several = len(comparison.limits) > 1
     return tuple(

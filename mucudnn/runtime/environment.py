@@ -36,9 +36,6 @@ def tuner_options(
     """Return arguments of a `Tuner`: the overrides, completed by the environment.
 
     An empty variable counts as unset.
-
-    Raises:
-        ValueError: A variable is not valid; the message names it.
     """
     options = dict(overrides)
     for name, (option, parse) in _VARIABLES.items():
@@ -77,10 +74,6 @@ def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
 
     For backends that compute nothing, the default is memory only: their times are
     invented, or recorded already.
-
-    Raises:
-        TypeError: `choice` is no path, `BenchmarkCache` or None.
-        ValueError: The path is empty.
     """
     if isinstance(choice, BenchmarkCache):
         return choice

@@ -9,22 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mucudnn.arguments import an_integer, integers, one_of
+from mucudnn.arguments import check_choice, check_integer, check_integers
 from mucudnn.backends import Backend
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import LAYOUTS, ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.tuning.bound_plan import check_out
 from mucudnn.runtime.tuning.kernel_timer import check_room
 from mucudnn.runtime.tuning.tuner import Tuner
-
-__all__ = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_backward_data",
-    "conv_backward_filter",
-    "explain",
-]
 
 Ints = int | Sequence[int]
 
@@ -268,15 +259,15 @@ def _checked_bias(backend: Backend, bias: Any, w: Any, out: Any) -> Any:
 def _hashable(options: _Options) -> _Options:
     def frozen(name: str, value: Padding) -> Any:
         listed = isinstance(value, Iterable) and not isinstance(value, str)
-        return integers(name, value) if listed else value
+        return check_integers(name, value) if listed else value
 
     stride, padding, dilation, groups, layout = options
     return (
         frozen("stride", stride),
         frozen("padding", padding),
         frozen("dilation", dilation),
-        an_integer("groups", groups, least=1),
-        one_of("layout", layout, LAYOUTS),
+        check_integer("groups", groups, least=1),
+        check_choice("layout", layout, LAYOUTS),
     )
 
 
@@ -289,6 +280,7 @@ def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:
         raise ValueError(
             f"conv{rank}d takes an input of {rank + 2} axes, got shape {a.shape}"
         )
+    # The operand that is not given has the shape of the result.
     x_shape, w_shape = {
         Direction.FORWARD: (a.shape, b.shape),
         Direction.BACKWARD_DATA: (shape, b.shape),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, device_name, get_device
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint
@@ -287,7 +287,7 @@ def parse_device(text: str) -> FleetDevice:
     """Parse a device of a fleet."""
     counted = _COUNT.fullmatch(text.strip())
     number, word = (int(counted[1]), counted[2]) if counted else (1, text.strip())
-    count = an_integer(f"the number of {word}", number, 1, _MOST)
+    count = check_integer(f"the number of {word}", number, 1, _MOST)
     name, equals, file = word.partition("=")
     with contextlib.suppress(ValueError):
         name = device_name(name)

@@ -133,9 +133,7 @@ def study_memory(
     for scheduler in schedulers:
         SCHEDULERS.resolve(scheduler)
     check_split(split)
-    if split != WHOLE and described:
-        raise ValueError("a described step is not split: it runs as it is captured")
-    if split != WHOLE and spec.device == CPU:
+    if split != WHOLE and not described and spec.device == CPU:
         raise ValueError(
             "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
         )
@@ -145,7 +143,7 @@ def study_memory(
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
         spec = with_layouts(spec, recordings)
-    costed = costed_step(spec, profile, recordings, choices, say)
+    costed = costed_step(spec, profile, recordings, choices, say, split)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
@@ -230,7 +228,7 @@ class MemoryTrials:
         interrupted = False
         try:
             self._try_techniques()
-            if self._split != WHOLE:
+            if self._splits:
                 self._say(IN_PARTS, 0, 1)
                 technique, self._splitting = self._in_parts(self._budget)
                 self._techniques.append(technique)
@@ -266,6 +264,11 @@ class MemoryTrials:
             splitting=self._splitting,
             interrupted=interrupted,
         )
+
+    @property
+    def _splits(self) -> bool:
+        """True if the step may run in parts, and something in it can be cut."""
+        return self._split != WHOLE and bool(self._costed.in_parts(self._budget))
 
     def _requests(self, form: StepRequest, policy: str) -> list[StepRequest]:
         """Return a request per scheduler, or one with the policy's own."""
@@ -337,7 +340,6 @@ class MemoryTrials:
 
     def _in_parts(self, budget: int) -> tuple[PolicyResult, SplitDecision | None]:
         """Plan the step in parts, or whole if that is faster."""
-        assert self._costed.in_parts is not None, "what cannot be split was refused"
         least: list[int] = []
         for step in self._costed.in_parts(budget):
             try:
@@ -355,7 +357,6 @@ class MemoryTrials:
 
     def _least_of_parts(self, found: SplitDecision) -> int:
         """Return the least budget of all splits, untried ones included."""
-        assert self._costed.in_parts is not None
         tried = {c.cutting: c.least_bytes for c in found.tried}
         least: list[int | None] = list(tried.values())
         for step in self._costed.in_parts(self._budget):
@@ -400,7 +401,7 @@ class MemoryTrials:
                 self._curve.append(self._try(forms)[0])
                 done += 1
             self._bound(budget)
-        for budget in budgets if self._split != WHOLE else ():
+        for budget in budgets if self._splits else ():
             self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
             self._curve.append(self._in_parts(budget)[0])
 

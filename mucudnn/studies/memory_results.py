@@ -29,7 +29,7 @@ from mucudnn.passes.graph.training_step import (
 )
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.placement.layout import PlacedStep
-from mucudnn.passes.planning.cutting import SplitStep
+from mucudnn.passes.planning.cutting import WHOLE, Split, SplitStep
 from mucudnn.passes.planning.place_step import fits_resident, over_fastest
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
@@ -314,8 +314,7 @@ class CostedStep:
         forms: Budget -> the forms of the step, as planning requests.
         at: Batch -> the forms with the least memory at another batch, precise enough to
             decide what fits.
-        in_parts: Budget -> the forms, to choose a split of their batch; None if the
-            step runs whole.
+        in_parts: Budget -> the forms, to choose a split of their batch.
         tiers: Offload targets; none means unlimited host memory.
         placed: Whether the step runs in an arena, which may be larger than its peak.
         image: Shape of a sample.
@@ -326,7 +325,7 @@ class CostedStep:
 
     forms: Callable[[float], Sequence[StepRequest]]
     at: Callable[[int], Sequence[StepRequest]]
-    in_parts: Callable[[float], Sequence[SplitStep]] | None
+    in_parts: Callable[[float], Sequence[SplitStep]]
     tiers: tuple[MemoryTier, ...]
     placed: bool
     image: tuple[int, ...]
@@ -341,16 +340,20 @@ def costed_step(
     recordings: Sequence[str] = (),
     tiers: Sequence[TierChoice] = (),
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    split: Split = WHOLE,
 ) -> CostedStep:
     """Return a step with its costs: measured, recorded, estimated, or its own."""
     if isinstance(spec, DescribedStep):
+        parts = None
+        if split != WHOLE and spec.in_parts is not None:
+            parts = spec.in_parts(split)
         own = spec.request(spec.batch)
         found = _tiers(spec, tiers, own.profile)
         own = over_fastest(own, found)
         return CostedStep(
             forms=lambda budget: [own.within(budget)],
             at=lambda batch: [over_fastest(spec.request(batch), found)],
-            in_parts=None,
+            in_parts=lambda budget: [] if parts is None else [parts.within(budget)],
             tiers=found,
             placed=False,
             image=spec.image,

@@ -45,6 +45,7 @@ from mucudnn.torch.internals import (
     refresh_values,
     while_compiling,
 )
+from mucudnn.torch.lowering.lowered import NotCompiledError
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_program import (
     LoweredStep,
@@ -353,7 +354,13 @@ class CompileBackend:
                 step = LoweredStep.of_joint(parts, own)
 
                 def plan(budget: float) -> PlannedProgram:
-                    return plan_program(step, self._options, budget)
+                    try:
+                        return plan_program(step, self._options, budget)
+                    except NotCompiledError as e:
+                        message = f"{source.name} runs operation by operation: {e}"
+                        warnings.warn(message, stacklevel=2)
+                    options = replace(self._options, inductor=False)
+                    return plan_program(step, options, budget)
 
                 program = self._budget.plan(source, plan)
                 schedule = program.plan.plan.schedule

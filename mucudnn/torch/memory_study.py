@@ -29,7 +29,7 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import html_of
-from mucudnn.passes.planning.cutting import WHOLE, Split
+from mucudnn.passes.planning.cutting import WHOLE, Split, SplitStep
 from mucudnn.passes.planning.plan_step import DescribedStep, largest_batch_within
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
@@ -54,7 +54,7 @@ from mucudnn.torch.plan_program import (
     least_budget,
     plan_program,
 )
-from mucudnn.torch.planning import parse_budget
+from mucudnn.torch.planning import Planner, parse_budget
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -224,7 +224,8 @@ class MemoryStudy:
             optimizer=type(self._step.optimizer).__name__,
             device=self._device,
             figures=figures,
-            request=self._request,
+            request=lambda size: self._request(self._at(size)),
+            in_parts=partial(self._in_parts, batch),
         )
 
     def hinted(
@@ -340,10 +341,16 @@ class MemoryStudy:
         finally:
             torch._C._set_mkldnn_enabled(enabled)
 
-    def _request(self, size: int) -> StepRequest:
-        """Return what a planner is asked, the caller's tensors without bytes."""
-        step = self._at(size)
-        planner = step.planner(self._options)
+    def _request(
+        self, step: LoweredStep, planner: Planner | None = None
+    ) -> StepRequest:
+        """Return what a planner is asked, the caller's tensors without bytes.
+
+        Args:
+            step: The step.
+            planner: Plans the step in parts; by default the whole step.
+        """
+        planner = step.planner(self._options) if planner is None else planner
         graph, profile = planner.lowered.graph, planner.profile
         given = {graph.storages[name] for name in planner.caller_inputs}
         tensors = {
@@ -354,3 +361,11 @@ class MemoryStudy:
         if step.update is not None:
             bare, profile = step.update.append_to(bare, profile)
         return replace(planner.request(), graph=bare, profile=profile, budget=math.inf)
+
+    def _in_parts(self, size: int | None, split: Split) -> SplitStep | None:
+        """Return the step whole and in parts; None if nothing in it can be cut."""
+        step = self._at(size)
+        candidates = step.candidates(replace(self._options, split=split))
+        if candidates is None:
+            return None
+        return candidates.step(partial(self._request, step))

@@ -44,12 +44,13 @@ class TorchPlan:
             buffers and optimizer state, as far as the budget counts them.
         source: Source code of the program that runs.
         name: Which graph this is, where a model has several; else empty.
-        kernels: Number of nodes that are kernels of several operations.
+        kernels: Number of kernels that Inductor compiled or calls, each counted once.
         splitting: The choice between a whole and a split step; None without `split`.
         own_update: Bytes of an optimizer that makes its update itself, behind what is
             planned; None where the update is planned.
         update_peak_bytes: The most that is in use during such an update.
         update_reason: Why it is not planned.
+        chosen: What a budget that is not in bytes came to, and what it costs.
     """
 
     plan: StepPlan = field(repr=False)
@@ -63,6 +64,7 @@ class TorchPlan:
     own_update: UpdateBytes | None = None
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")
+    chosen: tuple[str, ...] = field(repr=False, default=())
 
     @property
     def peak_bytes(self) -> int:
@@ -114,6 +116,7 @@ class TorchPlan:
         gap_words = "" if gap is None else f", at most {gap:.1%} above the best plan"
         lines = [
             *([self.name] if self.name else []),
+            *self.chosen,
             f"peak {format_bytes(self.peak_bytes, *bound)} within {budget}, "
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",
@@ -126,7 +129,7 @@ class TorchPlan:
         if prediction.placement is not None:
             lines.insert(-1, str(prediction.placement))
         if self.kernels:
-            lines.append(f"{self.kernels} kernels stand for several operations each")
+            lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)

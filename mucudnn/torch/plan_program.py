@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mucudnn.arguments import a_flag
+from mucudnn.arguments import check_bool
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Phase
@@ -37,10 +37,7 @@ from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner
-from mucudnn.torch.splitting.plan import plan_in_parts
-
-if TYPE_CHECKING:
-    from mucudnn.torch.fusion.fusing import Fusing
+from mucudnn.torch.splitting.plan import SplitCandidates, split_candidates
 
 Face = Literal["train_step", "backend", "memory"]
 """A public function that takes options of planning."""
@@ -76,7 +73,13 @@ REFUSALS = (
     Refusal(
         faces=("train_step",),
         options=("split", "inductor"),
-        reason="kernels of several operations are made for whole steps so far",
+        reason="whole steps are compiled, and slices run operation by operation",
+        instead="take one of both",
+    ),
+    Refusal(
+        faces=("train_step", "backend"),
+        options=("tuner", "inductor"),
+        reason="compiled code calls PyTorch's own convolutions, in layouts of its own",
         instead="take one of both",
     ),
     Refusal(
@@ -130,7 +133,7 @@ class PlanOptions:
         choice: Whether convolutions may run in other ways than PyTorch's.
         offload_state: Whether parameters and optimizer state may be host-resident.
         split: Whether the step runs in slices of its batch, or strips of its images.
-        fusing: Makes kernels of several operations; None for none.
+        inductor: Whether the passes are compiled by Inductor, and planned by kernels.
         tiers: Offload targets: their memory, or for a study their forecast of a
             profile; None for the host's memory.
     """
@@ -140,7 +143,7 @@ class PlanOptions:
     choice: ConvolutionChoice = field(default_factory=ConvolutionChoice)
     offload_state: bool = False
     split: Split = WHOLE
-    fusing: "Fusing | None" = None
+    inductor: bool = False
     tiers: StepTiers | Callable[[Profile], tuple[MemoryTier, ...]] | None = None
 
     @classmethod
@@ -167,17 +170,12 @@ class PlanOptions:
         options = {
             "budget": None if math.isinf(budget) else budget,
             "tuner": tuner,
-            "offload_state": a_flag("offload_state", offload_state) or None,
+            "offload_state": check_bool("offload_state", offload_state) or None,
             "split": None if split == WHOLE else split,
-            "inductor": a_flag("inductor", inductor) or None,
+            "inductor": check_bool("inductor", inductor) or None,
             "tiers": tiers if choices else None,
         }
         check_combination(face, {n: v for n, v in options.items() if v is not None})
-        fusing = None
-        if inductor:
-            from mucudnn.torch.fusion.fusing import Fusing  # which imports Inductor
-
-            fusing = Fusing(plans)
         # Steps of `train_step` run one at a time and share the room of what leaves.
         shared = face == "train_step"
         return cls(
@@ -185,7 +183,7 @@ class PlanOptions:
             choice=ConvolutionChoice(tuner),
             offload_state=offload_state,
             split=split,
-            fusing=fusing,
+            inductor=inductor,
             tiers=StepTiers(choices, shared=shared) if choices else None,
         )
 
@@ -201,6 +199,8 @@ class LoweredStep:
             `batch.`. Empty if it cannot be split.
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
+        compiled: Compiles the passes by Inductor, and returns the graph with their
+            kernels as nodes.
         planners: What plans it, by options: it is measured once, for all budgets.
     """
 
@@ -209,6 +209,7 @@ class LoweredStep:
     names: Sequence[str] = ()
     finish: Callable[[Lowered], Lowered] = lambda lowered: lowered
     update: EagerUpdate | None = None
+    compiled: Callable[[], Lowered] | None = None
     planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -221,7 +222,8 @@ class LoweredStep:
         """
         lowered = joint.lowered()
         counted = {lowered.inputs[i] for i in own}
-        return cls(lowered, {t for t in lowered.inputs if t is not None} - counted)
+        given = {t for t in lowered.inputs if t is not None} - counted
+        return cls(lowered, given, compiled=partial(joint.compiled, own))
 
     @classmethod
     def of_captured(
@@ -253,30 +255,58 @@ class LoweredStep:
         late = frozenset(inputs[name] for name in parts.buffers if name in inputs)
         batch = [tensor for name, tensor in inputs.items() if name.startswith("batch.")]
         finish = partial(with_updates, late=late)
-        return cls(lowered, batch, captured.names, finish, update)
+
+        def compiled() -> Lowered:
+            # Inductor is imported where it is used: that takes seconds.
+            from mucudnn.torch.inductor.kernel_graph import lower_step
+
+            return lower_step(captured, len(parts.parameters) + len(parts.buffers))
+
+        return cls(lowered, batch, captured.names, finish, update, compiled)
 
     def planner(self, options: PlanOptions) -> Planner:
         """Return what plans the whole step."""
-        key = replace(options, split=WHOLE, fusing=None)
+        key = replace(options, split=WHOLE)
         if key not in self.planners:
-            self.planners[key] = self._measure(options, self.lowered)
+            # The same costs serve a step whose state may leave and one whose may not.
+            other = self.planners.get(replace(key, offload_state=not key.offload_state))
+            if other is not None:
+                self.planners[key] = replace(other, offload_state=key.offload_state)
+            elif options.inductor and self.compiled is not None:
+                self.planners[key] = self._measure(options, self.compiled())
+            else:
+                self.planners[key] = self._measure(options, self.lowered)
         return self.planners[key]
 
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
-        """Plan the graph, whole or split or fused, and return what planned it.
+        """Plan the graph, whole or split or compiled, and return what planned it.
 
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        if options.split != WHOLE:
-            measure = partial(self._measure, options)
-            return plan_in_parts(
-                self.lowered, self.names, measure, budget, options.split
-            )
+        if (candidates := self.candidates(options)) is not None:
+            return candidates.plan(budget, options.split)
         planner = self.planner(options)
-        if options.fusing is not None:
-            return options.fusing.plan(planner, budget, options.plans)
-        return planner, planner.plan(budget, options.plans)
+        plan = planner.plan(budget, options.plans)
+        if options.inductor:
+            nodes = planner.lowered.graph.nodes
+            kernels = sum(
+                node.phase is not Phase.UPDATE and not node.traits.view
+                for node in nodes
+            )
+            plan = replace(plan, kernels=kernels)
+        return planner, plan
+
+    def candidates(self, options: PlanOptions) -> SplitCandidates | None:
+        """Return the step whole and in parts; None if it only runs whole.
+
+        Raises:
+            UnsupportedError: A number of parts was given and nothing can be cut.
+        """
+        if options.split == WHOLE:
+            return None
+        measure = partial(self._measure, options)
+        return split_candidates(self.lowered, self.names, measure, options.split)
 
     def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
         """Return a planner of the graph, or of a split one, at measured costs."""
@@ -338,7 +368,7 @@ def _fitting_options(step: LoweredStep, options: PlanOptions, budget: float) -> 
     Parts of a step are not measured for this: their scratch memory is not counted.
     """
     cpu = device_of(step.lowered.layouts).type == "cpu"
-    if not step.names or not budget or options.fusing is not None or not cpu:
+    if not step.names or not budget or options.inductor or not cpu:
         return ""  # a compiled graph, a question for the least, or neither can be had
     if options.split != WHOLE:
         return ""
@@ -368,7 +398,7 @@ def least_budget(step: LoweredStep, options: PlanOptions) -> int:
     Raises:
         PlanningError: No budget is enough.
     """
-    if options.split == WHOLE and options.fusing is None:
+    if options.split == WHOLE:
         least = step.planner(options).least_budget()
     else:
         try:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mucudnn.arguments import a_path
+from mucudnn.arguments import check_path
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.codecs import (
     LONGEST_MS,
@@ -56,7 +56,7 @@ _PROFILE, _PLAN = "profile", "plan"
 
 
 class PlanEntries(Protocol):
-    """The methods of `mucudnn.runtime.store.entries.Entries` that plans need."""
+    """The methods of `mucudnn.runtime.store.measurements.Entries` that plans need."""
 
     def get(self, kind: str, key: str) -> Any | None:
         """Return the value of a key, or None."""
@@ -85,7 +85,7 @@ def open_plans(choice: PlanCacheChoice) -> "PlanStore":
         return PlanStore()
     if choice is USERS:
         return PlanStore(BenchmarkCache(default_path()).entries)
-    folder = a_path("cache", choice).expanduser()
+    folder = check_path("cache", choice).expanduser()
     return PlanStore(BenchmarkCache(folder / _FILE).entries)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from mucudnn.arguments import a_number
+from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes, refuse_fraction
@@ -40,7 +40,7 @@ def parse_budget(budget: float | str | None) -> float:
     if isinstance(budget, str):
         return parse_bytes(budget)
     try:
-        number = a_number("budget", budget, 0, finite=False)
+        number = check_number("budget", budget, 0, finite=False)
     except TypeError:
         raise TypeError(
             f"budget must be bytes, a size such as '8GiB' or None, got {budget!r}"

@@ -23,12 +23,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mucudnn.arguments import an_integer, one_of
+from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.automatic_budget import AutomaticBudget
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.guards import Overlaps, Settings, StepGuards, overlaps_of
@@ -47,7 +48,7 @@ from mucudnn.torch.capture.step_tensors import (
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.devices import check_devices
-from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
@@ -142,6 +143,7 @@ def train_step(
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
     verify: int | None = None,
+    exact: bool = True,
 ) -> "TrainStep":
     """Compile a model's whole training step under a memory budget.
 
@@ -176,7 +178,11 @@ def train_step(
             optimizer that branches on values, counts in Python or takes a closure
             updates eagerly after the planned passes: the budget then holds all
             gradients and the memory measured for a copy of the update, without hooks.
-        budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        budget: Bytes, or a size such as "8GiB"; None plans without a limit. A share
+            such as "50%" of what the step needs without a limit, "device" for the
+            memory that is free, or "auto" for the least memory at a predicted slowdown
+            of at most 5 %; these three choose `offload_state` and, with `exact=False`,
+            `split` where they are needed, and `print(step.plan)` says so.
         tuner: Measures further algorithms and micro-batches for the convolutions; the
             plan uses the fastest that fit. Results then differ from eager mode by
             rounding. Measurements are stored unless the batch policy is a function. The
@@ -204,8 +210,10 @@ def train_step(
             runs it in eager mode with a warning, in whatever memory that takes. If the
             budget holds eager mode too, a step whose Python state cannot be guarded
             runs in eager mode with either.
-        inductor: Whether neighbouring operations become kernels compiled by PyTorch's
-            Inductor where they are faster and fit. Results differ by rounding.
+        inductor: Whether both passes are compiled by PyTorch's Inductor, once for all
+            budgets, and planned kernel by kernel. Results are those of `torch.compile`,
+            bit for bit. Where a step cannot be compiled, a warning says why, and it
+            runs operation by operation. CPU only.
         tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
             another process); append `=SIZE` to limit one. Several are filled fastest
             first. Host memory by default.
@@ -216,18 +224,21 @@ def train_step(
             `inductor`, a fused optimizer or a GRU. Such a step exceeds the budget by
             what eager mode needs and two copies of the trained state. None and 0
             compare nothing.
+        exact: Whether options that a share, "device" or "auto" chooses must leave
+            results bit for bit as they are.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
-            unknown or combined with `inductor`, a tier is unknown, or tiers are given
-            without a budget.
+            unknown, `split` or `tuner` is combined with `inductor`, a tier is unknown,
+            or tiers are given without a budget.
         TypeError: An argument has the wrong type.
         UnsupportedError: The model is wrapped for several devices.
     """
     check_parts(model, loss_fn, optimizer)
-    an_integer("max_plans", max_plans, 1)
+    check_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
-    limit = parse_budget(budget)
+    automatic = AutomaticBudget.parse(budget, exact=check_bool("exact", exact))
+    limit = parse_budget(budget) if automatic is None else 0.0
     options = PlanOptions.of(
         "train_step",
         limit,
@@ -238,8 +249,8 @@ def train_step(
         inductor=inductor,
         tiers=tiers,
     )
-    one_of("fallback", fallback, FALLBACKS)
-    an_integer("verify", verify or 0, 0)
+    check_choice("fallback", fallback, FALLBACKS)
+    check_integer("verify", verify or 0, 0)
     grouped = dist.is_available() and dist.is_initialized()
     if (ranks := dist.get_world_size() if grouped else 1) > 1:
         warnings.warn(
@@ -258,7 +269,11 @@ def train_step(
         max_plans=max_plans,
         fallback=fallback,
         verify=verify,
-        exact=tuner is None and split == WHOLE and not inductor,
+        exact=tuner is None
+        and split == WHOLE
+        and not inductor
+        and (exact or automatic is None),
+        automatic=automatic,
     )
 
 
@@ -269,13 +284,14 @@ class TrainStep:
         model: The model to train.
         loss_fn: The loss.
         optimizer: The optimizer.
-        budget: Bytes, infinity for no limit.
+        budget: Bytes, infinity for no limit; ignored with an automatic budget.
         options: How steps are planned.
         settings: How gradients are made, clipped and scaled.
         max_plans: Number of plans to keep.
         fallback: "refuse" or "eager".
         verify: Steps between two comparisons with eager mode; None compares nothing.
         exact: Whether results must equal eager mode's bit for bit when compared.
+        automatic: A budget that depends on the step or on the device.
     """
 
     def __init__(
@@ -291,11 +307,12 @@ class TrainStep:
         fallback: str = "refuse",
         verify: int | None = None,
         exact: bool = True,
+        automatic: AutomaticBudget | None = None,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._budget = budget
+        self._budget, self._automatic = budget, automatic
         self._options = PlanOptions() if options is None else options
         self._settings = settings
         self._fallback = fallback
@@ -463,6 +480,9 @@ class TrainStep:
                     captured, planned = self._plan(live, batch)
             except PlanningError:
                 raise
+            except NotCompiledError as e:
+                self._options = replace(self._options, inductor=False)
+                self._warn("inductor", f"the step runs operation by operation: {e}")
             except Exception as e:
                 if floats := self._settings.floats:
                     # Some argument must be a plain number, as a dropout's share must.
@@ -542,6 +562,7 @@ class TrainStep:
                 settings=self._settings,
                 results=self._results,
                 keeps_effects=not self._eager_is_free,
+                as_compiled=self._options.inductor,
             )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
@@ -553,7 +574,11 @@ class TrainStep:
                 )
                 lowered = LoweredStep.of_captured(step, live.parts, own)
                 try:
-                    program = plan_program(lowered, self._options, self._budget)
+                    if self._automatic is None:
+                        program = plan_program(lowered, self._options, self._budget)
+                    else:
+                        program = self._automatic.plan(lowered, self._options)
+                        self._budget = program.plan.budget
                 except PlanningError as e:
                     e.args = (f"{e}; this is for {batch.signature}", *e.args[1:])
                     raise

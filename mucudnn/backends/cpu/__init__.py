@@ -6,8 +6,6 @@ kernels (`blas.prefer_wide_vectors`) after importing this package.
 
 from mucudnn.backends.base import Backend
 
-__all__ = ["device_count", "load"]
-
 
 def device_count(argument: str) -> int:
     """Return 1: all cores together are one device."""

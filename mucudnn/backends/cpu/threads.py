@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from mucudnn.processes import Own, attend
+from mucudnn.processes import PerProcess, on_fork
 
 T = TypeVar("T")
 _UFUNC_BUFFER = 256
@@ -46,17 +46,17 @@ class _SerialBlas:
 
     def __init__(self) -> None:
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-        self._changed = Own(threading.Condition)
+        self._changed = PerProcess(threading.Condition)
         self._users: list[int] = []  # threads inside `limited`, once per entry
         self._saved: list[int] = []
         self.num_threads = max((lib.num_threads for lib in self._libraries), default=1)
-        attend(self)
+        on_fork(self)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Limit BLAS to one thread until this and all other bodies have ended."""
         process, thread = os.getpid(), threading.get_ident()
-        with self._changed.mine:
+        with self._changed.value:
             if not self._users:
                 self._saved = [lib.num_threads for lib in self._libraries]
                 for lib in self._libraries:
@@ -65,12 +65,12 @@ class _SerialBlas:
         try:
             yield
         finally:
-            with self._changed.mine:
+            with self._changed.value:
                 if process == os.getpid():  # otherwise `after_fork` has reset the users
                     self._users.remove(thread)
                     if not self._users:
                         self._restore()
-                    self._changed.mine.notify_all()
+                    self._changed.value.notify_all()
 
     def _restore(self) -> None:
         for lib, n in zip(self._libraries, self._saved, strict=False):
@@ -83,7 +83,7 @@ class _SerialBlas:
         OpenBLAS ends its threads before a fork: a product in progress would never be
         finished, not even in the parent.
         """
-        changed, me = self._changed.mine, threading.get_ident()
+        changed, me = self._changed.value, threading.get_ident()
         changed.acquire()
         changed.wait_for(lambda: {*self._users} <= {me}, timeout=_FORK_S)
 
@@ -93,7 +93,7 @@ class _SerialBlas:
             self._users = []
             self._restore()
         else:
-            self._changed.mine.release()
+            self._changed.value.release()
 
 
 class _Queue(Iterator[T]):
@@ -117,7 +117,7 @@ class Workers:
         self._blas = _SerialBlas()
         self.count = count or self._blas.num_threads
         self.scratch = Scratch()
-        self._pool = Own(self._start)
+        self._pool = PerProcess(self._start)
 
     def _start(self) -> ThreadPoolExecutor | None:
         if self.count == 1:
@@ -145,7 +145,7 @@ class Workers:
                     fn(worker, item)
 
         with self._blas.limited():
-            if (pool := self._pool.mine) is None:
+            if (pool := self._pool.value) is None:
                 drain(0)
                 return
             crew = min(self.count, at_most or self.count)

@@ -14,7 +14,6 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 
-__all__ = ["described_devices", "device_count", "load"]
 logger = logging.getLogger(__name__)
 _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 _EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
@@ -50,8 +49,7 @@ def load(argument: str, device: int) -> Backend:
 
 
 def _present(index: int) -> Backend:
-    from mucudnn.backends.cuda.conv import CudaConv, CudaPlan
-    from mucudnn.backends.cuda.conv.fused import CudaEpilogues
+    from mucudnn.backends.cuda.conv import CudaConv, CudaEpilogues, CudaPlan
     from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
     from mucudnn.backends.cuda.cudnn_kernels import CudnnKernels
     from mucudnn.backends.cuda.descriptors import LiveSession
@@ -64,6 +62,7 @@ def _present(index: int) -> Backend:
 
     library = load_library(without_driver=False)
     _cupy().cuda.Device(index).use()
+    # A handle at once: a driver that is too old fails here, not at a kernel.
     device = CudaDevice(index, library.version)
     session = LiveSession(Cudnn(library.cdll), device.stream)
     try:

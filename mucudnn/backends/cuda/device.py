@@ -17,7 +17,7 @@ from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryErr
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.plugins import installed_version
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 
 _RANDOM_SLICE = 1 << 20
 _LOADED_LATE = 256 << 20  # reserve for kernel modules; assumed, not measured
@@ -341,14 +341,14 @@ class LruCache(Generic[K, V]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._values: OrderedDict[K, V] = OrderedDict()
-        self._lock = Own(threading.Lock)
+        self._lock = PerProcess(threading.Lock)
 
     def __len__(self) -> int:
         return len(self._values)
 
     def get(self, key: K) -> V | None:
         """Return the value of a key; None if there is none."""
-        with self._lock.mine:
+        with self._lock.value:
             value = self._values.get(key)
             if value is not None:
                 self._values.move_to_end(key)
@@ -356,7 +356,7 @@ class LruCache(Generic[K, V]):
 
     def put(self, key: K, value: V) -> None:
         """Store a value, replacing the key's previous one."""
-        with self._lock.mine:
+        with self._lock.value:
             self._values[key] = value
             self._values.move_to_end(key)
             while len(self._values) > self._most:

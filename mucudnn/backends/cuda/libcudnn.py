@@ -152,11 +152,7 @@ class Cudnn:
             self._functions[name] = function
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function by its C name; return its result if that is no status.
-
-        Raises:
-            BackendError: Its status is not success; see `error_for`.
-        """
+        """Call a function by its C name; return its result if that is no status."""
         result = self._functions[name](*arguments)
         if name in _NO_STATUS:
             return result
@@ -197,79 +193,46 @@ def error_for(
 # every one with the compiler's reading of the headers.
 
 
-class DataType(IntEnum):
-    """Element types."""
+DataType = IntEnum("DataType", {"FLOAT": 0, "DOUBLE": 1, "HALF": 2, "BFLOAT16": 9})
+"""Element types."""
 
-    FLOAT = 0
-    DOUBLE = 1
-    HALF = 2
-    BFLOAT16 = 9
+TensorFormat = IntEnum("TensorFormat", "NCHW NHWC", start=0)
+"""Storage orders of the legacy API."""
 
+ConvolutionMode = IntEnum("ConvolutionMode", "CONVOLUTION CROSS_CORRELATION", start=0)
+"""Flipped filters (convolution) or not (cross-correlation)."""
 
-class TensorFormat(IntEnum):
-    """Storage orders of the legacy API."""
+MathType = IntEnum(
+    "MathType",
+    "DEFAULT_MATH TENSOR_OP_MATH TENSOR_OP_MATH_ALLOW_CONVERSION FMA_MATH",
+    start=0,
+)
+"""Permitted use of tensor cores in the legacy API."""
 
-    NCHW = 0
-    NHWC = 1
+Determinism = IntEnum("Determinism", "NON_DETERMINISTIC DETERMINISTIC", start=0)
+"""Bitwise reproducibility of a legacy algorithm."""
 
+ForwardAlgo = IntEnum(
+    "ForwardAlgo",
+    "IMPLICIT_GEMM IMPLICIT_PRECOMP_GEMM GEMM DIRECT FFT FFT_TILING WINOGRAD "
+    "WINOGRAD_NONFUSED",
+    start=0,
+)
+"""Legacy algorithms, forward."""
 
-class ConvolutionMode(IntEnum):
-    """Flipped filters (convolution) or not (cross-correlation)."""
+BackwardDataAlgo = IntEnum(
+    "BackwardDataAlgo",
+    "ALGO_0 ALGO_1 FFT FFT_TILING WINOGRAD WINOGRAD_NONFUSED",
+    start=0,
+)
+"""Legacy algorithms, gradient of the input."""
 
-    CONVOLUTION = 0
-    CROSS_CORRELATION = 1
-
-
-class MathType(IntEnum):
-    """Permitted use of tensor cores in the legacy API."""
-
-    DEFAULT_MATH = 0
-    TENSOR_OP_MATH = 1
-    TENSOR_OP_MATH_ALLOW_CONVERSION = 2
-    FMA_MATH = 3
-
-
-class Determinism(IntEnum):
-    """Bitwise reproducibility of a legacy algorithm."""
-
-    NON_DETERMINISTIC = 0
-    DETERMINISTIC = 1
-
-
-class ForwardAlgo(IntEnum):
-    """Legacy algorithms, forward."""
-
-    IMPLICIT_GEMM = 0
-    IMPLICIT_PRECOMP_GEMM = 1
-    GEMM = 2
-    DIRECT = 3
-    FFT = 4
-    FFT_TILING = 5
-    WINOGRAD = 6
-    WINOGRAD_NONFUSED = 7
-
-
-class BackwardDataAlgo(IntEnum):
-    """Legacy algorithms, gradient of the input."""
-
-    ALGO_0 = 0
-    ALGO_1 = 1
-    FFT = 2
-    FFT_TILING = 3
-    WINOGRAD = 4
-    WINOGRAD_NONFUSED = 5
-
-
-class BackwardFilterAlgo(IntEnum):
-    """Legacy algorithms, gradient of the filter."""
-
-    ALGO_0 = 0
-    ALGO_1 = 1
-    FFT = 2
-    ALGO_3 = 3
-    WINOGRAD = 4
-    WINOGRAD_NONFUSED = 5
-    FFT_TILING = 6
+BackwardFilterAlgo = IntEnum(
+    "BackwardFilterAlgo",
+    "ALGO_0 ALGO_1 FFT ALGO_3 WINOGRAD WINOGRAD_NONFUSED FFT_TILING",
+    start=0,
+)
+"""Legacy algorithms, gradient of the filter."""
 
 
 class DescriptorType(IntEnum):
@@ -384,83 +347,48 @@ class Attribute(IntEnum):
     DEVICEPROP_JSON_REPRESENTATION = 2702
 
 
-class HeurMode(IntEnum):
-    """Lists of engine configurations that a heuristic gives."""
+HeurMode = IntEnum("HeurMode", {"B": 1, "FALLBACK": 2, "A": 3})
+"""Lists of engine configurations that a heuristic gives."""
 
-    B = 1
-    FALLBACK = 2
-    A = 3
+PointwiseMode = IntEnum("PointwiseMode", {"ADD": 0, "RELU_FWD": 100})
+"""Functions of each element."""
 
+NanPropagation = IntEnum("NanPropagation", "NOT_PROPAGATE_NAN PROPAGATE_NAN", start=0)
+"""Result of a comparison with NaN: the number or NaN."""
 
-class PointwiseMode(IntEnum):
-    """Functions of each element."""
+PoolingMode = IntEnum(
+    "PoolingMode",
+    "MAX AVERAGE_COUNT_INCLUDE_PADDING AVERAGE_COUNT_EXCLUDE_PADDING",
+    start=0,
+)
+"""Reductions of a window."""
 
-    ADD = 0
-    RELU_FWD = 100
+LRNMode = IntEnum("LRNMode", "CROSS_CHANNEL_DIM1", start=0)
+"""Neighbourhoods of local response normalisation."""
 
+BatchNormMode = IntEnum("BatchNormMode", {"SPATIAL": 1})
+"""Axes of the statistics; the persistent mode, unused, may overflow."""
 
-class NanPropagation(IntEnum):
-    """Result of a comparison with NaN: the number or NaN."""
+SoftmaxAlgorithm = IntEnum("SoftmaxAlgorithm", "FAST ACCURATE LOG", start=0)
+"""Result and numerics of a softmax."""
 
-    NOT_PROPAGATE_NAN = 0
-    PROPAGATE_NAN = 1
+SoftmaxMode = IntEnum("SoftmaxMode", "INSTANCE CHANNEL", start=0)
+"""Range of the sum: a whole sample, or the channels of each pixel."""
 
+NumericalNote = IntEnum(
+    "NumericalNote",
+    "TENSOR_CORE DOWN_CONVERT_INPUTS REDUCED_PRECISION_REDUCTION FFT "
+    "NONDETERMINISTIC WINOGRAD WINOGRAD_TILE_4x4 WINOGRAD_TILE_6x6 "
+    "WINOGRAD_TILE_13x13 STRICT_NAN_PROP",
+    start=0,
+)
+"""Numerical properties of an engine."""
 
-class PoolingMode(IntEnum):
-    """Reductions of a window."""
-
-    MAX = 0
-    AVERAGE_COUNT_INCLUDE_PADDING = 1
-    AVERAGE_COUNT_EXCLUDE_PADDING = 2
-
-
-class LRNMode(IntEnum):
-    """Neighbourhoods of local response normalisation."""
-
-    CROSS_CHANNEL_DIM1 = 0
-
-
-class BatchNormMode(IntEnum):
-    """Axes of the statistics; the persistent mode, unused, may overflow."""
-
-    SPATIAL = 1
-
-
-class SoftmaxAlgorithm(IntEnum):
-    """Result and numerics of a softmax."""
-
-    FAST = 0
-    ACCURATE = 1
-    LOG = 2
-
-
-class SoftmaxMode(IntEnum):
-    """Range of the sum: a whole sample, or the channels of each pixel."""
-
-    INSTANCE = 0
-    CHANNEL = 1
-
-
-class NumericalNote(IntEnum):
-    """Numerical properties of an engine."""
-
-    TENSOR_CORE = 0
-    DOWN_CONVERT_INPUTS = 1
-    REDUCED_PRECISION_REDUCTION = 2
-    FFT = 3
-    NONDETERMINISTIC = 4
-    WINOGRAD = 5
-    WINOGRAD_TILE_4x4 = 6
-    WINOGRAD_TILE_6x6 = 7
-    WINOGRAD_TILE_13x13 = 8
-    STRICT_NAN_PROP = 9
-
-
-class BehaviorNote(IntEnum):
-    """Other properties of an engine."""
-
-    RUNTIME_COMPILATION = 0
-    REQUIRES_FILTER_INT8x32_REORDER = 1
-    REQUIRES_BIAS_INT8x32_REORDER = 2
-    SUPPORTS_CUDA_GRAPH_NATIVE_API = 3
-    CUBLASLT_DEPENDENCY = 4
+BehaviorNote = IntEnum(
+    "BehaviorNote",
+    "RUNTIME_COMPILATION REQUIRES_FILTER_INT8x32_REORDER "
+    "REQUIRES_BIAS_INT8x32_REORDER SUPPORTS_CUDA_GRAPH_NATIVE_API "
+    "CUBLASLT_DEPENDENCY",
+    start=0,
+)
+"""Other properties of an engine."""

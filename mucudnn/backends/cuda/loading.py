@@ -63,10 +63,6 @@ def load_library(*, without_driver: bool) -> LoadedLibrary:
 
     `without_driver` works without an NVIDIA driver, for described devices; see
     `load_stub_driver`.
-
-    Raises:
-        BackendUnavailableError: cuDNN or a library it needs is missing, or its
-            release is not supported.
     """
     if sys.platform != "linux":
         raise BackendUnavailableError(

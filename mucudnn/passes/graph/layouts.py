@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 
-from mucudnn.arguments import one_of
+from mucudnn.arguments import check_choice
 from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, channels_last, is_image, last
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import make_node
@@ -229,7 +229,7 @@ def with_layout(
     Raises:
         ValueError: The layout is unknown, or `auto` without chosen nodes.
     """
-    one_of("layout", layout, LAYOUT_CHOICES)
+    check_choice("layout", layout, LAYOUT_CHOICES)
     if layout == AUTO and chosen is None:
         raise ValueError(
             "which layout is fastest has to be measured here: choose NCHW or NHWC, or "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
@@ -82,7 +82,7 @@ class SplitAxis:
 
 def along_batch(graph: Graph, batch: int | None = None) -> SplitAxis:
     """Return the batch axis of a graph, with `batch` samples if given."""
-    size = batch_of(graph) if batch is None else an_integer("batch", batch, least=1)
+    size = batch_of(graph) if batch is None else check_integer("batch", batch, least=1)
     return SplitAxis(SAMPLES, size, size)
 
 
@@ -291,7 +291,7 @@ def parts_by_bytes(
     if window is None:
         window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
     size = along.size
-    most = size if most is None else min(size, an_integer("most", most, least=1))
+    most = size if most is None else min(size, check_integer("most", most, least=1))
     splittable = cuttable(graph, along)
     sizes = _rows_bytes(graph, splittable, along)
     needed = [
@@ -316,11 +316,11 @@ def asked_of(parts: Parts) -> Callable[[Node], int]:
     """
     if isinstance(parts, Mapping):
         for number in parts.values():
-            an_integer("parts", number, least=1)
+            check_integer("parts", number, least=1)
         return lambda node: parts.get(node.name, 1)
     if callable(parts):
-        return lambda node: an_integer("parts", parts(node), least=1)
-    number = an_integer("parts", parts, least=1)
+        return lambda node: check_integer("parts", parts(node), least=1)
+    number = check_integer("parts", parts, least=1)
     return lambda node: number
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.arguments import an_integer, of_type, one_of
+from mucudnn.arguments import check_choice, check_integer, check_type
 from mucudnn.ir.graph import IMAGE, LABEL, PERSISTENT, Graph, Node
 from mucudnn.ir.optimizers import DynamicLossScale, Optimizer, loss_scale_of
 from mucudnn.ir.tensor import Role
@@ -154,7 +154,7 @@ def build_gradients(
     forward: Graph, recipe: StepRecipe, choices: StepChoices = StepChoices()
 ) -> Graph:
     """Build the part of a step that can be split: all but the updates."""
-    one_of("update_when", recipe.update_when, ("early", "late"))
+    check_choice("update_when", recipe.update_when, ("early", "late"))
     if recipe.inference:
         forward = up_to_answers(forward)
         return choices.library(_rewritten(forward, recipe, choices, trains=False))
@@ -173,7 +173,7 @@ def complete_step(
     """Return the graphs of a step from what `build_gradients` built, perhaps split."""
     if recipe.inference:
         return (graph,)
-    parts = an_integer("the number of parts of a step", recipe.micro_batches)
+    parts = check_integer("the number of parts of a step", recipe.micro_batches)
     if parts < 1:
         raise ValueError(f"a step has at least one part, got {parts}")
     scale = _loss_scale(recipe)
@@ -223,7 +223,7 @@ def _rewritten(
 
 def check_network(graph: Graph) -> None:
     """Raise `TypeError` or `ValueError` if `Trainer` cannot feed a network's inputs."""
-    of_type(
+    check_type(
         "a network to train",
         graph,
         Graph,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.split import split_along
@@ -156,7 +156,7 @@ class Cutting:
 def check_split(split: object) -> None:
     """Raise a `ValueError` or a `TypeError` for an invalid split."""
     if not isinstance(split, str):
-        an_integer("split", split, least=1)
+        check_integer("split", split, least=1)
         return
     word, colon, number = split.partition(":")
     counted = word == HEIGHT and number.isdecimal() and int(number) > 0
@@ -244,6 +244,13 @@ class SplitStep:
     complete: Callable[[Graph], Graph] = field(repr=False)
     costs: Callable[[Graph], Profile | None] = field(repr=False)
     request: Callable[[Graph, Profile], StepRequest] = field(repr=False)
+
+    def within(self, budget: float) -> "SplitStep":
+        """Return the step as it is planned within a budget of bytes."""
+        return replace(
+            self,
+            request=lambda graph, costs: self.request(graph, costs).within(budget),
+        )
 
     def in_parts(self, parts: int | Cutting) -> Graph:
         """Return the complete step, split into parts; 1 for the whole step."""

@@ -15,6 +15,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.planning.cutting import Split, SplitStep
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
 from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.search import least_memory, search
@@ -314,6 +315,8 @@ class DescribedStep:
         device: Device of the costs: `cpu`, or a name in `DEVICES`.
         figures: Sources of the costs, in words.
         request: Function from a batch to the planning request, without a budget.
+        in_parts: Function from a split to the step whole and in parts, planned without
+            a budget; None for a step that always runs whole.
         order: Order of the nodes, in words.
     """
 
@@ -325,6 +328,7 @@ class DescribedStep:
     device: str
     figures: Mapping[str, str]
     request: Callable[[int], StepRequest]
+    in_parts: Callable[[Split], SplitStep | None] | None = None
     order: str = "as captured"
 
     def graph(self, batch: int | None = None) -> Graph:

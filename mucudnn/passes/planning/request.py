@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mucudnn.arguments import a_number, of_type, one_of
+from mucudnn.arguments import check_choice, check_number, check_type
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
@@ -152,8 +152,12 @@ class StepRequest:
     placement: str = STATIC
 
     def __post_init__(self) -> None:
-        of_type("graph", self.graph, Graph, "a Graph, such as training_graph() returns")
-        of_type("profile", self.profile, Profile, "a Profile, such as estimate() makes")
+        check_type(
+            "graph", self.graph, Graph, "a Graph, such as training_graph() returns"
+        )
+        check_type(
+            "profile", self.profile, Profile, "a Profile, such as estimate() makes"
+        )
         _refuse_missing(
             "profile", "nodes", {n.name for n in self.graph.nodes}, self.profile.node_ms
         )
@@ -161,24 +165,26 @@ class StepRequest:
         check_policy(self.policy)
         if self.scheduler is not None:
             SCHEDULERS.resolve(self.scheduler)
-        one_of("convolutions", self.convolutions, CONVOLUTIONS)
+        check_choice("convolutions", self.convolutions, CONVOLUTIONS)
         if self.plans is not None:
-            of_type("plans", self.plans, Mapping, "a mapping from nodes to plans")
+            check_type("plans", self.plans, Mapping, "a mapping from nodes to plans")
         if self.convolutions == "fixed":
             if self.plans is None:
                 raise ValueError("fixed convolutions need their plans")
             fronts = set(self.profile.fronts)
             _refuse_missing("plans", "convolutions", fronts, self.plans)
         if self.hosted is not None:
-            of_type("hosted", self.hosted, frozenset, "a frozenset of names")
-        one_of("placement", self.placement, PLACEMENTS)
+            check_type("hosted", self.hosted, frozenset, "a frozenset of names")
+        check_choice("placement", self.placement, PLACEMENTS)
         if self.placement == VIRTUAL and self.profile.mapping_costs is None:
             raise ValueError(
                 "virtual placement needs a device that can map its memory; the "
                 "profile is of one that cannot, or does not say in which chunks"
             )
         if self.seed is not None:
-            of_type("seed", self.seed, Mapping, "a mapping from tensors to residencies")
+            check_type(
+                "seed", self.seed, Mapping, "a mapping from tensors to residencies"
+            )
             check_residencies("seed", self.seed, self.graph)
 
     @cached_property
@@ -248,7 +254,7 @@ class StepRequest:
 def _budget(budget: float | str) -> float:
     if isinstance(budget, str):
         return parse_bytes(budget)
-    a_number("budget", budget, 0.0, finite=False)
+    check_number("budget", budget, 0.0, finite=False)
     return budget
 
 

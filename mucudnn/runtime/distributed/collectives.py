@@ -83,11 +83,7 @@ def text_of(value: object) -> str:
 
 @contextlib.contextmanager
 def ending_together(together: Collectives) -> Iterator[None]:
-    """Wrap work that each rank does alone, so that an error of one ends all of them.
-
-    Raises:
-        RankLostError: Another rank failed, and this one did not; says how.
-    """
+    """Wrap work that each rank does alone, so that an error of one ends all of them."""
     error = None
     try:
         yield
@@ -107,9 +103,6 @@ def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
 
     Values are compared by their text, so the text must contain everything relevant;
     functions are compared by their names.
-
-    Raises:
-        RanksDifferError: A setting differs; names the setting and each rank's value.
     """
     found = together.all_gather({name: text_of(v) for name, v in settings.items()})
     differing = []
@@ -145,11 +138,7 @@ class _Request:
 
 
 class MpiCollectives:
-    """Collective operations of all processes that `mpiexec` started.
-
-    Raises:
-        BackendUnavailableError: mpi4py or an MPI library is missing.
-    """
+    """Collective operations of all processes that `mpiexec` started."""
 
     def __init__(self) -> None:
         try:

@@ -114,9 +114,6 @@ def summed_gradients(
         meetings: Ascending positions of other nodes at which the ranks wait for each
             other; the same number on every rank.
         bucket_bytes: Bytes at which a bucket is full.
-
-    Raises:
-        ValueError: The ranks' gradients differ, or an update precedes gradients.
     """
     found = {final.name: final for final in _finals(graph)}
     groups = _groups(_in_common_order(graph, list(found), together), bucket_bytes)
@@ -266,9 +263,6 @@ def joint_statistics(
     """Return calls around nodes that make batch statistics those of all ranks.
 
     For the arguments see `summed_gradients`.
-
-    Raises:
-        ValueError: The ranks would meet in different orders.
     """
     meetings = meetings_of(graph)
     _check_order(graph, meetings, together)

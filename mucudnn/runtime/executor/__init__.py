@@ -28,11 +28,11 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.arena import arenas
-from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.tasks import (
     ByteRange,
     Call,
+    Copies,
     HookFactory,
     NodeHooks,
     Task,
@@ -40,8 +40,6 @@ from mucudnn.runtime.executor.tasks import (
     batch_launches,
 )
 from mucudnn.runtime.executor.tiers import HostSlot, HostTier, Tiers
-
-__all__ = ["Executor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +111,7 @@ class Executor:
         self._backend, self._step_io = backend, step_io
         self._graph = schedule.graph
         self._process = os.getpid() if layout.pages else None
+        # Memory: the arena, copy engines, and slots for offloaded tensors.
         if arena is None:
             (arena,) = arenas(backend, [layout])
         self._memory = Memory(backend, self._graph, layout, arena, state)
@@ -127,6 +126,7 @@ class Executor:
         }
         slots = self._host_slots(schedule, host) | self._host_buffers
         memory, copies = self._memory, self._copies
+        # Bind every instruction to its call.
         self._program = bind(
             Binding(backend, schedule, memory, plans, copies, slots, watcher)
         )
@@ -138,6 +138,7 @@ class Executor:
         }
         if around is not None:
             self._insert_hooks(around(self._graph, self._array_at_node))
+        # Single calls where something runs between them, else as few as possible.
         if watcher is not None or around is not None:
             self._calls = self._single_calls
         elif replay and backend.capture is not None:
@@ -335,11 +336,7 @@ def _watched_call(task: Task, watcher: Watcher | None) -> Call:
 
 
 def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
-    """Return the NumPy array of an input.
-
-    Raises:
-        ValueError: It is missing, or of another shape or type.
-    """
+    """Return the NumPy array of an input."""
     value = feeds.get(spec.name)
     if value is None:
         raise ValueError(f"input {spec.name!r} was not given")

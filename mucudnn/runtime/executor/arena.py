@@ -4,7 +4,7 @@ All layouts share the same bytes. Where a layout places tensors in chunks, the m
 mapped to addresses once per layout, before any step runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.backends import Device
@@ -24,13 +24,7 @@ def shared_bytes(layouts: Sequence[Layout]) -> int:
 
 
 def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
-    """Allocate one memory; return a buffer over it for each layout.
-
-    Raises:
-        OutOfMemoryError: There is no room for the memory, or for its addresses.
-        UnsupportedError: A layout is to be mapped, and the backend cannot do that, or
-            not in its chunks.
-    """
+    """Allocate one memory; return a buffer over it for each layout."""
     nbytes = shared_bytes(layouts)
     if all(layout.pages is None for layout in layouts):
         return [backend.device.allocate(nbytes)] * len(layouts)
@@ -64,271 +58,111 @@ def _chunk_sizes(layouts: Sequence[Layout]) -> set[int]:
 #
 # Planned steps have static offsets; allocations that are not planned take their bytes
 # from this pool. Its arena is allocated once and never grows, so a pool cannot exceed
-# its budget.
-#
-# A block takes the smallest hole that is large enough. When it is freed, it merges with
-# the holes on both sides. A request that does not fit raises an error that names the
-# live blocks.
+# its budget. A request that does not fit raises an error that names the live blocks.
 
 
 _NAMED = 8
+"""Maximum number of live blocks that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """Occupancy of a pool, now and at its peak.
-
-    Attributes:
-        reserved_bytes: Bytes of live blocks, each rounded up to the alignment.
-        used_bytes: Requested bytes of live blocks.
-        peak_bytes: Maximum of `reserved_bytes` so far.
-        largest_hole: Bytes of the largest block that can be allocated now.
-    """
-
-    nbytes: int
-    reserved_bytes: int
-    used_bytes: int
-    peak_bytes: int
-    largest_hole: int
-    holes: int
-    blocks: int
-    allocations: int
-    failures: int
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that belong to no block."""
-        return self.nbytes - self.reserved_bytes
-
-    @property
-    def fragmentation(self) -> float:
-        """Share of the free bytes outside the largest hole."""
-        return 1 - self.largest_hole / self.free_bytes if self.free_bytes else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Allocation:
-    """Offset, requested bytes and reserved bytes of a block."""
+class Block:
+    """Requested bytes of an arena, and those reserved with the alignment."""
 
     offset: int
     nbytes: int
     reserved: int
 
 
-class BestFit:
-    """Best-fit offsets of named blocks in a range of bytes, without any memory.
+class Pool:
+    """Named blocks in one arena of a device, placed best-fit.
 
-    Offsets are multiples of the arena alignment. If the length of the range is none,
+    Offsets are multiples of the arena alignment. If the length of the arena is none,
     the last block may take the remainder.
 
     Args:
-        nbytes: Length of the range; negative raises `ValueError`.
-        where: Name of the range in error messages.
-    """
+        device: Device whose memory the arena takes.
+        nbytes: Length of the arena; negative raises `ValueError`.
+        name: Name of the pool in error messages.
 
-    def __init__(self, nbytes: int, where: str = "the pool") -> None:
-        if nbytes < 0:
-            raise ValueError(f"a pool cannot have {nbytes} bytes; 0 is the least")
-        self.nbytes = nbytes
-        self._where = where
-        self._peak = self._given = self._failures = 0
-        self._blocks: dict[str, _Allocation] = {}
-        self._holes: dict[int, int] = {}  # offset -> bytes
-        self.clear()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._blocks
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of live blocks, the oldest first."""
-        return iter(self._blocks)
-
-    def offset(self, name: str) -> int:
-        """Return a block's offset; `ValueError` if there is no such block."""
-        return self._block(name).offset
-
-    def size(self, name: str) -> int:
-        """Return a block's requested bytes; `ValueError` if there is none."""
-        return self._block(name).nbytes
-
-    def fits(self, nbytes: int) -> bool:
-        """Return whether a block of so many bytes can be allocated now."""
-        return nbytes <= self.largest_hole
-
-    @property
-    def largest_hole(self) -> int:
-        """Bytes of the largest block that can be allocated now."""
-        return max(self._holes.values(), default=0)
-
-    def allocate(self, name: str, nbytes: int) -> int:
-        """Allocate from the smallest sufficient hole; return the offset.
-
-        Raises:
-            OutOfMemoryError: No hole is large enough; names the live blocks, and what
-                would make room.
-            ValueError: The name has a block already, or the size is negative.
-        """
-        if name in self._blocks:
-            raise ValueError(
-                f"{name!r} already has {format_bytes(self.size(name))} of "
-                f"{self._where}; free it first"
-            )
-        if nbytes < 0:
-            raise ValueError(f"{name!r} cannot have {nbytes} bytes; 0 is the least")
-        if not self.fits(nbytes):
-            self._failures += 1
-            raise OutOfMemoryError(self._shortage(name, nbytes))
-        self._blocks[name] = block = self._cut(nbytes)
-        self._peak = max(self._peak, self._reserved_bytes)
-        self._given += 1
-        return block.offset
-
-    def free(self, name: str) -> None:
-        """Free a block; `ValueError` if there is none of that name."""
-        block = self._block(name)
-        del self._blocks[name]
-        if block.reserved:
-            start, nbytes = self._hole_without(block)
-            self._holes.pop(block.offset + block.reserved, None)
-            self._holes[start] = nbytes
-
-    def clear(self) -> None:
-        """Free all blocks."""
-        self._blocks.clear()
-        self._holes = {0: self.nbytes} if self.nbytes else {}
-
-    @property
-    def statistics(self) -> PoolStatistics:
-        """Occupancy of the range, now and at its peak."""
-        blocks = self._blocks.values()
-        return PoolStatistics(
-            nbytes=self.nbytes,
-            reserved_bytes=self._reserved_bytes,
-            used_bytes=sum(block.nbytes for block in blocks),
-            peak_bytes=self._peak,
-            largest_hole=self.largest_hole,
-            holes=len(self._holes),
-            blocks=len(blocks),
-            allocations=self._given,
-            failures=self._failures,
-        )
-
-    @property
-    def _reserved_bytes(self) -> int:
-        return sum(block.reserved for block in self._blocks.values())
-
-    def _block(self, name: str) -> _Allocation:
-        if name not in self._blocks:
-            raise ValueError(
-                f"{name!r} has no bytes of {self._where}; {self._live_blocks()}"
-            )
-        return self._blocks[name]
-
-    def _cut(self, nbytes: int) -> _Allocation:
-        """Take a block from the front of the smallest sufficient hole."""
-        if nbytes == 0:
-            return _Allocation(0, 0, 0)
-        size, offset = min((n, at) for at, n in self._holes.items() if n >= nbytes)
-        reserved = min(rounded(nbytes), size)
-        del self._holes[offset]
-        if size > reserved:
-            self._holes[offset + reserved] = size - reserved
-        return _Allocation(offset, nbytes, reserved)
-
-    def _hole_without(self, block: _Allocation) -> tuple[int, int]:
-        """Return the hole that freeing a block leaves: (offset, bytes)."""
-        below = (at for at, n in self._holes.items() if at + n == block.offset)
-        start = next(below, block.offset)
-        end = block.offset + block.reserved
-        return start, end + self._holes.get(end, 0) - start
-
-    def _shortage(self, name: str, nbytes: int) -> str:
-        now = self.statistics
-        sizes = nbytes, self.nbytes, now.free_bytes, now.largest_hole
-        needed, whole, free, hole = (format_bytes(size, *sizes) for size in sizes)
-        return (
-            f"no room for {name!r} of {needed} in {self._where} of {whole}: {free} are "
-            f"free, the largest hole is {hole}; {self._live_blocks()}; "
-            f"{self._remedy(nbytes)}"
-        )
-
-    def _live_blocks(self) -> str:
-        if not self._blocks:
-            return "nothing is alive"
-        sizes = {name: block.nbytes for name, block in self._blocks.items()}
-        return f"alive are {largest_first(sizes)}"
-
-    def _remedy(self, nbytes: int) -> str:
-        wanted = self._reserved_bytes + rounded(nbytes)
-        larger = f"a pool of {wanted} bytes would do"
-        if wanted <= self.nbytes:
-            larger = f"its {len(self._holes)} holes would do if they were one"
-        enough = [
-            (block.nbytes, name)
-            for name, block in self._blocks.items()
-            if block.reserved and self._hole_without(block)[1] >= nbytes
-        ]
-        freeing = f"freeing {min(enough)[1]!r} would make room, " if enough else ""
-        return freeing + larger
-
-
-class Pool:
-    """One arena on a device, and the tensors in it.
-
-    Not thread-safe. New blocks are uninitialized.
+    Attributes:
+        blocks: Live blocks by name.
+        holes: Offset -> bytes of each free range.
+        peak_bytes: Maximum of `reserved_bytes` so far.
     """
 
     def __init__(self, device: Device, nbytes: int, name: str = "the pool") -> None:
+        if nbytes < 0:
+            raise ValueError(f"a pool cannot have {nbytes} bytes; 0 is the least")
         self.nbytes = nbytes
+        self.blocks: dict[str, Block] = {}
+        self.holes = {0: nbytes} if nbytes else {}
+        self.peak_bytes = 0
         self._device = device
         self._name = name
-        self._blocks = BestFit(nbytes, name)
         self._arena: Buffer | None = device.allocate(nbytes)
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest block that can be allocated now."""
-        return self._blocks.largest_hole
+        return max(self.holes.values(), default=0)
 
     @property
-    def statistics(self) -> PoolStatistics:
-        """Occupancy of the pool, now and at its peak."""
-        return self._blocks.statistics
+    def reserved_bytes(self) -> int:
+        """Bytes of live blocks, each rounded up to the alignment."""
+        return sum(block.reserved for block in self.blocks.values())
 
-    def fits(self, nbytes: int) -> bool:
-        """Return whether a block of so many bytes can be allocated now."""
-        return self._blocks.fits(nbytes)
-
-    def allocate(self, name: str, nbytes: int) -> None:
-        """Allocate as `BestFit.allocate`; `ValueError` if the pool is closed."""
+    def allocate(self, name: str, nbytes: int) -> int:
+        """Allocate from the smallest sufficient hole; return the offset."""
         self._opened()
-        self._blocks.allocate(name, nbytes)
+        if name in self.blocks:
+            raise ValueError(
+                f"{name!r} already has {format_bytes(self.blocks[name].nbytes)} of "
+                f"{self._name}; free it first"
+            )
+        if nbytes < 0:
+            raise ValueError(f"{name!r} cannot have {nbytes} bytes; 0 is the least")
+        if nbytes > self.largest_hole:
+            raise OutOfMemoryError(self._shortage(name, nbytes))
+        offset = reserved = 0
+        if nbytes:
+            fitting = ((n, at) for at, n in self.holes.items() if n >= nbytes)
+            size, offset = min(fitting)
+            reserved = min(rounded(nbytes), size)
+            del self.holes[offset]
+            if size > reserved:
+                self.holes[offset + reserved] = size - reserved
+        self.blocks[name] = Block(offset, nbytes, reserved)
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        return offset
 
     def free(self, name: str) -> None:
-        """Free the block of a name; `ValueError` if there is none."""
-        self._blocks.free(name)
+        """Free a block; it merges with the holes on both sides."""
+        block = self._block(name)
+        del self.blocks[name]
+        if block.reserved:
+            start, nbytes = self._hole_without(block)
+            self.holes.pop(block.offset + block.reserved, None)
+            self.holes[start] = nbytes
 
     def view(self, name: str, spec: TensorSpec) -> Array:
-        """Return a tensor at the start of a block; it is valid until `free`.
-
-        Raises `ValueError` if there is no such block, or it is smaller than the tensor.
-        """
-        held = self._blocks.size(name)
-        if spec.nbytes > held:
+        """Return a tensor at the start of a block."""
+        block = self._block(name)
+        if spec.nbytes > block.nbytes:
             raise ValueError(
                 f"{spec.dtype} {spec.shape} has {spec.nbytes} bytes, {name!r} has "
-                f"{held} of {self._name}"
+                f"{block.nbytes} of {self._name}"
             )
-        return self._device.view(self._opened(), self._blocks.offset(name), spec)
+        return self._device.view(self._opened(), block.offset, spec)
 
     def buffer(self, name: str) -> Buffer:
-        """Return the bytes of a block; `ValueError` if there is none."""
-        spec = TensorSpec("bytes", (self._blocks.size(name),), "uint8")
+        """Return the bytes of a block."""
+        spec = TensorSpec("bytes", (self._block(name).nbytes,), "uint8")
         return self.view(name, spec)
 
     def close(self) -> None:
-        """Free everything, the arena once no view is left; may be called again."""
-        self._blocks.clear()
+        """Free the arena once no view is left; may be called again."""
+        self.blocks.clear()
         self._arena = None
         self._device.trim()
 
@@ -336,6 +170,46 @@ class Pool:
         if self._arena is None:
             raise ValueError(f"{self._name} was closed; make another")
         return self._arena
+
+    def _block(self, name: str) -> Block:
+        if name not in self.blocks:
+            raise ValueError(
+                f"{name!r} has no bytes of {self._name}; {self._live_blocks()}"
+            )
+        return self.blocks[name]
+
+    def _hole_without(self, block: Block) -> tuple[int, int]:
+        """Return (offset, bytes) of the hole that freeing a block would leave."""
+        below = (at for at, n in self.holes.items() if at + n == block.offset)
+        start = next(below, block.offset)
+        end = block.offset + block.reserved
+        return start, end + self.holes.get(end, 0) - start
+
+    def _live_blocks(self) -> str:
+        if not self.blocks:
+            return "nothing is alive"
+        sizes = {name: block.nbytes for name, block in self.blocks.items()}
+        return f"alive are {largest_first(sizes)}"
+
+    def _shortage(self, name: str, nbytes: int) -> str:
+        free = self.nbytes - self.reserved_bytes
+        sizes = nbytes, self.nbytes, free, self.largest_hole
+        needed, whole, left, hole = (format_bytes(size, *sizes) for size in sizes)
+        wanted = self.reserved_bytes + rounded(nbytes)
+        remedy = f"a pool of {wanted} bytes would do"
+        if wanted <= self.nbytes:
+            remedy = f"its {len(self.holes)} holes would do if they were one"
+        enough = [
+            (block.nbytes, name)
+            for name, block in self.blocks.items()
+            if block.reserved and self._hole_without(block)[1] >= nbytes
+        ]
+        if enough:
+            remedy = f"freeing {min(enough)[1]!r} would make room, {remedy}"
+        return (
+            f"no room for {name!r} of {needed} in {self._name} of {whole}: {left} are "
+            f"free, the largest hole is {hole}; {self._live_blocks()}; {remedy}"
+        )
 
 
 def largest_first(sizes: Mapping[str, int]) -> str:

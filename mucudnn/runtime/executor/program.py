@@ -33,12 +33,12 @@ from mucudnn.ir.schedule import (
 )
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout
-from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.tasks import (
     DEVICE,
     Batchable,
     ByteRange,
     Call,
+    Copies,
     Pending,
     PendingCopy,
     Program,

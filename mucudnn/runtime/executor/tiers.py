@@ -61,10 +61,6 @@ class DiskTier:
     Args:
         nbytes: Size of the file, reserved at once.
         folder: Folder on the file system to use; the system's temporary folder if None.
-
-    Raises:
-        OutOfMemoryError: The disk has no room.
-        ValueError: There can be no file in that folder.
     """
 
     def __init__(self, nbytes: int, folder: str | Path | None = None) -> None:
@@ -152,9 +148,6 @@ class Tiers:
 
         `blocks` are the live ranges with the bytes to reserve, `sizes` the tensors'
         bytes.
-
-        Raises:
-            OutOfMemoryError: All tiers together have no room.
         """
         if self._planned is not None:
             planned = {block.name: self._planned[block.name] for block in blocks}
@@ -250,11 +243,7 @@ class TierChoice:
 
     @classmethod
     def parse(cls, text: str) -> "TierChoice":
-        """Parse a target such as `host=4GiB` or `disk:/scratch`.
-
-        Raises:
-            ValueError: The text is no target; lists the valid forms.
-        """
+        """Parse a target such as `host=4GiB` or `disk:/scratch`."""
         text, rate = _split_size(text, "@")
         text, size = _split_size(text, "=")
         if rate == 0:
@@ -289,13 +278,7 @@ class TierChoice:
         return self.nbytes
 
     def open(self, device: Device, nbytes: int) -> Tier:
-        """Allocate `nbytes` of this target.
-
-        Raises:
-            ValueError: There is no such folder or device.
-            OutOfMemoryError: There is no room.
-            BackendUnavailableError: This machine has no such tier.
-        """
+        """Allocate `nbytes` of this target."""
         if self.kind == "disk":
             return DiskTier(nbytes, Path(self.argument))
         if self.kind == "peer" and nbytes:
@@ -315,12 +298,7 @@ def _split_size(text: str, mark: str) -> tuple[str, int | None]:
 def parse_tiers(
     tiers: str | TierChoice | Sequence[str | TierChoice],
 ) -> tuple[TierChoice, ...]:
-    """Parse the offload targets that a user gives.
-
-    Raises:
-        ValueError: A text is no target, or a target is given twice.
-        TypeError: An element is neither a text nor a `TierChoice`.
-    """
+    """Parse the offload targets that a user gives."""
     given: object = [tiers] if isinstance(tiers, str | TierChoice) else tiers
     if not isinstance(given, Sequence):
         raise TypeError(f"tiers must be texts such as 'host=4GiB', got {tiers!r}")

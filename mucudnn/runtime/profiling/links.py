@@ -280,10 +280,6 @@ def mapping_costs(backend: Backend, memory: int | None = None) -> ChunkCosts:
 
     At most `memory` bytes are allocated meanwhile; if they are less than a chunk,
     nothing is timed.
-
-    Raises:
-        UnsupportedError: The backend cannot map memory.
-        OutOfMemoryError: There is no room for a few chunks.
     """
     mapper, device = backend.mapper, backend.device
     if mapper is None:

@@ -62,10 +62,12 @@ def profile(
         if progress is not None:
             progress(node.name, number, len(graph.nodes))
 
+    # Convolutions: the tuner's fronts, whose kernels were timed in warm caches.
     limit = min(tuner.memory_limit, math.inf if memory is None else memory)
     convolutions = [node for node in graph.nodes if node.op == "conv"]
     fronts = _fronts(tuner, graph, convolutions, limit, done)
     plans = _within(limit, (_fastest(front) for front in fronts.values()))
+    # One pool for all timings, as large as the largest working set needs.
     sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
     with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
@@ -73,6 +75,7 @@ def profile(
         fronts = {p: _in_step(front, cold_ms.get(p)) for p, front in fronts.items()}
         kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, done)
         out_rate, in_rate = bench.link()
+    # Every node gets the time of its fastest plan.
     fronts_of = {node.name: fronts[node.attrs["problem"]] for node in convolutions}
     node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
     return Profile(

@@ -54,9 +54,6 @@ def write_recording(
 
     An existing file is replaced, unless a newer version wrote it. The keys of
     `environments` and `alignments` are fingerprints of devices.
-
-    Raises:
-        CacheError: The file cannot be written, or a newer version's is there.
     """
     target = Path(file)
     zipped = target.suffix == ".gz"
@@ -100,9 +97,6 @@ def record_run(
     These are all rows of `problems`, at any micro-batch size, that were measured since
     a time in seconds since 1970, and all rows in `tables`, which may be incomplete
     after an interruption.
-
-    Raises:
-        CacheError: There is nothing to record, or the file cannot be written.
     """
     used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
     rows = [
@@ -176,10 +170,6 @@ def read_fronts(
 
     All rows of these convolutions must come from one device. Of two measurements of the
     same kernel the newer one counts.
-
-    Raises:
-        BackendUnavailableError: A file is missing or no recording.
-        ValueError: None of the convolutions was measured, or on several devices.
     """
     wanted = tuple(dict.fromkeys(problems))
     recordings = [read_file(file) for file in files]
@@ -221,9 +211,6 @@ def save_step_table(
     """Write a step-time table to a file, completely or not at all.
 
     `memory` is the bytes of the device's memory, if known.
-
-    Raises:
-        CacheError: The file cannot be written.
     """
     try:
         write_whole(file, format_step_table(table, memory).encode())
@@ -240,11 +227,7 @@ def is_step_table(file: Path | str) -> bool:
 
 
 def load_step_table(file: Path | str) -> tuple[StepTable, int | None]:
-    """Return a table, and the bytes of its device's memory if known.
-
-    Raises:
-        CacheError: The file cannot be read, or is something else.
-    """
+    """Return a table, and the bytes of its device's memory if known."""
     try:
         return read_step_table(read_whole(file, most=_MOST_BYTES).decode())
     except OSError as e:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mucudnn.files import check_file
-from mucudnn.processes import Own, attend
+from mucudnn.processes import PerProcess, on_fork
 from mucudnn.runtime.store.tables import (
     ForeignError,
     NewerError,
@@ -62,7 +62,7 @@ class RecordFile:
 
     def __init__(self, path: Path | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._lock = Own(threading.RLock)
+        self._lock = PerProcess(threading.RLock)
         self._pid = os.getpid()
         self._inherited: list[sqlite3.Connection] = []
         self._at_work = False
@@ -73,7 +73,7 @@ class RecordFile:
         self.checked_since = 0.0
         self._path: Path | None = None
         self._db = in_memory()
-        attend(self)
+        on_fork(self)
         if path is None:
             return
         try:
@@ -83,7 +83,7 @@ class RecordFile:
             self._path = None
             warn(f"{IN_MEMORY_ONLY}{path} cannot be used: {e}")
         else:
-            with self._lock.mine:
+            with self._lock.value:
                 self._open(self._path)
 
     @property
@@ -97,7 +97,7 @@ class RecordFile:
         The operation is one read or one `transaction`, so that nothing is done twice.
         """
         contradicted = False
-        with self._lock.mine:
+        with self._lock.value:
             self._notice_fork()
             if self._at_rest and self._path is not None:
                 self._at_rest = False
@@ -128,7 +128,7 @@ class RecordFile:
 
     def close(self) -> None:
         """Close the connection; closing twice is allowed."""
-        with self._lock.mine:
+        with self._lock.value:
             self._notice_fork()
             self._at_rest, self._closed = False, True
             self._db.close()
@@ -139,7 +139,7 @@ class RecordFile:
         Waits a few seconds for a thread in an operation, but no longer, as that thread
         may be waiting for another process.
         """
-        lock = self._lock.mine
+        lock = self._lock.value
         if not lock.acquire(timeout=_FORK_S):
             return
         self._notice_fork()

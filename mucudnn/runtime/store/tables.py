@@ -17,12 +17,14 @@ import contextlib
 import functools
 import hashlib
 import math
+import re
 import sqlite3
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from typing import Any, Generic, TypeVar
 
 from mucudnn.codecs import (
@@ -45,62 +47,14 @@ _IDENTITY = """SELECT application_id, user_version,
 FROM pragma_application_id, pragma_user_version"""
 _VERSION = 3
 SCHEMA = {
-    "layer": """CREATE TABLE layer (
-  id INTEGER PRIMARY KEY,
-  fingerprint TEXT NOT NULL,
-  problem TEXT NOT NULL,
-  UNIQUE (fingerprint, problem)
-)""",
-    "perf": """CREATE TABLE perf (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  algo TEXT NOT NULL,
-  math_mode TEXT NOT NULL,
-  notes TEXT NOT NULL,
-  time_ms REAL,
-  workspace INTEGER NOT NULL,
-  deterministic INTEGER NOT NULL,
-  error TEXT,
-  noise_ms REAL NOT NULL,
-  samples INTEGER NOT NULL,
-  measured_at REAL NOT NULL,
-  version TEXT NOT NULL,
-  PRIMARY KEY (layer, batch, algo, math_mode),
-  CHECK ((time_ms IS NULL) = (error IS NOT NULL))
-) WITHOUT ROWID""",
-    "plan_text": """CREATE TABLE plan_text (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  algo TEXT NOT NULL,
-  text TEXT NOT NULL,
-  PRIMARY KEY (layer, batch, algo)
-) WITHOUT ROWID""",
-    "race": """CREATE TABLE race (
-  layer INTEGER PRIMARY KEY,
-  first_ms REAL NOT NULL,
-  second_ms REAL NOT NULL,
-  measured_at REAL NOT NULL
-)""",
-    "checked": """CREATE TABLE checked (
-  id INTEGER PRIMARY KEY,
-  since REAL NOT NULL
-)""",
-    "verdict": """CREATE TABLE verdict (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  signature TEXT NOT NULL,
-  time_ms REAL NOT NULL,
-  measured_at REAL NOT NULL,
-  PRIMARY KEY (layer, batch, signature)
-) WITHOUT ROWID""",
-    "entries": """CREATE TABLE entries (
-  kind TEXT NOT NULL,
-  key TEXT NOT NULL,
-  value BLOB NOT NULL,
-  used_at REAL NOT NULL,
-  PRIMARY KEY (kind, key)
-)""",
+    statement.split()[2]: statement
+    for statement in re.findall(
+        r"^CREATE [^;]+",
+        files("mucudnn.runtime.store").joinpath("schema.sql").read_text("utf-8"),
+        re.MULTILINE,
+    )
 }
+"""Table -> the statement that creates it."""
 
 _ADDED = ("race", "checked", "entries")
 """Tables that older files of the same schema version lack."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mucudnn.arguments import a_path, of_type, one_of
+from mucudnn.arguments import check_choice, check_path, check_type
 from mucudnn.backends import Device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes, refuse_fraction
@@ -73,12 +73,12 @@ class MemoryBudget:
         if scheduler is not None:
             SCHEDULERS.resolve(scheduler)
         if measured is not None:
-            of_type("measured", measured, Profile, "a Profile of the step")
+            check_type("measured", measured, Profile, "a Profile of the step")
         if found is not None:
-            of_type("found", found, StepPlan, "a StepPlan of the step")
+            check_type("found", found, StepPlan, "a StepPlan of the step")
         chosen = parse_tiers(tiers)
         if disk is not None:
-            short = (TierChoice("disk", str(a_path("disk", disk))),)
+            short = (TierChoice("disk", str(check_path("disk", disk))),)
             if chosen not in ((), short):
                 raise ValueError(
                     "disk=FOLDER is short for tiers='disk:FOLDER'; give only one of "
@@ -91,8 +91,8 @@ class MemoryBudget:
             "nbytes": size,
             "policy": policy,
             "scheduler": scheduler,
-            "convolutions": one_of("convolutions", convolutions, CONVOLUTIONS),
-            "disk": None if disk is None else a_path("disk", disk),
+            "convolutions": check_choice("convolutions", convolutions, CONVOLUTIONS),
+            "disk": None if disk is None else check_path("disk", disk),
             "tiers": chosen,
             "measured": measured,
             "found": found,

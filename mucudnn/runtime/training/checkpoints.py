@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from mucudnn.arguments import a_path, an_integer
+from mucudnn.arguments import check_integer, check_path
 from mucudnn.errors import CheckpointError
 from mucudnn.files import check_file, flush_folder, read_whole, write_whole
 
@@ -69,9 +69,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
-        if an_integer("keep", keep) < 1:
+        if check_integer("keep", keep) < 1:
             raise ValueError(f"at least one checkpoint must be kept, got keep={keep}")
-        self.folder = a_path("folder", folder)
+        self.folder = check_path("folder", folder)
         self._keep = keep
 
     def steps(self) -> tuple[int, ...]:
@@ -276,10 +276,6 @@ def write_arrays(
     """Write a file completely, or leave it as it was.
 
     Data types are preserved, bfloat16 and float16 included. `header` is plain JSON.
-
-    Raises:
-        OSError: The file cannot be written.
-        ValueError: The format does not support a data type.
     """
     dense = {}  # contiguous, in native byte order
     for name, value in arrays.items():
@@ -297,12 +293,7 @@ def write_arrays(
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Return a file's header, unverified; None if the file has none of ours.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no safetensors file, or its header no JSON object.
-    """
+    """Return a file's header, unverified; None if the file has none of ours."""
     metadata = _read_with(path, lambda file: file.metadata())
     if metadata is None or _KEY not in metadata:
         return None
@@ -310,12 +301,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arrays of a file, verified by its header's checksums if any.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no safetensors file, or damaged.
-    """
+    """Return the arrays of a file, verified by its header's checksums if any."""
     arrays = _read_with(path, _tensors)
     if header is None:
         return arrays

@@ -28,9 +28,8 @@ from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.training.checkpoints import Checkpoint
-from mucudnn.runtime.training.evaluation import Evaluation
 from mucudnn.runtime.training.planned_steps import Plans
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.stepping import Evaluation, StepResult
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _MEMBERS = ("position", "epochs", "device", "plans")
@@ -159,11 +158,7 @@ def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
 
 
 def read_resumption(checkpoint: Checkpoint) -> Resumption:
-    """Read the progress of a checkpoint.
-
-    Raises:
-        CheckpointError: A member is missing, has a wrong type, or is inconsistent.
-    """
+    """Read the progress of a checkpoint."""
     try:
         return _read(checkpoint)
     except ValueError as e:
@@ -176,6 +171,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
     at, epochs, device, plans, races = members_of(
         "progress", dict(checkpoint.progress), _MEMBERS, {"races": []}
     )
+    # A position that contradicts itself would resume from the wrong batch.
     position: Position = _decoded("position", Position, at)
     if position.steps != checkpoint.step:
         raise ValueError(
@@ -192,6 +188,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
                 f"position: {getattr(position, less)} {less} are more than "
                 f"{getattr(position, more)} {more}"
             )
+    # Reports of all epochs before it, in order.
     reports = tuple(
         _decoded(f"epochs[{i}]", EpochReport, report)
         for i, report in enumerate(list_of("epochs", epochs))
@@ -322,6 +319,7 @@ OnEntry = Callable[[LogEntry], None]
 
 
 _NAMES = tuple(field.name for field in fields(LogEntry))
+_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 
 
 class LogFile:
@@ -334,20 +332,18 @@ class LogFile:
         path: File name that ends in .csv, .jsonl or .ndjson.
         since: Position at which training resumes; without it an existing file is
             replaced.
-
-    Raises:
-        ValueError: The path has another suffix.
-        CheckpointError: Training resumes, and the file is no such log.
     """
 
     def __init__(self, path: Path | str, *, since: Position | None = None) -> None:
         self._path = Path(path)
         suffix = self._path.suffix.lower()
-        if suffix not in _FORMS:
+        if suffix not in _SUFFIXES:
+            valid = ", ".join(_SUFFIXES)
             raise ValueError(
-                f"{path}: a log ends in {', '.join(_FORMS)}; other forms are not known"
+                f"{path}: a log ends in {valid}; other forms are not known"
             )
-        self._form = _FORMS[suffix]
+        self._is_csv = suffix == ".csv"
+        self._head = _write_csv(_NAMES) if self._is_csv else ""
         self._kept = "" if since is None else self._lines_before(since)
         self._file: IO[str] | None = None
         self._failed = False
@@ -360,7 +356,7 @@ class LogFile:
         if self._failed:
             return
         try:
-            self._opened().write(self._form.line(entry))
+            self._opened().write(self._line(entry))
             self._opened().flush()
         except OSError as e:
             self._failed = True
@@ -377,7 +373,7 @@ class LogFile:
 
     def _opened(self) -> IO[str]:
         if self._file is None:
-            write_whole(self._path, (self._form.head + self._kept).encode())
+            write_whole(self._path, (self._head + self._kept).encode())
             self._file = self._path.open("a", encoding="utf-8", newline="")
         return self._file
 
@@ -388,64 +384,46 @@ class LogFile:
             return ""
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError(f"cannot go on with the log {self._path}: {e}") from e
-        body = text.removeprefix(self._form.head)
+        body = text.removeprefix(self._head)
         whole, _, _ = body.rpartition("\n")  # drop a line cut off by a kill
         try:
-            entries = [self._form.entry(line) for line in whole.splitlines()]
+            entries = [self._entry(line) for line in whole.splitlines()]
             kept = [entry for entry in entries if entry.before(since)]
         except (ValueError, TypeError, KeyError) as e:
             raise CheckpointError(
                 f"{self._path} is no log of this training: {e}; name another file"
             ) from e
-        return "".join(map(self._form.line, kept))
+        return "".join(map(self._line, kept))
+
+    def _line(self, entry: LogEntry) -> str:
+        values = asdict(entry)
+        if self._is_csv:
+            return _write_csv(values.values())
+        finite = {
+            name: None if isinstance(v, float) and not math.isfinite(v) else v
+            for name, v in values.items()
+        }
+        return json.dumps(finite, allow_nan=False) + "\n"
+
+    def _entry(self, line: str) -> LogEntry:
+        if self._is_csv:
+            return _read_csv(line)
+        values = json.loads(line)
+        return LogEntry(**{name: values[name] for name in _NAMES})
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A text format of entries.
-
-    Attributes:
-        head: Text before the first line.
-        line: Entry -> line of text, newline included.
-    """
-
-    head: str
-    line: Callable[[LogEntry], str]
-    entry: Callable[[str], LogEntry]
-
-
-def _row(values: Iterable[object]) -> str:
+def _write_csv(values: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
 
 
-def _csv_entry(line: str) -> LogEntry:
+def _read_csv(line: str) -> LogEntry:
     (words,) = csv.reader([line])
     kind, step, epoch, *numbers = words
     read = dict(zip(_NAMES[3:], numbers, strict=True))
     figures = {name: float(word) for name, word in read.items() if word}
     return LogEntry(kind, int(step), int(epoch), **figures)
-
-
-def _json_line(entry: LogEntry) -> str:
-    values = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(entry).items()
-    }
-    return json.dumps(values, allow_nan=False) + "\n"
-
-
-def _json_entry(line: str) -> LogEntry:
-    values = json.loads(line)
-    return LogEntry(**{name: values[name] for name in _NAMES})
-
-
-_CSV = _Form(_row(_NAMES), lambda entry: _row(asdict(entry).values()), _csv_entry)
-
-_JSON_LINES = _Form("", _json_line, _json_entry)
-
-_FORMS = {".csv": _CSV, ".jsonl": _JSON_LINES, ".ndjson": _JSON_LINES}
 
 
 def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:

@@ -10,18 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from mucudnn.arguments import a_function, an_integer, of_type
+from mucudnn.arguments import check_function, check_integer, check_type
 from mucudnn.backends.device import Event
 from mucudnn.codecs import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.processes import deferred_interrupt
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
-from mucudnn.runtime.training.evaluation import (
-    Epochs,
-    Evaluation,
-    check_batches,
-    image_and_label,
-)
 from mucudnn.runtime.training.history import (
     EpochReport,
     OnEntry,
@@ -32,7 +26,13 @@ from mucudnn.runtime.training.history import (
     read_resumption,
     step_entry,
 )
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.stepping import (
+    Epochs,
+    Evaluation,
+    StepResult,
+    check_batches,
+    image_and_label,
+)
 from mucudnn.runtime.training.trainer import Trainer
 
 
@@ -100,6 +100,7 @@ def fit(
         CheckpointError: A checkpoint cannot be written or resumed from.
         KeyboardInterrupt: Ctrl-C, after the checkpoint is written.
     """
+    # Validate every argument before the first step changes a weight.
     counts = {
         "epochs": epochs,
         "max_steps": max_steps,
@@ -111,13 +112,13 @@ def fit(
         "log": (log, "a function of a LogEntry, such as a LogFile"),
         "between": (between, "a function of nothing"),
     }
-    of_type("trainer", trainer, Trainer, "a Trainer")
+    check_type("trainer", trainer, Trainer, "a Trainer")
     check_batches("batches", batches)
     if test is not None:
         check_batches("test", test)
     for name, count in counts.items():
         if count is not None or name == "epochs":
-            an_integer(name, count, least=1)
+            check_integer(name, count, least=1)
     if eval_every is not None and test is None:
         raise ValueError("eval_every needs test: images to evaluate on")
     if len(batches) == 0:
@@ -128,10 +129,11 @@ def fit(
         ("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has"),
     ):
         if value is not None:
-            of_type(name, value, kind, wanted)
+            check_type(name, value, kind, wanted)
     for name, (function, wanted) in functions.items():
         if function is not None:
-            a_function(name, function, wanted)
+            check_function(name, function, wanted)
+    # Ranks that would take different numbers of steps would wait forever.
     trainer.check_alike({**counts, "batches": len(batches), **(words or {})})
     run = _Run(
         trainer,
@@ -145,10 +147,11 @@ def fit(
     if resume is not None:
         run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
+    # Ctrl-C ends the loop between two steps, when weights and logs agree.
     with deferred_interrupt() as pressed:
 
         def interrupted() -> bool:
-            return run.trainer.anywhere(pressed())
+            return run.trainer.any_rank(pressed())
 
         while run.at.epoch < epochs and run.at.steps < limit:
             finished = run.epoch(batches, limit, checkpoint_every, interrupted)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mucudnn.arguments import one_of
+from mucudnn.arguments import check_choice
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import StepIO
 from mucudnn.codecs import problem_key
@@ -66,7 +66,7 @@ class Layouts:
         budget: MemoryBudget | None,
         progress: OnNode | None,
     ) -> None:
-        self._layout = one_of("layout", layout, LAYOUT_CHOICES)
+        self._layout = check_choice("layout", layout, LAYOUT_CHOICES)
         self._tuner, self._budget, self._progress = tuner, budget, progress
 
     def __call__(self, graph: Graph, trains: bool) -> Graph:
@@ -267,23 +267,15 @@ class LibraryRace:
             "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
             "shared": [storages.index(storage) for storage in storages],
         }
-        measure = partial(self._measured, graph, node)
+        measure = partial(self.times, graph, node)
         times = raced_once(self._tuner, raced, library.times_ms, self._used, measure)
         return times is not None and times[1] < times[0]
 
-    def _measured(self, graph: Graph, node: Node) -> Times | None:
-        """Return both times; None where the library has refused meanwhile."""
-        library, times = self._backend.library_kernels, self.times(graph, node)
-        if library is None or times is None or not library.offers(graph, node):
-            return None
-        logger.info(
-            "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
-            *(node.name, node.op, *times, library.name),
-        )
-        return times
-
     def times(self, graph: Graph, node: Node) -> Times | None:
-        """Return ms of our kernel and of the library's; None without room."""
+        """Return ms of our kernel and of the library's.
+
+        None without room, and where the library refuses the node meanwhile.
+        """
         backend, library = self._backend, self._backend.library_kernels
         if library is None:
             return None
@@ -296,7 +288,14 @@ class LibraryRace:
             return ours_ms, bench.node_ms(graph, theirs, scratch)
 
         otherwise = f"{node.name} is not timed by {library.name}"
-        return timed_within(backend, size, self._memory, otherwise, both)
+        times = timed_within(backend, size, self._memory, otherwise, both)
+        if times is None or not library.offers(graph, node):
+            return None
+        logger.info(
+            "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
+            *(node.name, node.op, *times, library.name),
+        )
+        return times
 
 
 # Time two implementations of the same function before a step is planned.
@@ -400,15 +399,12 @@ class SplitChooser:
         self._order, self._progress = order, progress
 
     def __call__(self, graph: Graph, complete: Complete) -> Graph:
-        """Return the graph in parts, or unchanged.
-
-        Raises:
-            PlanningError: The step does not fit the budget, whole or in parts.
-        """
+        """Return the graph in parts, or unchanged."""
         cutting, budget = cutting_of(graph, self._split), self._budget
         if cutting is None:
             if budget is None:
                 return graph
+            # `auto`: cut in every promising way, measure it, and plan it.
             unmeasured: list[OutOfMemoryError | PlanningError] = []
 
             def costs(step: Graph) -> Profile | None:

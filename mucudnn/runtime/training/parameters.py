@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.arguments import a_path
+from mucudnn.arguments import check_path
 from mucudnn.backends import Device
 from mucudnn.backends.device import Array, Buffer
 from mucudnn.backends.virtual import VirtualDevice
@@ -142,12 +142,7 @@ class StateStore(Mapping[str, Array]):
     def load(
         self, values: Mapping[str, Any], names: Iterable[str] | None = None
     ) -> None:
-        """Overwrite tensors by those of the same names; by default all.
-
-        Raises:
-            ValueError: A tensor is missing, unknown, or of another shape or type; then
-                nothing was overwritten.
-        """
+        """Overwrite tensors by those of the same names; by default all."""
         wanted = self._without_copies() if names is None else list(names)
         known = frozenset(wanted)
         missing = [name for name in wanted if name not in values]
@@ -171,7 +166,7 @@ class StateStore(Mapping[str, Array]):
 
 def save_weights(path: Path | str, arrays: Mapping[str, Any]) -> None:
     """Write arrays to a safetensors file; `CheckpointError` if that fails."""
-    path = a_path("path", path)
+    path = check_path("path", path)
     try:
         write_arrays(path, arrays, {})
     except OSError as e:
@@ -181,13 +176,8 @@ def save_weights(path: Path | str, arrays: Mapping[str, Any]) -> None:
 
 
 def load_weights(path: Path | str, state: StateStore, names: Sequence[str]) -> None:
-    """Overwrite tensors of a state by those of a safetensors file.
-
-    Raises:
-        CheckpointError: The file cannot be read, is damaged, or has other tensors than
-            `names`; then nothing is changed.
-    """
-    path = a_path("path", path)
+    """Overwrite tensors of a state by those of a safetensors file."""
+    path = check_path("path", path)
     try:
         state.load(read_arrays(path, read_header(path)), names)
     except OSError as e:

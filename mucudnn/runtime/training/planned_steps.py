@@ -70,13 +70,7 @@ class BoundedStep:
     state: TierPlacement | None
 
     def placed(self, progress: OnNode | None) -> PlacedStep:
-        """Measure, plan and place the step.
-
-        Raises:
-            PlanningError: The step does not fit; the message says by how many bytes.
-            OutOfMemoryError: There is no room to measure.
-            UnsupportedError: The placement is virtual, and memory cannot be mapped.
-        """
+        """Measure, plan and place the step."""
         chunks = None
         if self.placement != STATIC:
             chunks = mapping_costs(self.tuner.backend, self._nbytes)
@@ -273,12 +267,6 @@ def place_steps(
         plans: Existing convolution plans; missing ones are made.
         progress: Called while nodes are measured.
         placement: One of `PLACEMENTS`.
-
-    Raises:
-        UnsupportedError: The placement is virtual, and the backend cannot map memory.
-        PlanningError: A graph does not fit (the message names the missing and the
-            sufficient bytes), or a convolution has no plan within the tuner's limit.
-        OutOfMemoryError: A graph cannot be measured; names the sufficient bytes.
     """
     if budget is None:
         known = plan_convolutions(tuner, tuple(graphs), plans)
@@ -308,6 +296,7 @@ def _within_budget(
 
     If that one is mapped in chunks, the others share its chunks; if not, none is.
     """
+    # Persistent state is allocated once for all graphs.
     sizes = {
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
     }
@@ -334,6 +323,7 @@ def _within_budget(
             state=state,
         ).placed(progress)
 
+    # The first graph decides what is host-resident; the others follow.
     decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
     placement = STATIC if decided.layout.pages is None else VIRTUAL

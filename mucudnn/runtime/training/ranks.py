@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from mucudnn.arguments import one_of
+from mucudnn.arguments import check_choice
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.tensor import Role
@@ -74,7 +74,7 @@ class Ranks:
         batch_norm: str = PER_RANK,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
+        check_choice("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
         self._together = None if together is None else TimedCollectives(together)
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._synchronised = batch_norm == SYNCHRONISED
@@ -163,7 +163,7 @@ class Ranks:
         return any(self._together.all_gather(happened))
 
     @property
-    def own_ms(self) -> float:
+    def compute_ms(self) -> float:
         """Median step time without waiting for other ranks, in ms; 0 without steps.
 
         The first step warms up and counts only while it is the only one.

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from mucudnn.arguments import a_function, an_integer, of_type, one_of
+from mucudnn.arguments import check_choice, check_function, check_integer, check_type
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import (
     DynamicLossScale,
@@ -40,7 +40,6 @@ from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.profiling.profiler import OnNode
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.measured_choices import (
     EpilogueRace,
     Layouts,
@@ -52,6 +51,9 @@ from mucudnn.runtime.training.parameters import StateStore, load_weights, save_w
 from mucudnn.runtime.training.planned_steps import Plans, fixed_plans, place_steps
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.stepping import (
+    Epochs,
+    Evaluation,
+    Evaluator,
     Stepper,
     StepResult,
     StepTimes,
@@ -166,16 +168,16 @@ class Trainer:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
-        of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+        check_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
         ORDERS.resolve(order)
-        an_integer("seed", seed, least=0)
+        check_integer("seed", seed, least=0)
         if precision is not None:
-            one_of("precision", precision, LOSS_SCALES)
-        one_of("placement", placement, PLACEMENTS)
+            check_choice("precision", precision, LOSS_SCALES)
+        check_choice("placement", placement, PLACEMENTS)
         if plans is not None:
-            of_type("plans", plans, Mapping, "a mapping from problems to plans")
+            check_type("plans", plans, Mapping, "a mapping from problems to plans")
         if progress is not None:
-            a_function("progress", progress, "a function of (name, done, total)")
+            check_function("progress", progress, "a function of (name, done, total)")
         for graph in (training,) if evaluation is None else (training, evaluation):
             check_network(graph)
         if together is not None:
@@ -307,9 +309,9 @@ class Trainer:
         return self._times.median_ms
 
     @property
-    def own_ms(self) -> float:
+    def compute_ms(self) -> float:
         """Median time of recent steps without waiting for other ranks."""
-        return self._ranks.own_ms or self.step_ms
+        return self._ranks.compute_ms or self.step_ms
 
     def step(self, images: Any, labels: Any) -> StepResult:
         """Train on one batch; reading the loss waits for the device.
@@ -335,7 +337,7 @@ class Trainer:
         """Raise `ValueError` where settings differ between ranks."""
         self._ranks.check_alike(settings)
 
-    def anywhere(self, happened: bool) -> bool:
+    def any_rank(self, happened: bool) -> bool:
         """Return whether a condition holds on any rank; all ranks must call this."""
         return self._ranks.any_rank(happened)
 

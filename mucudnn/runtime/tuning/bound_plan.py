@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mucudnn.arguments import a_flag
+from mucudnn.arguments import check_bool
 from mucudnn.backends import Device
 from mucudnn.backends.base import Backend, Runner
 from mucudnn.backends.device import Array, Buffer
@@ -140,12 +140,6 @@ class BoundPlan:
         Shapes and types of `a` and `b` must have been checked; `out` is checked here.
         With `accumulate` the result is added to `out`. Operands that `out` overlaps are
         copied.
-
-        Raises:
-            ValueError: `out` cannot take the result.
-            VerificationError: An undivided run gives other results.
-            OutOfMemoryError: There is no room even for the smallest plan.
-            StepFailedError: A kernel failed and so did every other algorithm.
         """
         device = self._device
         if out is None and not accumulate:
@@ -155,11 +149,13 @@ class BoundPlan:
             check_out(device, self._out, out, accumulate)
             a = device.dense(a, copy=device.overlap(a, out))
             b = device.dense(b, copy=device.overlap(b, out))
+        # Without room for the workspace, use the next smaller plan.
         runner = self._runner
         try:
             workspace = self._arena.get(runner.plan.workspace)
         except OutOfMemoryError as e:
             runner, workspace = self._fall_back(runner, e)
+        # Verify: run undivided first, while `out` has what is added to.
         verify = None
         if self._verify and runner.plan.divided:
             if self._unverified == 0:
@@ -167,6 +163,7 @@ class BoundPlan:
                 verify = self._verifier(runner.plan, a, b, added_to)
             else:
                 self._unverified = (self._unverified + 1) % self._verify
+        # Samples before a failure are final: another algorithm does the rest.
         try:
             runner.run(a, b, out, workspace, accumulate)
         except StepFailedError as e:
@@ -309,13 +306,8 @@ class BoundPlan:
 
 
 def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) -> None:
-    """Check that `out` can take the result.
-
-    Raises:
-        ValueError: `out` has another shape, type or memory order, or is missing.
-        TypeError: `out` is no array, or `accumulate` no bool.
-    """
-    a_flag("accumulate", accumulate)
+    """Check that `out` can take the result."""
+    check_bool("accumulate", accumulate)
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True adds to `out`, which was not given")

@@ -36,7 +36,7 @@ from mucudnn.codecs import perf_from_dict, perf_to_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import RowStatus
-from mucudnn.processes import SIGNALS, Own
+from mucudnn.processes import SIGNALS, PerProcess
 from mucudnn.runtime.tuning.kernel_timer import (
     KernelTimer,
     LocalTimer,
@@ -105,7 +105,7 @@ class ChildTimer:
     def __init__(self, backend: Backend, *, hang_s: float = 60.0) -> None:
         self.backend = backend
         self._hang_s = hang_s
-        self._lock = Own(threading.RLock)
+        self._lock = PerProcess(threading.RLock)
         self._child: list[Child] = []  # none or one, shared with the finalizer
         weakref.finalize(self, _end, self._child)
 
@@ -119,7 +119,7 @@ class ChildTimer:
         nbytes, rule = request.workspaces[algo], request.limits.rule
         single = replace(request, workspaces={algo: nbytes}, best_ms=best_ms)
         ordinary_s = (rule.budget_ms + 2 * request.expected(algo)) / 1e3
-        with self._lock.mine:
+        with self._lock.value:
             try:
                 child = self._begin({"measure": single.to_message()})
                 answer = child.hear(self._hang_s + ordinary_s)
@@ -138,7 +138,7 @@ class ChildTimer:
 
     def release(self) -> None:
         """Let the child free its buffers; the next kernel allocates them anew."""
-        with self._lock.mine:
+        with self._lock.value:
             if self.pid:
                 try:
                     self._child[0].say({"release": True})
@@ -147,7 +147,7 @@ class ChildTimer:
 
     def close(self) -> None:
         """End the child; the next kernel starts another one."""
-        with self._lock.mine:
+        with self._lock.value:
             _end(self._child)
 
     def _begin(self, message: Message) -> "Child":
@@ -155,6 +155,7 @@ class ChildTimer:
         name, attempt = self.backend.name, 0
         while True:
             try:
+                # The first kernel starts a child, and the next one after it was lost.
                 if self.pid is None:
                     self.close()
                     self._child.append(Child(name, str(self.backend.index)))

@@ -18,7 +18,7 @@ from mucudnn.ir.measurement import ANY_LIMIT, LimitRange
 from mucudnn.ir.numerics import Numerics, RowStatus
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_timer import (
@@ -62,7 +62,7 @@ class Measuring:
     progress: Callable[[Measured], None] | None
     isolation: Isolation
     workers: Workers | None
-    lock: Own[Any]
+    lock: PerProcess[Any]
     clock: Callable[[], float] = field(default=lambda: time.monotonic())
     _tables: dict[ConvProblem, tuple[LimitRange, PerfTable]] = field(
         default_factory=dict, init=False
@@ -89,7 +89,7 @@ class Measuring:
         """
         found = self._known(problems, limits)
         if any(problem not in found for problem in problems):
-            with self.lock.mine:
+            with self.lock.value:
                 found = self._known(problems, limits)  # another thread may be done
                 missing = [p for p in dict.fromkeys(problems) if p not in found]
                 self._check(missing)

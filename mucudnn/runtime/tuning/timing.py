@@ -52,9 +52,6 @@ class StoppingRule:
             well, is timed once.
         clear: Ratio of times that one round over the budget proves, where several are
             timed together.
-
-    Raises:
-        ValueError: `min_samples` is below 1 or above `max_samples`.
     """
 
     min_samples: int = 3

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NoReturn, Self
 
-from mucudnn.arguments import an_integer
+from mucudnn.arguments import check_integer
 from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
@@ -27,7 +27,7 @@ from mucudnn.passes.microbatch import (
     pareto_plans,
 )
 from mucudnn.passes.registry import name_of
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
@@ -116,6 +116,7 @@ class Tuner:
         isolate: bool | None = None,
         executor: Executor | None = None,
     ) -> None:
+        # What to plan for, and under which limits.
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.workspace_limit = parse_bytes(workspace_limit)
         self.total_workspace = (
@@ -131,6 +132,7 @@ class Tuner:
             Numerics.parse(numerics) if isinstance(numerics, str) else numerics
         )
         self.rule = rule or StoppingRule()
+        # Where to measure: here, on several devices, or by an executor.
         self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
         if executor is not None and benchmark_backends:
             raise ValueError(
@@ -141,7 +143,7 @@ class Tuner:
         self._cache_choice = cache
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._isolation = Isolation(isolate)
-        self._lock = Own(threading.RLock)
+        self._lock = PerProcess(threading.RLock)
         self._measuring = Measuring(
             backend=self.backend,
             backends=self.benchmark_backends,
@@ -157,6 +159,7 @@ class Tuner:
             workers=None if executor is None else Workers(executor, isolate),
             lock=self._lock,
         )
+        # How plans are proved and run.
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
         self._validates, self._replay = validate, replay
         if isinstance(verify, bool):
@@ -164,7 +167,7 @@ class Tuner:
                 f"verify is a number of runs, got {verify}; 1 verifies every run, 100 "
                 "every hundredth, None none"
             )
-        self._verify = 0 if verify is None else an_integer("verify", verify, least=0)
+        self._verify = 0 if verify is None else check_integer("verify", verify, least=0)
         self._arena = Arena(self.backend.device)
         self.bound: dict[Hashable, BoundPlan] = {}
         """Problem -> plan; also call signature -> plan, as a shortcut."""
@@ -216,7 +219,7 @@ class Tuner:
         A `BenchmarkCache` that was passed in stays open. The tuner remains usable and
         reopens what it needs.
         """
-        with self._lock.mine:
+        with self._lock.value:
             self._isolation.close()
             self._arena.release()
             given = isinstance(self._cache_choice, BenchmarkCache)
@@ -227,14 +230,14 @@ class Tuner:
     @property
     def cache(self) -> BenchmarkCache:
         """Storage of measurements."""
-        with self._lock.mine:
+        with self._lock.value:
             if self._cache is None:
                 self._cache = open_cache(self._cache_choice, self.backend)
             return self._cache
 
     def forget(self) -> None:
         """Drop tables in memory, to read them from the (shared) cache again."""
-        with self._lock.mine:
+        with self._lock.value:
             self._measuring.forget()
 
     def measure(
@@ -357,7 +360,7 @@ class Tuner:
         """Return the bound plan of a problem, planning it on first use."""
         if (ready := self.bound.get(problem)) is not None:
             return ready
-        with self._lock.mine:
+        with self._lock.value:
             if (ready := self.bound.get(problem)) is None:
                 (ready,) = map(self.adopt, self.plan([problem]))
             return ready
@@ -365,7 +368,7 @@ class Tuner:
     def adopt(self, plan: ConvPlan) -> BoundPlan:
         """Use `plan` for its problem from now on (planned ahead, or by hand)."""
         restore_plans(self.backend, self.cache, plan)
-        with self._lock.mine:
+        with self._lock.value:
             if (known := self.bound.get(plan.problem)) is not None:
                 known.use(plan)
                 return known

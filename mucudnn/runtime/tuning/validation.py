@@ -98,10 +98,6 @@ class Validator:
         """Measure a plan and its undivided baseline in one run; return the faster.
 
         A recording returns the ratio that its machine measured, if it ran both.
-
-        Raises:
-            OutOfMemoryError: The operands do not fit the memory limit.
-            StepFailedError: A kernel failed.
         """
         chosen, rejected = plan, False
         if undivided is None or undivided.steps == plan.steps:
@@ -109,6 +105,7 @@ class Validator:
             planned_ms = timing.time_ms
             baseline_ms = None if undivided is None else planned_ms
         else:
+            # A recording answers for its machine; otherwise both run in turn.
             if (ratio := self._recorded(plan, undivided)) is not None:
                 baseline_ms = undivided.time_ms
                 planned_ms = ratio * baseline_ms

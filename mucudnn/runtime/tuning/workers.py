@@ -38,7 +38,7 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.codecs import perf_from_dict, perf_to_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.processes import SIGNALS, Own
+from mucudnn.processes import SIGNALS, PerProcess
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_timer import Message, SizeRequest, measure_size
 from mucudnn.runtime.tuning.tables import Sizes, TableFiller
@@ -55,6 +55,15 @@ Round = tuple[TableFiller, Sizes]
 """Sizes of one table that may be timed concurrently."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A pending task, with the table and the chain of rounds that it belongs to."""
+
+    chain: Iterator[Round]
+    filler: TableFiller
+    request: SizeRequest
+
+
 class Workers:
     """An executor whose workers measure in other processes or on other machines.
 
@@ -62,6 +71,9 @@ class Workers:
         executor: The executor; the caller shuts it down.
         isolate: Whether workers measure in child processes of theirs; None does so for
             backends that may crash.
+
+    Long tasks are started first, as the others would wait for them at the end. So
+    second rounds wait until all first rounds, which are short, have returned.
     """
 
     def __init__(
@@ -73,9 +85,15 @@ class Workers:
                 "as ProcessPoolExecutor(4), mpi4py.futures.MPIPoolExecutor() or "
                 "dask.distributed.Client(…).get_executor()"
             )
-        self.executor = executor
-        self.isolate = isolate
-        self.wait = wait
+        self._executor = executor
+        self._isolate = isolate
+        self._await = wait
+        self._broken = False
+        self._ready: list[_Sent] = []
+        self._sent: dict[Future[Message], _Sent] = {}
+        self._open: dict[Iterator[Round], int] = {}
+        self._first: set[Iterator[Round]] = set()
+        self._isolation = Isolation(True)
 
     def fill(self, chains: Sequence[Iterator[Round]]) -> None:
         """Measure the rounds of all chains, those of each chain one after another.
@@ -87,35 +105,9 @@ class Workers:
             BackendUnavailableError: A worker cannot load the backend, or the executor
                 takes no tasks.
         """
-        _Dispatch(self).run(chains)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A pending task, with the table and the chain of rounds that it belongs to."""
-
-    chain: Iterator[Round]
-    filler: TableFiller
-    request: SizeRequest
-
-
-class _Dispatch:
-    """The pending tasks of one call of `Workers.fill`.
-
-    Long tasks are started first, as the others would wait for them at the end. So
-    second rounds wait until all first rounds, which are short, have returned.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
         self._broken = False
-        self._ready: list[_Sent] = []
-        self._sent: dict[Future[Message], _Sent] = {}
-        self._open: dict[Iterator[Round], int] = {}
-        self._first: set[Iterator[Round]] = set()
-        self._isolation = Isolation(True)
-
-    def run(self, chains: Sequence[Iterator[Round]]) -> None:
+        for pending in (self._ready, self._sent, self._open):
+            pending.clear()
         try:
             for chain in chains:
                 self._advance(chain)
@@ -170,11 +162,11 @@ class _Dispatch:
             "backend": backend.name,
             "index": backend.index,
             "fingerprint": backend.device.fingerprint,
-            "isolate": self._workers.isolate,
+            "isolate": self._isolate,
             "size": sent.request.to_message(),
         }
         try:
-            return self._workers.executor.submit(answer, message)
+            return self._executor.submit(answer, message)
         except BrokenExecutor as e:
             self._broken = True
             logger.warning("the executor is broken (%s); it is measured here", e)
@@ -190,7 +182,7 @@ class _Dispatch:
         seconds = None
         if math.isfinite(limits.deadline):
             seconds = max(0.0, limits.left_s) + _LATE_S
-        done, late = self._workers.wait(self._sent, seconds, FIRST_COMPLETED)
+        done, late = self._await(self._sent, seconds, FIRST_COMPLETED)
         if done:
             return [future for future in self._sent if future in done]
         for future in late:
@@ -285,14 +277,14 @@ class _Station:
         self.isolations: dict[bool | None, Isolation] = {}
 
 
-_station = Own(_Station)
+_station = PerProcess(_Station)
 """State of this process between tasks; an executor's task is a bare function."""
 
 
 def answer(message: Message) -> Message:
     """Time the requested algorithms on this process's device, unless it is another."""
     where = f"{platform.node()}, process {os.getpid()}"
-    station, rows = _station.mine, list[AlgoPerf]()
+    station, rows = _station.value, list[AlgoPerf]()
     try:
         with station.lock:
             device = message["backend"], message["index"]

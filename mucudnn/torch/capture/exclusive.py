@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mucudnn.errors import BackendError
-from mucudnn.processes import attend
+from mucudnn.processes import on_fork
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a step is captured, measured and planned. Take it by
@@ -56,7 +56,7 @@ class _Locks:
         self.dynamo = compile_lock
         self.cut = False
         self._held = threading.local()
-        attend(self)
+        on_fork(self)
 
     def before_fork(self) -> None:
         """Wait for a limited time until no other thread captures."""

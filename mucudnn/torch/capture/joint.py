@@ -89,9 +89,63 @@ class Joint:
         def phase_of(node: str) -> Phase:
             return Phase.BACKWARD if node in backward else Phase.FORWARD
 
+        return self._marked(lower(self.module, phase_of))
+
+    def compiled(self, own: Sequence[int]) -> Lowered:
+        """Compile the graph by Inductor, and lower it with the kernels as nodes.
+
+        Args:
+            own: Inputs that are parameters or buffers.
+
+        Raises:
+            NotCompiledError: It cannot be compiled; says why.
+        """
+        # Inductor is imported where it is used: that takes seconds.
+        from mucudnn.torch.inductor.kernel_graph import Passes, joined, lower_passes
+
+        results = self.output.args[0]
+        nodes = [r for r in results if isinstance(r, torch.fx.Node)]
+        made = dict.fromkeys(node for node in nodes if node.op == "call_function")
+        before = set(results[: self.count.results])
+        graph = self.module.graph
+        inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+        tensors = [n for n in inputs if isinstance(tensor_in(n), torch.Tensor)]
+        kernels, names = lower_passes(
+            Passes(
+                [n for n in graph.nodes if n.op == "call_function"],
+                [n for n in tensors if n not in self.tangents],
+                self.tangents,
+                [node for node in made if node in before],
+                [node for node in made if node not in before],
+                frozenset(before).difference(
+                    results[i] for i in written_back(self.output)
+                ),
+                frozenset(self.primals[i] for i in own),
+            )
+        )
+        given = [
+            node.name if node in tensors else None
+            for node in inputs
+            if node.op == "placeholder"
+        ]
+        found = Lowered(
+            Graph({}, (), ()),
+            kernels.calls,
+            kernels.layouts,
+            tuple(given),
+            tuple(
+                names.get(r, r.name) if isinstance(r, torch.fx.Node) else r
+                for r in results
+            ),
+            {n.name: tensor_in(n) for n in tensors if n.op == "get_attr"},
+        )
+        return self._marked(joined(kernels.tensors, kernels.nodes, found))
+
+    def _marked(self, lowered: Lowered) -> Lowered:
+        """Mark mutated inputs, and results of the forward pass."""
         mutated = mutated_inputs(self.output, self.primals)
         values = written_back(self.output)
-        found = _remembering(lower(self.module, phase_of), mutated, values)
+        found = _remembering(lowered, mutated, values)
         return _staying(found, found.results[: self.count.results])
 
     def key(self, own: Sequence[int]) -> Any:
@@ -182,6 +236,13 @@ def _written(
     asked = torch.fx.node.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
     target = node.target if node.op == "call_function" else ""
     return node.op, target, id(constant), repr(asked), lies
+
+
+def tensor_in(node: torch.fx.Node) -> Any:
+    """Return the value of an input: a fake tensor, a constant, or a number."""
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(node.graph.owning_module)
+    return node.meta.get("val")
 
 
 def _value(result: Any) -> Any:

@@ -10,11 +10,12 @@ step count, are recorded as guards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -95,6 +96,7 @@ def capture_step(
     settings: StepSettings = PLAIN,
     results: KernelResults | None = None,
     keeps_effects: bool = True,
+    as_compiled: bool = False,
 ) -> CapturedStep:
     """Record one step without running it.
 
@@ -109,6 +111,8 @@ def capture_step(
         keeps_effects: Whether changes of Python state stay after an error of the user's
             own code, as in eager mode: a loss that fails at every fifth call goes on
             counting.
+        as_compiled: Whether operations are those that `torch.compile` traces, some of
+            which PyTorch decomposes in Python: dropout draws other numbers then.
 
     Raises:
         UnsupportedError: The step depends on values that are known only at run time.
@@ -139,6 +143,7 @@ def capture_step(
             plain_checkpoints(),
             mode,
             torch.enable_grad(),
+            enable_python_dispatcher() if as_compiled else nullcontext(),
             saying_where(),
         ):
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)

@@ -9,7 +9,7 @@ from torch._C._dynamo.guards import dict_version
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mucudnn.arguments import a_function, a_number, an_integer, of_type
+from mucudnn.arguments import check_function, check_integer, check_number, check_type
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.python_state import Kind, Read
@@ -140,14 +140,14 @@ class StepSettings:
     floats: tuple[Read, ...] = ()
 
     def __post_init__(self) -> None:
-        parts = an_integer("accumulate", self.accumulate, 1)
+        parts = check_integer("accumulate", self.accumulate, 1)
         object.__setattr__(self, "accumulate", parts)
         for name in ("clip_norm", "clip_value"):
             if (limit := getattr(self, name)) is not None:
-                a_number(name, limit, 0, above=True, finite=False)
+                check_number(name, limit, 0, above=True, finite=False)
         if self.scaler is not None:
             scaler = "a torch.amp.GradScaler or None"
-            of_type("scaler", self.scaler, torch.amp.GradScaler, scaler)
+            check_type("scaler", self.scaler, torch.amp.GradScaler, scaler)
 
     @property
     def scales(self) -> bool:
@@ -237,9 +237,11 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
         ValueError: The optimizer has no parameter of the model.
         UnsupportedError: The model is wrapped.
     """
-    of_type("model", model, torch.nn.Module, "a torch.nn.Module")
-    a_function("loss_fn", loss_fn, "a function of the model's result and of the batch")
-    of_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    check_function(
+        "loss_fn", loss_fn, "a function of the model's result and of the batch"
+    )
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     own = set(map(id, root_of(model, loss_fn).parameters()))
     if own.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
         raise ValueError(

@@ -20,7 +20,7 @@ from mucudnn.backends.cpu.kernels import bind
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import ConvProblem, Direction
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _NAME = "torch-cpu"
@@ -209,11 +209,11 @@ class Overrides:
         self.native_backward = _shared_kernel("convolution_backward", key)
         self._serving: list[Convolver] = []
         self._library: Any = None
-        self._lock = Own(threading.RLock)
+        self._lock = PerProcess(threading.RLock)
 
     def add(self, convolver: Convolver) -> None:
         """Let an override serve instead of earlier ones; it may be added repeatedly."""
-        with self._lock.mine:
+        with self._lock.value:
             self._serving.append(convolver)
             self._install_last()
 
@@ -223,7 +223,7 @@ class Overrides:
         Raises:
             RuntimeError: It was not added.
         """
-        with self._lock.mine:
+        with self._lock.value:
             mine = [i for i, c in enumerate(self._serving) if c is convolver]
             if not mine:
                 raise RuntimeError("the context is left, but it was not entered")

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import check_tuner, cpu_backend, overrides, untraced
 from mucudnn.torch.conv.kernels import CallPreparer, PreparedCall
@@ -83,7 +83,7 @@ class Convolutions(ContextDecorator):
         self._preparer = CallPreparer(tuner)
         self._forward: dict[Any, PreparedCall] = {}
         self._backward: dict[Any, PreparedCall] = {}
-        self._lock = Own(threading.RLock)
+        self._lock = PerProcess(threading.RLock)
 
     def __call__(self, function: _Function) -> _Function:
         """Return a function that runs in this context.
@@ -200,7 +200,7 @@ class Convolutions(ContextDecorator):
         prepare: Callable[[], PreparedCall],
     ) -> PreparedCall:
         """Prepare a call, in one thread at a time: measurements must run alone."""
-        with self._lock.mine:
+        with self._lock.value:
             if (call := known.get(key)) is None:
                 call = known[key] = prepare()
             return call

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, Sampler
 
-from mucudnn.arguments import a_function, an_integer, of_type, one_of
+from mucudnn.arguments import check_choice, check_function, check_integer, check_type
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepTable
 from mucudnn.passes.load_balancing import (
     FleetPlan,
@@ -122,19 +122,19 @@ def distribute(
     with contextlib.ExitStack() as stack:
         if dist.is_initialized():
             stack.enter_context(ending_together(TorchCollectives(group)))
-        an_integer("batch", batch, 1)
-        an_integer("at_least", at_least, 1)
-        one_of("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
-        one_of("reduction", reduction, ("mean", "sum"))
-        of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+        check_integer("batch", batch, 1)
+        check_integer("at_least", at_least, 1)
+        check_choice("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
+        check_choice("reduction", reduction, ("mean", "sum"))
+        check_type("model", model, torch.nn.Module, "a torch.nn.Module")
         functions = {"loss_fn": loss_fn, "count": count, "wrap": wrap}
         for name, function in functions.items():
             if function is not None or name != "loss_fn":
-                a_function(name, function, "a function")
+                check_function(name, function, "a function")
         if table is not None:
-            of_type("table", table, StepTable, "a StepTable or None")
+            check_type("table", table, StepTable, "a StepTable or None")
         if memory is not None:
-            an_integer("memory", memory, 1)
+            check_integer("memory", memory, 1)
         if isinstance(model, DistributedDataParallel):
             raise ValueError(  # noqa: TRY004 - the type is right, its state is not
                 "the model is distributed already; give the model itself, and "

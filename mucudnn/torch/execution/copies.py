@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 
-from mucudnn.processes import Own
+from mucudnn.processes import PerProcess
 
 MANY = 256 << 10
 """Bytes from which on a copy is handed to a thread."""
@@ -59,7 +59,7 @@ class ThreadCopies:
     def __init__(self, *, reuse: bool) -> None:
         self._hosts: dict[Hashable, torch.Tensor] | None = {} if reuse else None
         self._memory = _HostMemory()
-        self._threads = Own(lambda: (_CopyThread(), _CopyThread()))
+        self._threads = PerProcess(lambda: (_CopyThread(), _CopyThread()))
 
     def start_run(self) -> Callable[[torch.Tensor, str], ThreadOffloadedStorage]:
         """Return the function that offloads a tensor of a storage in one run."""
@@ -73,7 +73,7 @@ class ThreadCopies:
             host = self._memory.take(storage.nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        out, _ = self._threads.mine
+        out, _ = self._threads.value
         done = out.copy(storage, host, host.numel(), None)
         return ThreadOffloadedStorage(host, done)
 
@@ -81,7 +81,7 @@ class ThreadCopies:
         """Begin to copy an offloaded storage back; return its new bytes."""
         host = offloaded.host
         found = torch.empty(host.numel(), dtype=torch.uint8)
-        _, back = self._threads.mine
+        _, back = self._threads.value
         offloaded.done = back.copy(host, found, host.numel(), offloaded.done)
         return found
 
@@ -91,7 +91,7 @@ class ThreadCopies:
         """Begin to copy the storage of a tensor to the bytes that it came from."""
         storage = tensor.untyped_storage()
         host = offloaded.host
-        out, _ = self._threads.mine
+        out, _ = self._threads.value
         offloaded.done = out.copy(storage, host, host.numel(), offloaded.done)
 
     def on_host(self, host: torch.Tensor, storage: str) -> ThreadOffloadedStorage:
@@ -100,7 +100,7 @@ class ThreadCopies:
 
     def synchronize(self) -> None:
         """Wait for all copies: one may write what a user is about to restore."""
-        for thread in self._threads.mine:
+        for thread in self._threads.value:
             ThreadOffloadedStorage(torch.empty(0), thread.last).wait()
 
 

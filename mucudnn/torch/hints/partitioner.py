@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mucudnn.arguments import a_flag
+from mucudnn.arguments import check_bool
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.devices import DeviceFigures, get_device
 from mucudnn.ir.profile import Profile
@@ -61,7 +61,7 @@ def partitioner(
         TypeError: Something is of another type.
     """
     limit = parse_budget(budget)
-    return HintedPartitioner(limit, device, a_flag("offload", offload))
+    return HintedPartitioner(limit, device, check_bool("offload", offload))
 
 
 class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch has no types here

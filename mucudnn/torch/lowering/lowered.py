@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph
+
+
+class NotCompiledError(UnsupportedError):
+    """Inductor cannot compile a step, or a line of its code is not known."""
 
 
 @dataclass(frozen=True, slots=True)

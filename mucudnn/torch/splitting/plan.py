@@ -20,7 +20,6 @@ import torch
 
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.graph import Graph, Node
-from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Rows
@@ -42,24 +41,21 @@ _IMAGES = 3
 """Least number of axes of images, (N, C, *spatial)."""
 
 
-def plan_in_parts(
+def split_candidates(
     lowered: Lowered,
     names: Sequence[str],
     make: Callable[[Lowered], Planner],
-    budget: float,
     split: Split,
-) -> tuple[Planner, TorchPlan]:
-    """Plan the fastest way to run a step within a budget, whole or in parts.
+) -> "SplitCandidates | None":
+    """Return a step whole and in parts; None if `auto` finds nothing to cut.
 
     Args:
         lowered: The step, without updates in place.
         names: Names of its inputs.
         make: Measures a step and adds its updates.
-        budget: Bytes.
         split: `auto`, a number of parts, `height` or `height:4`.
 
     Raises:
-        PlanningError: Nothing fits; reports the minimum feasible budget.
         UnsupportedError: A number of parts was given and nothing can be cut.
     """
     strips = isinstance(split, str) and split.startswith(HEIGHT)
@@ -67,7 +63,7 @@ def plan_in_parts(
     if step is None and split == AUTO:  # one sample, perhaps a large one
         step = _along_height(lowered, names)
     if step is not None:
-        return _Candidates(lowered, step, make).plan(budget, split)
+        return SplitCandidates(lowered, step, make)
     if strips:
         raise UnsupportedError(
             f"the step was to run in strips, split={split!r}, but its batch has no "
@@ -80,8 +76,7 @@ def plan_in_parts(
             "no operation on it can be cut; split='height' cuts images, split='auto' "
             "runs it whole where nothing can be cut"
         )
-    planner = make(lowered)
-    return planner, planner.plan(budget)
+    return None
 
 
 def _along_batch(lowered: Lowered, names: Sequence[str]) -> SplittableStep | None:
@@ -125,7 +120,7 @@ def _batch_shapes(
     return {name: lowered.layouts[name].shape for name in batch}
 
 
-class _Candidates:
+class SplitCandidates:
     """A step whole and in parts, each lowered and measured when it is planned."""
 
     def __init__(
@@ -141,18 +136,10 @@ class _Candidates:
         """Return the fastest plan within a budget, and its planner.
 
         Raises:
-            PlanningError: Nothing fits.
+            PlanningError: Nothing fits; reports the minimum feasible budget.
         """
-
-        def request(graph: Graph, profile: Profile) -> StepRequest:
-            return self._planner(graph).request(budget)
-
-        def profile(graph: Graph) -> Profile:
-            return self._planner(graph).profile
-
-        step = SplitStep(self._splittable.graph, self._complete, profile, request)
         try:
-            found = plan_splitting(step, split)
+            found = plan_splitting(self.step(lambda p: p.request(budget)), split)
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
@@ -172,6 +159,19 @@ class _Candidates:
         if planner.tiers:
             plan = planner.plan_request(chosen.request)
         return planner, replace(planner.describe(plan, budget), splitting=found)
+
+    def step(self, request: Callable[[Planner], StepRequest]) -> SplitStep:
+        """Return the candidates as the passes plan them.
+
+        Args:
+            request: What to plan, given the planner of a candidate.
+        """
+        return SplitStep(
+            self._splittable.graph,
+            self._complete,
+            lambda graph: self._planner(graph).profile,
+            lambda graph, profile: request(self._planner(graph)),
+        )
 
     def _complete(self, graph: Graph) -> Graph:
         """Return the graph of a candidate with its updates; remember its planner."""

@@ -15,8 +15,6 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["ALGORITHMS", "CpuConv"]
-
 ALGORITHMS: tuple[Algorithm, ...] = (
     gemm.IMPLICIT_GEMM,
     gemm.IMPLICIT_PRECOMP_GEMM,

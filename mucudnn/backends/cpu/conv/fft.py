@@ -6,9 +6,10 @@ with the square of the length, which limits the image size.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, Region, carve, nbytes
 from mucudnn.backends.cpu.conv.dft import (
     Chunk,
+    ChunkTransform,
     Separable,
     Window,
     basis_scratch,
@@ -206,21 +208,21 @@ class Spectral:
             basis[r:] *= 2 / math.prod(self._lengths)
         of_x, of_y = tables[0::3], tables[1::3]
         flat_x, flat_y = (s.reshape(*s.shape[:2], -1, s.shape[-1]) for s in (xs, ys))
-        products = self._products
+        products, back = self._products, methodcaller("inverse", accumulate)
         match self.problem.direction:
             case Direction.FORWARD:
-                _forward(workers, scratch, (self._x, of_x, a, xs))
+                _transform(workers, scratch, (self._x, of_x, a, xs))
                 w = self._stored(b)
                 products.apply(workers, basis, flat_x, flat_y, w, kernel, scratch)
-                _inverse(workers, scratch, (self._y, of_y, out, ys), accumulate)
+                _transform(workers, scratch, (self._y, of_y, out, ys), back)
             case Direction.BACKWARD_DATA:
-                _forward(workers, scratch, (self._y, of_y, a, ys))
+                _transform(workers, scratch, (self._y, of_y, a, ys))
                 w = self._stored(b)
                 products.apply(workers, basis, flat_y, flat_x, w, kernel, scratch)
-                _inverse(workers, scratch, (self._x, of_x, out, xs), accumulate)
+                _transform(workers, scratch, (self._x, of_x, out, xs), back)
             case Direction.BACKWARD_FILTER:
-                _forward(workers, scratch, (self._x, of_x, a, xs))
-                _forward(workers, scratch, (self._y, of_y, b, ys))
+                _transform(workers, scratch, (self._x, of_x, a, xs))
+                _transform(workers, scratch, (self._y, of_y, b, ys))
                 products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
                 dw = self._stored(out).reshape(-1)
 
@@ -303,24 +305,19 @@ class Spectral:
             fill_table(w, axis.w_at)
 
 
-def _forward(workers: Workers, scratch: Any, job: _Job) -> None:
-    transform, tables, tensor, spectrum = job
+def _transform(
+    workers: Workers,
+    scratch: Any,
+    job: _Job,
+    transform: Callable[[ChunkTransform], None] = ChunkTransform.forward,
+) -> None:
+    """Transform all chunks of a tensor."""
+    plan, tables, tensor, spectrum = job
 
     def work(worker: int, chunk: Chunk) -> None:
-        own = transform.bind(tables, tensor, spectrum, chunk, scratch[worker])
-        own.forward()
+        transform(plan.bind(tables, tensor, spectrum, chunk, scratch[worker]))
 
-    workers.each(transform.chunks(workers.count), work)
-
-
-def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> None:
-    transform, tables, tensor, spectrum = job
-
-    def work(worker: int, chunk: Chunk) -> None:
-        own = transform.bind(tables, tensor, spectrum, chunk, scratch[worker])
-        own.inverse(accumulate)
-
-    workers.each(transform.chunks(workers.count), work)
+    workers.each(plan.chunks(workers.count), work)
 
 
 # Products of spectra, one block of frequencies at a time.

@@ -346,6 +346,7 @@ class FilterGradient:
             return buffers[worker * each : (worker + 1) * each]
 
         everything = range(len(self._tiling))
+        # Workers take separate channels where the filter is large,
         if self._by_channel:
             blocks = range(0, x.shape[2], self._block)
 
@@ -356,6 +357,7 @@ class FilterGradient:
 
             workers.each(blocks, by_channel)
             return
+        # else separate tiles, each with a sum of its own that is added at the end.
         targets = [dw, *(as_strided(s, dw.shape, dw.strides) for s in sums)]
         share = -(-len(self._tiling) // self._count)
         shares = [

@@ -79,8 +79,7 @@ class Winograd:
             w.gradient(out, spare, accumulate, workers)
         else:
             w.transform(b, workers)
-            correlate = _correlate_apart if plan.crew else _correlate_together
-            correlate(plan, source, result, w, workers, add=accumulate)
+            _correlate(plan, source, result, w, workers, accumulate)
 
 
 WINOGRAD_NONFUSED = Algorithm("WINOGRAD_NONFUSED", Winograd, excluded)
@@ -109,18 +108,18 @@ def _regions(problem: ConvProblem, plan: "Plan", nworkers: int) -> list[Region]:
     ]
 
 
-def _correlate_apart(
+def _correlate(
     plan: "Plan",
     source: "Tiles",
     result: "Tiles",
     w: Filter,
     workers: Workers,
-    *,
     add: bool,
 ) -> None:
+    """Transform the source, multiply by the filter, transform the result back."""
     kernel = w.values()
 
-    def work(worker: int, block: Block) -> None:
+    def own_block(worker: int, block: Block) -> None:
         for piece in plan.pieces(block):
             source.read(block, piece, worker)
         v, m = (t.values(block, kernel.shape[1], worker) for t in (source, result))
@@ -128,19 +127,9 @@ def _correlate_apart(
         for piece in plan.pieces(block):
             result.write(block, piece, worker, add=add)
 
-    workers.each(plan.blocks(), work, at_most=plan.crew)
-
-
-def _correlate_together(
-    plan: "Plan",
-    source: "Tiles",
-    result: "Tiles",
-    w: Filter,
-    workers: Workers,
-    *,
-    add: bool,
-) -> None:
-    kernel = w.values()
+    if plan.crew:  # every worker takes blocks of its own through all phases
+        workers.each(plan.blocks(), own_block, at_most=plan.crew)
+        return
     for block in plan.blocks():
         v, m = (t.values(block, kernel.shape[1]) for t in (source, result))
 

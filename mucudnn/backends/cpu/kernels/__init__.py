@@ -29,8 +29,6 @@ from mucudnn.backends.cpu.kernels import (
 from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["KERNELS", "bind"]
-
 _MODULES = (
     pooling,
     batch_norm,

@@ -254,6 +254,7 @@ def normalise_batch(
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
+        # Mean first: deviations are squared, so that large means cancel nothing.
         total, squares = 0.0, 0.0
         for chunk in chunks:
             total = total + row_sums(x[chunk])
@@ -263,6 +264,7 @@ def normalise_batch(
             np.subtract(x[chunk], mean[channels, None], out=y[chunk])
             squares = squares + row_dots(y[chunk], y[chunk])
         inv_std[channels] = 1 / np.sqrt(squares / count + call.attrs["eps"])
+        # y holds the deviations of the second pass.
         factor = factor_of(gamma[channels], inv_std[channels], x)
         for chunk in chunks:
             part = y[chunk]

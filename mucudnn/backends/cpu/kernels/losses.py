@@ -97,9 +97,6 @@ def accuracy(call: KernelCall) -> None:
     """Count the labels that have fewer than k logits above their own.
 
     A third input is a previous count, whose memory the result shares.
-
-    Raises:
-        ValueError: A label is not a class.
     """
     x = as_ncs(call.inputs[0])
     labels = call.inputs[1].reshape(x.shape[0], x.shape[2])

@@ -1,5 +1,6 @@
 """Bias, channel sums and matrix products."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,6 @@ from mucudnn.backends.cpu.kernels.tiles import (
     shared,
     tiles,
 )
-
-
-def bias(call: KernelCall) -> None:
-    """Compute y = x + b, b of shape (C,) along axis 1."""
-    _add_bias(call, relu=False)
-
-
-def bias_relu(call: KernelCall) -> None:
-    """Compute max(x + b, 0)."""
-    _add_bias(call, relu=True)
 
 
 def bias_relu_grad(call: KernelCall) -> None:
@@ -87,6 +78,7 @@ def matmul(call: KernelCall) -> None:
 
 
 def _add_bias(call: KernelCall, *, relu: bool) -> None:
+    """Compute y = x + b, b of shape (C,) along axis 1, or max(x + b, 0)."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     b = call.inputs[1][:, None]
 
@@ -176,9 +168,9 @@ def _add_pairs(rows: Any) -> Any:
 
 
 OPERATIONS: dict[str, Run] = {
-    "bias": bias,
+    "bias": partial(_add_bias, relu=False),
     "bias_grad": bias_grad,
-    "bias_relu": bias_relu,
+    "bias_relu": partial(_add_bias, relu=True),
     "bias_relu_grad": bias_relu_grad,
     "matmul": matmul,
 }

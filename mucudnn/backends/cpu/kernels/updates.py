@@ -55,6 +55,7 @@ def adam(call: KernelCall) -> None:
     (w, dw, lr, step, m, v, *copies), attrs, skipped = _unscaled(call)
     if attrs is None:
         return
+    # Bias corrections are folded into the rate and into epsilon.
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
     count = int(step) + 1 - skipped
     root = math.sqrt(1 - beta2**count)

@@ -33,7 +33,6 @@ from mucudnn.errors import (
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
-__all__ = ["CudaConv", "execute", "operands_of"]
 _LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
 _NO_GRAPH = "graph API"
 _NO_LEGACY = "first API"
@@ -45,7 +44,7 @@ class CudaConv:
     def __init__(self, session: Session, absent: str | None = None) -> None:
         self.session = session
         self._absent = absent
-        self._graph = GraphLibrary(session)
+        self.graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
         self._launches: LruCache[tuple[object, ...], Sequence[Launch]]
         self._launches = LruCache(_LAUNCHES)
@@ -65,7 +64,7 @@ class CudaConv:
         """See `ConvLibrary.excluded`."""
         reasons = []
         try:
-            self._graph.rows(problem)
+            self.graph.rows(problem)
         except UnsupportedError as e:
             reasons.append((_NO_GRAPH, str(e)))
         if self._legacy is None:
@@ -147,28 +146,22 @@ class CudaConv:
     def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
         """Return the engines fused with bias and ReLU, in heuristic order."""
         try:
-            return self._graph.rows(problem, bias)
+            return self.graph.rows(problem, bias)
         except UnsupportedError:
             return {}
-
-    def fused_launch(self, key: PlanKey, operands: Operands, bias: int) -> Launch:
-        """Return the call of a fused engine."""
-        if self._absent is not None:
-            raise BackendUnavailableError(f"nothing can be run: {self._absent}")
-        return self._graph.launch(key, operands, bias)
 
     def dumps(
         self, problem: ConvProblem, algo: str, *, accumulate: bool = False
     ) -> str | None:
         """See `PlanSerializer.dumps`: an engine's execution plan as JSON."""
         key = _plan_key(problem, algo, accumulate)
-        return self._graph.dumps(key) if key.algo.startswith("eng") else None
+        return self.graph.dumps(key) if key.algo.startswith("eng") else None
 
     def loads(
         self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
     ) -> None:
         """See `PlanSerializer.loads`."""
-        self._graph.loads(_plan_key(problem, algo, accumulate), text)
+        self.graph.loads(_plan_key(problem, algo, accumulate), text)
 
     def _launch(
         self, problem: ConvProblem, name: str, operands: Operands, accumulate: bool
@@ -176,13 +169,13 @@ class CudaConv:
         if self._legacy is not None and not name.startswith("eng"):
             return self._legacy.launch(problem, name, accumulate, operands)
         alignment = operands.alignment(ALIGNMENT)
-        return self._graph.launch(
+        return self.graph.launch(
             PlanKey(problem, name, accumulate, alignment), operands
         )
 
     def _graph_rows(self, problem: ConvProblem) -> Mapping[str, GraphRow]:
         try:
-            return self._graph.rows(problem)
+            return self.graph.rows(problem)
         except UnsupportedError:  # `excluded` says why
             return {}
 
@@ -326,3 +319,69 @@ def step_operands(plan: ConvPlan, start: int, operands: Operands) -> Operands:
         case Direction.BACKWARD_FILTER:
             a, b, out = x, y, 0
     return replace(operands, a=operands.a + a, b=operands.b + b, out=operands.out + out)
+
+
+# Convolutions of a plan fused with bias and ReLU, where an engine supports it.
+#
+# The engines of such a graph differ from those of a plain convolution, so a plan's
+# algorithms do not carry over. Its micro-batches do, and its workspace and arithmetic
+# are limits. The first engine within them, in the order of cuDNN's heuristics, is
+# taken, so that the same plan gives the same bits every time.
+
+
+_TRIED = 8  # most engines to build per micro-batch: some refuse only when built
+
+
+class CudaEpilogues:
+    """See `Epilogues`."""
+
+    def __init__(self, conv: CudaConv) -> None:
+        self._conv = conv
+
+    def offers(self, problem: ConvProblem, bias: str) -> bool:
+        """See `Epilogues.offers`."""
+        return bool(self._conv.fused_rows(problem, bias))
+
+    def bind(
+        self, plan: ConvPlan, x: Any, w: Any, bias: Any, y: Any, scratch: Any
+    ) -> Callable[[], None] | None:
+        """See `Epilogues.bind`."""
+        operands, address = operands_of(x, w, y, scratch), bias.data.ptr
+        launches: list[Launch] = []
+        for window, step in plan.slices():
+            micro = plan.problem.with_batch(step.batch)
+            own = step_operands(plan, window.start, operands)
+            launch = self._launch(micro, step, own, bias.dtype.name, address)
+            if launch is None:
+                logger.info("no engine does bias and ReLU within %s", plan)
+                return None
+            launches.append(launch)
+        session = self._conv.session
+        return lambda: execute(session, launches)
+
+    def _launch(
+        self,
+        micro: ConvProblem,
+        step: AlgoPerf,
+        operands: Operands,
+        dtype: str,
+        bias: int,
+    ) -> Launch | None:
+        """Return the call of the first usable engine for a micro-batch."""
+        alignment = operands.alignment(ALIGNMENT)
+        while bias % alignment:
+            alignment //= 2
+        fitting = (
+            name
+            for name, row in self._conv.fused_rows(micro, dtype).items()
+            if row.workspace <= operands.nbytes
+            and row.traits.math_mode == step.math_mode
+            and row.traits.deterministic >= step.deterministic
+        )
+        for _, name in zip(range(_TRIED), fitting, strict=False):
+            key = PlanKey(micro, name, alignment=alignment, bias=dtype)
+            try:
+                return self._conv.graph.launch(key, operands, bias)
+            except MucudnnError as e:
+                logger.debug("%s for %s: %s", name, micro, e)
+        return None

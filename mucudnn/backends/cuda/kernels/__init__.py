@@ -20,23 +20,19 @@ from mucudnn.backends.cuda.kernels import (
     elementwise,
     group_norm,
     losses,
-    lrn,
     pooling,
     reductions,
     split_norm,
     updates,
-    upsampling,
 )
 from mucudnn.backends.cuda.kernels.launch import (
     Call,
+    CupyLauncher,
     KernelCall,
     Operation,
-    Preparer,
     Recorder,
 )
 from mucudnn.backends.cuda.kernels.source import Program
-
-__all__ = ["KERNELS", "PROGRAMS", "bind"]
 
 _MODULES = (
     pooling,
@@ -47,8 +43,6 @@ _MODULES = (
     updates,
     group_norm,
     losses,
-    lrn,
-    upsampling,
 )
 
 KERNELS: Mapping[str, Operation] = MappingProxyType(
@@ -66,12 +60,12 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 """Name to CUDA C; matrix products and copies are CuPy's."""
 
 
-def bind(launcher: Preparer) -> Mapping[str, Kernel]:
+def bind(launcher: CupyLauncher) -> Mapping[str, Kernel]:
     """Return the kernels bound to this launcher."""
     return {name: _bound(launcher, made) for name, made in KERNELS.items()}
 
 
-def _bound(launcher: Preparer, operation: Operation) -> Kernel:
+def _bound(launcher: CupyLauncher, operation: Operation) -> Kernel:
     def prebind(*arguments: Any) -> Call:
         recorder = Recorder(launcher)
         operation.run(KernelCall(recorder, *arguments))

@@ -13,6 +13,7 @@ one launch does everything and keeps the masked gradient in registers.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, Specs
@@ -50,22 +51,12 @@ def batch_norm_grad(call: KernelCall) -> None:
     _backward(call, (x, dy, None, gamma, None, mean, inv_std, None), call.outputs)
 
 
-def batch_norm(call: KernelCall) -> None:
-    """Normalise by the batch's statistics, and update the running ones."""
-    _forward(call, relu=False)
-
-
 def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
     x, gamma, *_ = call.inputs
     channels = Channels.here(call, x, *call.outputs)
     arguments = *call.inputs, *call.outputs, *channels.arguments, *call.numbers("eps")
     channels.launch(call, PROGRAM, "batch_norm_eval", *arguments, beside=gamma)
-
-
-def batch_norm_relu(call: KernelCall) -> None:
-    """Compute max(normalised [+ term], 0); update the running statistics."""
-    _forward(call, relu=True)
 
 
 def batch_norm_relu_grad(call: KernelCall) -> None:
@@ -82,7 +73,10 @@ def batch_norm_add_relu_grad(call: KernelCall) -> None:
 
 
 def _forward(call: KernelCall, *, relu: bool) -> None:
-    """Run `batch_norm`, then add a sixth input, if any, and apply a ReLU if asked."""
+    """Normalise by the batch's statistics, add a sixth input, if any, apply a ReLU.
+
+    Updates the running statistics.
+    """
     x, gamma, *_ = call.inputs
     operands = *(*call.inputs, None)[:6], *call.outputs
     rules = *call.numbers("eps", "momentum"), int(call.attrs["update"])
@@ -153,11 +147,11 @@ def partial_sums(
 
 
 OPERATIONS: dict[str, Operation] = {
-    "batch_norm": Operation(batch_norm, _workspace),
+    "batch_norm": Operation(partial(_forward, relu=False), _workspace),
     "batch_norm_eval": Operation(batch_norm_eval),
     "batch_norm_grad": Operation(batch_norm_grad, _workspace),
-    "batch_norm_relu": Operation(batch_norm_relu, _workspace),
+    "batch_norm_relu": Operation(partial(_forward, relu=True), _workspace),
     "batch_norm_relu_grad": Operation(batch_norm_relu_grad, _workspace),
-    "batch_norm_add_relu": Operation(batch_norm_relu, _workspace),
+    "batch_norm_add_relu": Operation(partial(_forward, relu=True), _workspace),
     "batch_norm_add_relu_grad": Operation(batch_norm_add_relu_grad, _workspace),
 }

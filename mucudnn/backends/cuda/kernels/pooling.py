@@ -1,4 +1,4 @@
-"""Average and maximum pooling, with their gradients.
+"""Pooling, local response normalisation and upsampling, with their gradients.
 
 The divisor of a window's sum is counted along each axis separately: elements inside the
 image, or inside it and its padding, but never positions that exist only because the
@@ -12,18 +12,23 @@ registers.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from mucudnn.backends.cuda.kernels.launch import (
     Attrs,
     KernelCall,
     Operation,
+    Specs,
+    as_ncs,
     flat,
     walking,
 )
-from mucudnn.backends.cuda.kernels.source import THREADS, Program
+from mucudnn.backends.cuda.kernels.source import THREADS, Program, read_constant
 
 MAXIMUM = Program.load("kernels/max_pooling.cu")
 AVERAGE = Program.load("kernels/average_pooling.cu")
+LRN = Program.load("kernels/lrn.cu")
+UPSAMPLING = Program.load("kernels/upsampling.cu")
 _ABSENT = (1, 1, 1, 1, 0)  # size, out, kernel, stride, padding of a missing axis
 
 
@@ -77,9 +82,86 @@ def avg_pool_grad(call: KernelCall) -> None:
     call.launch(AVERAGE, "avg_pool_grad", walking(dx.size), *arguments)
 
 
+# Local response normalisation across channels (Krizhevsky et al., 2012).
+#
+# y = x / d^beta, d = k + alpha / size * (sum of x² over neighbouring channels). A
+# thread processes the channels of one pixel, or of neighbouring pixels that fill a
+# memory access, in order, so values read for one channel are cached for the next. The
+# gradient may overwrite dy on its way, so it saves the values that later channels need,
+# the last `size` of dy y / d, in a ring: in shared memory, or in the workspace if that
+# is too small. For images of few pixels, neighbouring threads process a pixel's
+# channels.
+
+
+_BLOCKS = 1024
+_FEWEST = 8  # least channels per thread, to amortise locating its pixel
+_SHARED_ROWS = read_constant("lrn.cu", "SHARED_ROWS")  # of the ring
+
+
+def lrn(call: KernelCall) -> None:
+    """Divide each element by a power of its neighbourhood's mean square."""
+    x, y = call.inputs[0], call.outputs[0]
+    N, C, S = as_ncs(x.shape)
+    if S < _FEWEST:
+        arguments = x, y, x.size, C, S, *_lrn_numbers(call)
+        call.launch(LRN, "lrn_last", walking(x.size), *arguments)
+        return
+    (across,) = flat(N * S)
+    parts = max(1, min(C // _FEWEST, _BLOCKS // max(1, across)))
+    run = -(-C // parts)
+    arguments = x, y, N * S, run, C, S, *_lrn_numbers(call)
+    call.launch(LRN, "lrn", (across, -(-C // run) if run else 0), *arguments)
+
+
+def lrn_grad(call: KernelCall) -> None:
+    """Compute dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
+    N, C, S = as_ncs(call.inputs[0].shape)
+    operands = *call.inputs, call.outputs[0], call.workspace
+    arguments = *operands, N * S, C, S, *_lrn_numbers(call)
+    call.launch(LRN, "lrn_grad", walking(N * S), *arguments)
+
+
+def _lrn_numbers(call: KernelCall) -> tuple[Any, ...]:
+    return call.attrs["size"], *call.numbers("alpha", "beta", "k")
+
+
+def _ring(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    """Return the bytes of the ring if it does not fit shared memory."""
+    N, _, S = as_ncs(inputs[0].shape)
+    size: int = attrs["size"]
+    return 0 if size <= _SHARED_ROWS else 16 * size * walking(N * S)[0] * THREADS
+
+
+# Upsampling by integer factors: nearest and (bi-, tri-)linear, with gradients.
+#
+# Linear: pixel i s + k of the result is f = (k + 1/2) / s - 1/2 from pixel i of the
+# image, so it is the sum of (1 - |f|) of that pixel and |f| of its neighbour on that
+# side, or of itself at the border. A thread has a pixel of the small image, or
+# neighbours that fill a 16-byte access, and all pixels of the large image that depend
+# on them, which it locates without dividing.
+
+
+def _resampling(kernel: str) -> Operation:
+    """Make an operation between a small image and a large one."""
+
+    def run(call: KernelCall) -> None:
+        (given,), (made,) = call.inputs, call.outputs
+        small = made if kernel.endswith("_grad") else given
+        axes = list(zip(small.shape[2:], call.attrs["scale"], strict=True))
+        axes = [(1, 1)] * (3 - len(axes)) + axes
+        numbers = (number for axis in axes for number in axis)
+        blocks = walking(small.size)
+        call.launch(UPSAMPLING, kernel, blocks, given, made, small.size, *numbers)
+
+    return Operation(run)
+
+
 OPERATIONS: dict[str, Operation] = {
     "avg_pool": Operation(avg_pool),
     "avg_pool_grad": Operation(avg_pool_grad),
+    "lrn": Operation(lrn),
+    "lrn_grad": Operation(lrn_grad, _ring),
     "max_pool": Operation(max_pool),
     "max_pool_grad": Operation(max_pool_grad),
+    **{kernel: _resampling(kernel) for kernel in UPSAMPLING.kernels},
 }

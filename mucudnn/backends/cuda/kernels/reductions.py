@@ -12,11 +12,12 @@ are reproducible.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, Specs, as_ncs
+from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, as_ncs
 from mucudnn.backends.cuda.kernels.source import THREADS, Program, read_constant
 from mucudnn.ir.tensor import TensorSpec, itemsize
 
@@ -143,17 +144,13 @@ def partials(count: int) -> int:
     return max(1, min(PARTIALS, math.ceil(count / THREADS)))
 
 
-def bias(call: KernelCall) -> None:
-    """Compute y = x + b, b of shape (C,) along axis 1."""
-    _add_bias(call, relu=False)
-
-
-def bias_relu(call: KernelCall) -> None:
-    """Compute max(x + b, 0)."""
-    _add_bias(call, relu=True)
+def channel_sums(count: int) -> Callable[..., int]:
+    """Return a workspace rule: the bytes of so many sums per channel of an input."""
+    return lambda inputs, *_: count * Channels.most_bytes(inputs[0])
 
 
 def _add_bias(call: KernelCall, *, relu: bool) -> None:
+    """Compute y = x + b, b of shape (C,) along axis 1, or max(x + b, 0)."""
     (x, b), (y,) = call.inputs, call.outputs
     channels = Channels.here(call, x, y)
     arguments = x, b, y, int(relu), *channels.arguments
@@ -185,10 +182,6 @@ def _sum_channels(
     channels.launch(call, PROGRAM, kernel, *arguments, beside=db)
 
 
-def _one_sum(inputs: Specs, *_: object) -> int:
-    return Channels.most_bytes(inputs[0])
-
-
 def matmul(call: KernelCall) -> None:
     """Compute y = a b, with optional transpositions."""
     a, b = call.inputs
@@ -198,9 +191,9 @@ def matmul(call: KernelCall) -> None:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "bias": Operation(bias),
-    "bias_grad": Operation(bias_grad, _one_sum),
-    "bias_relu": Operation(bias_relu),
-    "bias_relu_grad": Operation(bias_relu_grad, _one_sum),
+    "bias": Operation(partial(_add_bias, relu=False)),
+    "bias_grad": Operation(bias_grad, channel_sums(1)),
+    "bias_relu": Operation(partial(_add_bias, relu=True)),
+    "bias_relu_grad": Operation(bias_relu_grad, channel_sums(1)),
     "matmul": Operation(matmul),
 }

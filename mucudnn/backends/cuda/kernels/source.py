@@ -74,9 +74,6 @@ def compiler_options(
     """Return the compiler options for these types; `wide` indices have 64 bits.
 
     `parameters` is the type of parameters and statistics, by default that of tensors.
-
-    Raises:
-        UnsupportedError: No arithmetic exists for a type.
     """
     for name in (dtype, parameters):
         if name is not None and name not in TYPES:

@@ -19,13 +19,12 @@ from mucudnn.backends.cuda.kernels.group_norm import (
     rows,
 )
 from mucudnn.backends.cuda.kernels.launch import (
-    Attrs,
     KernelCall,
     Operation,
     Specs,
     flat,
 )
-from mucudnn.backends.cuda.kernels.reductions import Channels
+from mucudnn.backends.cuda.kernels.reductions import Channels, channel_sums
 from mucudnn.backends.cuda.kernels.source import THREADS, Program
 
 BATCH = Program.load("kernels/split_batch_norm.cu")
@@ -79,15 +78,6 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     channels.launch(call, BATCH, "batch_norm_grad_apply", *arguments, beside=gamma)
 
 
-def _two_sums(inputs: Specs, *_: object) -> int:
-    return 2 * Channels.most_bytes(inputs[0])
-
-
-def _moment_bytes(inputs: Specs, *_: object) -> int:
-    """Return the bytes of the workspace in which moments are merged."""
-    return inputs[0].nbytes
-
-
 # Group and layer normalisation of image strips, by blocks that share a group.
 #
 # The moments of a strip's groups come from the kernels of batch normalisation, which
@@ -128,10 +118,6 @@ def group_norm_grad_apply(call: KernelCall) -> None:
     arguments = *call.inputs, *call.outputs, *sizes, float(call.attrs["count"])
     beside = call.inputs[3]
     call.launch(GROUP, "group_norm_grad_apply", blocks, *arguments, beside=beside)
-
-
-def _group_two_sums(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
-    return 2 * _as_channels(inputs, outputs).nbytes
 
 
 def _write_moments(call: KernelCall, channels: Channels) -> None:
@@ -177,15 +163,22 @@ def _as_channels(inputs: Specs, outputs: Specs) -> Channels:
     return Channels.of((1, count, math.prod(inputs[0].shape) // count))
 
 
+def _moment_bytes(inputs: Specs, *_: object) -> int:
+    """Return the bytes of the workspace in which moments are merged."""
+    return inputs[0].nbytes
+
+
 OPERATIONS: dict[str, Operation] = {
     "batch_norm_apply": Operation(batch_norm_apply),
     "batch_norm_grad_apply": Operation(batch_norm_grad_apply),
-    "batch_norm_grad_sums": Operation(batch_norm_grad_sums, _two_sums),
+    "batch_norm_grad_sums": Operation(batch_norm_grad_sums, channel_sums(2)),
     "batch_norm_merge": Operation(batch_norm_merge, _moment_bytes),
-    "batch_norm_sums": Operation(batch_norm_sums, _two_sums),
+    "batch_norm_sums": Operation(batch_norm_sums, channel_sums(2)),
     "group_norm_apply": Operation(group_norm_apply),
     "group_norm_grad_apply": Operation(group_norm_grad_apply),
     "group_norm_grad_sums": Operation(group_norm_grad_sums, affine_workspace),
     "group_norm_merge": Operation(group_norm_merge, _moment_bytes),
-    "group_norm_sums": Operation(group_norm_sums, _group_two_sums),
+    "group_norm_sums": Operation(
+        group_norm_sums, lambda x, y, _: 2 * _as_channels(x, y).nbytes
+    ),
 }

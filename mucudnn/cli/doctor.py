@@ -1,0 +1,163 @@
+"""`mucudnn doctor`: try what is installed, and say what to install for the rest."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import click
+
+from mucudnn.cli.app import ExitCode
+from mucudnn.cli.options import cache_option, json_option, open_cache
+from mucudnn.cli.output import emit
+from mucudnn.errors import BackendUnavailableError
+
+Status = Literal["works", "missing", "fails"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What one part of the installation does when it is tried.
+
+    Attributes:
+        name: The part.
+        status: Whether it works, is not installed, or fails.
+        detail: What was seen: a version, a device, or an error.
+        advice: What to do where it does not work; empty otherwise.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+_OPTIONAL = {
+    "pictures in reports and data sets": ("PIL", "images"),
+    "several processes (mpiexec)": ("mpi4py", "mpi"),
+    "event files for TensorBoard": ("tensorboardX", "tensorboard"),
+}
+"""What an extra is for -> the module to look for, and the extra's name."""
+
+
+@click.command()
+@cache_option
+@json_option
+@click.pass_context
+def doctor(
+    ctx: click.Context, /, cache_path: str | None, json_file: str | None
+) -> None:
+    """Try what is installed, and say what to install: for bug reports.
+
+    Exit code: 0 if everything that is installed works, 3 otherwise.
+    """
+    checks = [
+        _tried("convolution on the CPU", _convolution, "reinstall NumPy and mucudnn"),
+        _tried(
+            "PyTorch step",
+            _torch_step,
+            "install PyTorch: pip install '.[torch]' in a checkout",
+        ),
+        _compiler(),
+        _tried(
+            "NVIDIA GPU",
+            _gpu,
+            "with a GPU: install its driver, and pip install '.[cuda13]' (or cuda12)",
+        ),
+        *(
+            Check(name, "works", module)
+            if find_spec(module)
+            else Check(name, "missing", module, f"pip install '.[{extra}]'")
+            for name, (module, extra) in _OPTIONAL.items()
+        ),
+        _tried(
+            "cache", lambda: _cache(cache_path), "name another file with --cache FILE"
+        ),
+    ]
+
+    def show() -> None:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            click.echo(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
+            if check.advice:
+                click.echo(f"{'':<8} {'':<{width}}  -> {check.advice}")
+
+    emit(json_file, {"checks": [asdict(check) for check in checks]}, show)
+    if any(check.status == "fails" for check in checks):
+        ctx.exit(ExitCode.FAILED)
+
+
+def _tried(name: str, function: Callable[[], str], advice: str) -> Check:
+    """Return what a function returns or raises as a check."""
+    try:
+        return Check(name, "works", function())
+    except (BackendUnavailableError, ImportError) as e:
+        return Check(name, "missing", _one_line(e), advice)
+    except Exception as e:  # whatever is broken is what the command is for
+        return Check(name, "fails", f"{type(e).__name__}: {_one_line(e)}", advice)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _convolution() -> str:
+    """Compare a planned convolution with sums in float64."""
+    import numpy as np
+
+    from mucudnn import Tuner, __version__, conv2d
+
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((4, 3, 6, 6)).astype(np.float32)
+    w = generator.standard_normal((5, 3, 3, 3)).astype(np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (2, 3))
+    expected = np.einsum("nchwrs,kcrs->nkhw", windows, w, dtype=np.float64)
+    with Tuner(backend="cpu", workspace_limit="1MiB", cache=None) as tuner:
+        error = np.abs(conv2d(x, w, tuner=tuner) - expected).max()
+        if not error < 1e-4:
+            raise ArithmeticError(f"a result is {error:.1e} from that in float64")
+        device = tuner.backend.device.fingerprint
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"mucudnn {__version__}, Python {python}, {device}"
+
+
+def _torch_step() -> str:
+    """Run two planned steps that compare themselves with eager mode."""
+    import mucudnn.torch as mt
+
+    train_step = mt.train_step  # which imports PyTorch, or says that it is missing
+    torch = sys.modules["torch"]
+    with torch.random.fork_rng(devices=[]):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        )
+        batch = torch.randn(4, 8), torch.randn(4, 2)
+        loss_fn = torch.nn.functional.mse_loss
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = train_step(model, loss_fn, optimizer, cache=None, verify=1)
+        for _ in range(2):
+            step(*batch)
+    return f"PyTorch {torch.__version__}, equal to eager mode"
+
+
+def _compiler() -> Check:
+    name = "C++ compiler (inductor=True)"
+    for command in ("c++", "g++", "clang++"):
+        if (path := shutil.which(command)) is not None:
+            return Check(name, "works", path)
+    return Check(name, "missing", "no c++, g++ or clang++", "install g++ or clang++")
+
+
+def _gpu() -> str:
+    from mucudnn.backends import device_count, get_backend
+
+    device = get_backend("cuda").device
+    return f"{device_count('cuda')} devices, {device.fingerprint}"
+
+
+def _cache(cache_path: str | None) -> str:
+    with open_cache(cache_path) as cache:
+        rows = sum(device.rows for device in cache.summary())
+        return f"{cache.path or 'memory'}: {rows} measurements"

@@ -1,0 +1,201 @@
+"""Budgets that are not a number of bytes: a share, free memory, or a slowdown.
+
+`train_step(budget="50%")` holds half of the memory that the step needs without a
+budget, `budget="device"` the memory that is free on its device, and `budget="auto"` the
+least memory in which the step is predicted to take at most 5 % longer. The options that
+such a budget needs are chosen here: first none, then offloaded parameters and state,
+then, where results may differ by rounding, slices of the batch.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.ir.sizes import exact_bytes, format_bytes
+from mucudnn.passes.planning.cutting import AUTO, WHOLE
+from mucudnn.torch.execution.devices import device_of
+from mucudnn.torch.plan_program import (
+    LoweredStep,
+    PlannedProgram,
+    PlanOptions,
+    least_budget,
+    plan_program,
+)
+
+_AUTO = "auto"
+_DEVICE = "device"
+
+_USUAL_SLOWDOWN = 1.05
+"""Predicted time, relative to that without a budget, that `auto` allows."""
+
+_TRIES = 5
+"""Budgets that `auto` plans for; each halves the interval that holds the least."""
+
+_SHARE_OF_FREE = 0.9
+"""Share of free memory that is used: other programs and the batch need some, too."""
+
+
+@dataclass(frozen=True)
+class AutomaticBudget:
+    """A budget that depends on the step or on the device.
+
+    Attributes:
+        text: The budget as given.
+        share: Share of the memory without a budget; None for `auto` and `device`.
+        exact: Whether results must equal those of eager mode, bit for bit.
+    """
+
+    text: str
+    share: float | None
+    exact: bool = True
+
+    @classmethod
+    def parse(cls, budget: object, *, exact: bool = True) -> "AutomaticBudget | None":
+        """Return the budget that a text describes; None for bytes.
+
+        Raises:
+            ValueError: The share is not above 0 % and at most 100 %.
+        """
+        if not isinstance(budget, str):
+            return None
+        text = budget.strip()
+        if text in (_AUTO, _DEVICE):
+            return cls(text, None, exact)
+        if not text.endswith("%"):
+            return None
+        try:
+            percent = float(text[:-1])
+        except ValueError:
+            percent = math.nan
+        if not 0 < percent <= 100:
+            raise ValueError(
+                f"budget must be above 0% and at most 100%, got {budget!r}; 100% is "
+                "what the step needs without a budget"
+            )
+        return cls(text, percent / 100, exact)
+
+    def plan(self, step: LoweredStep, options: PlanOptions) -> PlannedProgram:
+        """Choose bytes and options, and plan the step.
+
+        Raises:
+            PlanningError: No allowed options fit; reports the minimum feasible budget.
+        """
+        unlimited = plan_program(step, replace(options, split=WHOLE))
+        most = unlimited.plan.peak_bytes
+        if self.text == _AUTO:
+            found, names = self._least_memory(step, options, most)
+        else:
+            if self.share is None:
+                resident = step.planner(options).resident_bytes
+                limit = resident + int(_SHARE_OF_FREE * free_bytes(step))
+            else:
+                limit = int(self.share * most)
+            found, names = self._fastest(step, options, limit)
+        lines = (
+            f"budget {self.text}: {format_bytes(int(found.plan.budget), most)} of the "
+            f"{format_bytes(most, int(found.plan.budget))} that the step needs without "
+            "a budget",
+            f"chosen: {names or 'no further options'}"
+            + ("; results may differ by rounding" if "split" in names else ""),
+            f"cost: {found.plan.slowdown:.3f} of the time without a budget (predicted)",
+        )
+        return replace(found, plan=replace(found.plan, chosen=lines))
+
+    def _fastest(
+        self, step: LoweredStep, options: PlanOptions, limit: int
+    ) -> tuple[PlannedProgram, str]:
+        """Return the first plan at nearly full speed, or else the fastest, and options.
+
+        Raises:
+            PlanningError: No options fit.
+        """
+        found: list[tuple[PlannedProgram, str]] = []
+        least: list[int] = []
+        for tried, names in self._options(options):
+            try:
+                program = plan_program(step, tried, limit)
+            except PlanningError as e:
+                least += [] if e.least_bytes is None else [e.least_bytes]
+                continue
+            except UnsupportedError:  # not on this device, or nothing can be cut
+                continue
+            found.append((program, names))
+            if program.plan.slowdown <= _USUAL_SLOWDOWN:
+                break
+        if found:
+            return min(found, key=lambda one: one[0].plan.slowdown)
+        if not least:
+            raise PlanningError(f"no plan fits the budget {self.text!r}")
+        more = "; exact=False also allows slices of the batch" if self.exact else ""
+        raise PlanningError(
+            f"the step does not fit the budget {self.text!r}, {exact_bytes(limit)}; "
+            f"the least budget that works is {exact_bytes(min(least))}{more}",
+            short_by=min(least) - limit,
+            least_bytes=min(least),
+        )
+
+    def _options(self, options: PlanOptions) -> Iterator[tuple[PlanOptions, str]]:
+        """Yield the allowed options with their names, the least intrusive first."""
+        offloading = [False] if options.offload_state else [False, True]
+        splits = [options.split]
+        if options.split == WHOLE and not options.inductor and not self.exact:
+            splits.append(AUTO)
+        for split in splits:
+            for offload in offloading:
+                names = ["offload_state=True"] if offload else []
+                names += ["split='auto'"] if split != options.split else []
+                yield (
+                    replace(
+                        options,
+                        offload_state=offload or options.offload_state,
+                        split=split,
+                    ),
+                    ", ".join(names),
+                )
+
+    def _least_memory(
+        self, step: LoweredStep, options: PlanOptions, most: int
+    ) -> tuple[PlannedProgram, str]:
+        """Return the plan with the least memory at nearly full speed, and options."""
+        for tried, names in reversed([*self._options(options)]):
+            try:
+                low, high = least_budget(step, tried), most
+                best = plan_program(step, tried, high)
+            except UnsupportedError:  # not on this device, or nothing can be cut
+                continue
+            for _ in range(_TRIES):
+                middle = (low + high) // 2
+                program = plan_program(step, tried, middle)
+                if program.plan.slowdown <= _USUAL_SLOWDOWN:
+                    best, high = program, middle
+                else:
+                    low = middle
+            return best, names
+        raise UnsupportedError("the step cannot be planned with any options")
+
+
+def free_bytes(step: LoweredStep) -> int:
+    """Return the memory that is free on a step's device, in bytes."""
+    device = device_of(step.lowered.layouts)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )
+        return int(free + unused)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:  # Linux counts caches, which it gives up, as available
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        (available,) = [line for line in lines if line.startswith("MemAvailable:")]
+        free = int(available.split()[1]) << 10
+        group = Path("/sys/fs/cgroup")
+        most = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return free
+    return free if most == "max" else min(free, max(0, int(most) - used))

@@ -1,0 +1,1 @@
+"""Kernels of one `torch.compile` as nodes of a planned step."""

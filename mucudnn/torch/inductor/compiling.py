@@ -1,0 +1,223 @@
+"""Compile a step's forward and backward pass by Inductor, once for all budgets.
+
+Inductor writes each half as a straight line of allocations, kernel calls and `del`.
+`wrapper_text` reads these lines, and every kernel becomes a node of the planned graph.
+
+The halves are compiled from a captured joint graph, not by watching `torch.compile`:
+traced again with Inductor's decompositions, a captured step is the joint graph that
+AOTAutograd would hand to Inductor. The same passes, partitioner and compiler follow, so
+kernels have the bits of `torch.compile`. Python guards, fallbacks and updates of a
+captured step are kept, no step has to run for its kernels to be recorded, and
+`backend`, whose joint graph comes from AOTAutograd itself, takes the same way.
+
+Kernels are compiled without in-place results and without reuse of buffers. They are
+functions then, which may run again, and the planner decides who overwrites whom.
+New values of buffers are results of the forward half; the plan stores them at its end.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner, partition_fn
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
+
+SETTINGS: Mapping[str, Any] = {
+    "inplace_buffers": False,
+    "allow_buffer_reuse": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "scalar_asserts": False,
+    "nan_asserts": False,
+    "memory_planning": False,
+    "cpp_wrapper": False,
+    "fx_wrapper": False,
+    "graph_partition": False,
+    "triton.cudagraphs": False,
+    "profiler_mark_wrapper_call": False,
+}
+"""Settings under which the wrapper is a plain list of functional kernels."""
+
+
+@dataclass(frozen=True)
+class CompiledHalf:
+    """One half of a step, compiled.
+
+    Attributes:
+        source: The wrapper's source code.
+        space: Globals of the wrapper: kernels and functions that its lines call.
+        inputs: Names of its arguments.
+        outputs: Names of its results; None for a result that is None.
+    """
+
+    source: str
+    space: Mapping[str, Any]
+    inputs: Sequence[str]
+    outputs: Sequence[str | None]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """Both halves of a step, compiled.
+
+    Attributes:
+        forward: The forward half; its results are those of the step's forward pass,
+            and then values that the backward half reads.
+        backward: The backward half; its results are those of the backward pass.
+        results: Number of results of the step's forward pass.
+    """
+
+    forward: CompiledHalf
+    backward: CompiledHalf
+    results: int
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse to compile where the compiler of a device's kernels is missing.
+
+    Raises:
+        NotCompiledError: There is no C++ compiler, or no Triton.
+    """
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as e:
+            raise NotCompiledError(
+                "inductor=True compiles kernels for the CPU with a C++ compiler, and "
+                f"none was found among {config.cpp.cxx}; install g++, or name one in "
+                "the environment variable CXX"
+            ) from e
+        return
+    raise NotCompiledError(
+        f"inductor=True compiles kernels for the CPU so far, not for {device}"
+    )
+
+
+def traced_joint(
+    function: Callable[..., Sequence[torch.Tensor]],
+    layouts: Sequence[Layout],
+    gradients: int,
+) -> torch.fx.GraphModule:
+    """Trace a step's passes to the operations that Inductor compiles.
+
+    Args:
+        function: Takes inputs of the forward pass, and last the gradients of its
+            results; returns the results of the forward and then of the backward pass.
+        layouts: Layouts of its arguments.
+        gradients: Number of these gradients.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        given = [layout.empty() for layout in layouts]
+        module = make_fx(function, decomposition_table=select_decomp_table())(*given)
+    # The partitioner tells inputs of the two halves apart by these names.
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for i, node in enumerate(placeholders):
+        number = i - len(layouts) + gradients
+        node._rename(f"primals_{i + 1}" if number < 0 else f"tangents_{number + 1}")
+        node.target = node.name
+    module.recompile()
+    return module
+
+
+def compile_joint(
+    joint: torch.fx.GraphModule,
+    results: int,
+    visible: Sequence[int],
+    static: Sequence[int],
+) -> CompiledStep:
+    """Partition a joint graph as `torch.compile` does, and compile both halves.
+
+    Args:
+        joint: The graph; the partitioner changes it.
+        results: Number of results of its forward pass.
+        visible: Those that the user gets, with the strides of eager mode.
+        static: Inputs that are parameters or buffers.
+
+    Raises:
+        NotCompiledError: Inductor cannot compile it; says why.
+    """
+    given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    mode = next(v.fake_mode for v in given if isinstance(v, torch.Tensor))
+    try:
+        with (
+            tracing(TracingContext(mode)),
+            V.set_fake_mode(mode),
+            torch.no_grad(),
+            config.patch(dict(SETTINGS)),
+        ):
+            with mode, enable_python_dispatcher():
+                forward, backward = partition_fn(
+                    joint,
+                    given,
+                    num_fwd_outputs=results,
+                    static_lifetime_input_indices=list(static),
+                )
+            output = forward.graph.output_node()
+            output.meta["user_visible_output_idxs"] = [
+                i for i in visible if isinstance(output.args[0][i], torch.fx.Node)
+            ]
+            fakes = [n.meta["val"] for n in forward.graph.find_nodes(op="placeholder")]
+            outputs = _names(output.args[0])
+            first = compile_fx_inner(forward, fakes, static_input_idxs=list(static))
+            forward_half = _half(first, forward, outputs)
+            # Inductor chooses strides of saved values; the backward half is compiled
+            # for these, as AOTAutograd does.
+            strides = dict(zip(outputs, first.output_strides or (), strict=False))
+            fakes = []
+            for node in backward.graph.find_nodes(op="placeholder"):
+                fake, real = node.meta["val"], strides.get(node.name)
+                if isinstance(fake, torch.Tensor) and real is not None:
+                    real = tuple(map(int, real))
+                    if real != fake.stride():
+                        with mode:
+                            fake = fake.as_strided(fake.shape, real)
+                fakes.append(fake)
+            output = backward.graph.output_node()
+            output.meta["user_visible_output_idxs"] = []
+            last = _names(output.args[0])
+            second = compile_fx_inner(backward, fakes, is_backward=True)
+            backward_half = _half(second, backward, last)
+    except NotCompiledError:
+        raise
+    except Exception as e:  # Inductor may fail with any error
+        text = str(e).partition("\n")[0]
+        raise NotCompiledError(
+            f"Inductor cannot compile the step: {type(e).__name__}: {text}"
+        ) from e
+    return CompiledStep(forward_half, backward_half, results)
+
+
+def _names(results: Sequence[Any]) -> list[str | None]:
+    return [r.name if isinstance(r, torch.fx.Node) else None for r in results]
+
+
+def _half(
+    compiled: Any, module: torch.fx.GraphModule, outputs: Sequence[str | None]
+) -> CompiledHalf:
+    """Return a compiled graph with its wrapper's source and globals.
+
+    Raises:
+        NotCompiledError: Inductor returned something else than a wrapper in Python.
+    """
+    call = getattr(compiled, "current_callable", None)
+    space = getattr(getattr(call, "__func__", call), "__globals__", None)
+    source = getattr(compiled, "source_code", None)
+    if not source or space is None or "empty_strided_cpu" not in space:
+        raise NotCompiledError(
+            f"Inductor returned {type(compiled).__name__}, not a wrapper in Python"
+        )
+    inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    return CompiledHalf(source, space, inputs, outputs)

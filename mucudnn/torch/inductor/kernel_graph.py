@@ -1,0 +1,521 @@
+"""Kernels of a compiled step as the nodes of a lowered graph.
+
+`lower_passes` compiles the passes of a step. `lower_step` takes those of a captured
+training step, whose update stays operation by operation, each behind its gradient.
+`capture.joint` takes those of AOTAutograd's joint graph, which has no update.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.ir.traits import NodeTraits
+from mucudnn.torch.capture.joint import tensor_in
+from mucudnn.torch.capture.step import CapturedStep
+from mucudnn.torch.inductor.compiling import (
+    CompiledStep,
+    check_compiler,
+    compile_joint,
+    traced_joint,
+)
+from mucudnn.torch.inductor.in_place import candidates, keeps_bits
+from mucudnn.torch.inductor.wrapper_text import KernelLine, read_wrapper
+from mucudnn.torch.lowering.lower import lower
+from mucudnn.torch.lowering.lowered import (
+    Call,
+    Layout,
+    Lowered,
+    NotCompiledError,
+    Operand,
+)
+from mucudnn.torch.source_lines import storage_of
+
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass
+class KernelGraph:
+    """Nodes of a compiled step.
+
+    Attributes:
+        tensors: Tensors by name.
+        layouts: Their layouts.
+        nodes: Nodes in the order of the wrappers' lines.
+        calls: Call of each node.
+    """
+
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    calls: dict[str, Call] = field(default_factory=dict)
+    _seen: dict[Any, Any] = field(default_factory=dict)
+
+    def declare_input(self, name: str, layout: Layout, nbytes: int) -> None:
+        """Declare an input of both halves."""
+        self.tensors[name] = TensorSpec(name, (nbytes,), "uint8", Role.STATE)
+        self.layouts[name] = layout
+
+    def add_step(
+        self, step: CompiledStep, inputs: Mapping[str, str]
+    ) -> tuple[list[str | None], list[str | None]]:
+        """Add the lines of both halves; return the results of each pass.
+
+        Args:
+            step: The compiled step.
+            inputs: Name of each input of the joint graph -> its tensor here.
+
+        Raises:
+            NotCompiledError: A line is not known.
+        """
+        given = [inputs[name] for name in step.forward.inputs]
+        forward = read_wrapper(step.forward, "f_", given)
+        values = dict(inputs)
+        results = zip(step.forward.outputs, forward.results, strict=True)
+        values.update((name, text) for name, text in results if name is not None)
+        given = [values[name] for name in step.backward.inputs]
+        backward = read_wrapper(step.backward, "b_", given)
+        changed = {v for w in (forward, backward) for n in w.lines for v in n.changes}
+        for line in forward.lines:
+            self._add(line, Phase.FORWARD, changed)
+        for line in backward.lines:
+            self._add(line, Phase.BACKWARD, changed)
+        first = [
+            self._result(r, Phase.FORWARD) for r in forward.results[: step.results]
+        ]
+        return first, [self._result(r, Phase.BACKWARD) for r in backward.results]
+
+    def _add(self, line: KernelLine, phase: Phase, changed: set[str]) -> None:
+        """Add a line as a node."""
+        name = f"{'fb'[phase is Phase.BACKWARD]}{len(self.nodes)}.{line.name}"
+        sizes = {v: self.tensors[v].nbytes for v in line.operands}
+        if any(self.tensors[v].role is Role.STATE for v in line.changes):
+            raise NotCompiledError(f"{line.name} of Inductor's writes to an input")
+        unknown = [v for v in line.results if v not in line.layouts]
+        layouts = {**line.layouts}
+        if unknown:
+            layouts.update(self._seen_results(line))
+        for value, layout in layouts.items():
+            sizes[value] = _extent(layout) * layout.dtype.itemsize
+        overwrites: tuple[int, ...] = ()
+        if not changed.intersection((*line.operands, *line.results)):
+            line, overwrites = self._overwriting(line, sizes)
+        for value in line.results:
+            self.tensors[value] = TensorSpec(
+                value, (sizes[value],), "uint8", Role.ACTIVATION
+            )
+            self.layouts[value] = layouts[value]
+        single = len(line.results) == 1
+        self.calls[name] = Call(
+            line.function,
+            tuple(map(Operand, range(len(line.operands)))),
+            _NO_KWARGS,
+            (None,) if single else tuple(range(len(line.results))),
+            random=line.random,
+            into=line.into if overwrites else None,
+        )
+        again = line.pure and phase is Phase.FORWARD
+        traits = NodeTraits(
+            overwrites=overwrites,
+            expensive=line.heavy,
+            random=line.random,
+            recomputable=again and changed.isdisjoint(line.results),
+            movable=changed.isdisjoint(line.results),
+        )
+        self.nodes.append(
+            Node(
+                name,
+                line.name,
+                tuple(line.operands),
+                tuple(line.results),
+                phase=phase,
+                mutates=tuple(line.changes),
+                traits=traits,
+            )
+        )
+
+    def _seen_results(self, line: KernelLine) -> dict[str, Layout]:
+        """Return the layouts of results that a function of PyTorch's allocates.
+
+        Raises:
+            NotCompiledError: A result shares memory with an operand or another result.
+        """
+        key = line.function, *(self.layouts[v] for v in line.operands)
+        if key not in self._seen:
+            given = [self._sample(v) for v in line.operands]
+            with torch.no_grad():
+                found = line.function(*given)
+            found = found if isinstance(found, tuple) else (found,)
+            storages = {storage_of(t) for t in given}
+            for tensor in found:
+                if storage_of(tensor) in storages:
+                    raise NotCompiledError(f"{line.name} of Inductor's returns a view")
+                storages.add(storage_of(tensor))
+            self._seen[key] = [Layout.of(t) for t in found]
+        return dict(zip(line.results, self._seen[key], strict=True))
+
+    def _overwriting(
+        self, line: KernelLine, sizes: dict[str, int]
+    ) -> tuple[KernelLine, tuple[int, ...]]:
+        """Return a line whose first result may overwrite operands, and which."""
+        for result in sorted(line.layouts, key=lambda v: -sizes[v]):
+            found = [
+                operand
+                for operand in candidates(line, result, self.layouts, sizes)
+                if self.tensors[operand].role is not Role.STATE
+            ]
+            if not found or line.remade is None:
+                continue
+            others = [v for v in line.layouts if v != result]
+            line = line.remade([result, *others])
+            key = line.into, tuple(self.layouts[v] for v in line.operands)
+            if key not in self._seen:
+                given = [self._sample(v) for v in line.operands]
+                self._seen[key] = {
+                    i
+                    for i, v in enumerate(line.operands)
+                    if v in found and keeps_bits(line, v, given)
+                }
+            equal: set[int] = self._seen[key]
+            places = [i for i, v in enumerate(line.operands) if v in found]
+            return line, tuple(i for i in places if i in equal)
+        return line, ()
+
+    def _sample(self, value: str) -> torch.Tensor:
+        """Return a tensor like a value: random, but with indices that are zero."""
+        layout = self.layouts[value]
+        flat = torch.zeros(_extent(layout), dtype=layout.dtype, device=layout.device)
+        generator = torch.Generator().manual_seed(len(self._seen))
+        if layout.dtype.is_floating_point:
+            drawn = torch.rand(flat.shape, generator=generator)
+            flat.copy_(drawn.mul_(2).sub_(1))
+        elif layout.dtype in (torch.bool, torch.int8):  # offsets within a window
+            most = 2 if layout.dtype is torch.bool else 4
+            flat.copy_(torch.randint(most, flat.shape, generator=generator))
+        return flat.as_strided(layout.shape, layout.stride)
+
+    def _result(self, expression: str, phase: Phase) -> str | None:
+        """Return the tensor of a result; add a view if the result is one."""
+        if expression == "None":
+            return None
+        if expression in self.tensors:
+            return expression
+        of = next((w for w in expression.split("(")[1:2]), "").split(",")[0]
+        if not expression.startswith("reinterpret_tensor(") or of not in self.tensors:
+            raise NotCompiledError(f"a result of Inductor's is not known: {expression}")
+        try:
+            arguments = eval(f"({expression.partition(',')[2][:-1]})", {})
+            shape, stride, offset = arguments
+        except Exception as e:
+            raise NotCompiledError(
+                f"a result of Inductor's is not known: {expression}"
+            ) from e
+        base = self.layouts[of]
+        name = f"{of}.view{len(self.nodes)}"
+        self.tensors[name] = TensorSpec(
+            name, self.tensors[of].shape, "uint8", self.tensors[of].role, of
+        )
+        self.layouts[name] = Layout(shape, stride, base.dtype, offset, base.device)
+        self.calls[name] = Call(
+            torch.ops.aten.as_strided.default,
+            (Operand(0), list(shape), list(stride), offset),
+            _NO_KWARGS,
+            (None,),
+        )
+        self.nodes.append(
+            Node(
+                name, "view", (of,), (name,), phase=phase, traits=NodeTraits(view=True)
+            )
+        )
+        return name
+
+
+def _extent(layout: Layout) -> int:
+    """Return the number of elements from the first of a storage to the last."""
+    sizes = zip(layout.shape, layout.stride, strict=True)
+    last = sum((n - 1) * step for n, step in sizes)
+    return 0 if 0 in layout.shape else 1 + layout.offset + last
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The operations of a forward and a backward pass.
+
+    Attributes:
+        nodes: Operations, in order.
+        inputs: Placeholders and constants that they read, other than gradients.
+        gradients: Nodes whose values are the gradients that the backward pass begins
+            with.
+        forward: Results of the forward pass.
+        backward: Results of the backward pass.
+        visible: Forward results that the user gets, with the strides of eager mode.
+        static: Inputs that are parameters or buffers.
+    """
+
+    nodes: Sequence[torch.fx.Node]
+    inputs: Sequence[torch.fx.Node]
+    gradients: Sequence[torch.fx.Node]
+    forward: Sequence[torch.fx.Node]
+    backward: Sequence[torch.fx.Node]
+    visible: frozenset[torch.fx.Node]
+    static: frozenset[torch.fx.Node]
+
+    def __call__(self, *given: torch.Tensor) -> list[Any]:
+        """Run both passes on tensors in the place of inputs and gradients."""
+        first = (*self.inputs, *self.gradients)
+        values: dict[torch.fx.Node, Any] = dict(zip(first, given, strict=True))
+        for node in self.nodes:
+            args, kwargs = torch.fx.map_arg(
+                (node.args, dict(node.kwargs)),
+                lambda n: values[n] if n in values else n.meta["val"],
+            )
+            values[node] = node.target(*args, **kwargs)
+        return [values[node] for node in (*self.forward, *self.backward)]
+
+
+def lower_passes(passes: Passes) -> tuple[KernelGraph, dict[torch.fx.Node, str]]:
+    """Compile two passes; return their kernels, and the tensor of each result.
+
+    Raises:
+        NotCompiledError: They cannot be compiled; says why.
+    """
+    first = (*passes.inputs, *passes.gradients)
+    layouts = [Layout.of(tensor_of(node)) for node in first]
+    for device in {layout.device for layout in layouts}:
+        check_compiler(device)
+    joint = traced_joint(passes, layouts, len(passes.gradients))
+    names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
+    step = compile_joint(
+        joint,
+        len(passes.forward),
+        [i for i, node in enumerate(passes.forward) if node in passes.visible],
+        [i for i, node in enumerate(passes.inputs) if node in passes.static],
+    )
+    graph = KernelGraph()
+    for node, layout in zip(first, layouts, strict=True):
+        nbytes = tensor_of(node).untyped_storage().nbytes()
+        graph.declare_input(node.name, layout, nbytes)
+    inputs = dict(zip(names, (node.name for node in first), strict=True))
+    forward, backward = graph.add_step(step, inputs)
+    results = zip(
+        (*passes.forward, *passes.backward), (*forward, *backward), strict=True
+    )
+    return graph, {node: name for node, name in results if name is not None}
+
+
+def tensor_of(node: torch.fx.Node) -> torch.Tensor:
+    """Return the fake tensor of a node, or a constant.
+
+    Raises:
+        NotCompiledError: It is no tensor.
+    """
+    value = tensor_in(node)
+    if not isinstance(value, torch.Tensor):
+        raise NotCompiledError(f"an input is no tensor ({node.name})")
+    return value
+
+
+# A captured step: its passes become kernels, its update stays as it is.
+
+
+def lower_step(captured: CapturedStep, own: int) -> Lowered:
+    """Compile a captured step's passes, and lower it with their kernels as nodes.
+
+    Args:
+        captured: The step.
+        own: Number of its first placeholders that are parameters and buffers.
+
+    Raises:
+        NotCompiledError: It cannot be compiled; says why.
+    """
+    passes = _passes_of(captured, own)
+    kernels, made = lower_passes(passes)
+    rest = lower(_rest(captured, passes, made, kernels), lambda _: Phase.UPDATE)
+    # One graph of both. Results of the passes are inputs of the rest, and two
+    # placeholders may be one tensor.
+    count = len(captured.names)
+    names = [node.name for node in captured.module.graph.find_nodes(op="placeholder")]
+    renamed = {
+        given: name
+        for given, name in zip(names, rest.inputs, strict=False)
+        if name is not None and name != given
+    }
+    renamed.update(
+        (given, value)
+        for given, value in zip(rest.inputs[count:], made.values(), strict=True)
+        if given is not None
+    )
+
+    def named(name: Any) -> Any:
+        return renamed.get(name, name) if isinstance(name, str) else name
+
+    tensors = {
+        name: replace(spec, alias=named(spec.alias))
+        for name, spec in {**kernels.tensors, **rest.graph.tensors}.items()
+        if name not in renamed
+    }
+    nodes = [
+        replace(
+            node,
+            inputs=tuple(map(named, node.inputs)),
+            mutates=tuple(map(named, node.mutates)),
+        )
+        for node in (*kernels.nodes, *rest.graph.nodes)
+    ]
+    constants = {
+        node.name: tensor_of(node) for node in passes.inputs if node.op == "get_attr"
+    }
+    for node in passes.gradients:
+        layout = kernels.layouts[node.name]
+        constants[node.name] = torch.ones(
+            layout.shape, dtype=layout.dtype, device=layout.device
+        )
+    results = tuple(map(named, rest.results))
+    return joined(
+        tensors,
+        nodes,
+        Lowered(
+            rest.graph,
+            {**kernels.calls, **rest.calls},
+            {**kernels.layouts, **rest.layouts},
+            tuple(rest.inputs[:count]),
+            results,
+            {**rest.constants, **constants},
+        ),
+    )
+
+
+def joined(
+    tensors: Mapping[str, TensorSpec], nodes: Sequence[Node], lowered: Lowered
+) -> Lowered:
+    """Return a lowered step with these nodes, and the tensors that they have."""
+    inputs = {name for name in lowered.inputs if name is not None}
+    produced = {name for node in nodes for name in node.outputs}
+    used = produced | inputs | set(lowered.constants)
+    outputs = (r for r in lowered.results if isinstance(r, str) and r in produced)
+    return replace(
+        lowered,
+        graph=Graph(
+            MappingProxyType({n: s for n, s in tensors.items() if n in used}),
+            tuple(nodes),
+            tuple(dict.fromkeys(outputs)),
+        ),
+        layouts={n: at for n, at in lowered.layouts.items() if n in used},
+    )
+
+
+def _passes_of(captured: CapturedStep, own: int) -> Passes:
+    """Find the passes of a captured step.
+
+    Raises:
+        NotCompiledError: They are not one forward and one backward pass of tensors.
+    """
+    graph = captured.module.graph
+    members = {
+        node
+        for node in graph.nodes
+        if node.name in captured.forward or node.name in captured.backward
+    }
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not members.isdisjoint(node.users):
+            members.add(node)  # before the forward pass
+    nodes = [n for n in graph.nodes if n in members and n.op == "call_function"]
+    behind = [n.name in captured.backward for n in nodes]
+    seed = next((n for n in nodes if n.name in captured.backward), None)
+    if seed is None or seed.target is not torch.ops.aten.ones_like.default:
+        raise NotCompiledError("the backward pass does not begin at the loss")
+    first = behind.index(True)
+    if any(node.name in captured.forward for node in nodes[first:]):
+        raise NotCompiledError("a step has several backward passes (accumulate=)")
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    for node in nodes:
+        if isinstance(node.meta.get("val"), numbers):
+            raise NotCompiledError(
+                f"the passes read a number that changes from step to step ({node.name})"
+            )
+    read = [
+        node
+        for node in nodes
+        if node is not seed
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and any(user not in members for user in node.users)
+    ]
+    # A detached loss is recorded behind the backward pass, but is known before.
+    before = {node for node in nodes if node.name not in captured.backward}
+    for node in nodes:
+        if node.target in _SAME and node.args[0] in before:
+            before.add(node)
+    output = graph.output_node()
+    placeholders = graph.find_nodes(op="placeholder")
+    count = len(output.args[0]) - len(placeholders)
+    return Passes(
+        [node for node in nodes if node is not seed],
+        [
+            node
+            for node in graph.nodes
+            if node.op in ("placeholder", "get_attr")
+            and not members.isdisjoint(node.users)
+        ],
+        [seed],
+        [node for node in read if node in before],
+        [node for node in read if node not in before],
+        frozenset(pytree.tree_leaves(output.args[0][:count])),
+        frozenset(placeholders[:own]),
+    )
+
+
+def _rest(
+    captured: CapturedStep,
+    passes: Passes,
+    made: Mapping[torch.fx.Node, str],
+    kernels: KernelGraph,
+) -> torch.fx.GraphModule:
+    """Return the step without its passes, whose results are its last inputs.
+
+    Values are computed again: gradients have the strides that Inductor chose.
+    """
+    nodes = captured.module.graph.nodes
+    placeholders = captured.module.graph.find_nodes(op="placeholder")
+    fakes = (node.meta.get("val") for node in placeholders)
+    mode = next(value.fake_mode for value in fakes if isinstance(value, torch.Tensor))
+    graph = torch.fx.Graph()
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    values: dict[torch.fx.Node, Any] = {}
+    skipped = {*passes.nodes, *passes.gradients}
+    for node in (*placeholders, *made):
+        value = node.meta.get("val")
+        if node in made:
+            layout, spec = kernels.layouts[made[node]], kernels.tensors[made[node]]
+            with mode:
+                whole = torch.empty(
+                    spec.nbytes // layout.dtype.itemsize, dtype=layout.dtype
+                )
+                value = whole.as_strided(layout.shape, layout.stride, layout.offset)
+        copied[node] = graph.placeholder(node.name)
+        copied[node].meta["val"] = values[node] = value
+    for node in nodes:
+        if node in copied or node in skipped:
+            continue
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+        value = node.meta.get("val")
+        leaves = pytree.tree_leaves(value)
+        if node.op == "call_function" and any(
+            isinstance(leaf, torch.Tensor) for leaf in leaves
+        ):
+            args, kwargs = torch.fx.map_arg(
+                (node.args, dict(node.kwargs)), values.__getitem__
+            )
+            with mode, torch.no_grad():
+                value = node.target(*args, **kwargs)
+        elif node.op == "get_attr":
+            value = tensor_of(node)
+        copied[node].meta = {**node.meta, "val": value}
+        values[node] = value
+    return torch.fx.GraphModule(captured.module, graph)

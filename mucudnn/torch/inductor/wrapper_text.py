@@ -1,0 +1,398 @@
+"""Read the wrapper that Inductor writes for a compiled graph, line by line.
+
+Each kernel call becomes a `KernelLine`: which values it reads, makes and changes, and a
+Python function that runs the line alone. Allocations belong to the kernel that first
+writes to them; views are part of the calls that read them; `del` is ignored, since the
+plan decides what is freed. A line that is not known is refused by its text.
+
+Directions of arguments come from the C++ signature (`const` is read), from `out=`, and
+from the schemas of PyTorch's operations.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mucudnn.torch.inductor.compiling import CompiledHalf
+from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
+
+_ALLOCATE = "empty_strided_cpu"
+_VIEW = "reinterpret_tensor"
+
+_PURE = frozenset(
+    {"convolution", "mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm", "_addmm_activation"}
+)
+"""Functions of `extern_kernels` that return a new tensor, or write to `out`."""
+
+_SKIPPED = frozenset({"assert_size_stride", "assert_alignment"})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A C++ kernel of a wrapper.
+
+    Attributes:
+        source: Its C++ source.
+        parameters: Name of each pointer or number, and whether it is only read.
+    """
+
+    source: str
+    parameters: Sequence[tuple[str, bool]]
+
+
+@dataclass
+class KernelLine:
+    """A call of a kernel.
+
+    Attributes:
+        name: The called function, as in the wrapper.
+        function: Takes the operands, and returns the results as a tuple, or a single
+            result as it is.
+        into: The same, with the first result in the memory of the argument `out`; None
+            if the first result is not allocated by the wrapper.
+        operands: Values that it takes.
+        results: Values that it makes.
+        layouts: Layouts of results, as far as the text has them.
+        changes: Operands that it writes to.
+        random: Whether it draws random numbers.
+        pure: Whether it may run twice.
+        heavy: Whether it is a product or a convolution.
+        kernel: The C++ kernel; None for a function of PyTorch's.
+        pointers: Value of each of the kernel's parameters.
+    """
+
+    name: str
+    operands: Sequence[str]
+    results: Sequence[str]
+    layouts: Mapping[str, Layout]
+    changes: Sequence[str]
+    random: bool
+    pure: bool
+    heavy: bool
+    kernel: Kernel | None
+    pointers: Sequence[str | None]
+    function: Callable[..., Any]
+    into: Callable[..., Any] | None = None
+    remade: "Callable[[Sequence[str]], KernelLine] | None" = field(
+        default=None, repr=False
+    )
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """The lines of a wrapper.
+
+    Attributes:
+        lines: Its kernel calls, in order.
+        results: Expression of each result, in values; "None" for no result.
+    """
+
+    lines: Sequence[KernelLine]
+    results: Sequence[str]
+
+
+def read_wrapper(half: CompiledHalf, prefix: str, given: Sequence[str]) -> Wrapper:
+    """Read a wrapper's text.
+
+    Args:
+        half: The compiled graph.
+        prefix: Put before the names of the wrapper's variables.
+        given: Expression of each argument, in values.
+
+    Raises:
+        NotCompiledError: A line is not known; quotes the line.
+    """
+    return _Reader(half, prefix, given).read()
+
+
+class _Reader:
+    """Reads the statements of a wrapper's function `call`."""
+
+    def __init__(self, half: CompiledHalf, prefix: str, given: Sequence[str]) -> None:
+        tree = ast.parse(half.source)
+        self._kernels = _kernels_of(tree)
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        self._body = next(n for n in functions if n.name == "call").body
+        self._space = dict(half.space)
+        self._prefix = prefix
+        self._given = given
+        self._names: dict[str, str] = {}  # variable -> expression in values
+        self._values = {v for text in given for v in _identifiers(text)} - {_VIEW}
+        self._allocated: dict[str, str] = {}  # value -> its allocation
+        self._written: set[str] = set()
+        self._parts: dict[str, tuple[ast.Call, dict[int, str]]] = {}
+        self._lines: list[tuple[ast.Call, str | None, dict[int, str]]] = []
+
+    def read(self) -> Wrapper:
+        results: list[str] = []
+        for statement in self._body:
+            match statement:
+                case ast.Delete() | ast.Pass() | ast.Expr(ast.Constant()):
+                    pass
+                case ast.Expr(ast.Call() as call):
+                    if ast.unparse(call) == "args.clear()":
+                        continue
+                    if ast.unparse(call.func).split(".")[-1] not in _SKIPPED:
+                        self._lines.append((self._in_values(call), None, {}))
+                case ast.Assign([target], value):
+                    self._assign(statement, target, value)
+                case ast.Return(ast.Tuple(elements)):
+                    results = [ast.unparse(self._in_values(e)) for e in elements]
+                case _:
+                    raise unknown(statement)
+        lines = [self._line(*row) for row in self._lines]
+        return Wrapper(lines, results)
+
+    def _assign(self, statement: ast.stmt, target: ast.expr, value: ast.expr) -> None:
+        match target, value:
+            case ast.Tuple(elements) | ast.List(elements), ast.Name("args"):
+                names = [ast.unparse(e) for e in elements]
+                if len(names) != len(self._given):
+                    raise unknown(statement)
+                self._names.update(zip(names, self._given, strict=True))
+            case ast.Name(name), ast.Name() | ast.Attribute():
+                self._names[name] = ast.unparse(self._in_values(value))
+            case ast.Name(name), ast.Subscript(ast.Name(whole), ast.Constant(int(i))):
+                if whole not in self._parts:
+                    raise unknown(statement)
+                self._parts[whole][1][i] = self._declare(name)
+            case ast.Name(name), ast.Call(ast.Name(function)) if function == _ALLOCATE:
+                self._allocated[self._declare(name)] = ast.unparse(value)
+            case ast.Name(name), ast.Call(ast.Name(function)) if function == _VIEW:
+                self._names[name] = ast.unparse(self._in_values(value))
+            case ast.Name(name), ast.Call(ast.Attribute()):
+                call = self._in_values(value)
+                items: dict[int, str] = {}
+                self._parts[name] = call, items
+                self._lines.append((call, self._declare(name), items))
+            case _:
+                raise unknown(statement)
+
+    def _declare(self, name: str) -> str:
+        """Return the value of a variable that is assigned a new tensor."""
+        value = self._names[name] = self._prefix + name
+        self._values.add(value)
+        return value
+
+    def _in_values(self, tree: Any) -> Any:
+        """Return a copy of an expression with values in the place of variables."""
+        names = self._names
+
+        class Replaced(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.expr:
+                found = names.get(node.id)
+                return node if found is None else ast.parse(found, mode="eval").body
+
+        return Replaced().visit(ast.parse(ast.unparse(tree), mode="eval").body)
+
+    def _values_in(self, tree: ast.AST) -> list[str]:
+        return [v for v in _identifiers(ast.unparse(tree)) if v in self._values]
+
+    def _line(self, call: ast.Call, result: str | None, items: dict[int, str]) -> Any:
+        """Return a kernel call with the directions of its arguments."""
+        name = ast.unparse(call.func)
+        kernel = self._kernels.get(name)
+        read: list[str] = []
+        written: list[str] = []
+        pointers: list[str | None] = []
+        function: Any = None
+        if kernel is not None:
+            if len(call.args) != len(kernel.parameters) or call.keywords:
+                raise unknown(call)
+            for argument, (parameter, const) in zip(
+                call.args, kernel.parameters, strict=True
+            ):
+                found = self._values_in(argument)
+                (read if const else written).extend(found)
+                if parameter.startswith("in_out"):
+                    read.extend(found)
+                pointers.append(found[0] if len(found) == 1 else None)
+        else:
+            function = self._resolved(call)
+            writes = _written_arguments(call, function)
+            if writes is None or (result is not None and writes):
+                raise unknown(call)
+            for argument in [*call.args, *(k.value for k in call.keywords)]:
+                found = self._values_in(argument)
+                (written if argument in writes else read).extend(found)
+            if result is None and not writes:
+                raise unknown(call)
+        for word in _identifiers(ast.unparse(call)):
+            if isinstance(self._space.get(word), torch.Tensor):
+                raise unknown(call)  # a constant, which the digest would not tell
+        made = [
+            v
+            for v in dict.fromkeys(written)
+            if v in self._allocated and v not in self._written
+        ]
+        self._written.update(made)
+        changes = [v for v in dict.fromkeys(written) if v not in made]
+        operands = [v for v in dict.fromkeys((*read, *changes)) if v not in made]
+        tags = getattr(function, "tags", ())
+        outside = getattr(function, "namespace", "aten") != "aten"
+        random = torch.Tag.nondeterministic_seeded in tags
+        layouts = {v: self._layout(v) for v in made}
+        heavy = kernel is None and any(w in name for w in ("conv", "mm", "attention"))
+
+        def line(made: Sequence[str]) -> KernelLine:
+            """Return the line with its results in this order."""
+            paths = [] if result is None else [f"[{i}]" for i in items] or [""]
+            results = [*made, *(items.values() or ([result] if result else []))]
+            texts = [
+                _Text(self._allocated, call, operands, made, paths, into)
+                for into in (False, True)
+            ]
+            functions = [t.function(self._space, kernel) for t in texts]
+            return KernelLine(
+                name,
+                operands,
+                results,
+                layouts,
+                changes,
+                random,
+                pure=not random and not outside and not changes,
+                heavy=heavy,
+                kernel=kernel,
+                pointers=pointers,
+                function=functions[0],
+                into=functions[1] if made else None,
+                remade=line,
+            )
+
+        return line(made)
+
+    def _resolved(self, call: ast.Call) -> Any:
+        """Return the function that a call names.
+
+        Raises:
+            NotCompiledError: There is none.
+        """
+        try:
+            return eval(ast.unparse(call.func), self._space)  # names and dots only
+        except Exception as e:
+            raise unknown(call) from e
+
+    def _layout(self, value: str) -> Layout:
+        """Return the layout of an allocation.
+
+        Raises:
+            NotCompiledError: A size is no number.
+        """
+        call: Any = ast.parse(self._allocated[value], mode="eval").body
+        try:
+            shape, stride = (ast.literal_eval(a) for a in call.args[:2])
+        except ValueError as e:
+            raise unknown(call) from e
+        dtype = getattr(torch, call.args[2].attr)
+        return Layout(tuple(shape), tuple(stride), dtype, 0, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The source of a function that runs one line."""
+
+    allocated: Mapping[str, str]
+    call: ast.Call
+    operands: Sequence[str]
+    made: Sequence[str]
+    paths: Sequence[str]
+    into: bool
+
+    def function(self, space: dict[str, Any], kernel: Kernel | None) -> Any:
+        """Compile the function; equal lines have equal names, for remembered plans."""
+        names = {v: f"a{i}" for i, v in enumerate(self.operands)}
+        names |= {v: f"r{i}" for i, v in enumerate(self.made)}
+        body = []
+        for i, value in enumerate(self.made):
+            text = self.allocated[value]
+            if self.into and i == 0:
+                shape_and_strides = text.partition("(")[2].rpartition(", ")[0]
+                text = f"{_VIEW}(out, {shape_and_strides}, 0)"
+            body.append(f"r{i} = {text}")
+        call = re.sub(
+            r"\b[A-Za-z_]\w*\b",
+            lambda m: names.get(m.group(0), m.group(0)),
+            ast.unparse(self.call),
+        )
+        results = [f"r{i}" for i in range(len(self.made))]
+        if self.paths:
+            body.append(f"found = {call}")
+            results += [f"found{path}" for path in self.paths]
+        else:
+            body.append(call)
+        parameters = [*names.values()][: len(self.operands)]
+        parameters += ["*", "out"] if self.into else []
+        if results:
+            body.append(f"return {', '.join(results)}")
+        source = f"def line({', '.join(parameters)}):\n    " + "\n    ".join(body)
+        key = source if kernel is None else source + kernel.source
+        digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+        if (known := _LINES.get(digest)) is not None:
+            return known
+        found: dict[str, Any] = {}
+        exec(compile(source, "<line of Inductor's>", "exec"), space, found)
+        function = found["line"]
+        function.__qualname__ = f"inductor_{digest}"
+        function.__module__ = "mucudnn"
+        return _LINES.setdefault(digest, function)
+
+
+_LINES: dict[str, Any] = {}
+"""Functions by the digest of their text: equal kernels are measured once."""
+
+
+def unknown(statement: ast.AST) -> NotCompiledError:
+    """Return the error of a line that is not known."""
+    text = " ".join(ast.unparse(statement).split())
+    return NotCompiledError(
+        f"a line of Inductor's is not known to PyTorch {torch.__version__}'s reader: "
+        f"{text[:160]}"
+    )
+
+
+def _identifiers(text: str) -> list[str]:
+    return list(dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*\b", text)))
+
+
+def _kernels_of(tree: ast.Module) -> dict[str, Kernel]:
+    """Return the C++ kernels that a module defines, by name."""
+    found = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(
+                [ast.Name(name)],
+                ast.Call(ast.Attribute(attr="cpp_pybinding"), [types, source, *_]),
+            ):
+                text = ast.literal_eval(source)
+                head = re.search(r"void\s+kernel\((.*?)\)", text, re.DOTALL)
+                if head is None:
+                    continue
+                words = [p.split()[-1].lstrip("*") for p in head.group(1).split(",")]
+                kinds = [t.startswith("const") for t in ast.literal_eval(types)]
+                found[name] = Kernel(text, list(zip(words, kinds, strict=True)))
+    return found
+
+
+def _written_arguments(call: ast.Call, function: Any) -> Sequence[ast.expr] | None:
+    """Return the arguments that a function of PyTorch's writes to; None if unknown."""
+    out = [k.value for k in call.keywords if k.arg == "out"]
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        path = ast.unparse(call.func).split(".")
+        known = path[0] == "extern_kernels" and path[-1] in _PURE
+        return out if known else None
+    found = []
+    by_name = {k.arg: k.value for k in call.keywords}
+    for i, argument in enumerate(schema.arguments):
+        given = call.args[i] if i < len(call.args) else by_name.get(argument.name)
+        info = argument.alias_info
+        if given is not None and info is not None and info.is_write:
+            found.append(given)
+    returned = [r.alias_info for r in schema.returns]
+    views = any(info is not None and not info.is_write for info in returned)
+    return None if views else found

@@ -1,0 +1,94 @@
+"""Budgets of `train_step` that depend on the step or on the device."""
+
+import copy
+
+import pytest
+
+from mucudnn.errors import PlanningError
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import mucudnn.torch as mt  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def network(channels=8, width=64):
+    """Most memory is activations of the first layers, or parameters of the last."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, channels, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(channels, channels, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16 * channels, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, 5),
+    )
+
+
+def batch(samples=4):
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(samples, 3, 24, 24, generator=generator),
+        torch.randint(0, 5, (samples,), generator=generator),
+    )
+
+
+def planned(model, **options):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    loss_fn = torch.nn.functional.cross_entropy
+    return mt.train_step(model, loss_fn, optimizer, cache=None, **options)
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+@pytest.mark.parametrize("budget", ["85%", "auto", "device", " 100 % "])
+def test_a_step_keeps_it_and_equals_eager_mode(budget, width):
+    model = network(width=width)
+    eager, whole = copy.deepcopy(model), copy.deepcopy(model)
+    most = planned(whole).prepare(*batch()).peak_bytes
+    step = planned(model, budget=budget, verify=1)
+    optimizer = torch.optim.Adam(eager.parameters(), 1e-2)
+    for _ in range(2):
+        loss = torch.nn.functional.cross_entropy(eager(batch()[0]), batch()[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert step(*batch()).equal(loss.detach())
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert ours.equal(theirs)
+    plan = step.plan
+    assert plan.peak_bytes <= plan.budget
+    share = {"85%": 0.85, "auto": 1.0}.get(budget)
+    if share is None:
+        assert plan.peak_bytes == most
+    else:
+        assert plan.peak_bytes <= share * most
+    if budget == "auto":
+        assert plan.slowdown <= 1.05
+    first, second, third = str(plan).splitlines()[:3]
+    assert first.startswith(f"budget {budget.strip()}: ")
+    assert second.startswith("chosen: ")
+    assert f"{plan.slowdown:.3f} of the time" in third
+
+
+def test_options_that_round_are_chosen_only_where_they_are_allowed():
+    with pytest.raises(PlanningError, match="exact=False also allows slices") as error:
+        planned(network(channels=32), budget="12%").prepare(*batch(16))
+    plan = planned(network(channels=32), budget="12%", exact=False).prepare(*batch(16))
+    assert plan.peak_bytes <= plan.budget < error.value.least_bytes
+    assert plan.splitting.chosen.parts > 1
+    assert "split='auto'; results may differ by rounding" in str(plan)
+    with pytest.raises(PlanningError, match="the least budget that works is") as error:
+        planned(network(), budget="0.1%", exact=False).prepare(*batch())
+    assert error.value.least_bytes
+
+
+@pytest.mark.parametrize("budget", ["0%", "101%", "-5%", "half%", "nan%"])
+def test_bad_shares(budget):
+    with pytest.raises(ValueError, match="above 0% and at most 100%"):
+        planned(network(), budget=budget)
+    with pytest.raises(TypeError, match="exact must be"):
+        planned(network(), budget="50%", exact=1.5)

@@ -1,0 +1,180 @@
+"""The text that Inductor writes: what each kind of line reads, makes and changes."""
+
+import re
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+with warnings.catch_warnings():  # PyTorch's own, as its modules are imported
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch._inductor.select_algorithm import extern_kernels
+
+    from mucudnn.torch.inductor.compiling import CompiledHalf
+    from mucudnn.torch.inductor.in_place import candidates, keeps_bits
+    from mucudnn.torch.inductor.wrapper_text import read_wrapper
+
+from mucudnn.torch.lowering.lowered import Layout, NotCompiledError  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::Warning")]
+
+NEW = "empty_strided_cpu((4, 4), (4, 1), torch.float32)"
+WHERE = "static_cast<int64_t>(x1 + 4L*x0)"
+
+KERNEL = """
+cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+extern "C" void kernel(const float* in_ptr0, float* out_ptr0)
+{{
+    for(;;) {{ {body} }}
+}}
+''')
+class Runner:
+    def call(self, args):
+        {lines}
+"""
+SAME = f"auto t = at::load(in_ptr0 + {WHERE}); t.store(out_ptr0 + {WHERE});"
+
+
+def double(given, made):
+    made.copy_(given.mul(2))
+
+
+def wrapper(*lines, given=("x", "y"), kernel=double, body=SAME):
+    """Read a wrapper with these lines."""
+    text = [f"{', '.join(given)} = args", "args.clear()", *lines]
+    if not lines[-1].startswith("return"):
+        text.append("return (x, )")
+    source = KERNEL.format(body=body, lines="\n        ".join(text))
+    space = {
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "extern_kernels": extern_kernels,
+        "empty_strided_cpu": torch._C._dynamo.guards._empty_strided_cpu,
+        "reinterpret_tensor": torch._C._dynamo.guards._reinterpret_tensor,
+        "cpp_fused_0": kernel,
+    }
+    half = CompiledHalf(source, space, given, ())
+    return read_wrapper(half, "f_", given)
+
+
+LINES = {
+    "a kernel": (
+        [f"a = {NEW}", "cpp_fused_0(x, a)", "del x"],
+        (["x"], ["f_a"], [], lambda x, y: (x * 2,)),
+    ),
+    "a kernel of views": (
+        [
+            f"a = {NEW}",
+            "b = reinterpret_tensor(a, (4, 4), (1, 4), 0)",
+            "cpp_fused_0(reinterpret_tensor(x, (4, 4), (1, 4), 0), b)",
+        ],
+        (["x"], ["f_a"], [], lambda x, y: (x * 2,)),
+    ),
+    "an operation with out": (
+        [f"a = {NEW}", "extern_kernels.mm(x, y, out=a)"],
+        (["x", "y"], ["f_a"], [], lambda x, y: (x @ y,)),
+    ),
+    "an operation with a result": (
+        ["a = torch.ops.aten.add.Tensor(x, y, alpha=2)"],
+        (["x", "y"], ["f_a"], [], lambda x, y: (x + 2 * y,)),
+    ),
+    "an operation with several results": (
+        ["a = torch.ops.aten.max.dim(x, 1)", "b = a[0]", "c = a[1]", "del a"],
+        (["x"], ["f_b", "f_c"], [], lambda x, y: tuple(x.max(1))),
+    ),
+    "random numbers": (
+        [
+            "a = empty_strided_cpu((1, ), (1, ), torch.int64)",
+            "aten.randint.low_out(-(2**63), 2**63 - 1, [1], out=a)",
+        ],
+        ([], ["f_a"], [], None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_has_its_operands_and_results(name):
+    lines, (operands, results, changes, expected) = LINES[name]
+    (line,) = wrapper(*lines).lines
+    assert [*line.operands] == operands
+    assert [*line.results] == results
+    assert [*line.changes] == changes
+    assert line.random == (name == "random numbers")
+    assert line.pure != line.random
+    torch.manual_seed(0)
+    values = {"x": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    found = line.function(*(values[v] for v in line.operands))
+    if expected is not None:
+        found = found if isinstance(found, tuple) else (found,)
+        assert all(map(torch.equal, found, expected(**values)))
+
+
+def test_a_second_kernel_changes_what_the_first_has_made():
+    part = "reinterpret_tensor(a, (4, 2), (4, 1), {})"
+    first, second = wrapper(
+        f"a = {NEW}",
+        f"b = {part.format(0)}",
+        "cpp_fused_0(x, b)",
+        f"c = {part.format(2)}",
+        "cpp_fused_0(y, c)",
+        "return (a, reinterpret_tensor(a, (2, ), (1, ), 1), None, )",
+    ).lines
+    assert [first.results, second.results] == [["f_a"], []]
+    assert second.changes == ["f_a"]
+    assert not second.pure
+    x, y = torch.randn(4, 2), torch.randn(4, 2)
+    whole = first.function(x)
+    second.function(y, whole)
+    assert torch.equal(whole, 2 * torch.cat([x, y], 1))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "with torch.cuda._DeviceGuard(0):\n            pass",
+        "triton_poi_fused_0.run(x, y, 16, stream=stream0)",
+        "s0 = x.size()[0]",
+        "a = torch.ops.aten.view.default(x, [16])",
+        "extern_kernels.something_else(x, y)",
+        "print(x)",
+        "cpp_fused_0(x)",
+        "if x: pass",
+    ],
+)
+def test_a_line_that_is_not_known_is_quoted(line):
+    words = re.escape(line.partition("a = ")[2] or line.partition(":")[0])
+    with pytest.raises(NotCompiledError, match=f"not known to PyTorch.*{words}"):
+        wrapper(line)
+
+
+SHIFTED = SAME.replace(
+    "in_ptr0 + static_cast<int64_t>(", "in_ptr0 + static_cast<int64_t>(1L + "
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"), [(SAME, ["x"]), (SHIFTED, []), (SAME + " g(in_ptr0);", [])]
+)
+def test_a_result_may_overwrite_what_is_read_at_the_same_addresses(body, found):
+    (line,) = wrapper(f"a = {NEW}", "cpp_fused_0(x, a)", body=body).lines
+    layout = Layout.of(torch.ones(4, 4))
+    sizes = {"x": 1 << 13, "f_a": 1 << 13}
+    assert candidates(line, "f_a", {"x": layout}, sizes) == found
+    assert not candidates(line, "f_a", {"x": layout}, {**sizes, "x": 64})
+
+
+def late(given, made):
+    """Read the operand again behind the first result."""
+    made.copy_(given.mul(2))
+    made.add_(given)
+
+
+@pytest.mark.parametrize(("kernel", "kept"), [(double, True), (late, False)])
+def test_a_pair_is_dropped_unless_its_bits_are_equal(kernel, kept):
+    (line,) = wrapper(
+        f"a = {NEW}", "cpp_fused_0(x, a)", kernel=kernel, body=f"{SAME} // {kept}"
+    ).lines
+    x = torch.rand(4, 4)
+    before = x.clone()
+    assert keeps_bits(line, "x", [x]) == kept
+    assert torch.equal(x, before)
