@@ -9,7 +9,7 @@ import difflib
 import tomllib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from types import MappingProxyType
 
@@ -88,7 +88,7 @@ class DeviceFigures:
     memory: Figure
     d2h: Figure
     h2d: Figure
-    tensor_cores: Mapping[str, float] = MappingProxyType({})
+    tensor_cores: Mapping[str, float] = field(default_factory=dict)
 
     def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
         """Return the peaks for products of a type: on tensor cores or not -> rate.
