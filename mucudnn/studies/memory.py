@@ -215,6 +215,7 @@ class MemoryTrials:
         self._splitting: SplitDecision | None = None
         self._least_in_parts: int | None = None
         self._placed: PlacedStep | None = None
+        self._placed_steps: list[PlacedStep] = []
         self._placement_error = ""
         self._minimum: int | None = None
         self._least_ms: dict[int, float] = {}
@@ -296,13 +297,28 @@ class MemoryTrials:
         """Plan the first form that fits, as `Trainer` does; return its request, too."""
         *preferred, last = forms
         request = next((form for form in preferred if self._fits(form)), last)
-        technique = try_technique(request)
+        technique = self._as_placed(try_technique(request), request)
         if technique.fits:
             self._planned[technique.budget].append(request.graph)
         elif technique.least_bytes is not None:
             least = min(map(self._least, forms))
             technique = replace(technique, least_bytes=least)
         return technique, request
+
+    def _as_placed(self, found: PolicyResult, request: StepRequest) -> PolicyResult:
+        """Return a technique whose plan is the step with offsets, as `Trainer` runs it.
+
+        Steps with tiers are placed for the best technique only, and PyTorch's never.
+        """
+        if found.plan is None or not self._costed.placed or self._costed.tiers:
+            return found
+        try:
+            placed = place_step(request, found.plan)
+        except PlanningError as e:
+            self._placement_error = str(e)
+            return replace(found, plan=None, least_bytes=e.least_bytes)
+        self._placed_steps.append(placed)
+        return replace(found, plan=placed.plan)
 
     def _fits(self, request: StepRequest) -> bool:
         """Return whether a step can be planned and placed within its budget."""
@@ -349,7 +365,10 @@ class MemoryTrials:
                 continue
             plan = found.chosen.plan
             name = "any" if plan is None else plan.scheduler
-            return PolicyResult(IN_PARTS, name, budget, plan), found
+            technique = PolicyResult(IN_PARTS, name, budget, plan)
+            if (request := found.chosen.request) is not None:
+                technique = self._as_placed(technique, request)
+            return technique, found
         self._least_in_parts = min(least, default=self._least_in_parts)
         return PolicyResult(
             IN_PARTS, "any", budget, None, min(least, default=None)
@@ -375,6 +394,10 @@ class MemoryTrials:
         if best is None:
             return
         self._say("places in the arena", 0, 1)
+        for placed in self._placed_steps:
+            if placed.plan is best.plan:
+                self._placed, self._placement_error = placed, ""
+                return
         if best.policy == IN_PARTS and self._splitting is not None:
             request = self._splitting.chosen.request
             assert request is not None, "a split with a plan has a request"
