@@ -11,8 +11,8 @@ from bench.machine import describe
 from bench.papers import one_row
 
 NAMES = (
-    *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
-    *("front", "budget", "placement", "traffic", "split", "fleet", "gaps"),
+    *("overhead", "planner", "pruning", "peers", "papers", "step"),
+    *("front", "budget", "placement", "traffic", "split", "gaps"),
     *("torch", "torch-compiled", "torch-step", "torch-calls"),
 )
 

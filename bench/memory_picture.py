@@ -1,46 +1,17 @@
-"""`python -m bench.memory_picture memory.json DIR`: one picture a device."""
+"""Draw charts of speed against memory beside each other, as one SVG file."""
 
-import argparse
-import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
-from mucudnn.passes.residency import PLANNED
-from mucudnn.report.memory_charts import Series, speed_chart
 from mucudnn.report.svg import Child, Markup, marker, tag
 
-__all__ = ["CHART", "framed", "panels", "picture"]
+__all__ = ["CHART", "framed", "panels"]
 
 _ACROSS = 3
 _WIDTH, _HEIGHT, _GAP = 330.0, 236.0, 14.0
 CHART = (_WIDTH, _HEIGHT)
 _HEAD, _FOOT, _MARGIN = 24.0, 40.0, 12.0
 _LEGEND_STEP = 200.0
-
-
-def main() -> int:
-    """Draw the results of `python -m bench memory`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    steps = json.loads(options.results.read_text())["steps"]
-    for device in dict.fromkeys(step["device"] for step in steps):
-        mine = [step for step in steps if step["device"] == device]
-        path = options.folder / f"memory_{device}.svg"
-        path.write_text(picture(mine))
-        print(path)
-    return 0
-
-
-def picture(steps: Sequence[Mapping[str, Any]]) -> str:
-    """A panel a network, and the policies' marks below."""
-    names = list(steps[0]["budgets"][0]["speed"])
-    title = "Speed of a training step against its memory budget"
-    return panels(title, [_panel(step) for step in steps], names, PLANNED)
 
 
 def panels(
@@ -92,15 +63,6 @@ def _style() -> str:
     return "".join(sheets) + font + page
 
 
-def _panel(step: Mapping[str, Any]) -> tuple[str, Markup]:
-    series = [
-        Series(name, _points(step, name), name == PLANNED)
-        for name in step["budgets"][0]["speed"]
-    ]
-    chart = speed_chart(series, width=_WIDTH, height=_HEIGHT, ticks=6)
-    return f"{step['model']}, batch {step['batch']}", chart
-
-
 def _placed(name: str, chart: Markup, row: int, column: int) -> Markup:
     x = column * (_WIDTH + _GAP)
     y = row * (_HEAD + _HEIGHT + _GAP)
@@ -115,14 +77,6 @@ def _placed(name: str, chart: Markup, row: int, column: int) -> Markup:
     )
 
 
-def _points(step: Mapping[str, Any], policy: str) -> tuple[tuple[int, float], ...]:
-    return tuple(
-        (point["budget_bytes"], point["speed"][policy])
-        for point in step["budgets"]
-        if point["speed"].get(policy) is not None
-    )
-
-
 def _legend(names: Sequence[str], strong: str, top: float) -> list[Markup]:
     across = 5
     found = []
@@ -131,7 +85,3 @@ def _legend(names: Sequence[str], strong: str, top: float) -> list[Markup]:
         found.append(marker(i, x, y, filled=name == strong))
         found.append(tag("text", name, x=x + 9, y=y + 3.5))
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

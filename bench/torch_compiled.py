@@ -1,7 +1,8 @@
 """Compiled training steps in turns: `torch.compile`, its budgets, and ours.
 
 Each rival is compiled from code of its own: one compilation a network and budget. Ours
-is planned for the peaks that PyTorch's budgets really have, from one compilation.
+is planned for the peaks that PyTorch's budgets really have, from one compilation. Times
+are the process's own (all threads), since others may be at work beside.
 """
 
 import copy
@@ -9,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -156,11 +157,11 @@ def _network(name: str, knob: tuple[float, ...], rounds: int) -> dict[str, Any]:
     resident = free.plan.resident_bytes
     ours = [free]
     asked = sorted({rival.peak_bytes for rival in rivals}, reverse=True)
-    least, tiers = _least(case), ""
+    least = _least(case)
     asked += [int(least - resident + 0.25 * (asked[-1] - least + resident))]
     for beyond in asked:
         try:
-            way = f"ours, at most {beyond / _MIB:.2f} MiB{tiers}"
+            way = f"ours, at most {beyond / _MIB:.2f} MiB"
             ours.append(_Rival(way, case).planned(resident + beyond))
         except PlanningError as e:
             print(f"  {beyond / _MIB:.2f} MiB: {e}", file=sys.stderr)
@@ -169,9 +170,9 @@ def _network(name: str, knob: tuple[float, ...], rounds: int) -> dict[str, Any]:
     best = dict.fromkeys((r.way for r in (*rivals, *ours)), math.inf)
     for _ in range(rounds):
         for rival in (*rivals, *ours):
-            start = perf_counter()
+            start = process_time()
             rival.step()
-            best[rival.way] = min(best[rival.way], 1e3 * (perf_counter() - start))
+            best[rival.way] = min(best[rival.way], 1e3 * (process_time() - start))
     return {
         "model": name,
         "load": [load, os.getloadavg()[0]],

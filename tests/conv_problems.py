@@ -14,7 +14,7 @@ KINDS = ("any", "pointwise", "depthwise", "unseen", "wide", "winograd")
 
 
 @st.composite
-def conv_problems(draw, kinds=KINDS):
+def conv_problems(draw, kinds=KINDS, dtypes=("float32", "float64")):
     """Any convolution of 1, 2 or 3 axes, of one of the kinds."""
     kind = draw(st.sampled_from(kinds))
     rank = draw(st.sampled_from([2, 1, 3]))
@@ -31,7 +31,7 @@ def conv_problems(draw, kinds=KINDS):
         padding=padding,
         dilation=dilation,
         groups=groups,
-        dtype=draw(st.sampled_from(["float32", "float64"])),
+        dtype=draw(st.sampled_from(dtypes)),
         layout=draw(st.sampled_from(["NCHW", "NHWC"])),
     )
 

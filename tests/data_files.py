@@ -106,3 +106,10 @@ def write_cifar100(folder, rows, binary):
 
 def read_all(dataset):
     return dataset.read(range(len(dataset)))
+
+
+def write_npy(folder, prefix="", n=20, shape=(3, 6, 5), dtype=np.uint8):
+    images, labels = labelled_images(n, shape, classes=4)
+    np.save(folder / f"{prefix}images.npy", images.astype(dtype))
+    np.save(folder / f"{prefix}labels.npy", labels)
+    return images, labels

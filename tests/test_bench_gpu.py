@@ -1,6 +1,5 @@
 """`bench/gpu.sh` on the null backend: whole, in parts, killed and resumed."""
 
-import importlib.util
 import io
 import json
 import math
@@ -13,7 +12,6 @@ import sys
 import tarfile
 import time
 import tomllib
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +19,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from bench.gpu import archive, halves, launches, packages, turns, verdicts
+from bench.gpu import archive, halves, launches, packages, verdicts
 from bench.gpu.__main__ import MOST_S, SECONDS, shares
 from bench.gpu.job import Job
-from bench.gpu.work import LIMITS, STAGES, deepbench_layers, network_layers
+from bench.gpu.work import LIMITS, STAGES, deepbench_layers
 from mucudnn.backends import get_backend
-from mucudnn.ir.conv import Direction
-from mucudnn.runtime.tuning.timing import StoppingRule
 from tests.cuda_fake import fake_backend
 from tests.cudnn_fake import FakeCudnn
 
@@ -126,34 +122,6 @@ def test_all_parts_run_and_leave_three_files(whole):
         assert {*part["files"]} <= {*contents(out)}
 
 
-@pytest.mark.parametrize(("more", "batch"), [([], 2), (["--batch", "3"], 3)])
-def test_a_rehearsal_is_small_and_needs_no_gpu(more, batch, tmp_path):
-    """What is given beside it wins, wherever it stands."""
-    for number, order in enumerate(([*more, "--rehearse"], ["--rehearse", *more])):
-        out = tmp_path / f"out{number}"
-        done = subprocess.run(
-            ["bash", str(SCRIPT), str(out), "peers", *order],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        (entry,) = load(out / "summary.json")["parts"].values()
-        assert entry["settings"] == {"backend": "null", "batch": batch, "layers": 1}
-
-
-def test_every_result_says_what_made_it(whole, tmp_path):
-    out = unpacked(whole[0], tmp_path)
-    results = [f for f in out.glob("*.json") if f.name != "info.json"]
-    assert len(results) == len(STAGES) + 8
-    for file in results:
-        machine = load(file)["machine"]
-        assert "python -m bench.gpu" in machine["command"]
-        assert machine["versions"]["numpy"] == np.__version__
-
-
 def test_the_recordings_answer_as_the_device_did(whole, tmp_path):
     out = unpacked(whole[0], tmp_path)
     layer = deepbench_layers(job(out, layers=1))[0]
@@ -170,24 +138,6 @@ def test_tests_are_counted(whole):
     assert found["why_skipped"] == {"Skipped: no": 1}
 
 
-def test_plain_library_and_torch_stand_beside_ours(whole):
-    out, _ = whole
-    peers = result(out, "peers.json")
-    assert "left out" in peers["torch"]
-    for row in peers["rows"]:
-        rivals = row["rivals"]
-        ours = rivals["ours_divided"]["time_ms"]
-        assert ours <= rivals["cudnn_limited"]["time_ms"]
-
-
-def test_a_step_sums_its_layers(whole):
-    out, _ = whole
-    for network in result(out, "models.json")["networks"].values():
-        layers = network["comparison"]["layers"]
-        expected = sum(x["count"] * x["plans"][0]["undivided_ms"] for x in layers)
-        assert network["undivided_ms"] == pytest.approx(expected)
-
-
 def test_what_is_complete_is_not_done_again(whole):
     out, _ = whole
     before = contents(out)
@@ -199,21 +149,6 @@ def test_what_is_complete_is_not_done_again(whole):
     assert again.stdout.index("deepbench: complete") < again.stdout.index("models: c")
 
 
-def test_again_repeats(whole):
-    out, _ = whole
-    before = contents(out)
-    done = script(out, "models", "--layers", 1, "--again")
-    assert done.returncode == 0
-    seconds = [
-        load_part["parts"]["models"]["seconds"]
-        for load_part in (
-            json.loads(before["summary.json"]),
-            load(out / "summary.json"),
-        )
-    ]
-    assert seconds[0] != seconds[1]
-
-
 def test_other_settings_want_another_folder(whole):
     out, _ = whole
     before = contents(out)
@@ -223,6 +158,7 @@ def test_other_settings_want_another_folder(whole):
     assert contents(out) == before
 
 
+@pytest.mark.slow
 def test_a_failing_test_is_told_and_costs_no_other_part(tmp_path):
     tests = tmp_path / "test_some.py"
     tests.write_text(GPU_TESTS.replace("    pass", "    assert 1 == 2", 1))
@@ -287,20 +223,7 @@ def test_ended_anywhere_and_gone_on_with(number, count, tmp_path):
     assert_nothing_lost(out, kept, 2)
 
 
-def test_ended_itself_the_script_ends_what_it_runs(tmp_path):
-    out = tmp_path / "out"
-    arguments = command(out, "deepbench", "--layers", 4, "--keep-every", 0)
-    with subprocess.Popen(
-        arguments, env=ENVIRONMENT, stdout=subprocess.PIPE
-    ) as process:
-        wait_for_archive(process, out, 1)
-        process.terminate()
-        # The part shares the script's output, which ends when both have.
-        assert b"ended before it was done" in process.stdout.read()
-        assert process.wait(300) == 128 + signal.SIGTERM
-    assert states(out) == {"deepbench": "begun"}
-
-
+@pytest.mark.slow
 def test_an_archive_that_was_taken_away_is_gone_on_with_elsewhere(whole, tmp_path):
     out, _ = whole
     taken = tmp_path / "taken.tar.gz"
@@ -317,6 +240,7 @@ def test_an_archive_that_was_taken_away_is_gone_on_with_elsewhere(whole, tmp_pat
     assert "is not read" in again.stdout
 
 
+@pytest.mark.slow
 def test_what_recordings_hold_is_not_measured_again(whole, tmp_path):
     folder = unpacked(whole[0], tmp_path / "work")
     job_ = job(folder, layers=1)
@@ -346,55 +270,13 @@ def test_an_archive_that_is_none_is_refused_before_anything_begins(tmp_path):
     assert "missing" in done.stderr
 
 
+@pytest.mark.slow
 def test_too_little_time_leaves_something_to_do(tmp_path):
     out = tmp_path / "out"
     done = script(out, "deepbench", "--seconds", "deepbench=5")
     assert done.returncode == 3, done.stdout + done.stderr
     assert states(out) == {"deepbench": "partial"}
     assert STAGES[0].recording in contents(out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unusual", ["home", "tmpdir", "nothing"])
-def test_unusual_surroundings_cost_nothing(unusual, tmp_path):
-    environment = dict(ENVIRONMENT)
-    if unusual == "nothing":  # neither a home nor a folder for temporary files
-        environment.pop("HOME", None)
-        environment.pop("TMPDIR", None)
-    else:
-        environment[unusual.upper()] = "/proc/1/nowhere"
-    done = subprocess.run(
-        command("out", "probe", "models", "--layers", "1", "--batch", "4"),
-        cwd=tmp_path,  # OUT may be named from anywhere
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert states(tmp_path / "out") == {"probe": "complete", "models": "complete"}
-
-
-def test_without_cupy_the_probe_still_says_what_is_there(tmp_path):
-    if importlib.util.find_spec("cupy"):
-        pytest.skip("CuPy is installed")
-    out = tmp_path / "out"
-    done = subprocess.run(
-        ["bash", str(SCRIPT), str(out), "deepbench", "probe", "--layers", "1"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "cupy-cuda13x[ctk]" in done.stderr
-    sections = result(out, "probe.json")["sections"]
-    assert sections["info"]["state"] == sections["clocks"]["state"] == "done"
-    assert "needs CuPy" in sections["device"]["error"]
-    failures = load(out / "summary.json")["parts"]["deepbench"]["failures"]
-    assert "needs CuPy" in failures[0]
 
 
 @pytest.mark.parametrize(
@@ -440,30 +322,6 @@ def test_all_that_the_package_depends_on_is_looked_for_and_brought_along():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}
     assert names <= packages._BASE.keys() | packages._COMMAND.keys()
-
-
-def test_a_missing_package_is_named_and_found_among_wheels(tmp_path):
-    name = "mucudnn_absent"
-    assert "No module named" in packages._missing({name: name})[name]
-    wheels, site = tmp_path / "wheels", tmp_path / "site"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        info = f"{name}-1.0.dist-info"
-        wheel.writestr(f"{name}.py", "")
-        wheel.writestr(
-            f"{info}/METADATA",
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-            "Requires-Dist: something-that-is-installed\n",
-        )
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    packages._install(str(site), str(wheels), [name])
-    assert (site / f"{name}.py").exists()
-    assert name in packages._missing({name: name})
-    assert packages._missing({name: name}, str(site)) == {}
-    unpacked_there = tmp_path / "without pip"
-    packages._unpack(unpacked_there, wheels)
-    assert (unpacked_there / f"{name}.py").exists()
 
 
 def test_a_package_that_every_part_needs_is_told_with_what_to_type(
@@ -559,17 +417,6 @@ def test_names_that_lead_elsewhere_are_refused(name, tmp_path):
     assert not (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE])
-def test_only_plain_files_are_taken(kind, tmp_path):
-    file = tmp_path / "some.tar.gz"
-    with tarfile.open(file, "w:gz") as tar:
-        member = tarfile.TarInfo("fine.json")
-        member.type, member.linkname = kind, "/etc/passwd"
-        tar.addfile(member)
-    with pytest.raises(ValueError, match="only plain files"):
-        archive.unpack(file, tmp_path)
-
-
 @given(cut=st.floats(0, 0.999))
 def test_half_an_archive_is_refused(cut, tmp_path_factory):
     folder = tmp_path_factory.mktemp("half")
@@ -582,24 +429,6 @@ def test_half_an_archive_is_refused(cut, tmp_path_factory):
     with pytest.raises(ValueError, match="no whole archive"):
         archive.unpack(half, work)
     assert list(work.iterdir()) == []
-
-
-def test_the_most_wanted_comes_first(tmp_path):
-    layers = deepbench_layers(job(tmp_path))
-    assert len({(x.name, x.problem.direction) for x in layers}) == len(layers)
-    assert {x.problem.batch for x in layers} == {256}
-    directions = [x.problem.direction for x in layers]
-    assert directions[: len(directions) // 3] == [Direction.FORWARD] * (
-        len(directions) // 3
-    )
-    assert (STAGES[0].name, STAGES[0].layout) == ("tf32", "NCHW")
-
-
-def test_a_step_needs_no_gradient_of_its_input(tmp_path):
-    layers = network_layers(job(tmp_path), "alexnet")
-    first = [x.problem.direction for x in layers if x.name == layers[0].name]
-    assert Direction.BACKWARD_DATA not in first
-    assert len(layers) == 3 * len({x.name for x in layers}) - 1
 
 
 def comparison(stage, speedups, divided_ms=1.0):
@@ -651,26 +480,6 @@ def test_nothing_measured_is_said():
     assert "nothing yet" in text
 
 
-def test_rivals_take_turns_and_drop_out():
-    taken = []
-
-    def rival(name, ms):
-        def sample():
-            taken.append(name)
-            return ms
-
-        return sample
-
-    rule = StoppingRule(min_samples=2, max_samples=5, margin=-1.0, budget_ms=10.0)
-    found = turns.in_turn(
-        {"slow": rival("slow", 6.0), "fast": rival("fast", 1.0)}, rule, math.inf
-    )
-    assert taken == ["slow", "fast"] * 3 + ["fast"] * 3
-    assert (found["slow"].samples, found["fast"].samples) == (2, 5)
-    late = turns.in_turn({"slow": rival("slow", 6.0)}, rule, 0.0)
-    assert late["slow"].samples == 1
-
-
 def test_bfloat16_is_the_upper_half_of_float32():
     exact = np.array([1.0, -2.5, 3.140625, 0.0, 2.0**-130], "float32")
     bits = (exact.view("uint32") >> 16).astype("uint16")
@@ -680,6 +489,7 @@ def test_bfloat16_is_the_upper_half_of_float32():
     assert np.array_equal(halves._on_host(bits, "bfloat16"), exact)
 
 
+@pytest.mark.slow
 def test_raw_calls_and_plan_launch_the_same_kernels(tmp_path):
     rehearsal = job(tmp_path, backend_name="cuda", batch=2, ends=time.monotonic() + 60)
     rehearsal.__dict__["backend"] = fake_backend(FakeCudnn())

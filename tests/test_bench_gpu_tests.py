@@ -138,30 +138,6 @@ def test_a_marker_is_found_wherever_it_stands(tmp_path):
     ]
 
 
-SKIPPED = """
-import pytest
-
-@pytest.mark.gpu
-def test_a():
-    pytest.skip("{why}")
-"""
-NO_CUPY = "backend 'cuda' needs CuPy, which is not installed"
-
-
-@pytest.mark.parametrize(
-    ("why", "rehearsal", "complete"),
-    [(NO_CUPY, True, True), (NO_CUPY, False, False), ("needs more", True, False)],
-)
-def test_only_a_rehearsal_is_complete_without_cupy(why, rehearsal, complete, tmp_path):
-    folder = folder_of(tmp_path, test_a=SKIPPED.format(why=why))
-    report = run(job(tmp_path / "out", folder, rehearsal=rehearsal))
-    assert report.complete
-    assert (not report.failures) == complete
-    said = report.text if complete else report.failures[0]
-    assert f"all 1 tests were skipped: Skipped: {why}" in said
-    assert ("in a rehearsal they are complete" in report.text) == complete
-
-
 @pytest.mark.slow
 def test_each_test_ends_once_whatever_it_does(tmp_path):
     folder = folder_of(
@@ -234,11 +210,6 @@ def test_time_that_is_up_costs_the_test_in_progress_and_no_outcome(tmp_path):
 
 def lines(file):
     return file.read_text().splitlines() if file.exists() else []
-
-
-def test_files_without_a_marker_are_told(tmp_path):
-    report = run(job(tmp_path / "out", folder_of(tmp_path, test_a="x = 1")))
-    assert report.failures == (f"no test is marked 'gpu' in {tmp_path / 'tests'}",)
 
 
 ENTRIES = st.lists(

@@ -5,10 +5,8 @@ import pytest
 
 from bench.papers import tsplit
 from bench.split_distance import gradient_distance
-from bench.split_running import Told, measured_by, steps_of
 from mucudnn.models import unet2d, unet3d
 from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
-from mucudnn.runtime.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("first", range(len(tsplit.TIMES)))
@@ -24,16 +22,6 @@ def test_the_largest_multiple_is_found_from_anywhere(first, most):
     assert len(tried) == len(set(tried)) <= 1 + len(tsplit.TIMES) // 2 + 1
 
 
-def test_distances_of_gradients_are_relative_to_the_first():
-    one = {"gradients": {"a": np.array([3.0, 4.0], "f4"), "b": np.array([1.0], "f4")}}
-    other = {"gradients": {"a": np.array([3.0, 4.5], "f4"), "b": np.array([1.0], "f4")}}
-    found = gradient_distance(one, other)
-    assert found["largest"] == pytest.approx(0.1)
-    assert found["median"] == pytest.approx(0.05)
-    assert found["all"] == pytest.approx(0.5 / 26**0.5)
-    assert found["largest_of"] == "a"
-
-
 def test_a_gradient_that_is_all_but_zero_has_no_distance_of_its_own():
     """Such as that of a bias ahead of batch norm: rounding, relative to rounding."""
     one = {"gradients": {"w": np.array([3.0, 4.0]), "bias": np.array([1e-17])}}
@@ -41,26 +29,6 @@ def test_a_gradient_that_is_all_but_zero_has_no_distance_of_its_own():
     found = gradient_distance(one, other)
     assert found["largest_of"] == "w"
     assert found["largest"] == pytest.approx(1e-3)
-
-
-def test_momentum_after_one_step_is_the_gradient(tmp_path):
-    network = narrow_unet2d(2)(1, image=(1, 16, 16))
-    with (
-        measured_by(Told()) as tuner,
-        Trainer(network, tuner=tuner, optimizer="sgd", learning_rate=1.0) as plain,
-    ):
-        before = plain.state.save()
-        list(steps_of(plain, network, 1, print))
-        after = plain.state.save()
-    with (
-        measured_by(Told()) as tuner,
-        Trainer(network, tuner=tuner, optimizer="momentum") as trainer,
-    ):
-        (row,) = steps_of(trainer, network, 1, print)
-    assert row["gradients"]
-    for name, gradient in row["gradients"].items():
-        w = name.removesuffix(":momentum")
-        np.testing.assert_allclose(before[w] - after[w], gradient, rtol=1e-3, atol=1e-6)
 
 
 def test_narrow_u_nets_are_the_originals_at_their_width():

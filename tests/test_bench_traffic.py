@@ -10,17 +10,6 @@ from tests.test_cuda_training import stand_in
 from tests.training_cases import examples, trainer
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_half_precision_moves_half_the_bytes(precision):
-    """Though masters and statistics are in float32."""
-    wide, half = (
-        _step("resnet50", BATCHES["resnet50"], p, True) for p in (None, precision)
-    )
-    assert half["bytes"] <= wide["bytes"] / 2
-    assert half["conv_bytes"] == pytest.approx(wide["conv_bytes"] / 2)
-    assert half["flops"] == wide["flops"]
-
-
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("model", ["vgg16", "unet2d"])
 def test_half_precision_moves_half_the_bytes_but_of_updates(model, layout):
@@ -35,12 +24,6 @@ def test_half_precision_moves_half_the_bytes_but_of_updates(model, layout):
     wide_rest, half_rest = (s["bytes"] - s["update_bytes"] for s in (wide, half))
     assert half_rest <= 0.506 * wide_rest  # an index of a maximum has a byte in both
     assert half["bytes"] <= 0.53 * wide["bytes"]
-
-
-def test_what_is_fused_moves_less_in_fewer_launches():
-    apart, fused = (_step("resnet50", 32, None, fuse) for fuse in (False, True))
-    assert fused["launches"] < apart["launches"]
-    assert fused["least_bytes"] < fused["bytes"] < apart["bytes"]
 
 
 def test_channels_last_turns_little_and_saves_what_is_turned_inside():
@@ -134,8 +117,9 @@ def test_an_eager_step_is_counted_as_by_hand(precision, monkeypatch):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-@pytest.mark.parametrize(("model", "batch"), [("resnet50", 32), ("unet2d", 2)])
+@pytest.mark.parametrize(
+    ("model", "batch", "layout"), [("resnet50", 32, "NHWC"), ("unet2d", 2, "NCHW")]
+)
 def test_our_step_moves_less_than_an_eager_one_and_computes_as_much(
     model, batch, layout
 ):

@@ -311,19 +311,6 @@ def test_a_bad_import_imports_nothing(cache, tmp_path):
     assert cache.rows() == ()
 
 
-def test_an_export_that_fails_says_where(cache, tmp_path):
-    with pytest.raises(CacheError, match="nowhere"):
-        cache.export_json(tmp_path / "nowhere" / "out.json")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(CacheError, match="folder"):
-        cache.export_json(tmp_path / "folder")
-    assert {p.name for p in tmp_path.iterdir()} - {"folder"} <= {
-        "perf.sqlite",
-        "perf.sqlite-wal",
-        "perf.sqlite-shm",
-    }
-
-
 # Threads and processes
 
 
@@ -339,36 +326,6 @@ def test_threads_share_a_cache(cache):
     for thread in threads:
         thread.join()
     assert len(cache.rows()) == 120
-
-
-def test_processes_share_a_file(file):
-    code = """
-path, name = sys.argv[1:]
-with BenchmarkCache(path) as cache:
-    for batch in range(1, 41):
-        cache.put("gpu", PROBLEM, [perf(name, batch)])
-    assert cache.path is not None
-"""
-    for child in [spawn(code, file, f"A{i}") for i in range(5)]:
-        finish(child)
-    with BenchmarkCache(file) as cache:
-        assert len(cache.rows()) == 200
-
-
-def test_processes_that_find_garbage_agree_on_one_fresh_file(file):
-    file.write_bytes(b"garbage" * 1000)
-    code = """
-path, name = sys.argv[1:]
-warnings.simplefilter("ignore")
-with BenchmarkCache(path) as cache:
-    cache.put("gpu", PROBLEM, [perf(name)])
-    assert cache.path is not None
-"""
-    for child in [spawn(code, file, f"A{i}") for i in range(5)]:
-        finish(child)
-    with BenchmarkCache(file) as cache:
-        assert len(cache.rows()) == 5
-    assert [p.read_bytes() for p in aside(file, "corrupt")] == [b"garbage" * 1000]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")

@@ -12,29 +12,12 @@ from hypothesis import given, strategies as st
 from mucudnn import codecs, recording_format
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.measurement import Measurement
+from tests.conv_problems import conv_problems
 
 sizes = st.integers(1, 9)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 times = st.floats(0, 1e12)
-
-
-@st.composite
-def problems(draw):
-    rank = draw(st.integers(1, 3))
-    groups = draw(st.integers(1, 3))
-    kernel = draw(st.lists(sizes, min_size=rank, max_size=rank))
-    spatial = [k + draw(st.integers(0, 9)) for k in kernel]
-    channels = draw(sizes)
-    return ConvProblem(
-        direction=draw(st.sampled_from(Direction)),
-        x_shape=(draw(sizes), channels * groups, *spatial),
-        w_shape=(groups * draw(sizes), channels, *kernel),
-        stride=draw(st.lists(sizes, min_size=rank, max_size=rank)),
-        padding=draw(st.lists(st.integers(0, 9), min_size=rank, max_size=rank)),
-        groups=groups,
-        dtype=draw(st.sampled_from(["float16", "float32", "float64"])),
-        layout=draw(st.sampled_from(["NCHW", "NHWC"])),
-    )
+PROBLEMS = conv_problems(dtypes=("float16", "float32", "float64"))
 
 
 @st.composite
@@ -58,7 +41,7 @@ def measurements(draw):
     perf = draw(perfs())
     return Measurement(
         fingerprint=draw(names),
-        problem=draw(problems()).with_batch(perf.batch),
+        problem=draw(PROBLEMS).with_batch(perf.batch),
         perf=perf,
         measured_at=draw(st.floats(0, 2e11)),
         version=draw(names),
@@ -76,7 +59,7 @@ def through_json(data):
     return json.loads(json.dumps(data, allow_nan=False))
 
 
-@given(problems())
+@given(PROBLEMS)
 def test_a_problem_survives(problem):
     data = through_json(codecs.problem_to_dict(problem))
     assert codecs.problem_from_dict(data) == problem
@@ -173,14 +156,14 @@ def test_contradictions_are_value_errors():
             codecs.problem_from_dict(data | {"x_shape": shape})
 
 
-@given(problems(), sizes)
+@given(PROBLEMS, sizes)
 def test_keys_forget_the_batch_and_nothing_else(problem, batch):
     key = codecs.problem_key(problem)
     assert key == codecs.problem_key(problem.with_batch(batch))
     assert codecs.problem_from_key(key, batch) == problem.with_batch(batch)
 
 
-@given(problems(), problems())
+@given(PROBLEMS, PROBLEMS)
 def test_keys_tell_problems_apart(one, other):
     same = one.with_batch(1) == other.with_batch(1)
     assert (codecs.problem_key(one) == codecs.problem_key(other)) == same

@@ -5,13 +5,6 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from mucudnn.backends.cpu.conv import fft
-from mucudnn.backends.cpu.conv.dft import (
-    Chunk,
-    Separable,
-    Window,
-    fill_table,
-    frequencies,
-)
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples
@@ -141,56 +134,6 @@ def test_same_bits_every_time(algorithm, direction):
     first = run(algorithm, problem, a, b)
     for _ in range(3):
         assert (run(algorithm, problem, a, b) == first).all()
-
-
-@pytest.mark.parametrize("lengths", [(1,), (2,), (7,), (6, 5), (2, 3), (4, 3, 6)])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_spectrum_is_the_discrete_fourier_transform(lengths, channels_last):
-    sizes = lengths[::-1]
-    x = np.random.default_rng(0).uniform(-1, 1, (2, 3, *sizes))
-    if channels_last:
-        x = np.moveaxis(np.moveaxis(x, 1, -1).copy(), -1, 1)
-    transform = Separable(
-        batch=2,
-        channels=3,
-        lengths=lengths,
-        sizes=lengths,
-        windows=tuple((Window(0, n, 0),) for n in lengths),
-        channels_last=channels_last,
-        dtype="float64",
-    )
-    shape, dtype = transform.spectrum
-    spectrum = np.full(shape, np.nan, dtype)
-    tables = [np.empty((n, n)) for n in lengths]
-    for n, table in zip(lengths, tables, strict=True):
-        fill_table(table, range(n))
-    chunk = Chunk(slice(0, 2), slice(0, 3))
-    scratch = np.empty(1 << 16, np.uint8)
-    transform.bind(tables, x, spectrum, chunk, scratch).forward()
-
-    axes = tuple(range(2, 2 + len(lengths)))
-    every = np.fft.fftn(x, axes=axes).reshape(2, 3, -1)
-    expected = np.moveaxis(every, -1, 0)
-    actual = (spectrum[:, 0] + 1j * spectrum[:, 1]).reshape(-1, 2, 3)
-    r, z = frequencies(lengths)
-    assert r + 2 * z == np.prod(lengths)
-    both = np.concatenate([actual, actual[r:].conj()])
-    distance = np.abs(both[:, None] - expected[None]).max(axis=(2, 3))
-    assert sorted(distance.argmin(axis=1)) == list(range(len(expected)))
-    assert distance.min(axis=1).max() < 1e-12
-
-
-@BOTH
-def test_workspace_grows_with_the_micro_batch_and_needs_no_memory_itself(algorithm):
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(1 << 20, 1 << 12, 224, 224),
-        w_shape=(1 << 12, 1 << 12, 3, 3),
-        padding=1,
-    )
-    one = algorithm.kernel(problem.with_batch(1), 2).nbytes
-    assert algorithm.kernel(problem, 2).nbytes > 1 << 50
-    assert algorithm.kernel(problem, 2).nbytes > 1000 * one > 0
 
 
 def test_an_image_too_long_for_one_transform_is_left_to_the_tiles():

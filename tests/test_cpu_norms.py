@@ -100,34 +100,42 @@ GROUPED = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "groups", "per_element"), GROUPED)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_group_norm_and_its_gradient(shape, groups, per_element, in_place):
-    x, dy = normal(*shape) * 2 + 1, normal(*shape, seed=1)
+def grouped(shape, groups, eps, per_element, x):
+    """What a group norm computes of `x`, what it should, and what is known besides."""
     wide = shape[1:] if per_element else shape[1:2]
     gamma, beta = normal(*wide, seed=2), normal(*wide, seed=3)
-    attrs = {"groups": groups, "eps": 1e-3, "per_element": per_element}
+    attrs = {"groups": groups, "eps": eps, "per_element": per_element}
     small = ((shape[0], groups),)
 
     def forward():
         return run("group_norm", [x, gamma, beta], [(shape,), small, small], attrs)
 
-    y, mean, inv_std = forward()
-    parts = x.reshape(shape[0], groups, -1)
-    normed, centre, inverse = standardised(parts, (2,), 1e-3)
-    spread = (
+    normed, centre, inverse = standardised(x.reshape(shape[0], groups, -1), (2,), eps)
+    g, b = (
         (gamma, beta) if per_element else (per_channel(gamma, x), per_channel(beta, x))
     )
-    close(y, normed.reshape(shape) * spread[0] + spread[1])
+    y, mean, inv_std = forward()
+    close(y, normed.reshape(shape) * g + b)
     close(mean, centre[..., 0])
     close(inv_std, inverse[..., 0])
+    return forward, attrs, (gamma, beta), g, normed, inverse, (mean, inv_std)
+
+
+@pytest.mark.parametrize(("shape", "groups", "per_element"), GROUPED)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_group_norm_and_its_gradient(shape, groups, per_element, in_place):
+    x, dy = normal(*shape) * 2 + 1, normal(*shape, seed=1)
+    forward, attrs, weights, _, _, _, known = grouped(
+        shape, groups, 1e-3, per_element, x
+    )
+    gamma, beta = weights
 
     def loss():
         return float((forward()[0] * dy).sum())
 
     expected = [numeric_gradient(loss, v) for v in (x, gamma, beta)]
-    outputs = [dy if in_place else (shape,), (wide,), (wide,)]
-    actual = run("group_norm_grad", [x, dy, gamma, mean, inv_std], outputs, attrs)
+    outputs = [dy if in_place else (shape,), (gamma.shape,), (gamma.shape,)]
+    actual = run("group_norm_grad", [x, dy, gamma, *known], outputs, attrs)
     for a, e in zip(actual, expected, strict=True):
         close(a, e, 1e-7)
 
@@ -140,33 +148,20 @@ def test_group_norm_and_its_gradient(shape, groups, per_element, in_place):
 def test_group_norm_in_tiles(shape, per_element):
     """Large enough for every way to divide the work."""
     x, dy = normal(*shape), normal(*shape, seed=1)
-    wide = shape[1:] if per_element else shape[1:2]
-    gamma, beta = normal(*wide, seed=2), normal(*wide, seed=3)
-    attrs = {"groups": 2, "eps": 1e-5, "per_element": per_element}
-    small = ((shape[0], 2),)
-    y, mean, inv_std = run(
-        "group_norm", [x, gamma, beta], [(shape,), small, small], attrs
+    _, attrs, (gamma, _), g, normed, inverse, known = grouped(
+        shape, 2, 1e-5, per_element, x
     )
-    parts = x.reshape(shape[0], 2, -1)
-    normed, _, inverse = standardised(parts, (2,), 1e-5)
+    outputs = [(shape,), (gamma.shape,), (gamma.shape,)]
+    inputs = [x, dy, gamma, *known]
+    dx, dgamma, dbeta = run("group_norm_grad", inputs, outputs, attrs)
     xhat = normed.reshape(shape)
-    g, b = (
-        (gamma, beta) if per_element else (per_channel(gamma, x), per_channel(beta, x))
-    )
-    close(y, xhat * g + b)
-    dx, dgamma, dbeta = run(
-        "group_norm_grad",
-        [x, dy, gamma, mean, inv_std],
-        [(shape,), (wide,), (wide,)],
-        attrs,
-    )
     axes = (0,) if per_element else (0, *range(2, len(shape)))
     close(dgamma, (dy * xhat).sum(axis=axes), 1e-9)
     close(dbeta, dy.sum(axis=axes), 1e-9)
-    weighted = (dy * g).reshape(parts.shape)
+    weighted = (dy * g).reshape(normed.shape)
     mean_of = weighted.mean(axis=2, keepdims=True)
     along = (weighted * normed).mean(axis=2, keepdims=True)
-    close(dx.reshape(parts.shape), inverse * (weighted - mean_of - normed * along))
+    close(dx.reshape(normed.shape), inverse * (weighted - mean_of - normed * along))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends.cpu.conv import winograd, winograd as winograd_plan
-from mucudnn.backends.cpu.conv.winograd_transforms import MINIMAL, TAPS, band, window
+from mucudnn.backends.cpu.conv.winograd_transforms import MINIMAL, TAPS
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples
@@ -71,63 +71,6 @@ def problems(draw, ranks=(1, 2, 3), directions=tuple(Direction)):
         groups=groups,
         dtype="float64",
         layout=draw(st.sampled_from(["NCHW", "NHWC"])),
-    )
-
-
-@pytest.mark.parametrize("m", MINIMAL)
-def test_matrices_compute_a_correlation_exactly(m):
-    minimal = MINIMAL[m]
-    assert minimal.step == m
-    assert minimal.points == m + TAPS - 1
-    for i, r, s in itertools.product(range(m), range(TAPS), range(m + TAPS - 1)):
-        coefficient = sum(
-            minimal.output[i][p] * minimal.filter[p][r] * minimal.data[p][s]
-            for p in range(minimal.points)
-        )
-        assert coefficient == (s == i + r)
-
-
-@given(
-    st.integers(1, 30),
-    st.integers(-6, 6),
-    st.integers(0, 5),
-    st.integers(1, 4),
-    st.sampled_from([2, 4]),
-)
-def test_a_band_transforms_every_tile_of_a_padded_or_cropped_axis(
-    size, pad, first, count, m
-):
-    matrix = np.array(MINIMAL[m].data, np.float64)
-    reach, tiles = matrix.shape[1], (first, first + count)
-    start, stop = window(tiles, m, reach, pad, size)
-    assert 0 <= start <= stop <= size
-    out = np.full((len(matrix) * count, stop - start), np.nan)
-    band(out, matrix, tiles, m, pad, start)
-    axis = np.random.default_rng(0).uniform(-1, 1, size)
-    far = 100
-    padded = np.pad(axis, far)
-    expected = np.stack(
-        [
-            matrix @ padded[far + t * m - pad : far + t * m - pad + reach]
-            for t in range(*tiles)
-        ],
-        axis=1,
-    )
-    actual = (out @ axis[start:stop]).reshape(len(matrix), count)
-    np.testing.assert_allclose(actual, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("m", [2, 4])
-def test_a_kernel_matrix_is_the_separable_transform(m):
-    minimal = MINIMAL[m]
-    g = np.array(minimal.filter, np.float64)
-    w = np.random.default_rng(0).uniform(-1, 1, (TAPS,) * 3)
-    full = minimal.kernel_matrix(3, flip=False, dtype="float64")
-    expected = np.einsum("ap,iq,jr,pqr->jia", g, g, g, w)
-    np.testing.assert_allclose(full @ w.ravel(), expected.ravel(), atol=1e-12)
-    flipped = minimal.kernel_matrix(3, flip=True, dtype="float64")
-    np.testing.assert_allclose(
-        flipped @ np.flip(w).ravel(), expected.ravel(), atol=1e-12
     )
 
 
@@ -223,24 +166,6 @@ def test_the_tile_is_the_cheaper_one(x_size, m):
         w_shape=(16, 16, *[TAPS] * rank),
     )
     assert winograd_plan.make_plan(problem, 2).minimal.step == m
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5, 16, 37])
-def test_blocks_cover_every_tile_row_of_every_sample_once(batch):
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(batch, 64, 57, 56),
-        w_shape=(64, 64, 3, 3),
-        padding=1,
-    )
-    plan = winograd_plan.make_plan(problem, 2)
-    seen = [
-        (sample, row)
-        for block in plan.blocks()
-        for sample in range(*block.samples)
-        for row in range(*plan.ranges[0][block.band])
-    ]
-    assert sorted(seen) == list(itertools.product(range(batch), range(15)))
 
 
 @pytest.mark.parametrize(

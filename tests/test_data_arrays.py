@@ -5,20 +5,13 @@ from hypothesis import HealthCheck, given, strategies as st
 from mucudnn.data import ArrayDataset, Subset, open_arrays, open_dataset
 from mucudnn.data.dataset import split_indices
 from mucudnn.errors import DataError
-from tests.data_files import labelled_images, read_all
+from tests.data_files import read_all, write_npy
 from tests.examples import examples
 
 tmp_settings = examples(
     60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-def write_npy(folder, prefix="", n=20, shape=(3, 6, 5), dtype=np.uint8):
-    images, labels = labelled_images(n, shape, classes=4)
-    np.save(folder / f"{prefix}images.npy", images.astype(dtype))
-    np.save(folder / f"{prefix}labels.npy", labels)
-    return images, labels
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, ">f4", np.float16])
@@ -67,18 +60,6 @@ def test_the_split_is_stratified(labels):
     for label in set(labels.tolist()):
         everywhere = np.flatnonzero(labels == label)
         np.testing.assert_array_equal(test[labels[test] == label], everywhere[4::5])
-
-
-@tmp_settings
-@given(st.sampled_from(["images", "labels"]), st.floats(0, 1))
-def test_truncation_names_the_file(tmp_path, what, share):
-    write_npy(tmp_path)
-    path = tmp_path / f"{what}.npy"
-    raw = path.read_bytes()
-    path.write_bytes(raw[: min(len(raw) - 1, int(share * len(raw)))])
-    with pytest.raises(DataError) as e:
-        open_arrays(tmp_path, "train")
-    assert str(e.value).startswith(f"{path}, byte ")
 
 
 @tmp_settings

@@ -83,19 +83,6 @@ def test_a_full_sized_file(tmp_path):
 
 
 @truncations
-@given(st.booleans(), st.floats(0, 1))
-def test_truncation_names_the_file(tmp_path, binary, share):
-    (write_cifar10_binary if binary else write_cifar10_pickles)(tmp_path, 2)
-    path = tmp_path / f"data_batch_3{'.bin' * binary}"
-    raw = path.read_bytes()
-    path.write_bytes(raw[: min(len(raw) - 1, int(share * len(raw)))])
-    with pytest.raises(DataError) as e:
-        open_cifar10(tmp_path, "train", rows=2)
-    assert str(e.value).startswith(f"{path}, byte ")
-    path.with_suffix(".bin").unlink(missing_ok=True)
-
-
-@truncations
 @given(st.data())
 def test_damaged_pickles_raise_nothing_else(tmp_path, data):
     raw = bytearray(python2_pickle({"data": np.eye(3, dtype=np.uint8), "labels": [1]}))

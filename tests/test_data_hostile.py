@@ -11,13 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
-from mucudnn.data import open_cifar10, open_dataset
+from mucudnn.data import open_arrays, open_cifar10, open_dataset, open_mnist
 from mucudnn.data.cifar import read_pickled_dict
 from mucudnn.data.files import read_file, shown
 from mucudnn.errors import DataError
-from tests.data_files import python2_pickle, write_cifar10_pickles, write_mnist
+from tests.data_files import (
+    python2_pickle,
+    write_cifar10_binary,
+    write_cifar10_pickles,
+    write_mnist,
+    write_npy,
+)
 from tests.examples import examples
 
 ROOT = Path(__file__).parent.parent
@@ -307,3 +313,41 @@ def test_messages_stay_short():
     for _ in range(100_000):
         deep = [deep]
     assert shown(deep) == "a list"
+
+
+def _two_rows(write):
+    return lambda folder: write(folder, 2), lambda f: open_cifar10(f, "train", rows=2)
+
+
+def _digits(packed):
+    def write(folder):
+        write_mnist(folder, packed=packed, side=9)
+
+    return write, lambda folder: open_mnist(folder, "train")
+
+
+ARRAYS = write_npy, lambda folder: open_arrays(folder, "train")
+CUT = {
+    "images.npy": ARRAYS,
+    "labels.npy": ARRAYS,
+    "data_batch_3.bin": _two_rows(write_cifar10_binary),
+    "data_batch_3": _two_rows(write_cifar10_pickles),
+    "train-images-idx3-ubyte": _digits(False),
+    "train-labels-idx1-ubyte": _digits(False),
+    "train-images-idx3-ubyte.gz": _digits(True),
+    "train-labels-idx1-ubyte.gz": _digits(True),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1))
+def test_truncation_names_the_file(tmp_path, name, share):
+    write, opened = CUT[name]
+    write(tmp_path)
+    path = tmp_path / name
+    raw = path.read_bytes()
+    path.write_bytes(raw[: min(len(raw) - 1, int(share * len(raw)))])
+    with pytest.raises(DataError) as e:
+        opened(tmp_path)
+    assert str(e.value).startswith(f"{path}, byte ")

@@ -10,36 +10,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
+from tests.conv_problems import conv_problems
 from tests.tables import perf
 
 
 def forward(x_shape=(4, 6, 9, 8), w_shape=(8, 6, 3, 3), **options):
     return ConvProblem(
         direction=Direction.FORWARD, x_shape=x_shape, w_shape=w_shape, **options
-    )
-
-
-@st.composite
-def problems(draw, max_rank=3):
-    rank = draw(st.integers(1, max_rank))
-    axes = st.integers(1, 4)
-    kernel = [draw(st.integers(1, 3)) for _ in range(rank)]
-    dilation = [draw(axes) for _ in range(rank)]
-    padding = [draw(st.integers(0, 3)) for _ in range(rank)]
-    spatial = []
-    for k, d, p in zip(kernel, dilation, padding, strict=True):
-        least = max(1, d * (k - 1) + 1 - 2 * p)
-        spatial.append(draw(st.integers(least, least + 5)))
-    groups, c, k = draw(axes), draw(axes), draw(axes)
-    return ConvProblem(
-        direction=draw(st.sampled_from(Direction)),
-        x_shape=(draw(axes), groups * c, *spatial),
-        w_shape=(groups * k, c, *kernel),
-        stride=[draw(axes) for _ in range(rank)],
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        layout=draw(st.sampled_from(["NCHW", "NHWC"])),
     )
 
 
@@ -50,7 +27,7 @@ def positions(size, kernel, stride, padding, dilation):
     return sum(start + dilation * (kernel - 1) <= last for start in starts)
 
 
-@given(problems())
+@given(conv_problems())
 def test_the_output_has_one_value_for_each_place_the_filter_fits(problem):
     counted = tuple(
         positions(*axis)
@@ -66,14 +43,14 @@ def test_the_output_has_one_value_for_each_place_the_filter_fits(problem):
     assert problem.y_shape == (problem.batch, problem.w_shape[0], *counted)
 
 
-@given(problems())
+@given(conv_problems())
 def test_every_output_value_is_a_multiply_add_for_each_tap(problem):
     outputs = sum(1 for _ in itertools.product(*map(range, problem.y_shape)))
     taps = sum(1 for _ in itertools.product(*map(range, problem.w_shape[1:])))
     assert problem.flops == 2 * outputs * taps
 
 
-@given(problems(), st.integers(1, 9))
+@given(conv_problems(), st.integers(1, 9))
 def test_a_micro_batch_differs_in_the_batch_only(problem, batch):
     micro = problem.with_batch(batch)
     assert micro.batch == micro.y_shape[0] == batch
@@ -87,7 +64,7 @@ def test_a_micro_batch_differs_in_the_batch_only(problem, batch):
     assert differ <= {"x_shape"}
 
 
-@given(problems())
+@given(conv_problems())
 def test_operands_by_direction_are_stored_in_the_layout(problem):
     stored = {
         "x": problem.x_shape,
@@ -101,10 +78,10 @@ def test_operands_by_direction_are_stored_in_the_layout(problem):
     assert "".join(spec.name for spec in specs) == names[problem.direction.value]
     for spec in specs:
         assert spec.shape == stored[spec.name]
-        assert spec.nbytes == 4 * math.prod(spec.shape)
+        assert spec.nbytes == int(problem.dtype[5:]) // 8 * math.prod(spec.shape)
 
 
-@given(problems(), st.sampled_from(Direction))
+@given(conv_problems(), st.sampled_from(Direction))
 def test_another_direction_is_the_same_layer(problem, direction):
     other = problem.with_direction(direction)
     assert other.direction is direction

@@ -1,4 +1,3 @@
-import itertools
 import math
 from dataclasses import replace
 
@@ -57,16 +56,6 @@ def test_pareto_plans_are_the_front(table, limit):
         assert len(plan.steps) == fewest
 
 
-@given(perf_tables(integers=False), limits)
-def test_pareto_plans_strictly_improve(table, limit):
-    plans = pareto_plans(table, limit)
-    assert all(a.workspace < b.workspace for a, b in itertools.pairwise(plans))
-    assert all(a.time_ms > b.time_ms for a, b in itertools.pairwise(plans))
-    for plan in plans:
-        best = min(c for _, c, _ in divisions(table, plan.workspace))
-        assert plan.time_ms == pytest.approx(best)
-
-
 @pytest.mark.parametrize("shape", ["affine", "waves", "sweet"])
 def test_front_and_reuse_agree_at_every_workspace(shape):
     table, _ = realistic_table(1, 48, 6, shape, noise=0.02)
@@ -78,20 +67,6 @@ def test_front_and_reuse_agree_at_every_workspace(shape):
         if plan is not front[0]:
             (less,) = workspace_reuse([table], plan.workspace - 1)
             assert less.time_ms > plan.time_ms
-
-
-@given(perf_tables(noisy=True), limits)
-def test_undivided_is_the_cheapest_whole_batch(table, limit):
-    (plan,) = undivided([table], limit)
-    whole = min((c, w) for w, c, steps in divisions(table, limit) if len(steps) == 1)
-    assert (plan.steps[0].cost_ms, plan.workspace) == whole
-
-
-@given(perf_tables(noisy=True), limits)
-def test_dividing_never_costs_more(table, limit):
-    (whole,), (plan,) = undivided([table], limit), workspace_reuse([table], limit)
-    launch = table.launch_overhead_ms
-    assert plan_cost_ms(plan, launch) <= plan_cost_ms(whole, launch)
 
 
 @given(perf_tables(noisy=True), limits, st.sampled_from([0.0, 0.05, 0.5]))

@@ -39,6 +39,7 @@ def calls(node):
                 yield name
 
 
+@cache
 def claims(node):
     """Whether a function itself says what must hold."""
     if any(isinstance(inner, ast.Assert) for inner in ast.walk(node)):
@@ -87,6 +88,7 @@ def in_process(node):
     )
 
 
+@cache
 def every_test():
     """Module and function of every test."""
     return [

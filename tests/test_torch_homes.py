@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
-from tests.torch_steps import build, real_peak  # noqa: E402
+from tests.torch_steps import build, real_peak, train_eagerly  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -50,16 +50,10 @@ def tensors_of(model, optimizer):
 
 
 def eager(name, optimizer_of, count):
-    model, loss_fn, (x, *rest) = build(name)
+    model, loss_fn, batch = build(name)
     optimizer = optimizer_of(model)
     torch.manual_seed(1)
-    losses = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), *rest)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_eagerly(model, loss_fn, batch, optimizer, count)
     return losses, [t.detach().clone() for t in tensors_of(model, optimizer)]
 
 

@@ -256,6 +256,64 @@ def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():
     )
 
 
+def mlp():
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 5)
+    batch = torch.randn(64, 16), torch.randint(0, 5, (64,))
+    return nn.Sequential(*layers), functional.cross_entropy, batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["clip", "scaler", "autocast", "lbfgs"])
+def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kind):
+    def optimizer_of(model):
+        if kind == "lbfgs":
+            return torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
+        return torch.optim.Adam(model.parameters(), 1e-2)
+
+    def run(step):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            return step()
+
+    model, loss_fn, (x, y) = mlp()
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
+    loss_of = torch.compile(lambda x, y: loss_fn(model(x), y), fullgraph=True)
+
+    def passes():
+        optimizer.zero_grad()
+        loss = run(lambda: loss_of(x, y))
+        scaler.scale(loss).backward()
+        return loss
+
+    def step():
+        if kind == "lbfgs":
+            return optimizer.step(passes)
+        loss = passes()
+        if kind == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    expected = trained(model, step)
+    model, loss_fn, batch = mlp()
+    scaler = torch.amp.GradScaler("cpu")
+    options = {"clip": {"clip_norm": 0.5}, "scaler": {"scaler": scaler}}.get(kind, {})
+    step = mt.train_step(
+        model, loss_fn, optimizer_of(model), cache=None, inductor=True, **options
+    )
+    found = trained(model, lambda: run(lambda: step(*batch)))
+    assert step.plan.kernels
+    assert found.losses == expected.losses
+    assert all(map(torch.equal, found.state, expected.state))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_with_dropout_is_verified_against_eager_mode():
+    planned(branches, sgd, verify=1)
+
+
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_the_option_is_true_or_false(value):
     model = nn.Linear(2, 2)

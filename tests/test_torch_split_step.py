@@ -8,8 +8,9 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.errors import UnsupportedError  # noqa: E402
 from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
+from tests.torch_parts import eager, least, made, momentum, stepped  # noqa: E402
 from tests.torch_steps import TinyGPT, build, check_kept, token_loss  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -55,40 +56,6 @@ STEPS = {
 }
 
 
-def made(name, dtype):
-    torch.manual_seed(0)
-    model, loss_fn, batch = STEPS[name]()
-    if isinstance(loss_fn, nn.Module):
-        loss_fn = loss_fn.to(dtype)
-    model = model.to(dtype)
-    batch = [t.to(dtype) if t.is_floating_point() else t for t in batch]
-    return model, loss_fn, batch
-
-
-def momentum(model):
-    """Its state after one step is the gradients."""
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
-def eager(name, dtype):
-    model, loss_fn, (x, y) = made(name, dtype)
-    loss = loss_fn(model(x), y)
-    loss.backward()
-    return loss.detach(), [p.grad for p in model.parameters()]
-
-
-def stepped(name, dtype, split, budget=None):
-    model, loss_fn, batch = made(name, dtype)
-    optimizer = momentum(model)
-    step = mt.train_step(
-        model, loss_fn, optimizer, split=split, budget=budget, cache=None
-    )
-    loss = step(*batch)
-    state = optimizer.state
-    found = [state[p]["momentum_buffer"] for p in model.parameters()]
-    return loss, found, step, batch
-
-
 def furthest(found, expected):
     pairs = zip(found, expected, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
@@ -98,41 +65,37 @@ def furthest(found, expected):
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_those_of_the_whole_batch(name, dtype):
     """As near to them in float64 as PyTorch's own are, or 1e-6 where that is nearer."""
-    loss, own = eager(name, dtype)
-    _, expected = eager(name, torch.float64)
+    loss, own, _ = eager(STEPS[name], dtype)
+    _, expected, _ = eager(STEPS[name], torch.float64)
     limit = 1e-12
     if dtype is torch.float32:
         limit = max(1e-6, 2 * furthest(own, expected))
     for parts in (2, 3) if dtype is torch.float64 else (4,):
-        mine, found, step, _ = stepped(name, dtype, parts)
+        mine, found, step, *_ = stepped(STEPS[name], dtype, parts)
         assert step.plan.splitting.chosen.parts == parts
         assert float((mine - loss).abs() / loss) < limit
         assert furthest(found, expected) < limit
-
-
-def least(name, split):
-    with pytest.raises(PlanningError) as refused:
-        stepped(name, torch.float32, split, budget=2000)
-    return refused.value.least_bytes
 
 
 @pytest.mark.parametrize(
     "name", ["convolutions", pytest.param("gpt", marks=pytest.mark.slow)]
 )
 def test_parts_need_less_and_keep_it(name):
-    whole, parts = least(name, "none"), least(name, 4)
+    whole, parts = least(STEPS[name], "none"), least(STEPS[name], 4)
     assert parts < 0.6 * whole
-    kept = stepped(name, torch.float32, 4)[1]
-    _, found, step, batch = stepped(name, torch.float32, 4, budget=parts)
+    kept = stepped(STEPS[name], torch.float32, 4)[1]
+    _, found, step, batch, _ = stepped(STEPS[name], torch.float32, 4, budget=parts)
     assert step.plan.peak_bytes <= parts
     check_kept(step, batch, found, kept)
 
 
 def test_whole_or_in_parts_is_decided_by_the_budget():
-    whole = least("convolutions", "none")
-    roomy = stepped("convolutions", torch.float32, "auto")[2].plan
+    whole = least(STEPS["convolutions"], "none")
+    roomy = stepped(STEPS["convolutions"], torch.float32, "auto")[2].plan
     assert roomy.splitting.chosen.parts == 1
-    tight = stepped("convolutions", torch.float32, "auto", budget=0.7 * whole)[2].plan
+    tight = stepped(STEPS["convolutions"], torch.float32, "auto", budget=0.7 * whole)[
+        2
+    ].plan
     assert tight.splitting.chosen.parts > 1
     assert tight.splitting.fused
     assert f"in {tight.splitting.chosen.parts} parts" in str(tight)
@@ -161,7 +124,7 @@ def test_convolutions_of_slices_may_be_planned_too(tmp_path):
     own = Tuner(
         backend=mt.cpu_backend(), workspace_limit="1MiB", cache=tmp_path / "t.sqlite"
     )
-    model, loss_fn, batch = made("convolutions", torch.float32)
+    model, loss_fn, batch = made(STEPS["convolutions"], torch.float32)
     with own as tuner:
         step = mt.train_step(
             model, loss_fn, momentum(model), split=2, tuner=tuner, cache=None
@@ -169,7 +132,7 @@ def test_convolutions_of_slices_may_be_planned_too(tmp_path):
         loss = step(*batch)
     sizes = {plan.problem.batch for plan in step.plan.convolutions.values()}
     assert sizes == {len(batch[0]) // 2}
-    expected, _ = eager("convolutions", torch.float32)
+    expected, *_ = eager(STEPS["convolutions"], torch.float32)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
@@ -188,7 +151,7 @@ def test_masks_of_dropout_are_drawn_as_one():
 @pytest.mark.parametrize("split", ["some", 0])
 def test_other_splits_are_refused(split):
     with pytest.raises(ValueError, match="split"):
-        stepped("mlp", torch.float32, split)
+        stepped(STEPS["mlp"], torch.float32, split)
 
 
 def test_one_sample_cannot_be_cut():

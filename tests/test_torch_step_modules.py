@@ -25,7 +25,7 @@ from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_step_cases import CASES, QUICK, Whole  # noqa: E402
-from tests.torch_steps import real_peak  # noqa: E402
+from tests.torch_steps import real_peak, train_eagerly  # noqa: E402
 
 pytestmark = [
     *STEPS_RUN,
@@ -49,14 +49,8 @@ def built(name):
 
 def eager(name):
     model, loss_fn, (x, y), optimizer = built(name)
-    losses = []
     torch.manual_seed(1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_eagerly(model, loss_fn, (x, y), optimizer, STEPS)
     return losses, model.state_dict()
 
 

@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "clipping": lambda p: Clipping(p),
     "of_ones_own": lambda p: Lion(p, {"lr": 1e-2}),
 }
+from tests.torch_steps import train_eagerly  # noqa: E402
 
 
 class Clipping(optim.Optimizer):
@@ -79,13 +80,7 @@ def built(optimizer_of):
 
 def eager(optimizer_of):
     model, optimizer, x, y = built(optimizer_of)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_eagerly(model, functional.mse_loss, (x, y), optimizer, STEPS)
     return losses, model, optimizer.state_dict()["state"]
 
 

@@ -8,7 +8,8 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.errors import UnsupportedError  # noqa: E402
+from tests.torch_parts import eager, least, made, momentum, stepped  # noqa: E402
 from tests.torch_steps import check_kept  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -181,43 +182,6 @@ SLOW = "unet", "normed", "volumes"
 NORMED = "normed", "instances"
 
 
-def made(name, dtype):
-    torch.manual_seed(0)
-    model, loss_fn, batch = STEPS[name]()
-    if isinstance(loss_fn, nn.Module):
-        loss_fn = loss_fn.to(dtype)
-    batch = [t.to(dtype) if t.is_floating_point() else t for t in batch]
-    return model.to(dtype), loss_fn, batch
-
-
-def momentum(model):
-    """Its state after one step is the gradients."""
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
-def learning(model):
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def eager(name, dtype):
-    model, loss_fn, (x, y) = made(name, dtype)
-    loss = loss_fn(model(x), y)
-    loss.backward()
-    return loss.detach(), [p.grad for p in learning(model)], model
-
-
-def stepped(name, dtype, split, budget=None):
-    model, loss_fn, batch = made(name, dtype)
-    optimizer = momentum(model)
-    step = mt.train_step(
-        model, loss_fn, optimizer, split=split, budget=budget, cache=None
-    )
-    loss = step(*batch)
-    state = optimizer.state
-    found = [state[p]["momentum_buffer"] for p in learning(model)]
-    return loss, found, step, batch, model
-
-
 def furthest(found, expected):
     """The largest difference, of what the largest of all gradients is."""
     most = max(float(b.abs().max()) for b in expected)
@@ -229,13 +193,13 @@ def furthest(found, expected):
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_those_of_the_whole_image(name, dtype):
     """As near to them in float64 as PyTorch's own are, or 1e-6 where that is nearer."""
-    loss, own, whole = eager(name, dtype)
-    _, expected, _ = eager(name, torch.float64)
+    loss, own, whole = eager(STEPS[name], dtype)
+    _, expected, _ = eager(STEPS[name], torch.float64)
     limit = 1e-12
     if dtype is torch.float32:
         limit = max(1e-4 if name in NORMED else 1e-6, 2 * furthest(own, expected))
     for parts in (2, 3) if dtype is torch.float64 else (5,):
-        mine, found, step, _, model = stepped(name, dtype, f"height:{parts}")
+        mine, found, step, _, model = stepped(STEPS[name], dtype, f"height:{parts}")
         chosen = step.plan.splitting.chosen
         assert chosen.cutting.along == "height"
         assert chosen.segments
@@ -247,29 +211,23 @@ def test_gradients_are_those_of_the_whole_image(name, dtype):
             torch.testing.assert_close(a, b)
 
 
-def least(name, split):
-    with pytest.raises(PlanningError) as refused:
-        stepped(name, torch.float32, split, budget=2000)
-    return refused.value.least_bytes
-
-
 @pytest.mark.parametrize(
     "name", ["chain", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
 )
 def test_strips_need_less_and_keep_it(name):
-    whole, strips = least(name, "none"), least(name, "height:4")
+    whole, strips = least(STEPS[name], "none"), least(STEPS[name], "height:4")
     assert strips < 0.75 * whole
-    kept = stepped(name, torch.float32, "height:4")[1]
-    _, found, step, batch, _ = stepped(name, torch.float32, "height:4", strips)
+    kept = stepped(STEPS[name], torch.float32, "height:4")[1]
+    _, found, step, batch, _ = stepped(STEPS[name], torch.float32, "height:4", strips)
     assert step.plan.peak_bytes <= strips
     check_kept(step, batch, found, kept)
 
 
 def test_the_budget_decides_how_many_strips():
-    whole = least("chain", "none")
-    roomy = stepped("chain", torch.float32, "height")[2].plan
+    whole = least(STEPS["chain"], "none")
+    roomy = stepped(STEPS["chain"], torch.float32, "height")[2].plan
     assert roomy.splitting.chosen.parts == 1
-    tight = stepped("chain", torch.float32, "height", 0.8 * whole)[2].plan
+    tight = stepped(STEPS["chain"], torch.float32, "height", 0.8 * whole)[2].plan
     assert tight.splitting.chosen.parts > 1
     assert not tight.splitting.fused
     assert f"in {tight.splitting.chosen.parts} strips" in str(tight)
@@ -316,7 +274,7 @@ def test_masks_of_dropout_are_those_of_the_whole_image():
 def test_channels_last_is_cut_or_stays_whole_but_is_right():
     losses = []
     for split in ("none", "height:2"):
-        model, loss_fn, (x, y) = made("unet", torch.float32)
+        model, loss_fn, (x, y) = made(STEPS["unet"], torch.float32)
         model = model.to(memory_format=torch.channels_last)
         x = x.to(memory_format=torch.channels_last)
         step = mt.train_step(model, loss_fn, momentum(model), split=split, cache=None)
@@ -325,7 +283,9 @@ def test_channels_last_is_cut_or_stays_whole_but_is_right():
 
 
 def test_one_large_image_is_cut_where_whole_does_not_fit():
-    plan = stepped("chain", torch.float32, "auto", 0.8 * least("chain", "none"))[2].plan
+    plan = stepped(
+        STEPS["chain"], torch.float32, "auto", 0.8 * least(STEPS["chain"], "none")
+    )[2].plan
     assert plan.splitting.chosen.cutting.along == "height"
 
 

@@ -20,7 +20,7 @@ from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import build, real_peak  # noqa: E402
+from tests.torch_steps import build, real_peak, train_eagerly  # noqa: E402
 
 pytestmark = STEPS_RUN
 
@@ -37,16 +37,10 @@ def adamw(model):
 
 def eager(name, optimizer_of):
     """Ten steps' losses, and the model after them."""
-    model, loss_fn, (x, *rest) = build(name)
+    model, loss_fn, batch = build(name)
     optimizer = optimizer_of(model)
-    losses = []
     torch.manual_seed(1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), *rest)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_eagerly(model, loss_fn, batch, optimizer, STEPS)
     return losses, model.state_dict(), optimizer.state_dict()["state"]
 
 

@@ -6,7 +6,10 @@ from torch.nn import functional
 
 from bench.torch.peak import real_peak
 
-__all__ = ["Block", "TinyGPT", "build", "check_kept", "real_peak", "token_loss"]
+__all__ = [
+    *("Block", "TinyGPT", "build", "check_kept", "real_peak", "token_loss"),
+    "train_eagerly",
+]
 
 
 def check_kept(step, batch, found, kept):
@@ -77,3 +80,16 @@ def build(name):
     model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
     batch = torch.randn(8, 3, 16, 16), torch.randint(0, 10, (8,))
     return model, functional.cross_entropy, batch
+
+
+def train_eagerly(model, loss_fn, batch, optimizer, steps):
+    """Losses of PyTorch's own steps, which planned ones are compared with."""
+    x, *targets = batch
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), *targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+import torch
+
 from mucudnn.arguments import check_bool
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.devices import get_device
@@ -260,7 +262,9 @@ class LoweredStep:
             # Inductor is imported where it is used: that takes seconds.
             from mucudnn.torch.inductor.kernel_graph import lower_step
 
-            return lower_step(captured, len(parts.parameters) + len(parts.buffers))
+            own = len(parts.parameters) + len(parts.buffers)
+            with torch.autocast("cpu", enabled=False):  # casts are in the graph
+                return lower_step(captured, own)
 
         return cls(lowered, batch, captured.names, finish, update, compiled)
 

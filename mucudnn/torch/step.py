@@ -221,9 +221,10 @@ def train_step(
             eager mode, which runs first, on the same objects, and is undone. Loss,
             extra results, parameters, buffers, the states of optimizer and scaler, and
             the batch must be equal, or within rounding with a tuner, a split,
-            `inductor`, a fused optimizer or a GRU. Such a step exceeds the budget by
-            what eager mode needs and two copies of the trained state. None and 0
-            compare nothing.
+            `inductor`, a fused optimizer or a GRU. With `inductor`, all steps then draw
+            eager mode's random numbers, not those of `torch.compile`. A compared step
+            exceeds the budget by what eager mode needs and two copies of the trained
+            state. None and 0 compare nothing.
         exact: Whether options that a share, "device" or "auto" chooses must leave
             results bit for bit as they are.
 
@@ -562,7 +563,8 @@ class TrainStep:
                 settings=self._settings,
                 results=self._results,
                 keeps_effects=not self._eager_is_free,
-                as_compiled=self._options.inductor,
+                # Steps that are compared with eager mode draw its random numbers.
+                as_compiled=self._options.inductor and not self._verify,
             )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:

@@ -95,6 +95,9 @@ class KernelGraph:
     def _add(self, line: KernelLine, phase: Phase, changed: set[str]) -> None:
         """Add a line as a node."""
         name = f"{'fb'[phase is Phase.BACKWARD]}{len(self.nodes)}.{line.name}"
+        for value in line.operands:
+            if value not in self.tensors:  # read before anything is written to it
+                raise NotCompiledError(f"a result of Inductor's is not known: {value}")
         sizes = {v: self.tensors[v].nbytes for v in line.operands}
         if any(self.tensors[v].role is Role.STATE for v in line.changes):
             raise NotCompiledError(f"{line.name} of Inductor's writes to an input")
@@ -127,7 +130,8 @@ class KernelGraph:
             expensive=line.heavy,
             random=line.random,
             recomputable=again and changed.isdisjoint(line.results),
-            movable=changed.isdisjoint(line.results),
+            # What several kernels write parts of leaves behind its last forward use.
+            movable=phase is Phase.FORWARD or changed.isdisjoint(line.results),
         )
         self.nodes.append(
             Node(

@@ -211,7 +211,7 @@ class _Reader:
                 (read if const else written).extend(found)
                 if parameter.startswith("in_out"):
                     read.extend(found)
-                pointers.append(found[0] if len(found) == 1 else None)
+                pointers.append(found[0] if _is_whole(argument) else None)
         else:
             function = self._resolved(call)
             writes = _written_arguments(call, function)
@@ -357,6 +357,14 @@ def unknown(statement: ast.AST) -> NotCompiledError:
 
 def _identifiers(text: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*\b", text)))
+
+
+def _is_whole(argument: ast.expr) -> bool:
+    """Return whether a pointer is the first byte of a value."""
+    match argument:
+        case ast.Call(ast.Name(function), [ast.Name(), *_, ast.Constant(0)]):
+            return function == _VIEW
+    return isinstance(argument, ast.Name)
 
 
 def _kernels_of(tree: ast.Module) -> dict[str, Kernel]:

@@ -1,1 +1,0 @@
-"""What a planned step is compared with."""
