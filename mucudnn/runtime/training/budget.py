@@ -85,10 +85,8 @@ class MemoryBudget:
                     "them"
                 )
             chosen = short
-        size = parse_bytes(nbytes)
-        refuse_fraction(size, f"budget={nbytes!r}")
         values: dict[str, object] = {
-            "nbytes": size,
+            "nbytes": parse_bytes(nbytes),
             "policy": policy,
             "scheduler": scheduler,
             "convolutions": check_choice("convolutions", convolutions, CONVOLUTIONS),
@@ -120,9 +118,11 @@ class MemoryBudget:
         if isinstance(budget, str) and budget == DEVICE and device is not None:
             return cls(nbytes=device.available_bytes())
         try:
-            return cls(nbytes=budget)
+            found = cls(nbytes=budget)
         except TypeError:
             raise TypeError(
                 "budget must be a MemoryBudget, or a size in bytes or as text such as "
                 f"'1.5GiB', got {budget!r}"
             ) from None
+        refuse_fraction(found.nbytes, f"budget={budget!r}")
+        return found
