@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mucudnn.ir.devices import get_device, name_computing
+from mucudnn.ir.devices import get_device
 
 __all__ = ["DEVICE", "Rates", "Traffic", "rates_of"]
 
@@ -20,9 +20,9 @@ class Rates:
 
 def rates_of(precision: str | None) -> Rates:
     """Those of the device in a type; in float32 with products in TF32."""
-    name = f"{DEVICE}_tf32" if precision is None else name_computing(DEVICE, precision)
-    figures = get_device(name)
-    return Rates(figures.bandwidth.value, figures.flops.value)
+    figures = get_device(DEVICE)
+    peak = figures.peak(precision or "float32", tf32=True)
+    return Rates(figures.bandwidth.value, peak)
 
 
 @dataclass

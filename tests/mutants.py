@@ -210,7 +210,7 @@ def judge(mutant: Mutant, tests: list[str], folder: Path, limit_s: float) -> Mut
     source = mutated(path, mutant)
     if source is None:
         print(f"gone      {mutant.path} {mutant.function}", flush=True)
-        return mutant
+        return replace(mutant, killed=None)
     (folder / path).write_text(source, "utf-8")
     killer = failing_test(folder, tests, limit_s)
     shutil.copy(ROOT / path, folder / path)
@@ -260,9 +260,10 @@ def main() -> int:
                 given.save.write_text(
                     json.dumps([asdict(m) for m in results], indent=1)
                 )
-    killed = sum(bool(mutant.killed) for mutant in results)
-    print(f"{killed} of {len(results)} killed")
-    return int(bool(given.replay) and killed < len(results))
+    judged = [mutant.killed for mutant in results if mutant.killed is not None]
+    gone = len(results) - len(judged)
+    print(f"{sum(judged)} of {len(judged)} killed, {gone} whose code is gone")
+    return int(bool(given.replay) and not all(judged))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_training_fits_the_advised_budget(policy, convolutions):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_schedulers_and_parts_fit_the_advised_budget(scheduler, accumulate):
     options = {"scheduler": scheduler, "policy": "lru", "accumulate": accumulate}
-    least = 1
+    least = 1024
     for asked in (0, -1):
         _, least = advised(least + asked, **options)
         assert train(least, **options).peak_bytes <= least

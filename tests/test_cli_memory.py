@@ -217,7 +217,7 @@ def test_bad_input_is_one_line(args, words):
 def test_nothing_is_written_where_nothing_fits(tmp_path):
     trace, snap = tmp_path / "t.json", tmp_path / "s.pickle"
     files = ("--trace", str(trace), "--snapshot", str(snap))
-    result = run("lenet", *NULL, "--budget", "12", *files)
+    result = run("lenet", *NULL, "--budget", "12 B", *files)
     assert result.exit_code == ExitCode.NOTHING_FITS
     assert " short" in result.stdout
     assert f"nothing is written to {trace}, {snap}" in result.stderr
@@ -257,13 +257,17 @@ def test_a_network_that_does_not_fit_undivided_is_told_of_parts():
     assert "--split" not in parts.stderr
 
 
-def test_a_precision_takes_the_figures_that_the_device_has_for_it():
-    asked = ("lenet", "--batch", "4", "--policy", "keep_all", "--budget", "1GiB")
-    named = run(*asked, "--device", "h200_half", "--precision", "bfloat16")
-    found = run(*asked, "--device", "h200", "--precision", "bfloat16")
-    assert found.exit_code == 0
-    assert found.stdout == named.stdout
-    none = run(*asked, "--device", "p100", "--precision", "bfloat16")
+def test_each_precision_takes_its_peak_of_the_device_in_any_case():
+    def ms(*options):
+        asked = ("alexnet", "--batch", "64", "--policy", "keep_all", "--json", "-")
+        found = run(*asked, "--budget", "8GiB", *options)
+        assert found.exit_code == 0
+        study = json.loads(found.stdout)
+        assert study["device"] == "h200"
+        return study["rows"][0]["unbounded_ms"]
+
+    assert ms("--device", "H200", "--precision", "bfloat16") < 0.7 * ms()
+    none = run("lenet", "--device", "p100", "--precision", "bfloat16")
     assert none.exit_code == ExitCode.BAD_INPUT
     assert "a convolution is in bfloat16" in none.stderr
 
@@ -314,3 +318,11 @@ def test_ctrl_c_keeps_what_is_done(monkeypatch):
 
 def test_networks_are_listed():
     assert "resnet50" in done("--list")
+
+
+def test_no_advice_in_terabytes():
+    result = run("lenet", "--device", "p100", "--image", "60000", "--policy", "lru")
+    assert result.exit_code == ExitCode.NOTHING_FITS
+    assert "of p100: " in result.stderr
+    assert "take a smaller --batch or --image" in result.stderr
+    assert "TiB" not in result.stderr

@@ -342,7 +342,7 @@ def test_failed_measurements_are_recorded(tmp_path, monkeypatch):
 
 def test_a_recording_of_nothing_is_an_error_and_no_file(tmp_path):
     file = tmp_path / "r.json"
-    options = ("--memory-limit", "1", "--record", str(file))
+    options = ("--memory-limit", "1 B", "--record", str(file))
     result = run("tune", *PROBLEM, *NULL, *options)
     assert result.exit_code == 2
     assert "the memory limit is 1 B" in result.stdout

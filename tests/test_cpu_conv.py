@@ -225,6 +225,7 @@ LARGE = {
         "w_shape": (96, 32, 5, 5),
         "padding": 2,
     },
+    "many_taps": {"x_shape": (4, 48, 27, 27), "w_shape": (64, 48, 5, 5)},
     "many_samples": {"x_shape": (9, 7, 40, 41), "w_shape": (12, 7, 5, 5), "padding": 2},
     "projection": {
         "x_shape": (2, 64, 28, 28),

@@ -89,7 +89,7 @@ def test_all_devices(home):
         ("MUCUDNN_BATCH_SIZE_POLICY", "some"),
         ("MUCUDNN_WORKSPACE_LIMIT", "lots"),
         ("MUCUDNN_WORKSPACE_LIMIT", "-1"),
-        ("MUCUDNN_TOTAL_WORKSPACE_SIZE", "64M"),
+        ("MUCUDNN_TOTAL_WORKSPACE_SIZE", "64X"),
         ("MUCUDNN_BENCHMARK_DEVICES", "first"),
         ("MUCUDNN_BENCHMARK_DEVICES", "0,8"),
         ("MUCUDNN_BENCHMARK_DEVICES", "-1"),

@@ -155,15 +155,40 @@ def test_every_figure_says_where_it_is_from(name):
     assert "assumed" in device.sources()["shares of peaks"]
 
 
-def test_faster_arithmetic_leaves_copies_and_memory_as_they_are():
-    for word in ("a100", "h100", "h200", "gh200", "b200", "rtx4090", "rtx5090"):
-        single, tf32, half = (get_device(word + s) for s in ("", "_tf32", "_half"))
-        assert single.flops.value <= tf32.flops.value < half.flops.value
-        assert half.flops.value == pytest.approx(2 * tf32.flops.value, rel=0.01)
-        for one in (tf32, half):
-            same = ("bandwidth", "memory", "d2h", "h2d")
-            assert all(getattr(one, k).value == getattr(single, k).value for k in same)
-            assert "dense" in one.flops.source
+@pytest.mark.parametrize("name", [n for n, d in DEVICES.items() if d.tensor_cores])
+def test_each_type_has_its_peak(name):
+    device = get_device(name.upper())
+    tf32, half = device.peak("float32", tf32=True), device.peak("bfloat16")
+    assert device.flops.value == device.peak("float32") <= tf32 < half
+    assert half == device.peak("float16") == pytest.approx(2 * tf32, rel=0.01)
+    assert "on tensor cores, dense" in device.sources()["arithmetic"]
+
+
+@pytest.mark.parametrize("ending", ["_half", "_tf32"])
+def test_a_name_of_an_arithmetic_is_a_deprecated_alias(ending):
+    with pytest.warns(DeprecationWarning, match="by its types"):
+        assert get_device(f"h200{ending}") is get_device("h200")
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_a_convolution_takes_the_peak_of_its_type(layout):
+    def ms(dtype, **options):
+        problem = ConvProblem(
+            direction=Direction.FORWARD,
+            x_shape=(64, 256, 28, 28),
+            w_shape=(256, 256, 3, 3),
+            dtype=dtype,
+            layout=layout,
+        )
+        table = conv_table(problem, get_device("h200"), "undivided", **options)
+        return table.fastest(64, workspace_limit=0).time_ms
+
+    single, tf32 = ms("float32"), ms("float32", tf32=True)
+    half = ms("bfloat16")
+    assert half < tf32 < single / 4
+    if layout == "NHWC":  # nothing is transposed, and products bind
+        assert tf32 / half == pytest.approx(2, rel=0.05)
+        assert single / tf32 == pytest.approx(494.5 / 67, rel=0.05)
 
 
 def test_the_h200_of_published_figures_stays():

@@ -147,7 +147,7 @@ def test_a_study_chooses_layouts_by_estimates():
 
 
 def on_tensor_cores(layout, precision=None, model="resnet18", **more):
-    more = {"batch": 32, "device": "h200_half"} | more
+    more = {"batch": 32, "device": "h200"} | more
     return StepSpec(model=model, layout=layout, precision=precision, **more)
 
 
@@ -170,7 +170,7 @@ def test_half_precision_takes_less_memory_and_time():
         kept(on_tensor_cores("NHWC", kind, batch=512)) for kind in (None, "float16")
     )
     assert half.parameters == wide.parameters
-    assert 0.5 < half.unbounded_ms / wide.unbounded_ms < 0.7  # no faster products
+    assert 0.4 < half.unbounded_ms / wide.unbounded_ms < 0.6
     assert 0.5 < half.unbounded.peak_bytes / wide.unbounded.peak_bytes < 0.55
     assert half.figures["precision"].startswith("float16 ")
     assert "precision" not in wide.figures
@@ -181,9 +181,7 @@ def test_half_precision_takes_less_memory_and_time():
 
 def test_a_study_in_half_precision_needs_figures_of_it():
     spec = on_tensor_cores("NCHW", "float16", "lenet", device="p100")
-    with pytest.raises(
-        ValueError, match=r"float16; the figures of .*: a100_half, h100"
-    ):
+    with pytest.raises(ValueError, match=r"float16, for .* some: h200, a100, h100"):
         study_memory(spec)
     with pytest.raises(ValueError, match="unknown narrow type 'int8'"):
         on_tensor_cores("NCHW", "int8", "lenet").graph()

@@ -471,7 +471,7 @@ def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
         spec("lenet"), policies=("paging", "lru"), budget=64 * MIB, curve=True
     )
     assert found.interrupted
-    assert found.techniques == tuple(done)
+    assert [t.policy for t in found.techniques] == [t.policy for t in done]
     assert "Interrupted" in memory_report(found)
     assert any("interrupted" in note for note in memory_tables(found)[0].notes)
 

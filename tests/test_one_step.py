@@ -88,6 +88,8 @@ def check_promise(tuner, spec, budget, policy):
         assert nodes[0] == nodes[1]
         assert planned.plan.peak_bytes == promised.plan.peak_bytes
         assert planned.nbytes == promised.nbytes <= budget
+        assert study.best.step_ms == promised.plan.prediction.step_ms
+        assert planned.plan.prediction.step_ms == pytest.approx(study.best.step_ms)
         image = made.graph.tensors["image"].shape
         made.step(np.zeros(image, "f4"), np.zeros(image[0], "i8"))
     return study

@@ -1,5 +1,6 @@
 """Steps with places: state and arena together keep the budget."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.optimizers import Momentum
-from mucudnn.ir.schedule import Compute
+from mucudnn.ir.schedule import STATIC, VIRTUAL, Compute
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
@@ -15,7 +16,7 @@ from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import lives_of
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
@@ -89,3 +90,17 @@ def test_a_budget_below_everything_says_what_would_do(step):
     graph, profile, least, _ = step
     with pytest.raises(PlanningError, match="the least budget that works is"):
         place_step(StepRequest(graph, profile, budget=least - 1))
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.5, 1.005), (0.2, 1.005), (0.05, 1.04)])
+def test_places_cost_little_time(share, most):
+    graph = with_updates(training_graph(get_model("alexnet")(256)), Momentum())
+    request = StepRequest(graph, estimate(graph, "h200"))
+    whole, least = unbounded(graph, request.profile), minimum_budget(request)
+    request = request.within(least + int(share * (whole.peak_bytes - least)))
+    plan = plan_step(request)
+    static, virtual = (
+        place_step(replace(request, placement=name), plan).plan.prediction.step_ms
+        for name in (STATIC, VIRTUAL)
+    )
+    assert virtual <= static <= most * plan.prediction.step_ms

@@ -15,6 +15,8 @@ from mucudnn.ir.sizes import LARGEST, format_bytes, parse_bytes, parse_integer
         (".5 KiB", 512),
         ("8 MB", 8_000_000),
         ("2kB", 2000),
+        ("8G", 8 << 30),
+        ("1.5m", 3 << 19),
         ("1TiB", 1 << 40),
         ("0", 0),
         (0, 0),
@@ -47,9 +49,15 @@ def test_what_is_not_a_size_is_refused_with_examples(text):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["64M", "64 Mebi", "5 apples"])
+@pytest.mark.parametrize("text", ["64Mi", "64 Mebi", "5 apples"])
 def test_unknown_units_list_the_known(text):
     with pytest.raises(ValueError, match=r"unknown unit .* MiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0.5", "8", ".75", "1023"])
+def test_a_fraction_is_no_size_in_bytes(text):
+    with pytest.raises(ValueError, match="bytes, not a fraction"):
         parse_bytes(text)
 
 
@@ -115,7 +123,7 @@ def test_what_is_formatted_parses_to_about_the_same(nbytes):
 
 @given(st.integers(0, 1 << 80))
 def test_whole_bytes_are_exact(nbytes):
-    assert parse_bytes(str(nbytes)) == parse_bytes(nbytes) == nbytes
+    assert parse_bytes(f"{nbytes} B") == parse_bytes(nbytes) == nbytes
 
 
 ZEROS = [25, 30, 400, 5000]
@@ -133,7 +141,7 @@ def test_the_largest_size_is_exact():
     most = 1 << 80
     assert parse_bytes(most) == parse_bytes(str(most)) == most
     assert parse_bytes(f"{most}.{'9' * 400}") == most
-    assert parse_bytes(f"0.{'9' * 400}") == 0
+    assert parse_bytes(f"0.{'9' * 400} B") == 0
 
 
 @pytest.mark.parametrize("zeros", ZEROS)

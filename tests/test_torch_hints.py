@@ -237,7 +237,7 @@ def test_what_cannot_be_checkpointed_is_refused():
     with pytest.raises(UnsupportedError, match=r"aten.add_.*in place"):
         checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     with pytest.raises(PlanningError, match="the least budget that works"):
-        mt.checkpoint_contexts(study, budget=1)
+        mt.checkpoint_contexts(study, budget=2000)
 
 
 def test_bad_input():
@@ -283,9 +283,9 @@ def test_attention_with_a_mask_is_estimated_planned_and_trained(monkeypatch):
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss_fn = nn.functional.mse_loss
-    study = mt.memory(model, loss_fn, ((x, mask), x), optimizer, device="h200_half")
+    study = mt.memory(model, loss_fn, ((x, mask), x), optimizer, device="h200")
     assert 0 < study.least_budget <= study.unlimited_bytes
-    hinted = mt.partitioner(device="h200_half")
+    hinted = mt.partitioner(device="h200")
     with_hints = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=hinted)
     wanted = loss_fn(model(x, mask), x)
     gradients = torch.autograd.grad(wanted, [*model.parameters()])

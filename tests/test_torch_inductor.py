@@ -151,7 +151,7 @@ def planned(made, optimizer_of, budget=None, **options):
 def least_of(made, optimizer_of):
     model, loss_fn, batch = made()
     step = mt.train_step(
-        model, loss_fn, optimizer_of(model), budget=1, cache=None, inductor=True
+        model, loss_fn, optimizer_of(model), budget=2000, cache=None, inductor=True
     )
     with pytest.raises(PlanningError) as error:
         step.prepare(*batch)

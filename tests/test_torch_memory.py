@@ -105,7 +105,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
 
     assert needs(most) <= budget < needs(most + 1)
     with pytest.raises(PlanningError, match="a batch of one needs") as caught:
-        study.max_batch(1000)
+        study.max_batch(1024)
     assert study.max_batch(caught.value.least_bytes) >= 1
 
 

@@ -63,7 +63,7 @@ class ExitCode(IntEnum):
 def suggesting(message: str) -> str:
     """Append the closest valid name to a message that lists valid names."""
     found = _CHOICES.search(message)
-    if found is None:
+    if found is None or "did you mean" in message:
         return message
     names = [re.split(r"[:\[ ]", name.strip())[0] for name in found["names"].split(",")]
     word = found["word"].partition(":")[0]

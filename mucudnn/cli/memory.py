@@ -1,5 +1,6 @@
 """`mucudnn memory`: memory of a training step, and the cost of using less."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ from mucudnn.cli.output import emit, refuse_same, write_files
 from mucudnn.cli.own_code import import_option, list_models, network, torch_step
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.schedule import STATIC
-from mucudnn.ir.sizes import exact_bytes
+from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.models import FunctionModel
 from mucudnn.passes.planning.plan_step import DescribedStep
 
@@ -200,7 +201,16 @@ def memory(
 def _infeasible_message(found: "MemoryStudy", settings: dict[str, Any]) -> str:
     """Return that nothing fits, and which budget would."""
     words = f"no policy fits {exact_bytes(found.budget)}"
-    if found.minimum is not None:
+    memory = math.inf
+    if found.spec.device != _CPU:
+        memory = get_device(found.spec.device).memory.value
+    if found.minimum is not None and found.minimum > memory:
+        words += (
+            f"; no technique fits the step into the {format_bytes(int(memory))} of "
+            f"{found.spec.device}: {_split_hint(found, settings)}take a smaller "
+            "--batch or --image"
+        )
+    elif found.minimum is not None:
         words += f"; {_split_hint(found, settings)}the least budget that works is "
         words += exact_bytes(found.minimum)
     names = [settings[option] for option in _OF_BEST if settings[option] is not None]

@@ -237,6 +237,8 @@ class _Training:
     def show(self) -> None:
         """Print the last lines: results, and the latest checkpoint."""
         show_results(self._trainer)
+        if str(self._work.words["data"]).startswith("synthetic"):
+            click.echo("The images were synthetic; --data names real ones.")
         for number, rank in enumerate(self._ranks):
             click.echo(f"rank {number}: {rank}")
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):

@@ -5,38 +5,31 @@ published; it is assumed, equal for all devices, and labelled as such. Estimates
 comparing policies with each other; they do not predict the time on a device.
 """
 
+import difflib
 import tomllib
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from types import MappingProxyType
 
-from mucudnn.arguments import check_choice
+from mucudnn.arguments import check_type
 from mucudnn.ir.profile import ChunkCosts
-
-ARITHMETIC: Mapping[str, str] = MappingProxyType(
-    {
-        "": "single precision",
-        "_tf32": "TF32 on tensor cores, dense",
-        "_half": "half precision on tensor cores with sums in single, dense",
-    }
-)
-"""Suffix of a device's name -> description of its arithmetic."""
-
-
-TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "": ("float32",),
-        "_tf32": ("float32",),
-        "_half": ("float32", "float16", "bfloat16"),
-    }
-)
-"""Suffix of a device's name -> tensor types that are multiplied in this arithmetic."""
-
 
 _GIB = 1024**3
 
 _CHUNKS = ChunkCosts(2 << 20, map_ms=0.069, unmap_ms=0.034)
+
+_TF32 = "tf32"
+
+_OPERANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        _TF32: (_TF32,),
+        "half": ("float16", "bfloat16"),
+        "float8": ("float8_e4m3fn", "float8_e5m2"),
+    }
+)
+"""Rate of tensor cores -> types of operands; float32 ones as TF32 where allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +72,14 @@ class DeviceFigures:
 
     Attributes:
         title: The vendor's name.
-        flops: Peak operations per second in the arithmetic that its source names;
-            single precision by default.
+        flops: Peak operations per second in single precision, without tensor cores.
         bandwidth: Peak bytes per second of device memory.
         memory: Bytes of device memory.
         d2h: Bytes per second to the host in large copies.
         h2d: Bytes per second from the host in large copies.
-        dtypes: Tensor types whose products reach `flops`.
-        turns: Whether products run on tensor cores, whose kernels want channels last:
-            channels-first images are transposed on their way in and out.
+        tensor_cores: Peak operations per second on tensor cores without sparsity, by
+            the operands' type, `tf32` for float32 ones. Their kernels want channels
+            last: channels-first images are transposed on their way in and out.
     """
 
     title: str
@@ -96,13 +88,38 @@ class DeviceFigures:
     memory: Figure
     d2h: Figure
     h2d: Figure
-    dtypes: tuple[str, ...] = ("float32",)
-    turns: bool = False
+    tensor_cores: Mapping[str, float] = field(default_factory=dict)
+
+    def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
+        """Return the peaks for products of a type: on tensor cores or not -> rate.
+
+        Args:
+            dtype: Type of the operands.
+            tf32: Whether float32 operands may be rounded to TF32.
+        """
+        found = {False: self.flops.value} if dtype == "float32" else {}
+        kind = _TF32 if tf32 and dtype == "float32" else dtype
+        if kind in self.tensor_cores:
+            found[True] = self.tensor_cores[kind]
+        return found
+
+    def peak(self, dtype: str, *, tf32: bool = False) -> float:
+        """Return the highest peak for products of a type; single precision if none."""
+        return max(self.rates(dtype, tf32=tf32).values(), default=self.flops.value)
 
     def sources(self) -> Mapping[str, str]:
         """Describe each figure and its source in words."""
+        several: dict[float, list[str]] = {}
+        for kind, rate in self.tensor_cores.items():
+            several.setdefault(rate, []).append(kind)
+        dense = "".join(
+            f"; {rate / 1e12:g} in {' and '.join(kinds)}"
+            for rate, kinds in several.items()
+        )
+        cores = f"{dense} on tensor cores, dense" if dense else ""
         return {
-            "arithmetic": f"{self.flops.value / 1e12:g} TFLOP/s, {self.flops.source}",
+            "arithmetic": f"{self.flops.value / 1e12:g} TFLOP/s{cores}, "
+            f"{self.flops.source}",
             "bandwidth": f"{self.bandwidth.value / 1e9:g} GB/s, "
             f"{self.bandwidth.source}",
             "memory": f"{self.memory.value / _GIB:.4g} GiB, {self.memory.source}",
@@ -121,47 +138,66 @@ def _read_devices() -> Mapping[str, DeviceFigures]:
     text = files("mucudnn.ir").joinpath("devices.toml").read_text("utf-8")
     found: dict[str, DeviceFigures] = {}
     for row in tomllib.loads(text)["device"]:
-        title, source, link = row["title"], row["source"], row["link"]
+        source, link = row["source"], row["link"]
         if (gb_per_s := link.get("nominal_gb_per_s")) is None:
             rate = Figure(link["gb_per_s"] * 1e9, link["source"])
         else:
             what = f"(assumed) of {gb_per_s:g} GB/s a direction, {link['source']}"
             reached = gb_per_s * ASSUMED.link * 1e9
             rate = Figure(reached, f"{ASSUMED.link:.0%} {what}")
-        by_suffix = isinstance(row["tflops"], dict)
-        for suffix, tflops in (
-            row["tflops"] if by_suffix else {"": row["tflops"]}
-        ).items():
-            words = f"{source}, {ARITHMETIC[suffix]}" if by_suffix else source
-            nbytes = row["gib"] * _GIB if "gib" in row else row["gb"] * 1e9
-            found[row["name"] + suffix] = DeviceFigures(
-                title=f"{title}, {ARITHMETIC[suffix]}" if suffix else title,
-                flops=Figure(tflops * 1e12, words),
-                bandwidth=Figure(row["gb_per_s"] * 1e9, words),
-                memory=Figure(nbytes, words),
-                d2h=rate,
-                h2d=rate,
-                dtypes=TENSORS[suffix],
-                turns=bool(suffix),
-            )
+        nbytes = row["gib"] * _GIB if "gib" in row else row["gb"] * 1e9
+        cores = {
+            dtype: 1e12 * tflops
+            for kind, tflops in row.get("tensor_tflops", {}).items()
+            for dtype in _OPERANDS[kind]
+        }
+        found[row["name"]] = DeviceFigures(
+            title=row["title"],
+            flops=Figure(row["tflops"] * 1e12, source),
+            bandwidth=Figure(row["gb_per_s"] * 1e9, source),
+            memory=Figure(nbytes, source),
+            d2h=rate,
+            h2d=rate,
+            tensor_cores=MappingProxyType(cores),
+        )
     return MappingProxyType(found)
 
 
 DEVICES = _read_devices()
-"""Devices by name. `null` is not a real device: round numbers for experiments.
+"""Devices by name. `null` is not a real device: round numbers for experiments."""
 
-`h200`, `h100` and the like compute in single precision, without tensor cores. With the
-suffix `_tf32` or `_half` they use tensor cores, as most training does.
-"""
+
+_DEPRECATED = ("_tf32", "_half")
+"""Endings of names that once chose an arithmetic; operands' types do so now."""
+
+
+def device_name(name: str) -> str:
+    """Return the key in `DEVICES` for a name in any case, or for a deprecated name.
+
+    Raises:
+        ValueError: The device is not known; suggests the closest.
+        TypeError: The name is no text.
+    """
+    check_type("device", name, str, "a device's name")
+    found = name.strip().lower()
+    for ending in _DEPRECATED:
+        if found.endswith(ending) and found.removesuffix(ending) in DEVICES:
+            found = found.removesuffix(ending)
+            warnings.warn(
+                f"device {name!r} is deprecated: {found!r} takes each operation's "
+                "figures by its types",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+    if found not in DEVICES:
+        close = difflib.get_close_matches(found, DEVICES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"unknown device {name!r}{hint}; choose one of: {', '.join(DEVICES)}"
+        )
+    return found
 
 
 def get_device(name: str) -> DeviceFigures:
     """Return the figures of a device; the error for an unknown one lists all."""
-    return DEVICES[check_choice("device", name, DEVICES)]
-
-
-def name_computing(name: str, dtype: str) -> str:
-    """Return the device variant that computes in a type: `h200_half`."""
-    half = f"{name}_half"
-    known = half in DEVICES and dtype in DEVICES[half].dtypes
-    return half if dtype not in get_device(name).dtypes and known else name
+    return DEVICES[device_name(name)]

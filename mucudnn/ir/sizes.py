@@ -1,8 +1,9 @@
 """Parse and format sizes in bytes: `64MiB`, `1.5 GiB`, `4096`.
 
 Binary units (KiB, MiB …) are powers of 1024, decimal ones (kB, MB …) of 1000, as in IEC
-80000-13. A bare `64M` is refused as ambiguous. Only ASCII digits are accepted, and
-sizes are bounded: Python's integers are not, but the code that computes with them is.
+80000-13; a bare letter (`64M`, `8G`) is binary, as in most tools that take sizes of
+memory. Only ASCII digits are accepted, and sizes are bounded: Python's integers are
+not, but the code that computes with them is.
 """
 
 import operator
@@ -13,11 +14,13 @@ LARGEST = 2**63 - 1
 """Largest number of elements or steps."""
 
 _MOST_BYTES = 2**80
+_LEAST_BYTES = 1024
+"""Smaller sizes, but for zero, are fractions or lack their unit."""
 
 _PREFIXES = "kmgtp"
 _UNITS = (
     {"": 1, "b": 1}
-    | {f"{p}ib": 1024**i for i, p in enumerate(_PREFIXES, start=1)}
+    | {p + end: 1024**i for end in ("ib", "") for i, p in enumerate(_PREFIXES, start=1)}
     | {f"{p}b": 1000**i for i, p in enumerate(_PREFIXES, start=1)}
 )
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", re.ASCII)
@@ -84,8 +87,23 @@ def parse_bytes(size: str | int) -> int:
             f"{size!r} has the unknown unit {unit!r}; choose one of: B, KiB, MiB, GiB, "
             "TiB, PiB (powers of 1024), kB, MB, GB, TB, PB (powers of 1000)"
         )
+    if not unit:
+        refuse_fraction(float(number), repr(size))
     with localcontext(prec=len(number) + _FACTOR):  # enough to be exact
         return _bounded(Decimal(number) * _UNITS[unit.lower()], repr(size))
+
+
+def refuse_fraction(nbytes: float, name: str) -> None:
+    """Refuse a number of bytes that was meant as a fraction, or with a unit.
+
+    Raises:
+        ValueError: It is above zero and below 1024.
+    """
+    if 0 < nbytes < _LEAST_BYTES:
+        raise ValueError(
+            f"{name} is less than 1 KiB; sizes are in bytes, not a fraction of what "
+            "there is: write 8GiB, 512MiB or a number of bytes"
+        )
 
 
 def parse_integer(text: str, *, least: int = 0, most: int = LARGEST) -> int:

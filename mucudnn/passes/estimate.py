@@ -36,6 +36,7 @@ def estimate(
     workspaces: Mapping[str, int] | None = None,
     batch_policy: BatchPolicy = "powers_of_two",
     assumed: AssumedEfficiency = ASSUMED,
+    tf32: bool = False,
 ) -> Profile:
     """Estimate the profile of a graph on a device.
 
@@ -46,6 +47,8 @@ def estimate(
         workspaces: Scratch bytes of nodes that are not convolutions.
         batch_policy: Micro-batch sizes of convolutions.
         assumed: Efficiencies relative to the device's peaks.
+        tf32: Whether convolutions of float32 may use TF32 on tensor cores, as cuDNN's
+            do by default.
 
     Raises:
         ValueError: The device is unknown, or its figures do not cover the dtype of a
@@ -60,7 +63,7 @@ def estimate(
         if node.op == "conv":
             problem = node.attrs["problem"]
             if problem not in known:
-                table = conv_table(problem, figures, batch_policy, assumed)
+                table = conv_table(problem, figures, batch_policy, assumed, tf32)
                 known[problem] = tuple(pareto_plans(table, _NO_LIMIT))
             of_node[node.name] = known[problem]
             node_ms[node.name] = min(plan.time_ms for plan in known[problem])
@@ -87,37 +90,48 @@ def conv_table(
     figures: DeviceFigures,
     batch_policy: BatchPolicy = "powers_of_two",
     assumed: AssumedEfficiency = ASSUMED,
+    tf32: bool = False,
 ) -> PerfTable:
     """Estimate every algorithm at every micro-batch size.
 
     Raises:
         ValueError: The figures do not cover the convolution's dtype.
     """
-    if problem.dtype not in figures.dtypes:
-        known = ", ".join(n for n, d in DEVICES.items() if problem.dtype in d.dtypes)
+    if not figures.rates(problem.dtype):
+        known = ", ".join(n for n, d in DEVICES.items() if d.rates(problem.dtype))
+        kinds = ", ".join(("float32", *figures.tensor_cores))
         raise ValueError(
-            f"a convolution is in {problem.dtype}; the figures of {figures.title} are "
-            f"for {', '.join(figures.dtypes)}; for {problem.dtype} there are those of: "
-            f"{known or 'no device'}"
+            f"a convolution is in {problem.dtype}, for which there are no figures of "
+            f"{figures.title}, only for {kinds}; those devices have some: "
+            f"{known or 'none'}"
         )
     rows = tuple(
         row
         for batch in candidate_batches(problem.batch, batch_policy)
-        for row in _algorithms(problem.with_batch(batch), figures, assumed)
+        for row in _algorithms(problem.with_batch(batch), figures, assumed, tf32)
     )
     return PerfTable(problem, rows)
 
 
 def _algorithms(
-    problem: ConvProblem, figures: DeviceFigures, assumed: AssumedEfficiency
+    problem: ConvProblem,
+    figures: DeviceFigures,
+    assumed: AssumedEfficiency,
+    tf32: bool,
 ) -> Iterator[AlgoPerf]:
     traffic = sum(operand.nbytes for operand in problem.operands())
+    rates = figures.rates(problem.dtype, tf32=tf32)
     transpose_ms = _transpose_ms(problem, figures, assumed)
 
     def row(algo: str, flops: float, share: float, workspace: int) -> AlgoPerf:
         # The workspace is written once and read once.
         nbytes = traffic + 2 * workspace
-        ms = _roofline(flops, share, nbytes, figures, assumed) + transpose_ms
+        # Of float32, the faster of TF32 with transposed images and single precision.
+        ms = min(
+            _roofline(flops, rate * share, nbytes, figures, assumed)
+            + (transpose_ms if tensor_cores else 0.0)
+            for tensor_cores, rate in rates.items()
+        )
         return AlgoPerf(algo=algo, batch=problem.batch, time_ms=ms, workspace=workspace)
 
     if math.prod(problem.w_shape[2:]) == 1:
@@ -135,7 +149,7 @@ def _transpose_ms(
     problem: ConvProblem, figures: DeviceFigures, assumed: AssumedEfficiency
 ) -> float:
     """Return the time of transposing the images before and after the product."""
-    if not figures.turns or problem.layout == "NHWC":
+    if problem.layout == "NHWC":
         return 0.0
     elements = math.prod(problem.x_shape) + math.prod(problem.y_shape)
     nbytes = 2 * elements * problem.itemsize
@@ -178,7 +192,8 @@ def _node_ms(
     if "parts" in node.attrs:  # it reads only the rows that it writes
         nbytes = 2 * sum(graph.tensors[name].nbytes for name in node.outputs)
     flops = _matmul_flops(graph, node) if node.op == "matmul" else 0.0
-    return _roofline(flops, assumed.matmul, nbytes, figures, assumed)
+    peak = figures.peak(graph.tensors[node.tensors[0]].dtype)
+    return _roofline(flops, peak * assumed.matmul, nbytes, figures, assumed)
 
 
 def _matmul_flops(graph: Graph, node: Node) -> float:
@@ -189,11 +204,11 @@ def _matmul_flops(graph: Graph, node: Node) -> float:
 
 def _roofline(
     flops: float,
-    share: float,
+    rate: float,
     nbytes: int,
     figures: DeviceFigures,
     assumed: AssumedEfficiency,
 ) -> float:
-    arithmetic = flops / (figures.flops.value * share)
+    arithmetic = flops / rate
     traffic = nbytes / (figures.bandwidth.value * assumed.memory)
     return 1e3 * max(arithmetic, traffic) + assumed.launch_ms

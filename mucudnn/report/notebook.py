@@ -107,7 +107,11 @@ def _step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
         if origin(name) == name
     )
     instructions = plan.schedule.instructions
-    recomputed = [n.name for n in plan.schedule.graph.nodes if "~" in n.name]
+    recomputed = [
+        node.name
+        for node in plan.schedule.graph.nodes
+        if "~" in node.name and node_ms[node.name] > 0
+    ]
     facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
     if plan.budget < float("inf"):
         facts += f", budget {bytes_text(int(plan.budget))}"

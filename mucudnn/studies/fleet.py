@@ -16,7 +16,7 @@ from typing import Any
 
 from mucudnn.arguments import check_integer
 from mucudnn.errors import PlanningError
-from mucudnn.ir.devices import DEVICES, get_device
+from mucudnn.ir.devices import DEVICES, device_name, get_device
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.notebook import html_of
@@ -289,6 +289,8 @@ def parse_device(text: str) -> FleetDevice:
     number, word = (int(counted[1]), counted[2]) if counted else (1, text.strip())
     count = check_integer(f"the number of {word}", number, 1, _MOST)
     name, equals, file = word.partition("=")
+    with contextlib.suppress(ValueError):
+        name = device_name(name)
     if name in DEVICES:
         if equals and not file:
             raise ValueError(f"{text!r} names no recording behind the =")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.devices import get_device, name_computing
+from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.tensor import Role
@@ -92,8 +92,7 @@ def study_memory(
         policies: Names in `policy_names()`, or functions; by default all of them.
         schedulers: Names in `SCHEDULERS`, or functions; by default each policy's own.
         budget: Bytes, or "1.5GiB"; by default the memory of the device.
-        device: `cpu`, or a name in `DEVICES`; by default the step's own. A step in half
-            precision uses the device's figures for it.
+        device: `cpu`, or a name in `DEVICES`; by default the step's own.
         curve: Whether to plan for several budgets, too.
         max_batch: Whether to search the largest mini-batch of every policy.
         min_budget: Whether to search the minimum feasible budget of every policy.
@@ -143,7 +142,7 @@ def study_memory(
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
-        spec = with_layouts(_use_precision_figures(spec), recordings)
+        spec = with_layouts(spec, recordings)
     costed = costed_step(spec, profile, recordings, choices, say, split)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
@@ -170,13 +169,6 @@ def _as_spec(step: object, device: str | None) -> StepSpec:
         )
     spec = StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
     return spec if device is None else replace(spec, device=device)
-
-
-def _use_precision_figures(spec: StepSpec) -> StepSpec:
-    """Select the device's figures for the step's precision."""
-    if spec.precision is None or spec.device == CPU:
-        return spec
-    return replace(spec, device=name_computing(spec.device, spec.precision))
 
 
 # Try techniques on a step under a budget: plans, lower bound, placement, limits.
@@ -223,6 +215,7 @@ class MemoryTrials:
         self._splitting: SplitDecision | None = None
         self._least_in_parts: int | None = None
         self._placed: PlacedStep | None = None
+        self._placed_steps: list[PlacedStep] = []
         self._placement_error = ""
         self._minimum: int | None = None
         self._least_ms: dict[int, float] = {}
@@ -304,13 +297,28 @@ class MemoryTrials:
         """Plan the first form that fits, as `Trainer` does; return its request, too."""
         *preferred, last = forms
         request = next((form for form in preferred if self._fits(form)), last)
-        technique = try_technique(request)
+        technique = self._as_placed(try_technique(request), request)
         if technique.fits:
             self._planned[technique.budget].append(request.graph)
         elif technique.least_bytes is not None:
             least = min(map(self._least, forms))
             technique = replace(technique, least_bytes=least)
         return technique, request
+
+    def _as_placed(self, found: PolicyResult, request: StepRequest) -> PolicyResult:
+        """Return a technique whose plan is the step with offsets, as `Trainer` runs it.
+
+        Steps with tiers are placed for the best technique only, and PyTorch's never.
+        """
+        if found.plan is None or not self._costed.placed or self._costed.tiers:
+            return found
+        try:
+            placed = place_step(request, found.plan)
+        except PlanningError as e:
+            self._placement_error = str(e)
+            return replace(found, plan=None, least_bytes=e.least_bytes)
+        self._placed_steps.append(placed)
+        return replace(found, plan=placed.plan)
 
     def _fits(self, request: StepRequest) -> bool:
         """Return whether a step can be planned and placed within its budget."""
@@ -357,7 +365,10 @@ class MemoryTrials:
                 continue
             plan = found.chosen.plan
             name = "any" if plan is None else plan.scheduler
-            return PolicyResult(IN_PARTS, name, budget, plan), found
+            technique = PolicyResult(IN_PARTS, name, budget, plan)
+            if (request := found.chosen.request) is not None:
+                technique = self._as_placed(technique, request)
+            return technique, found
         self._least_in_parts = min(least, default=self._least_in_parts)
         return PolicyResult(
             IN_PARTS, "any", budget, None, min(least, default=None)
@@ -383,6 +394,10 @@ class MemoryTrials:
         if best is None:
             return
         self._say("places in the arena", 0, 1)
+        for placed in self._placed_steps:
+            if placed.plan is best.plan:
+                self._placed, self._placement_error = placed, ""
+                return
         if best.policy == IN_PARTS and self._splitting is not None:
             request = self._splitting.chosen.request
             assert request is not None, "a split with a plan has a request"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mucudnn.ir.channels_last import AUTO
 from mucudnn.ir.conv import Ints
-from mucudnn.ir.devices import get_device
+from mucudnn.ir.devices import device_name, get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.profile import MemoryTier, Profile
@@ -84,6 +84,10 @@ class StepSpec:
     layout: str = "NCHW"
     precision: str | None = None
     channels_last: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.device != CPU:
+            object.__setattr__(self, "device", device_name(self.device))
 
     @property
     def title(self) -> str:

@@ -108,13 +108,15 @@ class StepCosts:
         if callable(self._measured):
             return self._measured(graph)
         fronts = self._fronts(_conv_problems(graph))
-        return estimate(graph, self._device, fronts=fronts)
+        return estimate(graph, self._device, fronts=fronts, tf32=True)
 
     def at_another_batch(self, graph: Graph) -> Profile:
         """Return costs that are precise in sizes, for any device."""
         device = "null" if self._device == CPU else self._device
         fronts = self._fronts(_conv_problems(graph))
-        return estimate(graph, device, fronts=fronts, batch_policy="undivided")
+        return estimate(
+            graph, device, fronts=fronts, batch_policy="undivided", tf32=True
+        )
 
     def _fronts(
         self, problems: Sequence[ConvProblem]

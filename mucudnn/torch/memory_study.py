@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.devices import get_device
+from mucudnn.ir.devices import device_name, get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
@@ -38,7 +38,12 @@ from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import DatalessStep, KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.step import CapturedStep, capture_step
-from mucudnn.torch.capture.step_tensors import PLAIN, StepParts, StepSettings
+from mucudnn.torch.capture.step_tensors import (
+    PLAIN,
+    StepParts,
+    StepSettings,
+    scheduled_floats,
+)
 from mucudnn.torch.costs.measure import estimated, measured
 from mucudnn.torch.optimizer_update import EagerUpdate, check_room
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
@@ -101,13 +106,14 @@ def memory(
             here to measure the optimizer's update.
     """
     if device != _CPU:
-        get_device(device)  # says which there are
+        device = device_name(device)
     settings = StepSettings(accumulate)
     options = PlanOptions.of("memory", offload_state=offload_state, split=split)
     if choices := parse_tiers(tiers):
         forecast = partial(forecast_tiers, choices, measured=device == _CPU)
         options = replace(options, tiers=forecast)
     step = DatalessStep.of(model, loss_fn, example, optimizer)
+    settings = replace(settings, floats=scheduled_floats(step.optimizer))
     return MemoryStudy(step, type(model).__name__, device, settings, options)
 
 
@@ -284,6 +290,9 @@ class MemoryStudy:
             try:
                 self._steps[size] = self._results.settled(capture, self._lowered)
             except UpdateNotRecordedError as e:
+                if self._settings.floats:
+                    self._settings = replace(self._settings, floats=())
+                    continue
                 self._settings = replace(self._settings, recorded=False)
                 self._update_reason = str(e)
                 self._steps.clear()

@@ -103,9 +103,10 @@ class TorchPlan:
 
     @property
     def recomputed(self) -> Mapping[str, int]:
-        """Number of times that a recomputed node runs again, by name."""
+        """Number of times that a node is recomputed, by name; views do not count."""
         names = (node.name for node in self.plan.schedule.graph.nodes)
-        return Counter(origin(name) for name in names if "~" in name)
+        times = self.plan.profile.node_ms
+        return Counter(origin(n) for n in names if "~" in n and times[n] > 0)
 
     @property
     def convolutions(self) -> Mapping[str, ConvPlan]:

@@ -18,11 +18,12 @@ from typing import Literal
 import torch
 
 from mucudnn.arguments import check_bool
-from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
+from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
+from mucudnn.passes.planning.cutting import AUTO, WHOLE, Split, check_split
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.joint import Joint
@@ -30,7 +31,7 @@ from mucudnn.torch.capture.optimizers import with_updates
 from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.costs.measure import estimated, measured
 from mucudnn.torch.execution.cuda_memory import library_bytes, reserve
 from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
@@ -387,14 +388,49 @@ def plan_program(
         UnsupportedError: It cannot be measured; says why.
         OutOfMemoryError: There is no room in a tier.
     """
-    if step.update is None:
-        planner, plan = step.plan(options, budget)
-    else:
-        planner, plan = step.update.plan(budget, partial(step.plan, options))
+    try:
+        if step.update is None:
+            planner, plan = step.plan(options, budget)
+        else:
+            planner, plan = step.update.plan(budget, partial(step.plan, options))
+    except PlanningError as e:
+        if names := _fitting_options(step, options, budget):
+            e.args = (f"{e}; {names} fits", *e.args[1:])
+        raise
     lowered = options.choice.bound(planner.lowered, plan.plan)
     tiers = options.tiers
     copies = tiers.copies(plan.plan) if isinstance(tiers, StepTiers) else None
     return PlannedProgram(lowered, plan, copies)
+
+
+def _fitting_options(step: LoweredStep, options: PlanOptions, budget: float) -> str:
+    """Return options of `train_step` under which a refused step fits; empty if none.
+
+    Parts of a step are not measured for this: their scratch memory is not counted.
+    """
+    cpu = device_of(step.lowered.layouts).type == "cpu"
+    if not step.names or not budget or options.inductor or not cpu:
+        return ""  # a compiled graph, a question for the least, or neither can be had
+    if options.split != WHOLE:
+        return ""
+
+    def fits(least: int) -> bool:
+        needed = least if step.update is None else step.update.with_passes(least)
+        return needed <= budget
+
+    planner = step.planner(options)
+    if not options.offload_state:
+        if fits(replace(planner, offload_state=True).least_budget()):
+            return "offload_state=True"
+        if not fits(planner.resident_bytes):
+            return ""
+    costs = partial(estimated, device=get_device("null"))
+    auto = PlanOptions(costs, offload_state=options.offload_state, split=AUTO)
+    try:
+        least = least_budget(replace(step, update=None), auto)
+    except MucudnnError:
+        return ""
+    return "split='auto'" if fits(least) else ""
 
 
 def least_budget(step: LoweredStep, options: PlanOptions) -> int:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import MemoryTier, Profile
-from mucudnn.ir.sizes import exact_bytes, parse_bytes
+from mucudnn.ir.sizes import exact_bytes, parse_bytes, refuse_fraction
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.place_step import over_fastest, plan_tiered_step
@@ -32,7 +32,7 @@ def parse_budget(budget: float | str | None) -> float:
     """Return a budget in bytes, infinity for None.
 
     Raises:
-        ValueError: It is no size, or negative.
+        ValueError: It is no size, negative, or above zero and below 1 KiB.
         TypeError: It is neither a number nor text.
     """
     if budget is None:
@@ -45,6 +45,7 @@ def parse_budget(budget: float | str | None) -> float:
         raise TypeError(
             f"budget must be bytes, a size such as '8GiB' or None, got {budget!r}"
         ) from None
+    refuse_fraction(number, f"budget={budget!r}")
     return number if math.isinf(number) else parse_bytes(int(budget))
 
 

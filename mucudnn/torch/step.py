@@ -10,6 +10,7 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 """
 
 import hashlib
+import logging
 import math
 import warnings
 from collections import Counter
@@ -42,6 +43,7 @@ from mucudnn.torch.capture.step_tensors import (
     LiveParts,
     StepSettings,
     check_parts,
+    scheduled_floats,
 )
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
@@ -53,6 +55,8 @@ from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
 from mucudnn.torch.plan_store import PlanCacheChoice
 from mucudnn.torch.planning import parse_budget
 from mucudnn.torch.verification import VerifiedStep
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,10 @@ _TRANSIENT_STEPS = 3
 
 
 _ALLOW = "fallback='eager' runs such steps in eager mode, in whatever memory they take"
+
+
+_REPLANS_LOGGED = 3
+"""Captures behind the first one, the last of which is logged with its reason."""
 
 
 _CHANGES_OF_INPUTS = 2
@@ -319,6 +327,7 @@ class TrainStep:
         self._fixed: set[Any] = set()  # numbers that cannot be inputs of the graph
         self._transient_steps = 0  # in a row
         self._eager_steps = 0  # since a step was last captured
+        self._captures = 0
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
         self._commit = StepCommit(optimizer)
@@ -470,20 +479,23 @@ class TrainStep:
             try:
                 with exclusive_capture(), _same_numbers(given):
                     captured, planned = self._plan(live, batch)
-            except UpdateNotRecordedError as e:
-                self._settings = replace(self._settings, recorded=False)
-                self._update_reason = str(e)
-                self._commit.unused.withdraw()  # the optimizer makes its own
-                self._commit.unused.keep()
+            except PlanningError:
+                raise
             except NotCompiledError as e:
                 self._options = replace(self._options, inductor=False)
                 self._warn("inductor", f"the step runs operation by operation: {e}")
-            except Exception:
-                if not (floats := self._settings.floats):
+            except Exception as e:
+                if floats := self._settings.floats:
+                    # Some argument must be a plain number, as a dropout's share must.
+                    self._fixed.update(map(_place, floats))
+                    self._settings = replace(self._settings, floats=())
+                elif isinstance(e, UpdateNotRecordedError):
+                    self._settings = replace(self._settings, recorded=False)
+                    self._update_reason = str(e)
+                    self._commit.unused.withdraw()  # the optimizer makes its own
+                    self._commit.unused.keep()
+                else:
                     raise
-                # An argument that must be a plain number, such as a dropout's share.
-                self._fixed.update(map(_place, floats))
-                self._settings = replace(self._settings, floats=())
             else:
                 break
         self._eager_steps = 0
@@ -504,14 +516,36 @@ class TrainStep:
         else:
             self._transient_steps = 0
             self._planned.add(variant, reason)
+            self._captures += 1
+            if self._captures == 1 + _REPLANS_LOGGED:
+                _log.warning(
+                    "the step was captured again for the 3rd time, because of %s; "
+                    "every capture takes as long as many steps",
+                    reason,
+                )
         return variant, given
 
     def _take_floats(self) -> None:
-        """Have a number that has changed several times be an input of the graph."""
+        """Have numbers that change from step to step be inputs of the graph.
+
+        A hyperparameter of the optimizer is one in all groups once it has changed, any
+        other number once it has changed several times.
+        """
         read = self._planned.changed
+        keys = {r.key for r in self._settings.floats if self._is_group(r.holder)}
+        if read is not None and self._is_group(read.holder):
+            keys.add(read.key)
+        others = [r for r in self._settings.floats if not self._is_group(r.holder)]
+        found = (
+            scheduled_floats(self._optimizer, keys) if self._settings.recorded else ()
+        )
+        free = (r for r in found if _place(r) not in self._fixed)
+        self._settings = replace(self._settings, floats=(*free, *others))
         if read is None or read.kind not in (Kind.ENTRY, Kind.CELL):
             return
         place = _place(read)
+        if any(place == _place(taken) for taken in self._settings.floats):
+            return
         if type(read.value) is type(read.now()) is float and place not in self._fixed:
             self._changes[place] += 1
             if self._changes[place] >= _CHANGES_OF_INPUTS:
@@ -576,6 +610,10 @@ class TrainStep:
             "changes from step to step in a tensor (register_buffer) or do it outside "
             f"of the step. {_ALLOW}",
         )
+
+    def _is_group(self, holder: Any) -> bool:
+        """Return whether something is one of the optimizer's groups of parameters."""
+        return any(holder is group for group in self._optimizer.param_groups)
 
     # -- eager mode
 

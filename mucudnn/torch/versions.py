@@ -51,7 +51,7 @@ def check_version(version: str | None) -> None:
         BackendUnavailableError: PyTorch is not installed, or is too old.
     """
     tested = ", ".join(TESTED)
-    advice = f"it is tested with {tested}: pip install 'mucudnn[torch]'"
+    advice = f"it is tested with {tested}: pip install '.[torch]'"
     if version is None:
         raise BackendUnavailableError(f"mucudnn.torch needs PyTorch; {advice}")
     if _order(version) < _order(OLDEST):

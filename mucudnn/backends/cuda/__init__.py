@@ -150,7 +150,7 @@ def _cupy() -> Any:
     except ImportError as e:
         raise BackendUnavailableError(
             "backend 'cuda' needs CuPy, which is not installed: "
-            "pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 driver)"
+            "pip install '.[cuda13]' (or [cuda12] for a CUDA 12 driver)"
         ) from e
     return cupy
 

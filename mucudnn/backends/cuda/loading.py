@@ -37,7 +37,7 @@ TRIED = 92899
 _CUDNN = "libcudnn.so.9"
 
 _INSTALL = (
-    "install it with: pip install 'mucudnn[cuda12]' (or 'mucudnn[cuda13]', by the "
+    "install it with: pip install '.[cuda12]' (or '.[cuda13]', by the "
     "CUDA version that the driver supports)"
 )
 
@@ -428,7 +428,7 @@ _LIBRARY = re.compile(r"\blib(nvrtc|cublas|cublaslt|curand|cudart)\b", re.IGNORE
 
 _TOOLKIT = (
     "CuPy finds no {lacking} of CUDA here; install what it compiles with: "
-    "pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 driver), or set "
+    "pip install '.[cuda13]' (or [cuda12] for a CUDA 12 driver), or set "
     "CUDA_PATH to an installed toolkit"
 )
 
@@ -462,5 +462,5 @@ def refuse_bits(name: str, what: str) -> None:
     if name == _BITS:
         raise UnsupportedError(
             f"{what} of bfloat16 needs ml_dtypes, which is not installed: "
-            "pip install ml_dtypes (it comes with mucudnn[cuda13] and mucudnn[cuda12])"
+            "pip install ml_dtypes (it comes with '.[cuda13]' and '.[cuda12]')"
         )

@@ -78,7 +78,7 @@ class CudaMapper:
         except ImportError as e:
             raise UnsupportedError(
                 "mapping device memory needs the driver's bindings, which are not "
-                "installed: pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 "
+                "installed: pip install '.[cuda13]' (or [cuda12] for a CUDA 12 "
                 "driver)"
             ) from e
         return driver

@@ -48,7 +48,7 @@ class Rematerializer:
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
         """Return the graph rewritten for these residencies; see `rematerialize`."""
         if not any(choice in RECOMPUTED for choice in residency.values()):
-            return self.graph
+            return self.graph  # unsaved tensors are read by copies only
         rewriter, done = _Rewriter(self, residency), 0
         for position in rewriter.reader_positions():
             rewriter.nodes += self.graph.nodes[done:position]
@@ -59,7 +59,10 @@ class Rematerializer:
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
         """Return tensors that may be dropped or replaced before they are read again."""
-        return {*self.unsaved, *self.results(residency, RECOMPUTED)}
+        kept = [n for n, choice in residency.items() if choice not in RECOMPUTED]
+        named = self.unsaved.intersection(kept)
+        lost = self.unsaved.difference(named) if named else self.unsaved
+        return {*lost, *self.results(residency, RECOMPUTED)}
 
     def results(
         self, residency: Mapping[str, Residency], choices: Collection[Residency]

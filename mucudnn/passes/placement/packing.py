@@ -442,6 +442,56 @@ def place_shrinkable(
             return
 
 
+def improve_places(
+    intervals: Sequence[Shrinkable],
+    limit: int,
+    clock: Clock,
+    places: Sequence[Place],
+    cost: Callable[[list[Place]], float],
+) -> Iterator[list[Place]]:
+    """Yield further complete placements, with shortened intervals placed earlier.
+
+    Args:
+        intervals: The intervals.
+        limit: Size of the arena.
+        clock: Times of positions.
+        places: The best placement so far.
+        cost: Returns what to lower, such as the time of the step.
+    """
+    attempt = _Attempt(intervals, limit, clock)
+    first = sorted(range(len(intervals)), key=lambda i: _KEYS[0](intervals[i]))
+    wheel = SqueakyWheel(first)
+    wheel.least = least = cost(list(places))
+    squeaking = _shortened_in(intervals, places)
+    for _ in range(min(_MOST_ROUNDS, _SHRINK_WORK // max(1, len(intervals)))):
+        wheel.reorder(squeaking)
+        found, left = attempt(wheel.order, math.inf)
+        complete = [place for place in found if place is not None]
+        if left:
+            squeaking = left
+            wheel.judge(math.inf)
+            continue
+        squeaking = _shortened_in(intervals, complete)
+        now = cost(complete)
+        wheel.judge(now)
+        if now < least:
+            least = now
+            yield complete
+        if not squeaking:
+            return
+
+
+def _shortened_in(
+    intervals: Sequence[Shrinkable], places: Sequence[Place]
+) -> list[int]:
+    """Return the intervals that a placement has shortened."""
+    return [
+        i
+        for i, (interval, place) in enumerate(zip(intervals, places, strict=True))
+        if (place.start, place.stop) != (interval.start, interval.stop)
+    ]
+
+
 def _first_of(
     attempt: "_Attempt", wheel: SqueakyWheel, rounds: int
 ) -> list[Place] | None:

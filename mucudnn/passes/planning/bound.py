@@ -289,6 +289,11 @@ def lower_bound(request: StepRequest) -> LowerBound:
     compute = sum(fastest_ms(request).values())
     if math.isinf(request.budget):
         return LowerBound(compute)
+    least = _SMALL * request.budget
+    uses = uses_of(request.graph).values()
+    gaps = sum(len(u.gaps()) for u in uses if not u.persistent and u.nbytes >= least)
+    if gaps > MOST_ABSENCES:  # found out without the windows and chains of the program
+        return LowerBound(compute, reason=f"{gaps} gaps are more than {MOST_ABSENCES}")
     relaxation = Relaxation(request)
     gaps = len(relaxation.absences)
     if gaps > MOST_ABSENCES:

@@ -90,6 +90,10 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
         except PlanningError as e:
             raise _advised(e, request) from None
     placed = _place_within(request, plan)
+    if request.placement == VIRTUAL and _step_ms(placed) > plan.prediction.step_ms:
+        with suppress(PlanningError):
+            static = _place_within(replace(request, placement=STATIC), plan)
+            placed = min(placed, static, key=_step_ms)
     return replace(placed, plan=replace(placed.plan, least_ms=plan.least_ms))
 
 
@@ -263,9 +267,17 @@ def _placed(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
         virtual = place_virtually(plan, arena, grows=request.grows)
     if virtual and _step_ms(virtual) <= (1 + _HARDLY) * plan.prediction.step_ms:
         return virtual
-    found = fit_to_arena(_with_minimal_workspaces(request, plan), arena)
-    static = None if found is None else _with_grown_workspaces(request, found)
-    return min(filter(None, (static, virtual)), key=_step_ms, default=None)
+    # Workspaces get the gaps that tensors leave. Where these are too small for the
+    # planned ones, workspaces are placed like tensors.
+    tried = [virtual]
+    minimal = [_with_minimal_workspaces(request, plan)] if request.grows else []
+    for form in (*minimal, plan):
+        if (found := fit_to_arena(form, arena)) is not None:
+            static = _with_grown_workspaces(request, found)
+            tried.append(static)
+            if _step_ms(static) <= (1 + _HARDLY) * plan.prediction.step_ms:
+                break
+    return min(filter(None, tried), key=_step_ms, default=None)
 
 
 def _place_unshrunk(request: StepRequest, plan: StepPlan) -> PlacedStep:

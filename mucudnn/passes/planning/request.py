@@ -348,8 +348,11 @@ class Rewriter:
         return self._own_ms + self._rematerialized(residency).copies_ms
 
     def _rematerialized(self, residency: Mapping[str, Residency]) -> "_Rematerialized":
+        unsaved = self._rematerialize.unsaved - self._rematerialize.saved
         again = frozenset(
-            (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
+            (name, choice)
+            for name, choice in residency.items()
+            if choice in RECOMPUTED or name in unsaved
         )
         if again not in self._known:
             self._known[again] = _Rematerialized(

@@ -146,7 +146,7 @@ class MpiCollectives:
         except (ImportError, RuntimeError) as e:
             raise BackendUnavailableError(
                 f"several processes need mpi4py and an MPI library ({e}); install "
-                "them with: pip install 'mucudnn[mpi]'"
+                "them with: pip install '.[mpi]'"
             ) from e
         self._mpi = MPI
         self._world = MPI.COMM_WORLD

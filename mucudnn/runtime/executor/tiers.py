@@ -291,7 +291,7 @@ def _split_size(text: str, mark: str) -> tuple[str, int | None]:
     name, _, size = text.rpartition(mark)
     with suppress(ValueError):
         if name:
-            return name, parse_bytes(size)
+            return name, parse_bytes(int(size) if size.isdigit() else size)
     return text, None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from mucudnn.arguments import check_choice, check_path, check_type
 from mucudnn.backends import Device
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.sizes import parse_bytes, refuse_fraction
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.problem import CONVOLUTIONS
@@ -118,9 +118,11 @@ class MemoryBudget:
         if isinstance(budget, str) and budget == DEVICE and device is not None:
             return cls(nbytes=device.available_bytes())
         try:
-            return cls(nbytes=budget)
+            found = cls(nbytes=budget)
         except TypeError:
             raise TypeError(
                 "budget must be a MemoryBudget, or a size in bytes or as text such as "
                 f"'1.5GiB', got {budget!r}"
             ) from None
+        refuse_fraction(found.nbytes, f"budget={budget!r}")
+        return found

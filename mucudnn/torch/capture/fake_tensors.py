@@ -169,10 +169,11 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     """Copy an optimizer to the copied parameters, with its hooks.
 
-    `copy.deepcopy` of an optimizer would lose the hooks.
+    `copy.deepcopy` of an optimizer would lose the hooks. A scheduler's wrapper of
+    `step` updates the optimizer that it was made for, so the copy has none.
     """
     lent: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(lent).update(vars(optimizer))
+    vars(lent).update({k: v for k, v in vars(optimizer).items() if k != "step"})
     lent.param_groups = []
     lent.state = defaultdict(dict)
     for group in optimizer.param_groups:

@@ -326,8 +326,10 @@ class _Tracer:
 def _lent(places: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
     """Replace Python numbers by symbols."""
     before = [place.now() for place in places]
-    for place, value in zip(places, values, strict=True):
-        place.put(value)
+    given = iter(values)
+    for place, old in zip(places, before, strict=True):
+        several = type(old) is tuple
+        place.put(tuple(next(given) for _ in old) if several else next(given))
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The tensors of a step: batch, parameters, buffers, state; and its settings."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,8 +128,8 @@ class StepSettings:
         scaler: Scales the loss and skips steps whose gradients are not finite.
         recorded: Whether the optimizer's update is part of a captured step; else the
             optimizer makes it itself, behind one.
-        floats: Python numbers that change from step to step: inputs of the graph, as
-            learning rates are.
+        floats: Python numbers, or tuples of them, that change from step to step: inputs
+            of the graph, as learning rates are.
     """
 
     accumulate: int = 1
@@ -168,6 +168,40 @@ class StepSettings:
 
 PLAIN = StepSettings()
 """Settings without micro-batches, clipping or scaling."""
+
+
+_CYCLED = frozenset({"betas", "momentum"})
+"""Hyperparameters that schedulers change at every step beside the rate."""
+
+
+def floats_in(value: Any) -> tuple[float, ...]:
+    """Return a number, or a tuple of numbers, as a tuple; else an empty tuple."""
+    several = value if type(value) is tuple else (value,)
+    return several if all(type(number) is float for number in several) else ()
+
+
+def scheduled_floats(
+    optimizer: torch.optim.Optimizer, keys: Collection[str] = ()
+) -> tuple[Read, ...]:
+    """Return the hyperparameters that become inputs of a graph, beside the rates.
+
+    `CyclicLR` and `OneCycleLR` leave `max_momentum` in groups whose momentum or beta
+    they change: these are known before the first change.
+
+    Args:
+        optimizer: The optimizer.
+        keys: Further hyperparameters, which were seen to change.
+    """
+    return tuple(
+        Read(
+            Kind.ENTRY, group, key, group[key], f"{key!r} of the optimizer's group {i}"
+        )
+        for i, group in enumerate(optimizer.param_groups)
+        for key in group
+        if (key in keys or ("max_momentum" in group and key in _CYCLED))
+        and key != "lr"
+        and floats_in(group[key])
+    )
 
 
 # Lookup of a step's tensors before each step.
@@ -329,7 +363,7 @@ class StepParts:
             state,
             _scale(settings, _device_of(root)),
             tuple(group.get("lr", 0.0) for group in optimizer.param_groups),
-            tuple(read.now() for read in settings.floats),
+            tuple(x for read in settings.floats for x in floats_in(read.now())),
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -428,9 +462,10 @@ class LiveParts:
         groups = self._optimizer.param_groups
         numbers = [*(group.get("lr", 0.0) for group in groups)]
         for read in self._settings.floats:
-            numbers.append(read.now())
-            if type(numbers[-1]) is not float:
+            now = floats_in(read.now())
+            if len(now) != len(floats_in(read.value)):
                 raise KeyError(read.label)
+            numbers += now
         rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
         tensors = self._lookup(self._entries_of_state())
         return [*tensors, *_scale(self._settings, self._device), *rates]

@@ -403,7 +403,9 @@ class WrongResultsError(UnsupportedError):
 def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
     """Estimate every node by its roofline from published figures; run nothing.
 
-    Scratch memory is not known: the profile only has that of generator states.
+    Products take the peak of their operands' type, with TF32 where PyTorch's switches
+    allow it: by default in convolutions only. Scratch memory is not known: the profile
+    only has that of generator states.
     """
     graph = lowered.graph
 
@@ -413,7 +415,7 @@ def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
         names = dict.fromkeys((*node.tensors, *node.mutates))
         traffic = sum(touched_bytes(lowered.layouts[name]) for name in names)
         seconds = max(
-            _flops(lowered, node) / (device.flops.value * ASSUMED.matmul),
+            _flops(lowered, node) / (_peak(lowered, node, device) * ASSUMED.matmul),
             traffic / (device.bandwidth.value * ASSUMED.memory),
         )
         return 1e3 * seconds + ASSUMED.launch_ms
@@ -432,6 +434,17 @@ def touched_bytes(layout: Layout) -> int:
     sizes = zip(layout.shape, layout.stride, strict=True)
     count = math.prod(size for size, stride in sizes if stride)
     return count * int(layout.dtype.itemsize)
+
+
+def _peak(lowered: Lowered, node: Node, device: DeviceFigures) -> float:
+    """Return the device's highest rate for a node's operands."""
+    if not node.inputs:
+        return device.flops.value
+    dtype = str(lowered.layouts[node.inputs[0]].dtype).removeprefix("torch.")
+    convolves = "conv" in str(lowered.calls[node.name].function)
+    backends = torch.backends
+    switch = backends.cudnn if convolves else backends.cuda.matmul
+    return device.peak(dtype, tf32=switch.allow_tf32)
 
 
 def _flops(lowered: Lowered, node: Node) -> float:

@@ -440,6 +440,7 @@ class Blockwise:
                         np.matmul(filters, errors[i], out=matrix)
                         for target, plane in adds:
                             np.add(target[i], plane, out=target[i])
+                    adds.clear()  # else these views live while the next are made
 
         items = itertools.product(samples, blocks.parts())
         workers.each(items, work, at_most=len(buffers))

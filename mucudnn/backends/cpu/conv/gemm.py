@@ -68,6 +68,7 @@ GEMM = Algorithm("GEMM", _gemm_kernel)
 # all workers take part.
 
 _SMALL = 32 << 10  # bytes of a block and its padding, if they are allocated
+_SCATTERED = 24 << 10  # bytes of one that is scattered, whose views take the rest
 _LARGE = 256 << 10  # bytes per worker, if the block lies in the result
 _PART = 2  # at most every second remaining sample holds blocks
 
@@ -80,7 +81,9 @@ class ImplicitGemm:
     def __init__(self, problem: ConvProblem, workers: int) -> None:
         self._problem = problem
         self._item = problem.itemsize
-        self._small = Blockwise(problem, _SMALL // self._item)
+        scatters = problem.direction is Direction.BACKWARD_DATA
+        small = _SCATTERED if scatters else _SMALL
+        self._small = Blockwise(problem, small // self._item)
         self._crew = workers if self._small.needs_no_room else 1
         forward = problem.direction is Direction.FORWARD
         result = problem.y_shape if forward else problem.x_shape

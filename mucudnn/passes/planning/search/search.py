@@ -1,10 +1,14 @@
 """Policy `planned`: search for the least simulated step time within a budget.
 
-The search starts from the residencies of every other policy, so it is never worse than
-the best of them, and from the request's seed. The best of a one-parameter family (see
-`candidates`) is then improved tensor by tensor. Scheduler and dynamic workspaces decide
-how freed bytes are used, and the simulator evaluates the result. Parameters and
-optimizer state are offloaded where that is faster, or where nothing else fits.
+The linear program of `planning/program.py` comes first. Where its plan is as good as
+its optimum, or the step is too large for trials of single tensors, nothing else runs.
+
+Otherwise a local search runs beside it, and the faster plan wins. It starts from the
+residencies of every other policy, so it is never worse than the best of them, and from
+the request's seed. The best of a one-parameter family (see `candidates`) is improved
+tensor by tensor. Scheduler and dynamic workspaces decide how freed bytes are used, and
+the simulator evaluates the result. Parameters and optimizer state are offloaded where
+that is faster, or where nothing else fits.
 """
 
 import math
@@ -14,8 +18,9 @@ from copy import copy
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.bound import lower_bound
+from mucudnn.passes.planning.bound import LowerBound, lower_bound
 from mucudnn.passes.planning.milp import MOST_SAVED, exact
+from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
 from mucudnn.passes.planning.search.collection import gc_relaxed
 from mucudnn.passes.planning.search.explore import explore, improved
@@ -51,6 +56,12 @@ _SLOW = 1.5
 _NEAR = 1.005
 """Factor on the lower bound below which exploration is skipped."""
 
+_CLOSE = 1.01
+"""Factor on the program's optimum up to which its plan needs no local search."""
+
+_LARGE = 3000
+"""Nodes of a step from which the program's plan is not compared with a local search."""
+
 _LEAST_TRIALS = 12
 """SearchState of the largest graphs, not counting the first ones."""
 
@@ -67,17 +78,38 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     Raises:
         PlanningError: No residencies fit; the error of those that came closest.
     """
-    candidates = by_cost(candidates_of(request))
-    best = SearchState(request, _work(request), by_nodes=True)
-    if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
+    best = SearchState(request, 0)
+    best.consider(keep_all(request), free=True)
+    if best.found and best.step_ms <= _unbounded_ms(request):
         return replace(best.plan, least_ms=best.step_ms)
     bound = lower_bound(request)
+    optimum = fill(request, best)
+    large = best.found and len(request.graph.nodes) > _LARGE
+    if optimum is None or not (large or best.step_ms <= _CLOSE * optimum):
+        found = _local_search(request, bound, thorough=thorough)
+        if found.found:
+            best.take_over(found)
+        elif not best.found:
+            best = found  # has the error of the residencies that came closest
+    return replace(best.plan, least_ms=bound.step_ms)
+
+
+def _local_search(
+    request: StepRequest, bound: LowerBound, *, thorough: bool
+) -> SearchState:
+    """Search from the policies' residencies, tensor by tensor."""
+    candidates = by_cost(candidates_of(request))
+    best = SearchState(request, _work(request), by_nodes=True)
+    best.consider(keep_all(request), free=True)
     begin = _begin(request, candidates)
     for residency in begin:
         best.consider(residency, free=True)
     fits = best.found
     if not fits:
-        best.consider(least_memory(request, begin), free=True)
+        try:
+            best.consider(least_memory(request, begin), free=True)
+        except PlanningError:
+            return best
     if request.convolutions == "dynamic":
         _offer_vdnn_dyn(request, best)
     if len(candidates) <= MOST_SAVED:
@@ -95,7 +127,7 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
         _offer_other_schedulers(request, candidates, best)
     if thorough and best.step_ms > _NEAR * bound.step_ms:
         explore(request, candidates_of(request), bound.residency, best)
-    return replace(best.plan, least_ms=bound.step_ms)
+    return best
 
 
 def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:

@@ -117,6 +117,14 @@ class SearchState:
         self._best, self._step_ms = plan, plan.prediction.step_ms
         return True
 
+    def take(self, found: UnsimulatedPlan) -> bool:
+        """Take a scheduled plan; return whether it is better than all before."""
+        step_ms = found.step_ms(self.step_ms)
+        if step_ms >= self.step_ms:
+            return False
+        self._best, self._step_ms = found, step_ms
+        return True
+
     def take_over(self, other: "SearchState") -> bool:
         """Adopt the best plan of others; return whether it is better."""
         if other.step_ms >= self.step_ms:

@@ -1,0 +1,159 @@
+"""Figures quoted in README and docs are those of the files in `bench/results`.
+
+Tables are rendered from their file and compared line by line. In prose each figure has
+an entry in `QUOTED`: the words around it, and where it stands in a file.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MIB, GIB = 2.0**20, 2.0**30
+NETWORKS = {
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "gpt": "GPT",
+    "mobilenet_v3_small": "MobileNet-V3",
+    "unet": "U-Net",
+}
+
+
+def read(name: str) -> Any:
+    return json.loads((ROOT / "bench/results" / name).read_text("utf-8"))
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def network(model: str) -> Mapping[str, Any]:
+    (found,) = (n for n in read("torch.json")["networks"] if n["model"] == model)
+    return found
+
+
+def way(model: str, name: str, setting: str = "") -> Mapping[str, Any]:
+    rows = network(model)["rows"]
+    return next(r for r in rows if (r["way"], r["setting"]) == (name, setting))
+
+
+def ours(model: str, name: str, setting: str = "") -> Mapping[str, Any]:
+    """Return our step within what another way took."""
+    budget = way(model, name, setting)["peak_bytes"]
+    rows = (r for r in network(model)["rows"] if r["way"] == "ours")
+    return next(row for row in rows if row["budget_bytes"] == budget)
+
+
+def point(policy: str, gib: float) -> float:
+    points = read("front.json")["points"]
+    (found,) = (
+        p["slowdown"]
+        for p in points
+        if (p["policy"], p["budget_bytes"]) == (policy, int(gib * GIB))
+    )
+    return found
+
+
+AMB = "activation_memory_budget"
+QUOTED = {
+    "README.md": [
+        ("in {32.7} MiB beyond", lambda: ours("gpt", AMB, "0.2")["peak_bytes"] / MIB),
+        ("eager mode takes {79.7},", lambda: way("gpt", "eager")["peak_bytes"] / MIB),
+        ("runs at {1.02} of", lambda: ours("gpt", AMB, "0.2")["measured"]),
+        ("takes {1.24} for about", lambda: way("gpt", AMB, "0.2")["measured"]),
+        ("instead of {19.8}", lambda: read("front.json")["unbounded_bytes"] / GIB),
+        ("{1.07} times the time of the unbounded", lambda: point("planned", 8.0)),
+        ("by our plan, {2.76} by", lambda: point("superneurons", 8.0)),
+    ],
+    "docs/results.md": [
+        (
+            "budget it takes {19.8} GiB",
+            lambda: read("front.json")["unbounded_bytes"] / GIB,
+        ),
+    ],
+}
+"""Page -> words with one figure in braces, and the value in its file."""
+
+ELSEWHERE = re.compile(
+    r"Python ≥ 3\.11|PyTorch 2\.11 to 2\.15|\(2\.2 times as fast; 1\.9 to 2\.4|"
+    r"1\.23 by our plan once"
+)
+"""Figures of the README that are no measurement, or whose file is not kept."""
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "value"),
+    [(name, *row) for name, rows in QUOTED.items() for row in rows],
+)
+def test_a_figure_in_prose_is_that_of_its_file(name, words, value):
+    (figure,) = re.findall(r"\{(.*)\}", words)
+    digits = len(figure.partition(".")[2])
+    assert f"{value():.{digits}f}" == figure
+    assert words.replace("{", "").replace("}", "") in " ".join(page(name).split())
+
+
+def test_every_decimal_of_the_readme_has_its_file():
+    text = " ".join(ELSEWHERE.sub("", page("README.md")).split())
+    for words, _ in QUOTED["README.md"]:
+        text = text.replace(re.sub(r"[{}]", "", words), "")
+    assert re.findall(r"(?<![\w.-])\d+\.\d+(?![\w.])", text) == []
+
+
+def compared() -> Iterator[str]:
+    """Yield the lines of the comparison with PyTorch's own ways."""
+    for model, title in NETWORKS.items():
+        planned = {
+            r["budget_bytes"]: r for r in network(model)["rows"] if r["way"] == "ours"
+        }
+        for row in network(model)["rows"]:
+            if row["way"] in ("eager", "ours"):
+                continue
+            label = row["way"] + (f"={row['setting']}" if row["setting"] else "")
+            beside = planned.get(row["peak_bytes"])
+            mine = (
+                f"{beside['peak_bytes'] / MIB:.1f} | {beside['measured']:.2f}"
+                if beside and beside["measured"]
+                else "does not fit | –"
+            )
+            yield (
+                f"| {title} | `{label}` | {row['peak_bytes'] / MIB:.1f} | "
+                f"{row['measured']:.2f} | {mine} |"
+            )
+
+
+def front() -> Iterator[str]:
+    """Yield the lines of techniques at every budget."""
+    columns = (
+        "planned",
+        "planned, in parts",
+        "no plan is faster",
+        "superneurons",
+        "vdnn_all",
+    )
+    found = {
+        (p["budget_bytes"], p["policy"]): p["slowdown"]
+        for p in read("front.json")["points"]
+    }
+    for budget in sorted({budget for budget, _ in found}, reverse=True):
+        times = (found[budget, column] for column in columns)
+        words = (f"{t:.3f}" if t is not None else "does not fit" for t in times)
+        yield f"| {budget / GIB:.1f} | {' | '.join(words)} |"
+
+
+TABLES = {
+    "docs/comparison.md: | network | way |": compared,
+    "docs/results.md: | budget, GiB |": front,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_is_rendered_from_its_file(table):
+    name, _, head = table.partition(": ")
+    lines = page(name).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
+    rows = lines[start : lines.index("", start)]
+    assert rows == list(TABLES[table]())
