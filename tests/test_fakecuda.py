@@ -137,7 +137,7 @@ def case(name, dtype=torch.float32):
 
 
 def least_budget(model, optimizer, batch):
-    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget=1, cache=None)
+    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget="1KiB", cache=None)
     with pytest.raises(PlanningError) as found:
         step.prepare(*batch)
     return found.value.least_bytes

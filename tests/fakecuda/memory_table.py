@@ -67,7 +67,7 @@ def row(name, share):
     """Return MiB of the budget, planned, requested, reserved; and calls of a step."""
     model, loss, batch, optimizer = MODELS[name]()
     own = optimizer(model.parameters())
-    step = mt.train_step(model, loss, own, budget=1, cache=None)
+    step = mt.train_step(model, loss, own, budget="1KiB", cache=None)
     least = 0
     try:
         step.prepare(*batch)
