@@ -349,7 +349,7 @@ def test_memory_is_studied_without_running():
 
     assert larger(most) <= budget < larger(most + 1)
     with pytest.raises(PlanningError, match="a batch of one"):
-        study.max_batch(1000)
+        study.max_batch(1024)
     with pytest.raises(ValueError, match="unknown device"):
         mt.memory(model, loss_fn, batch, adamw(model), device="abacus")
 
