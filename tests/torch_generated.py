@@ -950,7 +950,7 @@ def budget_of(program: Program, recipe: Recipe) -> int | None:
     with built(program, 0) as training:
         try:
             most = new_step(training, {}).prepare(*training.batches[0]).peak_bytes
-            new_step(training, {"budget": 1}).prepare(*training.batches[0])
+            new_step(training, {"budget": 1024}).prepare(*training.batches[0])
         except PlanningError as e:
             least = e.least_bytes
         except Exception:  # the comparison itself finds out what is wrong
