@@ -169,7 +169,10 @@ def test_info_names_backends_and_the_cache(tmp_path):
 
 
 BAD = [
-    (["foo"], "choose one of: cache, demo, explain, fleet, info, memory, train, tune"),
+    (
+        ["foo"],
+        "choose one of: cache, demo, doctor, explain, fleet, info, memory, train, tune",
+    ),
     (["cache", "foo"], "clear, export, import, list, path"),
     (["tune"], "nothing to measure"),
     (["tune", "nope"], "'nope' is neither a suite (alexnet"),

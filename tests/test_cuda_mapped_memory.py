@@ -117,7 +117,7 @@ def test_nothing_is_mapped_during_a_capture(mapper, driver):
 
 def test_an_old_device_and_missing_bindings_say_what_would_work(mapper, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'mucudnn\[cuda13\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[cuda13\]'"):
         CudaMapper(0, lambda: 0).allocate(1)
     old = StrictDriver()
     old.supported = False

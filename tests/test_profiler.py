@@ -216,7 +216,7 @@ def test_caches_are_evicted_with_what_is_left(beside, evicted):
     pool = Pool(device, needed.pool_bytes + beside)
     ColdBench(backend, pool, QUICK).node_ms(GRAPH, node, 0)
     assert [n for n in device.uploads if n == evicted] == [evicted] * (evicted > 0)
-    assert pool.statistics.blocks == 0
+    assert not pool.blocks
 
 
 def test_a_pool_that_is_too_small_is_empty_after_the_error():
@@ -226,7 +226,7 @@ def test_a_pool_that_is_too_small_is_empty_after_the_error():
     bench = ColdBench(backend, pool, QUICK)
     with pytest.raises(OutOfMemoryError, match="no room for"):
         bench.node_ms(GRAPH, node, 0)
-    assert pool.statistics.blocks == 0
+    assert not pool.blocks
 
 
 def test_a_device_with_less_room_times_what_fits():

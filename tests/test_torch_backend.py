@@ -127,7 +127,7 @@ def test_options_of_the_name():
     call = torch.compile(both, backend="mucudnn", options={"budget": "2MiB"})
     step(call, batch, model)
     for options, error, words in (
-        ({"budget": 1000}, PlanningError, "least budget"),
+        ({"budget": 1024}, PlanningError, "least budget"),
         ({"bugdet": 1}, ValueError, "unknown option 'bugdet'; there are 'budget',"),
         ({"budget": "much"}, ValueError, "not a size"),
         ({"budget": []}, TypeError, r"budget must be bytes, .*, got \[\]"),

@@ -430,7 +430,7 @@ def test_sparse_gradients_may_stay_outside_of_what_is_compiled():
 
 
 def test_no_setting_hides_a_budget_that_is_too_small():
-    _, call, _, batch = made("mlp", 1000)
+    _, call, _, batch = made("mlp", 1024)
     with torch._dynamo.config.patch(suppress_errors=True):
         for _ in range(2):
             with pytest.raises(PlanningError, match="the least budget that works is"):

@@ -250,7 +250,7 @@ class Unlucky(nn.Module):
         ("draws", None, {}),
         ("counts", None, {}),
         ("decides", UnsupportedError, {}),
-        ("refused", PlanningError, {"budget": 10}),
+        ("refused", PlanningError, {"budget": 0}),
         ("prepared", None, {}),
     ],
 )

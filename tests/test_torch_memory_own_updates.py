@@ -43,7 +43,7 @@ def test_it_is_what_train_step_promises(name):
     assert study.unlimited_bytes == plan.peak_bytes
     assert study.plan().own_update == plan.own_update
     with pytest.raises(PlanningError) as caught:
-        promised(optimizer_of, 1)
+        promised(optimizer_of, 0)
     assert study.least_budget == caught.value.least_bytes < study.unlimited_bytes
     least = study.plan(study.least_budget)
     assert least.peak_bytes <= study.least_budget

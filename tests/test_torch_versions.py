@@ -39,7 +39,7 @@ def test_none_is_said_when_it_is_needed(monkeypatch):
     monkeypatch.setattr(mucudnn.torch, "_VERSION", None)
     monkeypatch.setattr(mucudnn.torch, "installed_version", lambda: None)
     monkeypatch.delitem(vars(mucudnn.torch), "backend", raising=False)
-    with pytest.raises(BackendUnavailableError, match=r"install 'mucudnn\[torch\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"install '\.\[torch\]'"):
         _ = mucudnn.torch.backend
 
 

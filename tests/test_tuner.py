@@ -178,7 +178,7 @@ def test_devices_of_two_models_are_refused():
     ("options", "message"),
     [
         ({"backend": "gpu"}, "unknown backend 'gpu'"),
-        ({"workspace_limit": "64M"}, "unknown unit"),
+        ({"workspace_limit": "64Q"}, "unknown unit"),
         ({"workspace_limit": -1}, "negative"),
         ({"total_workspace": "x"}, "not a size"),
         ({"memory_limit": "x"}, "not a size"),

@@ -2,8 +2,8 @@
 
 A planner may run a recorded operation again, or later. Both are wrong for one that
 writes an operand unseen: a batch norm that is recomputed would move its running
-statistics twice. On a CPU all such operators decompose before they are recorded; on
-CUDA they do not.
+statistics twice. On a CPU all such operators but one decompose before they are
+recorded; on CUDA they do not.
 
 While a step is captured, `recorded_call` replaces such a call by an operator of our own
 that runs the same kernel on copies of the written operands and returns the copies. The
@@ -74,6 +74,10 @@ UNDECLARED_WRITES: Mapping[str, UndeclaredWrites] = MappingProxyType(
         # gradient of the weights then reads; nothing reads it afterwards.
         "aten::_cudnn_rnn_backward": UndeclaredWrites(("reserve",), returned=False),
         "aten::miopen_rnn_backward": UndeclaredWrites(("reserve",), returned=False),
+        # oneDNN's kernel on the CPU uses the forward pass's workspace as scratch memory.
+        "aten::mkldnn_rnn_layer_backward": UndeclaredWrites(
+            ("workspace",), returned=False
+        ),
     }
 )
 """Operator -> what it writes. `tests/test_fakecuda.py` checks all others by bytes."""
