@@ -74,13 +74,16 @@ UNDECLARED_WRITES: Mapping[str, UndeclaredWrites] = MappingProxyType(
         # gradient of the weights then reads; nothing reads it afterwards.
         "aten::_cudnn_rnn_backward": UndeclaredWrites(("reserve",), returned=False),
         "aten::miopen_rnn_backward": UndeclaredWrites(("reserve",), returned=False),
-        # oneDNN's kernel on the CPU uses the forward pass's workspace as scratch memory.
-        "aten::mkldnn_rnn_layer_backward": UndeclaredWrites(
-            ("workspace",), returned=False
-        ),
     }
 )
 """Operator -> what it writes. `tests/test_fakecuda.py` checks all others by bytes."""
+
+
+SPOILS_AN_OPERAND = frozenset({"aten.mkldnn_rnn_layer_backward.default"})
+"""Operations that compute in an operand that nothing reads afterwards: they run once.
+
+oneDNN's backward kernel of an LSTM on the CPU does so in the forward pass's workspace.
+"""
 
 
 def writes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

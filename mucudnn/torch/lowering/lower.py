@@ -24,7 +24,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
-from mucudnn.torch.capture.undeclared_writes import writes_of
+from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND, writes_of
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
@@ -243,7 +243,7 @@ class _Lowering:
             overwrites=overwrites,
             expensive=not view and packet in flop_registry,
             random=call.random,
-            recomputable=bool(names),
+            recomputable=bool(names) and str(function) not in SPOILS_AN_OPERAND,
         )
         name = names[0] if names else node.name
         self._calls[name] = call
