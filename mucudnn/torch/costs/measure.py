@@ -476,7 +476,10 @@ def _known(operands: Sequence[torch.Tensor], leaf: Any) -> Any:
     match leaf:
         case Operand(index):
             return operands[index]
-        case Number():
-            return 1
+        case Number(function, args):
+            try:  # rows of an operand, in a step that is split
+                return function(*(_known(operands, value) for value in args))
+            except RuntimeError:  # operands without data have no numbers
+                return 1
         case _:
             return leaf
