@@ -838,7 +838,7 @@ class _Rounding:
             try:
                 found.append(schedule_residency(request.scheduled(name), residency))
             except PlanningError as error:
-                return error
+                return error.with_traceback(None)  # which would hold this frame
             self._best.take(found[-1])
         fastest = min(found, key=lambda plan: plan.step_ms())
         if fastest.step_ms() > _ENOUGH * self._optimum:
