@@ -59,6 +59,9 @@ _NEAR = 1.005
 _CLOSE = 1.01
 """Factor on the program's optimum up to which its plan needs no local search."""
 
+_SMALL = 400
+"""Nodes of a step up to which the optimum, which is no proven bound, is not trusted."""
+
 _LARGE = 3000
 """Nodes of a step from which the program's plan is not compared with a local search."""
 
@@ -84,8 +87,10 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
         return replace(best.plan, least_ms=best.step_ms)
     bound = lower_bound(request)
     optimum = fill(request, best)
-    large = best.found and len(request.graph.nodes) > _LARGE
-    if optimum is None or not (large or best.step_ms <= _CLOSE * optimum):
+    nodes = len(request.graph.nodes)
+    large = best.found and nodes > _LARGE
+    trusted = bound.step_ms if nodes <= _SMALL else optimum
+    if optimum is None or not (large or best.step_ms <= _CLOSE * (trusted or 0.0)):
         found = _local_search(request, bound, thorough=thorough)
         if found.found:
             best.take_over(found)
