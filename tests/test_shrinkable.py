@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
@@ -111,14 +112,18 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
     residency = plan_step(request).residency
     # As `place_step` looks for places; the most it cuts is left in reserve.
     for cut in _CUTS[:-1]:
-        plan = plan_residency(request.within((1 - cut) * budget), residency)
+        less = request.within((1 - cut) * budget)
+        try:
+            plan = plan_residency(less, residency)
+        except PlanningError:  # the residencies themselves need more
+            plan = plan_step(less)
         resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
         found = fit_to_arena(plan, budget - resident)
         if found is not None:
             break
     assert found is not None
     # Who keeps parameters on the device from step to step packs beside them.
-    assert cut == 0 or scheduler == "timed"
+    assert cut == 0 or scheduler != "adaptive_window"
     settled, layout = found.plan, found.layout
     verify(settled.schedule, granularity=ALIGNMENT)
     assert layout.nbytes <= budget - resident

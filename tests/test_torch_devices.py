@@ -145,6 +145,22 @@ def test_a_float32_part_under_autocast_with_a_plan_cache(precision, tmp_path):
     assert step.plan.peak_bytes > 0
 
 
+def test_a_study_reads_the_newer_interface_of_precisions():
+    """Reading the older one raises where operators were set apart."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.rand(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+    conv, found = torch.backends.cudnn.conv, {}
+    before = conv.fp32_precision
+    try:
+        for conv.fp32_precision in ("ieee", "tf32"):
+            study = mt.memory(model, CROSS_ENTROPY, batch, optimizer, device="h200")
+            found[conv.fp32_precision] = study.plan().plan.prediction.step_ms
+    finally:
+        conv.fp32_precision = before
+    assert found["tf32"] < found["ieee"]
+
+
 CONSTRUCTORS = frozenset(
     {"arange", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones"}
     | {"rand", "randint", "randn", "randperm", "tensor", "zeros"}

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -128,44 +129,50 @@ def small_net(width=6):
     return model, nn.functional.cross_entropy, optimizer, batch
 
 
-SECOND = """
+ALONE = """
 import sys
 sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads({threads})
 from tests.test_torch_plan_cache import planned
+from mucudnn.passes.planning.search import search
 from mucudnn.torch import plan_store
+search._WORK = search.MOST_SAVED = 0  # a search that ends soon
+def plans_with(budget):
+    plan, times = planned({folder!r}, budget)
+    print(times, plan.peak_bytes, bool(plan.leaving or plan.recomputed), plan.source)
+    return plan
+"""
+
+FIRST = """
+free = plans_with(None)
+plans_with(round(0.9 * free.peak_bytes))
+"""
+
+SECOND = """
 def never(request):
     raise AssertionError("planned anew")
 plan_store.plan_step = never
-plan, times = planned({folder!r}, {budget})
-print(times)
-print(plan.peak_bytes)
-print(plan.source)
+plans_with({budget})
 """
 
 
-def test_a_second_process_neither_measures_nor_searches(folder, monkeypatch):
-    for name in ("_WORK", "MOST_SAVED"):  # a search that ends soon
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{name}", 0)
-    free, _ = planned(folder)
-    budget = round(0.9 * free.peak_bytes)
-    first, times = planned(folder, budget)
-    assert times == 0  # measurements serve every budget
-    assert first.leaving or first.recomputed
-    root = Path(__file__).resolve().parent.parent
-    code = SECOND.format(
-        root=str(root),
-        threads=torch.get_num_threads(),
-        folder=str(folder),
-        budget=budget,
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    times, peak, source = found.stdout.split("\n", 2)
-    assert (times, int(peak)) == ("0", first.peak_bytes)
-    assert source.strip() == first.source.strip()
+def alone(code, **words):
+    """Run code in a new process: settings that other tests left are in the key."""
+    words |= {
+        "root": str(Path(__file__).resolve().parent.parent),
+        "threads": torch.get_num_threads(),
+    }
+    command = [sys.executable, "-c", (ALONE + code).format(**words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_second_process_neither_measures_nor_searches(folder):
+    both = alone(FIRST, folder=str(folder))
+    again = re.search(r"^0 (\d+) True [^\0]*\Z", both, re.MULTILINE)
+    assert again  # measurements serve every budget
+    peak = int(re.match(r"\d+ (\d+) ", both)[1])
+    assert alone(SECOND, folder=str(folder), budget=round(0.9 * peak)) == again[0]
 
 
 def harm(name, path):

@@ -6,7 +6,7 @@ Each function wraps one use, and says which public interface is missing. Public 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -287,6 +287,14 @@ def float32_precisions() -> str:
     except RuntimeError:
         older = ""
     return "/".join((older, *(str(read(*place)) for place in places)))
+
+
+def allows_tf32(products: Literal["conv", "matmul"]) -> bool:
+    """Return whether CUDA may compute float32 products with TF32's short factors.
+
+    Read as in `float32_precisions`: the older interface raises after the newer one.
+    """
+    return bool(torch._C._get_fp32_precision_getter("cuda", products) == "tf32")
 
 
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
+from mucudnn.torch import internals
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND
 from mucudnn.torch.costs.meters import Meter, meter_of
 from mucudnn.torch.execution.copies import bytes_of
@@ -445,9 +446,8 @@ def _peak(lowered: Lowered, node: Node, device: DeviceFigures) -> float:
         return device.flops.value
     dtype = str(lowered.layouts[node.inputs[0]].dtype).removeprefix("torch.")
     convolves = "conv" in str(lowered.calls[node.name].function)
-    backends = torch.backends
-    switch = backends.cudnn if convolves else backends.cuda.matmul
-    return device.peak(dtype, tf32=switch.allow_tf32)
+    tf32 = internals.allows_tf32("conv" if convolves else "matmul")
+    return device.peak(dtype, tf32=tf32)
 
 
 def _flops(lowered: Lowered, node: Node) -> float:
