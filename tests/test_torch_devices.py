@@ -147,9 +147,9 @@ def test_a_float32_part_under_autocast_with_a_plan_cache(precision, tmp_path):
 
 def test_a_study_reads_the_newer_interface_of_precisions():
     """Reading the older one raises where operators were set apart."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.Flatten())
+    model = torch.nn.Sequential(torch.nn.Conv2d(64, 256, 3), torch.nn.Flatten())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batch = torch.rand(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+    batch = torch.rand(8, 64, 16, 16), torch.zeros(8, dtype=torch.long)
     conv, found = torch.backends.cudnn.conv, {}
     before = conv.fp32_precision
     try:
