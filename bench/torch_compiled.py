@@ -6,10 +6,10 @@ are the process's own (all threads), since others may be at work beside.
 """
 
 import copy
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from statistics import quantiles
 from time import perf_counter, process_time
 from typing import Any
 
@@ -27,15 +27,22 @@ KNOB = (1.0, 0.5, 0.2, 0.1, 0.0)
 _RATE = 1e-3
 _MIB = 1 << 20
 
+_SIZES = zoo.GPTConfig(layers=4, width=128, heads=4, dropout=0.0)
+
 NETWORKS: Mapping[str, Callable[[], zoo.Case]] = {
     "regnet_y_400mf": lambda: zoo.classifier("regnet_y_400mf", 8, 96),
     "unet": lambda: zoo.unet(4, 96, 16),
-    "gpt": lambda: zoo.gpt(8, zoo.GPTConfig(layers=4, width=128, heads=4, dropout=0.0)),
+    "gpt": lambda: zoo.gpt(8, _SIZES),
+    "llama": lambda: zoo.llama(8, _SIZES),
+    "bert": lambda: zoo.bert(8, _SIZES),
+    "vit": lambda: zoo.transformer(8, 64, 4, 128, 0.0),
+    "resnet18": lambda: zoo.classifier("resnet18", 8, 64),
+    "mobilenet_v3_small": lambda: zoo.classifier("mobilenet_v3_small", 16, 96),
 }
 
 
 def run(
-    names: str = ",".join(NETWORKS), knob: tuple[float, ...] = KNOB, rounds: int = 12
+    names: str = ",".join(NETWORKS), knob: tuple[float, ...] = KNOB, rounds: int = 15
 ) -> dict[str, Any]:
     """Measure networks one after another, in one thread. Ready for JSON."""
     before = torch.get_num_threads()
@@ -54,7 +61,8 @@ def table(result: Mapping[str, Any]) -> str:
         rows = [
             (
                 row["way"],
-                f"{row['best_ms']:.1f}",
+                f"{row['ms']:.1f}",
+                f"{row['low_ms']:.1f}-{row['high_ms']:.1f}",
                 f"{row['ratio']:.3f}",
                 f"{row['peak_bytes'] / _MIB:.2f}",
                 ""
@@ -66,7 +74,10 @@ def table(result: Mapping[str, Any]) -> str:
             )
             for row in network["rows"]
         ]
-        header = ("way", "ms", "of compile", "MiB", "planned", "again/out", "s", "bits")
+        header = (
+            *("way", "ms", "quartiles", "of compile"),
+            *("MiB", "planned", "again/out", "s", "bits"),
+        )
         load = " to ".join(f"{value:.1f}" for value in network["load"])
         found.append(f"{network['model']}, load {load}\n{render(header, rows)}")
     return "\n\n".join(found)
@@ -86,17 +97,23 @@ class _Rival:
         self.same_bits = True
         self.peak_bytes = 0
 
-    def compile(self, budget: float) -> "_Rival":
-        """Train by `torch.compile`, of code that no other rival shares."""
+    def compile(self, budget: float, *, update: bool = False) -> "_Rival":
+        """Train by `torch.compile`, of code that no other rival shares.
+
+        With `update`, the optimizer's step is compiled, too.
+        """
         space = {"model": self.model, "loss_fn": self.loss_fn}
         exec("def loss_of(x, *y): return loss_fn(model(x), *y)", space)
         loss_of = torch.compile(space["loss_of"], fullgraph=True)
+        stepped = self.optimizer.step
+        if update:
+            stepped = torch.compile(lambda: self.optimizer.step())
 
         def step() -> torch.Tensor:
             self.optimizer.zero_grad(set_to_none=True)
             loss = loss_of(*self.batch)
             loss.backward()
-            self.optimizer.step()
+            stepped()
             found: torch.Tensor = loss.detach()
             return found
 
@@ -153,6 +170,8 @@ def _network(name: str, knob: tuple[float, ...], rounds: int) -> dict[str, Any]:
         for budget in knob
     ]
     first = rivals[0]
+    both = "torch.compile of the update, too"
+    rivals.append(_Rival(both, case).compile(1.0, update=True))
     free = _Rival("ours, no limit", case).planned(None)
     resident = free.plan.resident_bytes
     ours = [free]
@@ -167,12 +186,13 @@ def _network(name: str, knob: tuple[float, ...], rounds: int) -> dict[str, Any]:
             print(f"  {beyond / _MIB:.2f} MiB: {e}", file=sys.stderr)
     for rival in (*rivals, *ours):
         rival.compare(first)
-    best = dict.fromkeys((r.way for r in (*rivals, *ours)), math.inf)
+    times: dict[str, list[float]] = {r.way: [] for r in (*rivals, *ours)}
     for _ in range(rounds):
         for rival in (*rivals, *ours):
             start = process_time()
             rival.step()
-            best[rival.way] = min(best[rival.way], 1e3 * (process_time() - start))
+            times[rival.way].append(1e3 * (process_time() - start))
+    spread = {way: quantiles(found, n=4) for way, found in times.items()}
     return {
         "model": name,
         "load": [load, os.getloadavg()[0]],
@@ -180,8 +200,10 @@ def _network(name: str, knob: tuple[float, ...], rounds: int) -> dict[str, Any]:
         "rows": [
             {
                 "way": r.way,
-                "best_ms": best[r.way],
-                "ratio": best[r.way] / best[first.way],
+                "ms": spread[r.way][1],
+                "low_ms": spread[r.way][0],
+                "high_ms": spread[r.way][2],
+                "ratio": spread[r.way][1] / spread[first.way][1],
                 "peak_bytes": r.peak_bytes,
                 "planned_bytes": r.plan and r.plan.peak_bytes - resident,
                 "kernels": r.plan and r.plan.kernels,
@@ -199,7 +221,7 @@ def _network(name: str, knob: tuple[float, ...], rounds: int) -> dict[str, Any]:
 def _least(case: zoo.Case) -> int:
     """Return the least budget of ours in bytes."""
     try:
-        _Rival("", case).planned(1)
+        _Rival("", case).planned(1024)
     except PlanningError as e:
         return e.least_bytes or 0
-    raise RuntimeError("a step fits into one byte")
+    raise RuntimeError("a step fits into a kilobyte")

@@ -57,7 +57,7 @@ class Branches(nn.Module):
 
     def forward(self, x):
         y = torch.relu(self.norm(self.first(x)))
-        z = functional.max_pool2d(torch.cat([y, self.second(y)], 1), 2)
+        z = functional.max_pool2d(torch.cat([y, self.second(y)], 1), 3, 2, 1)
         return self.head(self.drop(z.mean((2, 3))))
 
 

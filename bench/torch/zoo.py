@@ -10,7 +10,10 @@ from torch.nn import functional
 
 from bench.torch.vision import timm_model, torchvision_model, vision_transformer
 
-__all__ = ["ZOO", "Case", "GPTConfig", "build", "classifier", "gpt", "unet"]
+__all__ = [
+    *("ZOO", "Case", "GPTConfig", "bert", "build", "classifier", "gpt", "llama"),
+    *("transformer", "unet"),
+]
 
 _CLASSES = 10
 
@@ -90,6 +93,76 @@ def gpt(batch: int, config: GPTConfig) -> Case:
     return Case(model, _token_loss, (tokens, targets), tuple(model))
 
 
+class _LlamaBlock(nn.Module):  # type: ignore[misc]  # likewise
+    """Rotary attention and a gated perceptron, each behind a root-mean-square norm."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        d, hidden = config.width, 8 * config.width // 3
+        self.norm1, self.norm2 = nn.RMSNorm(d), nn.RMSNorm(d)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.proj = nn.Linear(d, d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, d, bias=False)
+        self.heads = config.heads
+        half = d // config.heads // 2
+        angles = torch.outer(
+            torch.arange(config.length), 1e4 ** -(torch.arange(half) / half)
+        )
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def _rotated(self, x: Any) -> Any:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat(
+            (a * self.cos - b * self.sin, a * self.sin + b * self.cos), dim=-1
+        )
+
+    def forward(self, x: Any) -> Any:
+        n, t, d = x.shape
+        parts = self.qkv(self.norm1(x)).split(d, dim=2)
+        q, k, v = (p.view(n, t, self.heads, -1).transpose(1, 2) for p in parts)
+        y = functional.scaled_dot_product_attention(
+            self._rotated(q), self._rotated(k), v, is_causal=True
+        )
+        x = x + self.proj(y.transpose(1, 2).reshape(n, t, d))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+def llama(batch: int, config: GPTConfig) -> Case:
+    """A decoder with the blocks of Llama that tells the next token."""
+    shape = (batch, config.length)
+    model = nn.Sequential(
+        nn.Embedding(config.vocabulary, config.width),
+        *(_LlamaBlock(config) for _ in range(config.layers)),
+        nn.RMSNorm(config.width),
+        nn.Linear(config.width, config.vocabulary, bias=False),
+    )
+    tokens = torch.randint(config.vocabulary, shape)
+    return Case(model, _token_loss, (tokens, torch.randint(config.vocabulary, shape)))
+
+
+def bert(batch: int, config: GPTConfig) -> Case:
+    """An encoder with the blocks of BERT that tells every token."""
+    shape = (batch, config.length)
+    block = nn.TransformerEncoderLayer(
+        config.width,
+        config.heads,
+        4 * config.width,
+        config.dropout,
+        functional.gelu,
+        batch_first=True,
+    )
+    model = nn.Sequential(
+        _Embedding(config),
+        nn.TransformerEncoder(block, config.layers, enable_nested_tensor=False),
+        nn.Linear(config.width, config.vocabulary),
+    )
+    tokens = torch.randint(config.vocabulary, shape)
+    return Case(model, _token_loss, (tokens, torch.randint(config.vocabulary, shape)))
+
+
 def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -153,18 +226,19 @@ def classifier(name: str, batch: int, size: int) -> Case:
     return _images(torchvision_model(name, num_classes=_CLASSES), batch, size)
 
 
-def _vit() -> Case:
+def transformer(batch: int, size: int, layers: int, width: int, dropout: float) -> Case:
+    """A vision transformer over patches of 8 x 8 pixels."""
     model = vision_transformer(
-        image_size=32,
+        image_size=size,
         patch_size=8,
-        num_layers=3,
+        num_layers=layers,
         num_heads=4,
-        hidden_dim=64,
-        mlp_dim=256,
-        dropout=0.1,
+        hidden_dim=width,
+        mlp_dim=4 * width,
+        dropout=dropout,
         num_classes=_CLASSES,
     )
-    return _images(model, 8, 32)
+    return _images(model, batch, size)
 
 
 ZOO: dict[str, Callable[[], Case]] = {
@@ -173,7 +247,7 @@ ZOO: dict[str, Callable[[], Case]] = {
     "densenet121": lambda: classifier("densenet121", 2, 32),
     "mobilenet_v3_small": lambda: classifier("mobilenet_v3_small", 8, 64),
     "efficientnet_b0": lambda: classifier("efficientnet_b0", 4, 64),
-    "vit": _vit,
+    "vit": lambda: transformer(8, 32, 3, 64, 0.1),
     "convnext_atto": lambda: _images(
         timm_model("convnext_atto", num_classes=_CLASSES, drop_path_rate=0.1), 4, 64
     ),

@@ -208,7 +208,8 @@ def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
 def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
     """Return tensors like a node's inputs; a single element has the value `one`."""
     graph = lowered.graph
-    first = int(lowered.calls[node.name].function in _FROM_ONE)
+    call = lowered.calls[node.name]
+    integer = call.integer or int(call.function in _FROM_ONE)
     made: dict[str, torch.Tensor] = {}
     found = []
     for name in node.inputs:
@@ -226,8 +227,8 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
                 flat.uniform_(0.1, 0.9)
             else:  # PyTorch draws no numbers of eight bits
                 flat.copy_(torch.empty_like(flat, dtype=torch.half).uniform_(0.1, 0.9))
-        elif first:
-            flat.fill_(first)
+        elif integer:
+            flat.fill_(integer)
         lying = flat.as_strided(layout.shape, layout.stride, layout.offset)
         found.append(layout.read(lying))
     return found

@@ -6,6 +6,7 @@ training step, whose update stays operation by operation, each behind its gradie
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +38,9 @@ from mucudnn.torch.lowering.lowered import (
 from mucudnn.torch.source_lines import storage_of
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+_PLACES = (0, 4, 12, 24, *range(1, 127))
+"""Places in a pooling window: its first, the middles of square ones, and all others."""
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -116,6 +120,7 @@ class KernelGraph:
             )
             self.layouts[value] = layouts[value]
         single = len(line.results) == 1
+        integer = 0 if line.kernel is None else self._integer(line)
         self.calls[name] = Call(
             line.function,
             tuple(map(Operand, range(len(line.operands)))),
@@ -123,6 +128,7 @@ class KernelGraph:
             (None,) if single else tuple(range(len(line.results))),
             random=line.random,
             into=line.into if overwrites else None,
+            integer=integer,
         )
         again = line.pure and phase is Phase.FORWARD
         traits = NodeTraits(
@@ -181,7 +187,8 @@ class KernelGraph:
             line = line.remade([result, *others])
             key = line.into, tuple(self.layouts[v] for v in line.operands)
             if key not in self._seen:
-                given = [self._sample(v) for v in line.operands]
+                integer = self._integer(line)
+                given = [self._sample(v, integer) for v in line.operands]
                 self._seen[key] = {
                     i
                     for i, v in enumerate(line.operands)
@@ -192,17 +199,40 @@ class KernelGraph:
             return line, tuple(i for i in places if i in equal)
         return line, ()
 
-    def _sample(self, value: str) -> torch.Tensor:
-        """Return a tensor like a value: random, but with indices that are zero."""
+    def _integer(self, line: KernelLine) -> int:
+        """Return what byte operands hold such that a kernel reads within its inputs.
+
+        Places in a pooling window are bytes, counted from its first one. That lies in
+        the padding at the image's edges, where the kernel stops with an error, and the
+        middle of the window does not.
+        """
+        if all(self.layouts[v].dtype is not torch.int8 for v in line.operands):
+            return 0
+        key = "integer", line.function, *(self.layouts[v] for v in line.operands)
+        if key not in self._seen:
+            for value in _PLACES:
+                given = [self._sample(v, value) for v in line.operands]
+                with suppress(RuntimeError):
+                    line.function(*given)
+                    self._seen[key] = value
+                    break
+            else:
+                raise NotCompiledError(f"{line.name} of Inductor's reads out of bounds")
+        found: int = self._seen[key]
+        return found
+
+    def _sample(self, value: str, integer: int = 0) -> torch.Tensor:
+        """Return a tensor like a value: random, with bytes that hold `integer`."""
         layout = self.layouts[value]
         flat = torch.zeros(_extent(layout), dtype=layout.dtype, device=layout.device)
         generator = torch.Generator().manual_seed(len(self._seen))
         if layout.dtype.is_floating_point:
             drawn = torch.rand(flat.shape, generator=generator)
             flat.copy_(drawn.mul_(2).sub_(1))
-        elif layout.dtype in (torch.bool, torch.int8):  # offsets within a window
-            most = 2 if layout.dtype is torch.bool else 4
-            flat.copy_(torch.randint(most, flat.shape, generator=generator))
+        elif layout.dtype is torch.bool:
+            flat.copy_(torch.randint(2, flat.shape, generator=generator))
+        elif layout.dtype is torch.int8:
+            flat.fill_(integer)
         return flat.as_strided(layout.shape, layout.stride)
 
     def _result(self, expression: str, phase: Phase) -> str | None:

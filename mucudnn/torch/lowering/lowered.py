@@ -85,6 +85,7 @@ class Call:
         into: Variant of the function that writes its result to the argument `out`, or
             to its first argument if `first`; None if there is none.
         first: Whether `into` writes to its first argument.
+        integer: What integer operands hold while it is measured.
     """
 
     function: Callable[..., Any]
@@ -94,6 +95,7 @@ class Call:
     random: bool = False
     into: Callable[..., Any] | None = None
     first: bool = False
+    integer: int = 0
 
 
 def _nothing() -> None:
