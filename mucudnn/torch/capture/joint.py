@@ -113,7 +113,12 @@ class Joint:
             NotCompiledError: It cannot be compiled; says why.
         """
         # Inductor is imported where it is used: that takes seconds.
-        from mucudnn.torch.inductor.kernel_graph import Passes, joined, lower_passes
+        from mucudnn.torch.inductor.kernel_graph import (
+            KernelGraph,
+            Passes,
+            joined,
+            lower_passes,
+        )
 
         results = self.output.args[0]
         nodes = [r for r in results if isinstance(r, torch.fx.Node)]
@@ -122,7 +127,8 @@ class Joint:
         graph = self.module.graph
         inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
         tensors = [n for n in inputs if isinstance(tensor_in(n), torch.Tensor)]
-        kernels, names = lower_passes(
+        kernels = KernelGraph()
+        names = lower_passes(
             Passes(
                 [n for n in graph.nodes if n.op == "call_function"],
                 [n for n in tensors if n not in self.tangents],
@@ -133,7 +139,9 @@ class Joint:
                     results[i] for i in written_back(self.output)
                 ),
                 frozenset(self.primals[i] for i in own),
-            )
+            ),
+            kernels,
+            {},
         )
         given = [
             node.name if node in tensors else None

@@ -61,6 +61,7 @@ class KernelGraph:
     nodes: list[Node] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
     _seen: dict[Any, Any] = field(default_factory=dict)
+    _steps: int = 0
 
     def declare_input(self, name: str, layout: Layout, nbytes: int) -> None:
         """Declare an input of both halves."""
@@ -80,12 +81,14 @@ class KernelGraph:
             NotCompiledError: A line is not known.
         """
         given = [inputs[name] for name in step.forward.inputs]
-        forward = read_wrapper(step.forward, "f_", given)
+        number = str(self._steps or "")
+        self._steps += 1
+        forward = read_wrapper(step.forward, f"f{number}_", given)
         values = dict(inputs)
         results = zip(step.forward.outputs, forward.results, strict=True)
         values.update((name, text) for name, text in results if name is not None)
         given = [values[name] for name in step.backward.inputs]
-        backward = read_wrapper(step.backward, "b_", given)
+        backward = read_wrapper(step.backward, f"b{number}_", given)
         changed = {v for w in (forward, backward) for n in w.lines for v in n.changes}
         for line in forward.lines:
             self._add(line, Phase.FORWARD, changed)
@@ -252,7 +255,7 @@ class KernelGraph:
                 f"a result of Inductor's is not known: {expression}"
             ) from e
         base = self.layouts[of]
-        name = f"{of}.view{len(self.nodes)}"
+        name = f"{of}_view{len(self.nodes)}"  # a word in other wrappers
         self.tensors[name] = TensorSpec(
             name, self.tensors[of].shape, "uint8", self.tensors[of].role, of
         )
@@ -314,14 +317,23 @@ class Passes:
         return [values[node] for node in (*self.forward, *self.backward)]
 
 
-def lower_passes(passes: Passes) -> tuple[KernelGraph, dict[torch.fx.Node, str]]:
-    """Compile two passes; return their kernels, and the tensor of each result.
+def lower_passes(
+    passes: Passes, graph: KernelGraph, made: Mapping[torch.fx.Node, str]
+) -> dict[torch.fx.Node, str]:
+    """Compile two passes and add their kernels; return the tensor of each result.
+
+    Args:
+        passes: The passes.
+        graph: What the kernels are added to.
+        made: Results of passes that it has already -> their tensors.
 
     Raises:
         NotCompiledError: They cannot be compiled; says why.
     """
     first = (*passes.inputs, *passes.gradients)
-    layouts = [Layout.of(tensor_of(node)) for node in first]
+    layouts = [
+        graph.layouts[made[n]] if n in made else Layout.of(tensor_of(n)) for n in first
+    ]
     for device in {layout.device for layout in layouts}:
         check_compiler(device)
     joint = traced_joint(passes, layouts, len(passes.gradients))
@@ -332,16 +344,17 @@ def lower_passes(passes: Passes) -> tuple[KernelGraph, dict[torch.fx.Node, str]]
         [i for i, node in enumerate(passes.forward) if node in passes.visible],
         [i for i, node in enumerate(passes.inputs) if node in passes.static],
     )
-    graph = KernelGraph()
     for node, layout in zip(first, layouts, strict=True):
-        nbytes = tensor_of(node).untyped_storage().nbytes()
-        graph.declare_input(node.name, layout, nbytes)
-    inputs = dict(zip(names, (node.name for node in first), strict=True))
+        if node not in made and node.name not in graph.tensors:
+            nbytes = tensor_of(node).untyped_storage().nbytes()
+            graph.declare_input(node.name, layout, nbytes)
+    tensors = (made.get(node, node.name) for node in first)
+    inputs = dict(zip(names, tensors, strict=True))
     forward, backward = graph.add_step(step, inputs)
     results = zip(
         (*passes.forward, *passes.backward), (*forward, *backward), strict=True
     )
-    return graph, {node: name for node, name in results if name is not None}
+    return {node: name for node, name in results if name is not None}
 
 
 def tensor_of(node: torch.fx.Node) -> torch.Tensor:
@@ -369,8 +382,10 @@ def lower_step(captured: CapturedStep, own: int) -> Lowered:
     Raises:
         NotCompiledError: It cannot be compiled; says why.
     """
+    kernels, made = KernelGraph(), dict[torch.fx.Node, str]()
     passes = _passes_of(captured, own)
-    kernels, made = lower_passes(passes)
+    for both in passes:
+        made.update(lower_passes(both, kernels, made))
     rest = lower(_rest(captured, passes, made, kernels), lambda _: Phase.UPDATE)
     # One graph of both. Results of the passes are inputs of the rest, and two
     # placeholders may be one tensor.
@@ -404,9 +419,12 @@ def lower_step(captured: CapturedStep, own: int) -> Lowered:
         for node in (*kernels.nodes, *rest.graph.nodes)
     ]
     constants = {
-        node.name: tensor_of(node) for node in passes.inputs if node.op == "get_attr"
+        node.name: tensor_of(node)
+        for both in passes
+        for node in both.inputs
+        if node.op == "get_attr"
     }
-    for node in passes.gradients:
+    for node in (node for both in passes for node in both.gradients):
         layout = kernels.layouts[node.name]
         constants[node.name] = torch.ones(
             layout.shape, dtype=layout.dtype, device=layout.device
@@ -445,11 +463,16 @@ def joined(
     )
 
 
-def _passes_of(captured: CapturedStep, own: int) -> Passes:
-    """Find the passes of a captured step.
+def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
+    """Find the forward and backward passes of a captured step, in order.
+
+    There are several of each where gradients are accumulated. Each pair is compiled on
+    its own; as the pairs are equal, Inductor finds the kernels of the first in its
+    cache. Sums of their gradients stay operations, as in a loop over a compiled model:
+    compiled, a product and a sum would become one product that rounds otherwise.
 
     Raises:
-        NotCompiledError: They are not one forward and one backward pass of tensors.
+        NotCompiledError: They are not pairs of passes over tensors.
     """
     graph = captured.module.graph
     members = {
@@ -461,53 +484,103 @@ def _passes_of(captured: CapturedStep, own: int) -> Passes:
         if node.op == "call_function" and not members.isdisjoint(node.users):
             members.add(node)  # before the forward pass
     nodes = [n for n in graph.nodes if n in members and n.op == "call_function"]
-    behind = [n.name in captured.backward for n in nodes]
-    seed = next((n for n in nodes if n.name in captured.backward), None)
-    if seed is None or seed.target is not torch.ops.aten.ones_like.default:
-        raise NotCompiledError("the backward pass does not begin at the loss")
-    first = behind.index(True)
-    if any(node.name in captured.forward for node in nodes[first:]):
-        raise NotCompiledError("a step has several backward passes (accumulate=)")
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in nodes:
         if isinstance(node.meta.get("val"), numbers):
             raise NotCompiledError(
                 f"the passes read a number that changes from step to step ({node.name})"
             )
-    read = [
-        node
-        for node in nodes
-        if node is not seed
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and any(user not in members for user in node.users)
-    ]
-    # A detached loss is recorded behind the backward pass, but is known before.
-    before = {node for node in nodes if node.name not in captured.backward}
+    # Views of inputs are part of every pair that reads them.
+    views: set[torch.fx.Node] = set()
     for node in nodes:
-        if node.target in _SAME and node.args[0] in before:
-            before.add(node)
+        parts = node.all_input_nodes
+        if _is_view(node) and all(n.op != "call_function" or n in views for n in parts):
+            views.add(node)
+    pairs: list[list[torch.fx.Node]] = []
+    behind = True
+    first: dict[torch.fx.Node, int] = {}
+    sums: set[torch.fx.Node] = set()
+    for node in nodes:
+        was, behind = behind, node.name in captured.backward
+        if was and not behind:
+            pairs.append([])
+        i = len(pairs)
+        if not pairs:
+            raise NotCompiledError("the backward pass comes first")
+        parts = node.all_input_nodes
+        if node in views:
+            continue
+        if behind and any(n in sums or first.get(n, i) < i for n in parts):
+            sums.add(node)
+            continue
+        pairs[-1].append(node)
+        if behind:
+            first[node] = i
     output = graph.output_node()
     placeholders = graph.find_nodes(op="placeholder")
     count = len(output.args[0]) - len(placeholders)
-    return Passes(
-        [node for node in nodes if node is not seed],
-        [
+    visible = frozenset(pytree.tree_leaves(output.args[0][:count]))
+    static = frozenset(placeholders[:own])
+    outside = {n for n in graph.nodes if n not in members or n in sums}
+    found: list[Passes] = []
+    known: set[torch.fx.Node] = set()
+    for i, pair in enumerate(pairs):
+        seed = next((n for n in pair if n.name in captured.backward), None)
+        if seed is None or seed.target is not torch.ops.aten.ones_like.default:
+            raise NotCompiledError("the backward pass does not begin at the loss")
+        mine = set(pair)
+        for node in reversed(nodes):
+            needed = not mine.isdisjoint(node.users)
+            if node in views and (needed or (not i and outside & node.users.keys())):
+                mine.add(node)
+        both = [node for node in nodes if node in mine and node is not seed]
+        read = [
+            node
+            for node in both
+            if isinstance(node.meta.get("val"), torch.Tensor)
+            and any(
+                user in outside or (user not in mine and node not in views)
+                for user in node.users
+            )
+            and not (i and node in views)
+        ]
+        # A detached loss is recorded behind the backward pass, but is known before.
+        before = {node for node in both if node.name not in captured.backward}
+        for node in both:
+            if node.target in _SAME and node.args[0] in before:
+                before.add(node)
+        users = mine - {seed}
+        inputs = [
             node
             for node in graph.nodes
-            if node.op in ("placeholder", "get_attr")
-            and not members.isdisjoint(node.users)
-        ],
-        [seed],
-        [node for node in read if node in before],
-        [node for node in read if node not in before],
-        frozenset(pytree.tree_leaves(output.args[0][:count])),
-        frozenset(placeholders[:own]),
-    )
+            if node not in mine and not users.isdisjoint(node.users)
+        ]
+        if any(n.op == "call_function" and n not in known for n in inputs):
+            raise NotCompiledError("a pass reads a sum of gradients")
+        known.update(read)
+        found.append(
+            Passes(
+                both,
+                inputs,
+                [seed],
+                [node for node in read if node in before],
+                [node for node in read if node not in before],
+                visible,
+                static,
+            )
+        )
+    return found
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    alias = schema.returns[0].alias_info if schema and schema.returns else None
+    return alias is not None and not alias.is_write
 
 
 def _rest(
     captured: CapturedStep,
-    passes: Passes,
+    passes: Sequence[Passes],
     made: Mapping[torch.fx.Node, str],
     kernels: KernelGraph,
 ) -> torch.fx.GraphModule:
@@ -522,7 +595,7 @@ def _rest(
     graph = torch.fx.Graph()
     copied: dict[torch.fx.Node, torch.fx.Node] = {}
     values: dict[torch.fx.Node, Any] = {}
-    skipped = {*passes.nodes, *passes.gradients}
+    skipped = {n for both in passes for n in (*both.nodes, *both.gradients)}
     for node in (*placeholders, *made):
         value = node.meta.get("val")
         if node in made:
