@@ -156,7 +156,8 @@ def test_the_least_budget_works_and_less_does_not(policy):
     )
     assert not less.fits
     assert less.short_bytes > 0
-    if policy != "cost_based":  # it needs more under some larger budgets
+    # These need more under some larger budgets.
+    if policy not in ("cost_based", "knapsack", "checkpoint_some_blocks"):
         assert less.short_bytes == ALIGNMENT
 
 
