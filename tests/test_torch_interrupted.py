@@ -34,7 +34,7 @@ OURS = (
     "optimizer_update.py",
     "torch_own_updates.py",
 )
-"""Files that are interrupted at every line, beside planned programs."""
+"""Files that are interrupted at their lines, beside planned programs."""
 
 
 class Parts:
@@ -161,12 +161,11 @@ def built(case, tmp_path):
     return parts, parts.step(**options)
 
 
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("raise_", [ctrl_c, fails])
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupted_step_is_whole_or_refuses_the_next(
-    case, raise_, stride, tmp_path
-):
+def test_an_interrupted_step_is_whole_or_refuses_the_next(case, raise_, tmp_path):
+    """Each case begins at another line: together they are interrupted at all."""
+    stride = len(CASES)
     parts, step = built(case, tmp_path)
     first, batch, _ = parts.batches
     step(*first)
@@ -175,7 +174,7 @@ def test_an_interrupted_step_is_whole_or_refuses_the_next(
     after = parts.now()
     assert not equal(before, after)
     ends = set()
-    for number in count(1, stride):
+    for number in count(1 + [*CASES].index(case), stride):
         parts.restore(before)
         error, met = interrupted(partial(step, *batch), number, raise_)
         if not met:
@@ -292,6 +291,17 @@ def test_ctrl_c_while_a_step_is_planned_changes_nothing(number, optimizer):
             assert equal(parts.now(), before)
         else:
             parts.restore(before)  # it was planned by then
+    step(*batch)
+    alone = Parts(optimizer)
+    alone.step()(*alone.batches[0])
+    assert equal(parts.now(), alone.now())
+
+
+@pytest.mark.parametrize("optimizer", [sgd, CountingInState])
+def test_ctrl_c_while_a_planned_step_is_prepared_changes_nothing(optimizer):
+    parts = Parts(optimizer)
+    step = parts.step()
+    before, batch = parts.now(), parts.batches[0]
     step.prepare(*batch)
     for again in count(1):
         files = (*OURS, "optimizers.py")
