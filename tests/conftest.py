@@ -161,3 +161,10 @@ def free_copies(monkeypatch, tmp_path):
 
     monkeypatch.setattr(CpuMeter, "time_ms", lambda meter, call: 1.0)
     monkeypatch.setattr(CpuMeter, "links", lambda meter, step: Links(1e12, 1e12))
+
+
+@pytest.fixture
+def short_search(monkeypatch):
+    """Plans are found soon: they may be slower, and promise no less."""
+    for setting in ("_WORK", "_LEAST_TRIALS", "MOST_SAVED"):
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{setting}", 0)

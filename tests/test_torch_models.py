@@ -38,18 +38,8 @@ SHARES = (0.3, 0.0)
 What is needed without one is the peak of a step without a limit: all of it.
 """
 
-SEARCH = ("_WORK", "_LEAST_TRIALS", "MOST_SAVED")
-"""How much planning tries beyond what it begins with."""
-
 NAMES = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO)]
 STEPS = 3
-
-
-@pytest.fixture
-def short_search(name, monkeypatch):
-    """Of the large networks, plans that are found soon: they promise no less."""
-    for setting in SEARCH if name in ZOO else ():
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{setting}", 0)
 
 
 def needs_packages(name):
