@@ -25,6 +25,7 @@ from mucudnn.errors import BackendError, PlanningError, UnsupportedError  # noqa
 from mucudnn.torch.capture.exclusive import exclusive_capture  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_own_updates import CountingInState, Sharpened  # noqa: E402
+from tests.torch_steps import load_in_place  # noqa: E402
 
 pytestmark = STEPS_RUN
 
@@ -70,25 +71,10 @@ class Parts:
     def restore(self, now):
         own, drawn, _ = copy.deepcopy(now)  # an optimizer takes what it loads
         self.model.load_state_dict(own["model"])
-        self._restore_optimizer(own["optimizer"])
+        load_in_place(self.optimizer, own["optimizer"])
         if self.scaler:
             self.scaler.load_state_dict(own["scaler"])
         torch.set_rng_state(drawn[0])
-
-    def _restore_optimizer(self, saved):
-        """In the tensors that it has: for others a step is captured anew."""
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        state = self.optimizer.state
-        for number, values in saved["state"].items():
-            mine = state[parameters[number]]
-            if mine.keys() != values.keys():
-                self.optimizer.load_state_dict(saved)
-                return
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    mine[key].copy_(value)
-                else:
-                    mine[key] = value
 
 
 def equal(one, other):
