@@ -21,7 +21,6 @@ from mucudnn.notebook import html_of
 LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
 
-
 _MOST = 2**31 - 1
 """Largest padding for which every element of a padded image is addressable."""
 

@@ -166,7 +166,6 @@ def _read_devices() -> Mapping[str, DeviceFigures]:
 DEVICES = _read_devices()
 """Devices by name. `null` is not a real device: round numbers for experiments."""
 
-
 _DEPRECATED = ("_tf32", "_half")
 """Endings of names that once chose an arithmetic; operands' types do so now."""
 

@@ -21,7 +21,6 @@ from mucudnn.ir.traits import PLAIN, NodeTraits
 
 __all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
 
-
 PERSISTENT = (Role.PARAMETER, Role.STATE, Role.BORROWED)
 """Roles of tensors that outlive a step."""
 
@@ -305,7 +304,6 @@ class Graph:
 
 IMAGE = "image"
 """Name of the input of images, (N, C, *spatial)."""
-
 
 LABEL = "label"
 """Name of the input of labels: int64 (N,), or (N, *spatial) per pixel."""

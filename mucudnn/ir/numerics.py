@@ -13,22 +13,17 @@ from mucudnn.arguments import check_text
 NATIVE = "default"
 """Math mode: arithmetic in the data type of the operands."""
 
-
 TF32 = "tf32"
 """Math mode: float32 operands rounded to 10 bits of mantissa by tensor cores."""
-
 
 DOWN_CONVERT = "down_convert"
 """Math mode: operands cast to a narrower data type first."""
 
-
 REDUCED_REDUCTION = "reduced_precision_reduction"
 """Note: partial sums are stored in less than float32."""
 
-
 HALF_SUM = "half_sum"
 """Note: adding a part to a half-precision result rounds the sum to half."""
-
 
 FLOAT32_SUM = "float32_sum"
 """Note: parts of a half-precision result are added up in float32."""

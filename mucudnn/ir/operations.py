@@ -437,7 +437,6 @@ _ADD_CHANNELS = Operation(
 _APPLY_BATCH_NORM = _cuttable(1, (0,), others=4, overwrites=(0,))
 _MERGE = NodeTraits(recomputable=False)
 
-
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
         # Updates of parameters and of what belongs to them.
@@ -628,7 +627,6 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 )
 """Built-in operations by name."""
 
-
 FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
         ("add", "relu"): "add_relu",
@@ -640,10 +638,8 @@ FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
 """Chain of operations, each reading the first result of the one before -> the fused
 operation. It has the attributes of the first and the inputs of all, in order."""
 
-
 EPILOGUE = ("conv", "bias_relu")
 """A forward convolution and the epilogue it computes when it has a bias input."""
-
 
 LIBRARY = "library"
 """Node attribute: the library whose kernel replaces the built-in one."""

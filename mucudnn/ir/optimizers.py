@@ -106,7 +106,6 @@ class RmsProp:
 
 Optimizer = Sgd | Momentum | Adam | AdaGrad | RmsProp
 
-
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
         "sgd": Sgd(),
@@ -322,10 +321,8 @@ def _warmup_factor(step: int, warmup_steps: int) -> float:
 DYNAMIC = "dynamic"
 """Name of the dynamic scale with default settings."""
 
-
 _MOST = {"float16": 2.0**15}
 """Largest power of two of a type; 2**127 for all others."""
-
 
 _LEAST = 2.0**-14
 """Least normal number of float16: a gradient that still overflows here is broken."""

@@ -39,7 +39,6 @@ class Rows:
 SliceRule = Callable[[Mapping[str, Any], Sequence[TensorSpec], Rows], Mapping[str, Any]]
 """Function from a node's attributes, inputs and rows to the attributes of a slice."""
 
-
 Interval = tuple[int, int]
 """Positions along an axis: first and end (exclusive)."""
 
@@ -193,7 +192,6 @@ class NodeTraits:
 
 PLAIN = NodeTraits()
 """Traits of an operation that computes its results from its inputs only."""
-
 
 OPAQUE = NodeTraits(recomputable=False, movable=False)
 """Traits of an unknown operation: its results are neither recomputed nor offloaded."""

@@ -33,19 +33,15 @@ from mucudnn.passes.registry import Strategies, name_of
 _EFFORT = (20_000, 100_000)
 """State extensions allowed in each pass that looks for a good incumbent."""
 
-
 _MOST_EFFORT = 8_000_000
 """State extensions after which `merge` stops being exact: a few seconds."""
-
 
 _CLOSED = 1e-9
 """Relative gap to the lower bound at which a selection counts as optimal."""
 
-
 _AROUND = (0.8, 1.25)
 """Further prices for bounding states, relative to the relaxation's price. Any price
 gives a valid bound; these are tighter for states that used little or much capacity."""
-
 
 _SLACK = 1e-12
 """Relative slack when bounds are compared: above the rounding of hundreds of sums."""
@@ -328,13 +324,11 @@ def _suffix_sums(values: Iterable[float]) -> list[float]:
 Solver = Callable[[Core], Selection | None]
 """A solver returns a selection from a core, or None if it found none."""
 
-
 _CAPACITY = 1e4
 
 _DEAREST = 1e6
 
 _MOST_NODES = 20_000
-
 
 _log = logging.getLogger(__name__)
 

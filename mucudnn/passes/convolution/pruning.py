@@ -30,26 +30,20 @@ from mucudnn.passes.convolution.pareto import division_cost_ms, pareto_divisions
 Point = tuple[str, int]
 """(algorithm, micro-batch size)."""
 
-
 _TOLERANCE = 0.006
 """Relative distance allowed between the measured and the predicted front."""
-
 
 _ODD_SIZE = 0.006
 """Relative penalty of sizes that neither divide the batch nor are multiples of 8."""
 
-
 _OPTIMISM = 0.5
 """Standard deviations by which predictions are optimistic."""
-
 
 _NEIGHBOURS = 3
 """Measurements on either side of a size that correct its law."""
 
-
 _AS_GOOD = 1.3
 """Factor on the least error within which other laws count as fitting."""
-
 
 _MOST_LAWS = 8
 
@@ -248,7 +242,6 @@ def _fit(points: Sequence[tuple[int, float]], wave: int) -> _Law:
 
 _HOPELESS = 2.0
 """Factor on another algorithm's time from which an algorithm is hopeless."""
-
 
 _FIRST_SHARE = 8
 """Sizes up to this fraction of the mini-batch are timed before it."""

@@ -427,7 +427,6 @@ def _signature(one: Graph) -> Hashable:
 
 SOURCE, SINK = "source", "sink"
 
-
 _ROUNDING = 1e-12
 """Residual capacities below this part of the largest capacity are rounding errors."""
 

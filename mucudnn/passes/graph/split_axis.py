@@ -257,14 +257,11 @@ def _slices_until(stops: Sequence[int], stop: int) -> int:
 Parts = Mapping[str, int] | Callable[[Node], int] | int
 """Number of parts: by node name, by a function of the node, or the same for all."""
 
-
 _WINDOW = 10
 """Shorter stretches of nodes with fewer parts are split like their neighbours."""
 
-
 _WINDOW_OF_STRIPS = 3
 """The same for spatial tiles: fewer parts also mean fewer halo rows read twice."""
-
 
 _OF_STEP = (Role.ACTIVATION, Role.GRADIENT, Role.INPUT)
 

@@ -36,10 +36,8 @@ from mucudnn.passes.liveness import finished, with_nodes_after
 LEARNING_RATE = "lr"
 """Name of the scalar input with the learning rate."""
 
-
 STEP = "step"
 """Name of the scalar int64 input that counts steps from 0."""
-
 
 When = Literal["early", "late"]
 

@@ -266,7 +266,6 @@ def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
 
 _KEY = "mucudnn"
 
-
 T = TypeVar("T")
 
 

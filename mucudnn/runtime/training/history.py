@@ -317,7 +317,6 @@ def epoch_entry(steps: int, report: EpochReport) -> LogEntry:
 OnEntry = Callable[[LogEntry], None]
 """Called with every entry."""
 
-
 _NAMES = tuple(field.name for field in fields(LogEntry))
 _SUFFIXES = (".csv", ".jsonl", ".ndjson")
 

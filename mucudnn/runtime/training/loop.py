@@ -46,10 +46,8 @@ class Batches(Epochs, Protocol):
 OnStep = Callable[[Position, EpochReport | None], None]
 """Called after every step, and after every epoch with its report."""
 
-
 Handover = tuple[Trainer, Batches, Batches | None]
 """A new trainer with the state of the current one, and its training and test data."""
-
 
 Between = Callable[[], Handover | None]
 """Called between epochs; returns a trainer that takes over, None to keep this one."""

@@ -307,7 +307,6 @@ class LibraryRace:
 
 _RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 
-
 T = TypeVar("T")
 
 

@@ -40,7 +40,6 @@ from mucudnn.runtime.tuning.tuner import Tuner
 _ROUNDS = 4
 """Maximum number of planning rounds, each with the previous plans measured."""
 
-
 _HARDLY_SLOWER = 1.1
 """Slowdown by refined times up to which residencies are kept."""
 
