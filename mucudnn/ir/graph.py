@@ -133,20 +133,20 @@ class Graph:
                         f"node {node.name!r} reads {name!r} before it is written"
                     )
             known.update(node.outputs)
-            if node.traits.view:
-                self._check_view(node)
+            if not node.traits.view:
+                continue
+            # A view without the bytes of an input would read memory that nobody wrote.
+            read = {self.storages[name] for name in node.inputs}
+            for name in node.outputs:
+                if self.storages[name] not in read:
+                    raise ValueError(
+                        f"node {node.name!r} is a view and {name!r} has none of its "
+                        "inputs' bytes; set its alias to one of "
+                        f"{', '.join(node.inputs)}"
+                    )
         for name in (*self.outputs, *self.gradients.values()):
             if name not in known:
                 raise ValueError(f"output {name!r} is never written")
-
-    def _check_view(self, node: Node) -> None:
-        read = {self.storages[name] for name in node.inputs}
-        for name in node.outputs:
-            if self.storages[name] not in read:
-                raise ValueError(
-                    f"node {node.name!r} is a view and {name!r} has none of its "
-                    f"inputs' bytes; set its alias to one of {', '.join(node.inputs)}"
-                )
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from mucudnn.ir.conv import (
     Direction,
     Ints,
     Window,
-    channels,
     channels as channels_of,
     per_axis,
 )
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def bias(g: "GraphBuilder", x: str, initializer: Initializer | None = None) -> str:
     """Add one number per channel (axis 1)."""
     start = Constant(0.0) if initializer is None else initializer
-    b = g.parameter("bias", (channels(x, g.shape(x)),), start)
+    b = g.parameter("bias", (channels_of(x, g.shape(x)),), start)
     return g.append("bias", (x, b), g.shape(x))
 
 
@@ -140,7 +139,12 @@ def conv_transpose(
             ("output_padding", output_padding, 0),
         )
     )
-    spatial = map(_transposed_size, shape[2:], kernels, steps, pads, dilations, extra)
+    spatial = (
+        (n - 1) * step - 2 * pad + gap * (k - 1) + 1 + more
+        for n, k, step, pad, gap, more in zip(
+            shape[2:], kernels, steps, pads, dilations, extra, strict=True
+        )
+    )
     problem = ConvProblem(
         direction=Direction.BACKWARD_DATA,
         x_shape=(shape[0], check_integer("channels", channels, least=1), *spatial),
@@ -159,13 +163,6 @@ def conv_transpose(
         raise ValueError(f"output_padding {extra} must be below stride {steps}")
     with g.scope(name):
         return biased(g, _weighted(g, x, problem, initializer), bias)
-
-
-def _transposed_size(
-    size: int, kernel: int, step: int, pad: int, dilation: int, more: int
-) -> int:
-    """Return an input size that a convolution maps to `size`."""
-    return (size - 1) * step - 2 * pad + dilation * (kernel - 1) + 1 + more
 
 
 def _weighted(
@@ -276,7 +273,7 @@ def accuracy(g: "GraphBuilder", logits: str, labels: str, k: int = 1) -> str:
 
 
 def _check_labels(g: "GraphBuilder", logits: str, labels: str) -> None:
-    channels(logits, g.shape(logits))
+    channels_of(logits, g.shape(logits))  # refuses scalars
     n, _, *spatial = g.shape(logits)
     if g.shape(labels) != (n, *spatial) or g.spec(labels).dtype != "int64":
         raise ValueError(
@@ -451,7 +448,7 @@ def concat(g: "GraphBuilder", tensors: Sequence[str]) -> str:
     if isinstance(tensors, str) or not isinstance(tensors, Sequence) or not tensors:
         raise TypeError(f"concat takes a list of names of tensors, got {tensors!r}")
     for name in tensors:
-        channels(name, g.shape(name))
+        channels_of(name, g.shape(name))
     shapes = [g.shape(t) for t in tensors]
     for shape in shapes[1:]:
         if (shape[0], *shape[2:]) != (shapes[0][0], *shapes[0][2:]):

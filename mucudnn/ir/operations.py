@@ -374,10 +374,6 @@ _MOST_WINDOWED = 4
 most three spatial axes."""
 
 
-def _one_axis_more(shape: Shape) -> Shape:
-    return shape[0], 1, *shape[1:]
-
-
 def _windows_along_channels(attrs: Attributes) -> Attributes:
     """Extend windows by one axis, the channels, with width 1."""
     extra = {"kernel": 1, "stride": 1, "padding": 0, "extra": 0}
@@ -394,13 +390,11 @@ _ANY = ChannelsLast()
 _CHANNELS = ChannelsLast(kernel_shape=lambda shape: (math.prod(shape[:-1]), shape[-1]))
 _POOL = ChannelsLast(
     kernel_attrs=_windows_along_channels,
-    kernel_shape=_one_axis_more,
+    kernel_shape=lambda shape: (shape[0], 1, *shape[1:]),
     axes=_MOST_WINDOWED,
 )
-_RESAMPLE = ChannelsLast(
-    kernel_attrs=lambda attrs: {**attrs, "scale": (*attrs["scale"], 1)},
-    kernel_shape=_one_axis_more,
-    axes=_MOST_WINDOWED,
+_RESAMPLE = replace(
+    _POOL, kernel_attrs=lambda attrs: {**attrs, "scale": (*attrs["scale"], 1)}
 )
 _BOX = ChannelsLast(
     attrs=lambda attrs, rank: {k: channels_to_end(v) for k, v in attrs.items()}

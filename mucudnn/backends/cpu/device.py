@@ -142,7 +142,7 @@ class CpuCopier:
     ) -> CpuTicket:
         self._check()
         if self._state.stopped.is_set():
-            raise BackendError(f"a copy {what} was asked of a closed copier")
+            raise BackendError(f"a copy {what} was requested from a closed copier")
         source, target = _bytes(source), _bytes(target)
         if source.size != target.size:
             raise BackendError(
@@ -439,7 +439,7 @@ class SharedSegment:
         return self._bytes[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """Return two copy threads, which fail once the owner is gone."""
+        """Return two copy threads, which fail once the owner has ended."""
         return CpuCopier(self._copy)
 
     def close(self) -> None:

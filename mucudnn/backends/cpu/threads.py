@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,7 +152,9 @@ class Workers:
             # The pool keeps a submitted task alive until a thread has taken it from
             # its queue, even if cancelled: the task must not reference the operands.
             shared = [drain]
-            futures = [pool.submit(_take_part, shared, i) for i in range(1, crew)]
+            futures = [
+                pool.submit(lambda own, i: own[0](i), shared, i) for i in range(1, crew)
+            ]
             try:
                 drain(0)
             finally:
@@ -170,10 +172,6 @@ class Workers:
         shares = [(i, min(i + step, total)) for i in range(0, total, step)]
         indexed = list(enumerate(shares))
         self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))
-
-
-def _take_part(shared: Sequence[Callable[[int], None]], worker: int) -> None:
-    shared[0](worker)
 
 
 # Matrix products that accumulate into a submatrix, through NumPy's own BLAS library.
@@ -227,11 +225,11 @@ def numpy_blas() -> list[Any]:
     found = ThreadpoolController().select(user_api="blas").lib_controllers
     package = Path(np.__file__).parent
     folders = (package, package.parent / "numpy.libs")
-
-    def is_own(library: Any) -> bool:
-        return any(Path(library.filepath).is_relative_to(at) for at in folders)
-
-    own = [library for library in found if is_own(library)]
+    own = [
+        library
+        for library in found
+        if any(Path(library.filepath).is_relative_to(at) for at in folders)
+    ]
     return own or list(found)
 
 

@@ -17,21 +17,15 @@ from mucudnn.passes.graph.autodiff import RULES, Tape, fed_by_parameters
 
 def channels_last_nodes(graph: Graph) -> frozenset[str]:
     """Return the nodes with images that support channels last."""
+    tensors = graph.tensors
     return frozenset(
-        node.name for node in graph.nodes if _supports_channels_last(graph, node)
-    )
-
-
-def _supports_channels_last(graph: Graph, node: Node) -> bool:
-    images = _images(graph, node)
-    read = [graph.tensors[name] for name in node.inputs]
-    made = [graph.tensors[name] for name in node.outputs]
-    return (
-        bool(images)
+        node.name
+        for node in graph.nodes
+        if (images := _images(graph, node))
         and channels_last(node.op, images, node.attrs) is not None
         and all(spec.layout == "NCHW" for spec in images)
-        and all(spec.alias is None for spec in made)
-        and all(spec.dtype not in INTEGERS for spec in read)
+        and all(tensors[name].alias is None for name in node.outputs)
+        and all(tensors[name].dtype not in INTEGERS for name in node.inputs)
     )
 
 
@@ -321,22 +315,19 @@ def layout_trials(
             one = _with_wanted_gradients(channels_last_graph(graph, node), fed)
             other[node.name] = trials.add(one)
     images = (graph.tensors[name] for name in image_edges(graph, nodes))
-    fed = fed - _weights(graph)
+    # Gradients of parameters, and of their casts, are not transposed back.
+    weights = {spec.name for spec in graph.with_role(Role.PARAMETER)}
+    for node in graph.nodes:
+        if node.op == "cast" and weights.issuperset(node.inputs):
+            weights.update(node.outputs)
     turned = {
-        spec.name: None if same_bytes(spec) else trials.add(_transposition(spec, fed))
+        spec.name: None
+        if same_bytes(spec)
+        else trials.add(_transposition(spec, fed - weights))
         for spec in images
         if spec.layout == "NCHW"
     }
     return LayoutTrials(trials.graph(), first, other, turned)
-
-
-def _weights(graph: Graph) -> set[str]:
-    """Return parameters and their casts."""
-    found = {spec.name for spec in graph.with_role(Role.PARAMETER)}
-    for node in graph.nodes:
-        if node.op == "cast" and found.issuperset(node.inputs):
-            found.update(node.outputs)
-    return found
 
 
 class _Trials:
@@ -451,25 +442,29 @@ class FlowNetwork:
 
         The network is consumed: no other method may be called afterwards.
         """
-        while (depth := self._depths()).get(SINK):
+        while (depth := self._depths(SOURCE)).get(SINK):
             ways = {vertex: list(ends) for vertex, ends in self._residual.items()}
             while self._augment(depth, ways):
                 pass
-        return self._vertices_reaching_sink()
+        return set(self._depths(SINK, backward=True))
 
     def _has_residual(self, start: Hashable, end: Hashable) -> bool:
         return self._residual[start][end] > _ROUNDING * self._largest
 
-    def _depths(self) -> dict[Hashable, int]:
-        """Return the vertices reachable from the source, with their distances."""
-        depth: dict[Hashable, int] = {SOURCE: 0}
-        queue: deque[Hashable] = deque([SOURCE])
+    def _depths(self, root: Hashable, *, backward: bool = False) -> dict[Hashable, int]:
+        """Return the vertices reachable from `root`, with their distances.
+
+        With `backward`, return those that reach it.
+        """
+        depth: dict[Hashable, int] = {root: 0}
+        queue: deque[Hashable] = deque([root])
         while queue:
             vertex = queue.popleft()
-            for end in self._residual[vertex]:
-                if end not in depth and self._has_residual(vertex, end):
-                    depth[end] = depth[vertex] + 1
-                    queue.append(end)
+            for other in self._residual[vertex]:
+                way = (other, vertex) if backward else (vertex, other)
+                if other not in depth and self._has_residual(*way):
+                    depth[other] = depth[vertex] + 1
+                    queue.append(other)
         return depth
 
     def _augment(
@@ -498,14 +493,3 @@ class FlowNetwork:
             self._residual[start][end] -= amount
             self._residual[end][start] += amount
         return True
-
-    def _vertices_reaching_sink(self) -> set[Hashable]:
-        found: set[Hashable] = {SINK}
-        queue: deque[Hashable] = deque([SINK])
-        while queue:
-            vertex = queue.popleft()
-            for start in self._residual[vertex]:
-                if start not in found and self._has_residual(start, vertex):
-                    found.add(start)
-                    queue.append(start)
-        return found

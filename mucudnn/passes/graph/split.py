@@ -217,7 +217,14 @@ class Emitter:
             [_ends(cut.node.inputs, strip.inputs) for strip in of_node]
             for cut, of_node in zip(phase, strips, strict=True)
         ]
-        ends = [self._slice_ends(cut) for cut in phase]
+        # The last row (exclusive) of each slice of each result.
+        ends: list[dict[str, list[int]]] = [{} for _ in phase]
+        for cut, found in zip(phase, ends, strict=True):
+            slices = [self._slices.rows(cut.parts, i) for i in range(cut.parts)]
+            for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
+                if axis is not None:
+                    size = self._slices.tensors[name].shape[axis]
+                    found[name] = [rows.of(size).stop for rows in slices]
         for position, index in interleave_slices(reads, ends):
             self._slice(phase[position], index, strips[position][index])
 
@@ -234,16 +241,6 @@ class Emitter:
             mutates = tuple(name for name in node.mutates if name in inputs)
             node = replace(node, inputs=inputs, mutates=mutates)
         self._slices.nodes.append(node)
-
-    def _slice_ends(self, cut: Cut) -> Mapping[str, list[int]]:
-        """Return the last row (exclusive) of each slice of each result."""
-        found = {}
-        for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
-            if axis is not None:
-                size = self._slices.tensors[name].shape[axis]
-                slices = (self._slices.rows(cut.parts, i) for i in range(cut.parts))
-                found[name] = [rows.of(size).stop for rows in slices]
-        return found
 
     def _strip(self, cut: Cut, index: int) -> Strip:
         """Return the rows that a slice of a node reads and computes."""

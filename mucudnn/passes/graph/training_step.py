@@ -111,11 +111,6 @@ class StepGraphs:
         """Graphs of the step, then that for evaluation."""
         return self.steps if self.evaluation is None else (*self.steps, self.evaluation)
 
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the inputs of all graphs of a step."""
-        return sum(s.nbytes for g in self.steps for s in g.with_role(Role.INPUT))
-
 
 def build_step(
     forward: Graph,
@@ -141,7 +136,13 @@ def build_step(
     steps = complete_step(graph, recipe, choices)
     if evaluation is not None:
         evaluation = _rewritten(evaluation, recipe, choices, trains=False)
-        _check_same_network(evaluation, steps[0])
+        for spec in evaluation.with_role(*PERSISTENT):
+            known = steps[0].tensors.get(spec.name)
+            if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"the graph for evaluation is of another network: {spec.name!r} "
+                    f"{spec.shape} is not in the one for training"
+                )
         answers = answers_of(evaluation)
         if answers is not None and answers not in evaluation.outputs:
             evaluation = replace(evaluation, outputs=(*evaluation.outputs, answers))
@@ -238,17 +239,6 @@ def check_network(graph: Graph) -> None:
         )
 
 
-def _check_same_network(evaluation: Graph, training: Graph) -> None:
-    """Check that training has every persistent tensor of evaluation."""
-    for spec in evaluation.with_role(*PERSISTENT):
-        known = training.tensors.get(spec.name)
-        if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
-            raise ValueError(
-                f"the graph for evaluation is of another network: {spec.name!r} "
-                f"{spec.shape} is not in the one for training"
-            )
-
-
 def answers_of(graph: Graph) -> str | None:
     """Return the tensor (N, …) first compared with the labels, or None."""
     batch = graph.tensors[IMAGE].shape[:1]
@@ -294,8 +284,14 @@ def up_to_answers(forward: Graph) -> Graph:
 
 def draw_rows(graph: Graph, rows: Rows) -> Graph:
     """Return a step that draws the random numbers of a row range of a larger batch."""
-    nodes = tuple(_drawing(graph, node, rows) for node in graph.nodes)
-    return replace(graph, nodes=nodes)
+    nodes = list(graph.nodes)
+    for i, node in enumerate(nodes):
+        how = node.traits.batch
+        if node.traits.random and how is not None and how.sliced is not None:
+            inputs = [graph.tensors[name] for name in node.inputs]
+            attrs = how.sliced(node.attrs, inputs, rows)
+            nodes[i] = replace(node, attrs=MappingProxyType(dict(attrs)))
+    return replace(graph, nodes=tuple(nodes))
 
 
 def decompose(graph: Graph) -> Graph:
@@ -310,12 +306,3 @@ def decompose(graph: Graph) -> Graph:
         tensors.update((spec.name, spec) for spec in between)
         nodes += pieces or (node,)
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
-
-
-def _drawing(graph: Graph, node: Node, rows: Rows) -> Node:
-    how = node.traits.batch
-    if not node.traits.random or how is None or how.sliced is None:
-        return node
-    inputs = [graph.tensors[name] for name in node.inputs]
-    attrs = how.sliced(node.attrs, inputs, rows)
-    return replace(node, attrs=MappingProxyType(dict(attrs)))

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from mucudnn.errors import BackendUnavailableError, RankLostError
@@ -128,13 +129,13 @@ def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
 _FAILED = 2
 
 
+@dataclass(frozen=True, slots=True)
 class _Request:
-    def __init__(self, request: Any, array: Any) -> None:
-        self._request = request
-        self._array = array
+    request: Any
+    array: Any  # MPI writes to it until the request is complete
 
     def wait(self) -> None:
-        self._request.Wait()
+        self.request.Wait()
 
 
 class MpiCollectives:
@@ -180,9 +181,6 @@ class MpiCollectives:
         """End all ranks at once, this one too; the caller has reported why."""
         self._world.Abort(_FAILED)
         os._exit(_FAILED)  # Abort may return before the launcher ends this process
-
-
-# Collective operations that measure how long this process waits in them.
 
 
 class Stopwatch:
@@ -251,11 +249,11 @@ class TimedCollectives:
         self._upstream.abort(message)
 
 
+@dataclass(frozen=True, slots=True)
 class _Timed:
-    def __init__(self, pending: Pending, waited: Stopwatch) -> None:
-        self._pending = pending
-        self._waited = waited
+    pending: Pending
+    waited: Stopwatch
 
     def wait(self) -> None:
-        with self._waited.running():
-            self._pending.wait()
+        with self.waited.running():
+            self.pending.wait()

@@ -30,11 +30,9 @@ from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.arena import arenas
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.tasks import (
-    ByteRange,
     Call,
     Copies,
     HookFactory,
-    NodeHooks,
     Task,
     Watcher,
     batch_launches,
@@ -132,12 +130,27 @@ class Executor:
         )
         self._watcher = watcher
         tasks = self._program.tasks
-        self._single_calls = [_watched_call(task, watcher) for task in tasks]
-        self._task_of_node = {
-            task.node: task for task in tasks if task.node is not None
-        }
+        self._single_calls = [task.call for task in tasks]
+        if watcher is not None:
+            self._single_calls = [
+                partial(_in_order, (partial(watcher.before, task), task.call))
+                for task in tasks
+            ]
         if around is not None:
-            self._insert_hooks(around(self._graph, self._array_at_node))
+            by_node = {task.node: task for task in tasks}
+
+            def array_at_node(node: str, tensor: str) -> Array:
+                task = by_node[node]
+                return memory.array_in((*task.reads, *task.writes), tensor)
+
+            hooks = around(self._graph, array_at_node)
+            for i, (task, call) in enumerate(
+                zip(tasks, self._single_calls, strict=True)
+            ):
+                before = hooks.before.get(task.node or "", ())
+                after = hooks.after.get(task.node or "", ())
+                if before or after:
+                    self._single_calls[i] = partial(_in_order, (*before, call, *after))
         # Single calls where something runs between them, else as few as possible.
         if watcher is not None or around is not None:
             self._calls = self._single_calls
@@ -258,7 +271,14 @@ class Executor:
                     self._copies.finish()
                     self._is_parked = False
                 if self._watcher is not None:
-                    self._watcher.begin(self._program, self._written())
+                    byte_range, tensors = self._memory.byte_range, self._graph.tensors
+                    inputs = [s.name for s in self._graph.with_role(Role.INPUT)]
+                    written = [byte_range(n, 0) for n in (*inputs, *self._live_across)]
+                    written += [
+                        slot.byte_range(name, tensors[name].nbytes)
+                        for name, slot in self._host_buffers.items()
+                    ]
+                    self._watcher.begin(self._program, tuple(written))
                 yield
         except BaseException:
             self._is_parked = True
@@ -272,21 +292,6 @@ class Executor:
                 f"({self._process}), not in one forked from it; make the step in the "
                 "process that runs it"
             )
-
-    def _written(self) -> tuple[ByteRange, ...]:
-        """Return the bytes that are initialized when a step begins."""
-        inputs = [spec.name for spec in self._graph.with_role(Role.INPUT)]
-        tensors = self._graph.tensors
-        return (
-            *(
-                self._memory.byte_range(name, 0)
-                for name in (*inputs, *self._live_across)
-            ),
-            *(
-                h.byte_range(n, tensors[n].nbytes)
-                for n, h in self._host_buffers.items()
-            ),
-        )
 
     def _host_slots(
         self, schedule: Schedule, host: Tiers | None
@@ -305,34 +310,9 @@ class Executor:
         download = self._backend.device.download
         return {name: download(self[name]) for name in self._graph.outputs}
 
-    def _array_at_node(self, node: str, tensor: str) -> Array:
-        """Return a tensor's array at the offset it has while a node runs."""
-        task = self._task_of_node[node]
-        return self._memory.array_in((*task.reads, *task.writes), tensor)
-
-    def _insert_hooks(self, around: NodeHooks) -> None:
-        found: list[Call] = []
-        for task, call in zip(self._program.tasks, self._single_calls, strict=True):
-            node = task.node or ""
-            before, after = around.before.get(node, ()), around.after.get(node, ())
-            alone = not (before or after)
-            found.append(call if alone else partial(_in_order, (*before, call, *after)))
-        self._single_calls = found
-
     def __getitem__(self, tensor: str) -> Array:
         """Return a tensor's array at the end of a step; valid only while live."""
         return self._memory.array(tensor, -1)
-
-
-def _watched_call(task: Task, watcher: Watcher | None) -> Call:
-    if watcher is None:
-        return task.call
-
-    def watched() -> None:
-        watcher.before(task)
-        task.call()
-
-    return watched
 
 
 def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:

@@ -109,10 +109,6 @@ class Pending:
         """Add a copy that was started."""
         self._copies.append(copy)
 
-    def has(self, number: int) -> bool:
-        """Return whether a copy may still be running."""
-        return any(copy.number == number for copy in self._copies)
-
     def waited(self, done: PendingCopy) -> None:
         """Remove a copy that was waited for, and earlier ones on its stream."""
         self._copies = [

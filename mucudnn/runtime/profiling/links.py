@@ -34,8 +34,6 @@ LINK_BYTES = 64 << 20
 
 _COPIES = 64
 
-_NAME = "the memory for measuring"
-
 
 class ColdBench:
     """Times kernels and copies in a pool, which is empty between two calls."""
@@ -162,17 +160,14 @@ def cold_bench(
     pool's size in bytes; None does not.
     """
     bound = max(sizes) + EVICTING_BYTES if memory is None else memory
-    useful = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
-    with closing(_pool(backend.device, useful, bound)) as pool:
-        yield ColdBench(backend, pool, rule)
-
-
-def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
-    """Allocate a pool of the first size that fits the device, plus evicting bytes."""
-    for nbytes in sizes:
+    pool, name = None, "the memory for measuring"
+    *larger, least = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
+    for nbytes in (*larger, least):
         with suppress(OutOfMemoryError):
-            return Pool(device, min(bound, nbytes + EVICTING_BYTES), _NAME)
-    return Pool(device, sizes[-1], _NAME)
+            pool = Pool(backend.device, min(bound, nbytes + EVICTING_BYTES), name)
+            break
+    with closing(pool or Pool(backend.device, least, name)) as opened:
+        yield ColdBench(backend, opened, rule)
 
 
 def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]:

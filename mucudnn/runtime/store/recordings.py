@@ -20,7 +20,7 @@ from mucudnn.errors import CacheError
 from mucudnn.files import read_whole, write_whole
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.fleet import StepTable
-from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import aligned_batches, pareto_plans
 from mucudnn.recording_format import (
@@ -174,7 +174,18 @@ def read_fronts(
     wanted = tuple(dict.fromkeys(problems))
     recordings = [read_file(file) for file in files]
     names = dict.fromkeys(name for r in recordings for name in r.environments)
-    all_of = [_of_device(name, recordings) for name in names]
+    all_of = []
+    for name in names:
+        alignments: dict[str, int] = {}
+        measurements = []
+        for recording in recordings:
+            alignments |= recording.alignments
+            measurements += [m for m in recording.measurements if m.fingerprint == name]
+        conv, alignment = (
+            RecordedConv(VirtualDevice(name), measurements),
+            alignments.get(name, 1),
+        )
+        all_of.append(RecordedFronts(name, conv, split_alignment=alignment))
     useful = [one for one in all_of if one.fronts(wanted)]
     where = ", ".join(map(str, files))
     if not useful:
@@ -190,16 +201,6 @@ def read_fronts(
             f"{where}: measured on {devices}, but a step runs on one device"
         )
     return useful[0]
-
-
-def _of_device(name: str, recordings: Iterable[Recording]) -> RecordedFronts:
-    alignments: dict[str, int] = {}
-    measurements = []
-    for recording in recordings:
-        alignments |= recording.alignments
-        measurements += [m for m in recording.measurements if m.fingerprint == name]
-    conv = RecordedConv(VirtualDevice(name), measurements)
-    return RecordedFronts(name, conv, split_alignment=alignments.get(name, 1))
 
 
 _MOST_BYTES = 1 << 24

@@ -114,15 +114,10 @@ def is_empty(db: sqlite3.Connection) -> bool:
 def add_missing(db: sqlite3.Connection) -> None:
     """Create the tables that older files lack; altered tables stay as they are."""
     for table in _ADDED:
-        if not has_table(db, table):
+        if not _create_statements(db, table):
             db.execute(SCHEMA[table].replace("TABLE", "TABLE IF NOT EXISTS", 1))
             if table == "checked":
                 db.execute(_SINCE, (time.time(),))
-
-
-def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Return whether the database has a table of this name."""
-    return bool(_create_statements(db, name))
 
 
 def check_tables(db: sqlite3.Connection) -> None:
@@ -156,7 +151,7 @@ def checked_since(db: sqlite3.Connection) -> float:
     Infinity for a file of an older version that cannot be written, as no row has one; 0
     where the time is unreadable, so that all rows are checked.
     """
-    if not has_table(db, "checked"):
+    if not _create_statements(db, "checked"):
         return math.inf
     found = db.execute("SELECT since FROM checked WHERE id = 0").fetchone()
     return found[0] if found and isinstance(found[0], float) else 0.0
@@ -172,13 +167,13 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     target.executemany(PUT_LAYER, (n for n in layers.values() if len(n) == 2))
     count = 0
     for table in TABLES:
-        if not has_table(source, table.name):
+        if not _create_statements(source, table.name):
             continue
         found = _rows(source, table.name, ("layer", *table.columns), table.keys + 1)
         named = [(*layers[layer], *row) for layer, *row in found if layer in layers]
         sound = [row for row in named if table.is_sound(row, since)]
         count += target.executemany(table.insert("OR IGNORE"), sound).rowcount
-    if has_table(source, "entries"):
+    if _create_statements(source, "entries"):
         columns = "rowid", "kind", "key", "value", "used_at"
         for _, *entry in _rows(source, "entries", columns, 1):
             with contextlib.suppress(ValueError):
@@ -218,6 +213,7 @@ def _rows(
 
 
 def _create_statements(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
+    """Return the statement that created a table; nothing if there is none."""
     query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
     return db.execute(query, (table,)).fetchall()
 
@@ -357,16 +353,10 @@ def _measurement(
 
 
 def _verdict(
-    layer_of: _LayerOf,
-    fingerprint: object,
-    key: object,
-    batch: object,
-    signature: object,
-    ratio: object,
-    _: object,
+    layer_of: _LayerOf, fingerprint: object, key: object, *values: object
 ) -> Verdict:
-    data = {"batch": batch, "signature": signature, "ratio": ratio}
-    where = f"{fingerprint!r}, {signature!r}"
+    data = dict(zip(("batch", "signature", "ratio"), values, strict=False))
+    where = f"{fingerprint!r}, {data['signature']!r}"
     return decode_verdict(where, fingerprint, layer_of(key), data)
 
 

@@ -256,8 +256,6 @@ def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
     )
 
 
-# Read and write named arrays in a safetensors file with checksums.
-#
 # Every reader of the format can read the arrays. The file's metadata has one additional
 # text, `mucudnn`: a JSON object of the writer's header, with the checksum of every
 # tensor (type and shape included) and one of the object itself. The first version wrote
@@ -301,7 +299,9 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arrays of a file, verified by its header's checksums if any."""
-    arrays = _read_with(path, _tensors)
+    arrays = _read_with(
+        path, lambda file: {n: file.get_tensor(n) for n in [*file.keys()]}
+    )
     if header is None:
         return arrays
     stated = _sealed(path, header).get("tensors")
@@ -360,11 +360,6 @@ def _json_object(path: Path, text: str | bytes) -> dict[str, Any]:
 def _checksum(array: Any) -> int:
     kind = zlib.crc32(f"{array.dtype.name} {array.shape}".encode())
     return zlib.crc32(array.reshape(-1).view(np.uint8), kind)
-
-
-def _tensors(file: Any) -> dict[str, Any]:
-    names = file.keys()
-    return {name: file.get_tensor(name) for name in names}
 
 
 def _read_with(path: Path, read: Callable[[Any], T]) -> T:

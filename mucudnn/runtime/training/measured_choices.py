@@ -43,9 +43,7 @@ from mucudnn.runtime.executor.program import ways_to_run
 from mucudnn.runtime.profiling.links import ColdBench, cold_bench
 from mucudnn.runtime.profiling.profiler import OnNode, profile
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.planned_steps import (
-    Plans,
-)
+from mucudnn.runtime.training.planned_steps import Plans
 from mucudnn.runtime.training.sizes import WorkingSet, size_profile
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner

@@ -45,7 +45,7 @@ _HARDLY_SLOWER = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedStep:
+class _BoundedStep:
     """A graph to place within a budget.
 
     Attributes:
@@ -73,12 +73,31 @@ class BoundedStep:
         chunks = None
         if self.placement != STATIC:
             chunks = mapping_costs(self.tuner.backend, self._nbytes)
-        costs = self._costs(progress)
+        # A profile that the budget brings along counts if it is of this graph.
+        costs, known = self.budget.measured, self.budget.found
+        if costs is None or costs.node_ms.keys() != {n.name for n in self.graph.nodes}:
+            costs, known = self._measured(progress), None
         if chunks is not None:
             costs = replace(costs, mapping_costs=chunks)
         request = self._request(costs)
         try:
-            return self._refined(request)
+            placed = self._place(request, known)
+            # Place the step again with the chosen plans measured.
+            times: dict[ConvPlan, float] = {}
+            for _ in range(0 if self.plans is not None else _ROUNDS - 1):
+                chosen = placed.plans.values()
+                if all(plan in times for plan in chosen):
+                    break
+                better = refine(
+                    self.tuner, request.profile, chosen, times, memory=self._nbytes
+                )
+                request = replace(request, profile=better)
+                most_ms = _HARDLY_SLOWER * placed.plan.prediction.step_ms
+                try:
+                    placed = self._place(request, placed.plan, most_ms)
+                except PlanningError:  # keep the last plan that fits
+                    break
+            return self._with_input_buffers(request, placed)
         except PlanningError as e:
             advised = self._advised(e)
             if advised is e:
@@ -112,11 +131,8 @@ class BoundedStep:
             placement=STATIC if profile.mapping_costs is None else self.placement,
         )
 
-    def _costs(self, progress: OnNode | None) -> Profile:
-        """Return the given profile if it is of this graph, or measure one."""
-        given = self.budget.measured
-        if given is not None and self._is_of(given):
-            return given
+    def _measured(self, progress: OnNode | None) -> Profile:
+        """Measure the graph; an error names the bytes that suffice for all of it."""
         final = in_place(self.graph)
         try:
             return profile(self.tuner, final, memory=self._nbytes, progress=progress)
@@ -126,24 +142,6 @@ class BoundedStep:
             )
             words = exact_bytes(least + self.beside)
             raise type(e)(f"{e}; for all of the step {words} will do") from e
-
-    def _refined(self, request: StepRequest) -> PlacedStep:
-        """Place the step, then again with the chosen plans measured."""
-        placed = self._place_first(request)
-        times: dict[ConvPlan, float] = {}
-        for _ in range(0 if self.plans is not None else _ROUNDS - 1):
-            chosen = placed.plans.values()
-            if all(plan in times for plan in chosen):
-                break
-            better = refine(
-                self.tuner, request.profile, chosen, times, memory=self._nbytes
-            )
-            request = replace(request, profile=better)
-            try:
-                placed = self._place_refined(request, placed)
-            except PlanningError:  # keep the last plan that fits
-                break
-        return self._with_input_buffers(request, placed)
 
     def _with_input_buffers(
         self, request: StepRequest, placed: PlacedStep
@@ -167,34 +165,26 @@ class BoundedStep:
                 return other
         return placed
 
-    def _place_refined(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
-        """Place the step with refined times; search anew if it became slower."""
-        known = placed.plan
-        if request.policy == PLANNED and not self.tiers:
+    def _place(
+        self,
+        request: StepRequest,
+        known: StepPlan | None = None,
+        most_ms: float | None = None,
+    ) -> PlacedStep:
+        """Place a step with a known plan's residencies, or with new ones.
+
+        The known ones are kept up to `most_ms`; beyond, the search starts from them.
+        """
+        if self.tiers:
+            return place_tiered_step(request, self.tiers, self.state)
+        if known is not None and request.policy == PLANNED:
             with suppress(PlanningError):
                 plan = _with_known_residency(request, known)
-                if plan.prediction.step_ms <= _HARDLY_SLOWER * known.prediction.step_ms:
+                if most_ms is None or plan.prediction.step_ms <= most_ms:
                     return place_step(request, plan)
-            request = replace(request, seed=known.residency)
-        return self._place(request)
-
-    def _place_first(self, request: StepRequest) -> PlacedStep:
-        """Place the step by the plan that the budget brings along, or by a new one."""
-        found, measured = self.budget.found, self.budget.measured
-        if found is None or measured is None or not self._is_of(measured):
-            return self._place(request)
-        if request.policy == PLANNED and not self.tiers:
-            with suppress(PlanningError):
-                return place_step(request, _with_known_residency(request, found))
-        return self._place(request)
-
-    def _is_of(self, profile: Profile) -> bool:
-        return {node.name for node in self.graph.nodes} == profile.node_ms.keys()
-
-    def _place(self, request: StepRequest) -> PlacedStep:
-        if not self.tiers:
-            return place_step(request)
-        return place_tiered_step(request, self.tiers, self.state)
+            if most_ms is not None:
+                request = replace(request, seed=known.residency)
+        return place_step(request)
 
     def _advised(self, error: PlanningError) -> PlanningError:
         """Return the error with bytes that suffice for measuring and others, too."""
@@ -235,8 +225,6 @@ Plans = Mapping[ConvProblem, ConvPlan]
 """Problem -> its plan."""
 
 
-# From graphs to placed steps: costs, planning request, arena offsets.
-#
 # With a budget, graphs are measured. Without one, everything stays on the device and
 # only sizes matter: the same path with a profile of sizes and unlimited memory.
 #
@@ -316,7 +304,7 @@ def _within_budget(
         mine = budget
         if graph is not graphs[first]:
             mine = replace(budget, measured=None, found=None)
-        return BoundedStep(
+        return _BoundedStep(
             *(tuner, final, mine, beside, hosted, fixed, placement),
             tiers=tiers,
             state=state,

@@ -129,9 +129,7 @@ class Ranks:
                 raise
             raise min(e, refused, key=_sufficient_bytes) from None
 
-    def part(
-        self, split: Callable[[Graph, Complete], Graph]
-    ) -> Callable[[Graph, Complete], Graph]:
+    def part(self, split: Split) -> Split:
         """Return a function that splits a training graph of this rank's rows.
 
         Splitting decomposes normalizations that it cuts. All others are decomposed

@@ -249,9 +249,9 @@ class Trainer:
         self.graph = graphs.steps[-1]
         self.placed = None if budget is None else placed[len(graphs.steps) - 1]
         how = seed, replay, self._ranks.around
-        memory = allocate_step_memory(self.backend, graphs, placed, budget, *how)
-        self._state, self._arena = memory.state, memory.arena
-        self.peak_bytes = memory.nbytes
+        self._state, self._arena, self.peak_bytes = allocate_step_memory(
+            self.backend, graphs, placed, budget, *how
+        )
         self._weights = graphs.weights
         self._stepper = Stepper(graphs, self._arena)
         tested, take = graphs.evaluation, partial(self._arena.take, -1)

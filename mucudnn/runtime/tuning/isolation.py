@@ -118,7 +118,7 @@ class ChildTimer:
         """Return the row of one algorithm; the end of the child is a failed row."""
         nbytes, rule = request.workspaces[algo], request.limits.rule
         single = replace(request, workspaces={algo: nbytes}, best_ms=best_ms)
-        ordinary_s = (rule.budget_ms + 2 * request.expected(algo)) / 1e3
+        ordinary_s = (rule.budget_ms + 2 * request.expected_ms.get(algo, 0.0)) / 1e3
         with self._lock.value:
             try:
                 child = self._begin({"measure": single.to_message()})

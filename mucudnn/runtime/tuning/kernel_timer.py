@@ -83,10 +83,6 @@ class SizeRequest:
         """The convolution at the size to time."""
         return self.problem.with_batch(self.batch)
 
-    def expected(self, algo: str) -> float:
-        """Return the estimated milliseconds of one run; 0 if unknown."""
-        return self.expected_ms.get(algo, 0.0)
-
     def to_message(self) -> Message:
         """Encode as plain values for another process, maybe of another machine.
 
@@ -146,8 +142,8 @@ def measure_size(
     """
     best_ms, limits = request.best_ms, request.limits
     for algo, nbytes in request.workspaces.items():
-        needed_s, left_s = _LEAST_RUNS * request.expected(algo) / 1e3, limits.left_s
-        if left_s > needed_s:
+        needed_s = _LEAST_RUNS * request.expected_ms.get(algo, 0.0) / 1e3
+        if (left_s := limits.left_s) > needed_s:
             perf = timer.time(request, algo, best_ms)
         else:
             reason = "the time limit was reached"
@@ -228,10 +224,8 @@ class LocalTimer:
 
         result: Timing | str
         try:
-            if (
-                self.backend.plan_serializer is not None
-            ):  # the first run builds the plan
-                run()
+            if self.backend.plan_serializer is not None:
+                run()  # builds the plan, which is not timed
             result = measure(
                 run,
                 self.backend.device,

@@ -8,7 +8,7 @@ reason and is not cached.
 import enum
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.backends.base import Backend
@@ -105,8 +105,16 @@ class TableFiller:
         Without it, rounds are the stages of a race, which leave out more.
         """
         while points := self._wanted(staged=not probe):
-            sizes = self._by_size(points)
-            if probe and not self._knows:
+            by_batch: dict[int, list[str]] = {}
+            for algo, batch in points:
+                by_batch.setdefault(batch, []).append(algo)
+            knows = bool(self._hints or self._times())
+            batches = sorted(by_batch, reverse=True)
+            if not knows:
+                batches = [*batches[-1:], *batches[:-1]]
+            self._total = len(self._rows) + len(self._left)
+            sizes = [(batch, by_batch[batch]) for batch in batches]
+            if probe and not knows:
                 yield sizes[:1]
                 sizes = sizes[1:]
             if sizes:
@@ -162,16 +170,24 @@ class TableFiller:
 
     def _list_algorithms(self, batch: int, numerics: Numerics) -> None:
         conv, micro = self.backend.conv, self._problem.with_batch(batch)
+        excluded = dict(conv.excluded(micro))
         for algo, nbytes in conv.algorithms(micro):
             traits = conv.traits(micro, algo)
             refusal = numerics.refusal(traits, whole=batch == self._problem.batch)
             if refusal is not None:
-                self._rows[algo, batch] = _excluded(algo, batch, refusal)
+                excluded.setdefault(algo, refusal)
                 continue
             self._workspaces[algo, batch] = nbytes
             self._traits[algo, batch] = traits
-        for algo, reason in conv.excluded(micro):
-            self._rows[algo, batch] = _excluded(algo, batch, reason)
+        for algo, reason in excluded.items():
+            self._rows[algo, batch] = AlgoPerf(
+                algo=algo,
+                batch=batch,
+                time_ms=math.inf,
+                workspace=0,
+                error=reason,
+                samples=0,
+            )
 
     def _wanted(self, *, staged: bool) -> Sequence[Point]:
         """Return the points of the next round, or of all stages of a race."""
@@ -205,21 +221,6 @@ class TableFiller:
             limits=self._workspace,
         )
 
-    def _by_size(self, points: Iterable[Point]) -> list[tuple[int, Sequence[str]]]:
-        by_batch: dict[int, list[str]] = {}
-        for algo, batch in points:
-            by_batch.setdefault(batch, []).append(algo)
-        batches = sorted(by_batch, reverse=True)
-        if not self._knows:
-            batches = [*batches[-1:], *batches[:-1]]
-        self._total = len(self._rows) + len(self._left)
-        return [(batch, by_batch[batch]) for batch in batches]
-
-    @property
-    def _knows(self) -> bool:
-        """True if an algorithm was timed at any batch size."""
-        return bool(self._hints or self._times())
-
     def _times(self) -> list[AlgoPerf]:
         return [perf for perf in self._rows.values() if perf.error is None]
 
@@ -235,9 +236,3 @@ class TableFiller:
         nearest = min(known, key=lambda perf: abs(perf.batch - batch))
         expected: float = nearest.time_ms * batch / nearest.batch
         return expected
-
-
-def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:
-    return AlgoPerf(
-        algo=algo, batch=batch, time_ms=math.inf, workspace=0, error=reason, samples=0
-    )

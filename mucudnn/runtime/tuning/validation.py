@@ -117,7 +117,12 @@ class Validator:
                 noise_ms = max(ours.noise_ms, theirs.noise_ms)
                 rejected = not planned_ms < baseline_ms - noise_ms
                 ratio = REJECTED if rejected else planned_ms / baseline_ms
-                self._store(plan, undivided, ratio, remember=ours.samples > 0)
+                if self._recording is None:  # one that is replayed runs nothing
+                    problem, plans = plan.problem, signature(plan, undivided)
+                    self._used[problem, plans] = ratio
+                    if ours.samples > 0:
+                        cache = self._cache()
+                        cache.put_verdict(self._fingerprint, problem, plans, ratio)
             if rejected:
                 chosen, planned_ms = undivided, baseline_ms
         return ValidatedPlan(
@@ -190,19 +195,6 @@ class Validator:
         if ratio is not None:
             self._used[plan.problem, plans] = ratio
         return ratio
-
-    def _store(
-        self, plan: ConvPlan, baseline: ConvPlan, ratio: float, *, remember: bool
-    ) -> None:
-        """Store a verdict, in the cache as well if `remember`.
-
-        A backend that replays a recording runs nothing, so nothing is stored.
-        """
-        if self._recording is None:
-            plans = signature(plan, baseline)
-            self._used[plan.problem, plans] = ratio
-            if remember:
-                self._cache().put_verdict(self._fingerprint, plan.problem, plans, ratio)
 
 
 def fastest_undivided(table: PerfTable, workspace_limit: int) -> ConvPlan | None:
