@@ -42,6 +42,7 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
     data["notes"] = list(perf.notes)
     if perf.error is not None:
         data["time_ms"] = None
+    # Refuse to write a row that could not be read back.
     perf_from_dict(data)
     return data
 
@@ -237,6 +238,7 @@ def members_of(
     """
     members = object_of(where, data)
     others = optional or {}
+    # Most rows have exactly the expected members, in order: the fast path.
     if tuple(members) == names:
         return (*members.values(), *others.values())
     for name in names:

@@ -92,6 +92,7 @@ def module_files(*groups: str) -> Iterator[str]:
     """Yield source files of modules imported for entry points of some groups."""
     for group in groups:
         for plugin in plugins(group):
+            # Look among imported modules only: importing others would run foreign code.
             module = sys.modules.get(plugin.entry.module)
             if module is not None and module.__file__ is not None:
                 yield module.__file__

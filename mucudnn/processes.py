@@ -69,6 +69,7 @@ single hook is registered there, which calls the listeners in this table."""
 def on_fork(one: ForkListener) -> None:
     """Notify `one` of every fork as long as it is alive."""
     _register()
+    # By identity: listeners need not be hashable, and are not kept alive.
     key = id(one)
 
     def forget(_: object) -> None:

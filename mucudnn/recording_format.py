@@ -254,6 +254,7 @@ def _decompress(data: bytes) -> str:
     """Decompress if needed, bounded against decompression bombs."""
     if data.startswith(_GZIP_MAGIC):
         try:
+            # One byte more than allowed is enough to notice a decompression bomb.
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
                 data = file.read(MOST + 1)
         except (OSError, EOFError, zlib.error) as e:

@@ -91,6 +91,7 @@ class NullKernels(Mapping[str, Kernel]):
         attrs: Mapping[str, Any],
         workspace: Any,
     ) -> None:
+        # Bandwidth-bound, like most kernels of a step.
         nbytes = sum(array.nbytes for array in (*inputs, *outputs))
         self._device.advance(nbytes / _BYTES_PER_MS + _LAUNCH_MS)
 

@@ -46,6 +46,7 @@ class RecordedConv:
         modes: dict[tuple[ConvProblem, str], set[str]] = {}
         for m in measurements:
             modes.setdefault((m.problem, m.perf.algo), set()).add(m.perf.math_mode)
+        # Oldest first, so that of two rows for the same case the newer stays.
         for m in sorted(measurements, key=lambda m: m.measured_at):
             name, mode = m.perf.algo, m.perf.math_mode
             if mode != NATIVE and len(modes[m.problem, name]) > 1:

@@ -60,6 +60,8 @@ class VirtualDevice:
         self.fingerprint = fingerprint
         self._description = dict(description or {})
         self._clock = Clock()
+        # Exact fractions: rounded sums would depend on the order in which times are
+        # added.
         self._rates = Fraction(out_bytes_per_ms), Fraction(in_bytes_per_ms)
 
     def description(self) -> Mapping[str, str]:

@@ -143,6 +143,8 @@ def _read_devices() -> Mapping[str, DeviceFigures]:
             rate = Figure(link["gb_per_s"] * 1e9, link["source"])
         else:
             what = f"(assumed) of {gb_per_s:g} GB/s a direction, {link['source']}"
+            # Only the nominal rate is published for this link: assume the usual share
+            # of it.
             reached = gb_per_s * ASSUMED.link * 1e9
             rate = Figure(reached, f"{ASSUMED.link:.0%} {what}")
         nbytes = row["gib"] * _GIB if "gib" in row else row["gb"] * 1e9

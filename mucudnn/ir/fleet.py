@@ -64,6 +64,7 @@ class StepTable:
         """Return the largest batch size that fits into `memory`; 0 if unknown."""
         if memory is None:
             return self.most
+        # 0 bytes: nothing is known to fit below the smallest measured step.
         fitting = StepPoint(1, self.points[0].time_ms)
         for point in self.points:
             if point.nbytes > memory:

@@ -207,6 +207,8 @@ class Graph:
                 found[name] = name
                 continue
             chain = [name]
+            # Follow the aliases to a storage that is known, and note it for the whole
+            # chain.
             while chain[-1] not in found:
                 alias = self.tensors[chain[-1]].alias
                 if alias is None:
@@ -259,6 +261,7 @@ class Graph:
             storages: Storages of these tensors, if known.
         """
         found = copy(self)
+        # These follow from aliases; all other cached properties stay valid.
         for name in ("storages", "reads", "overwritten", "immovable"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
@@ -281,6 +284,7 @@ class Graph:
         """
         found = copy(self)
         fields = ("tensors", "nodes", "outputs", "gradients", "initializers", "inputs")
+        # Every cached property depends on the nodes, except the inputs.
         for name in found.__dict__.keys() - set(fields):
             del found.__dict__[name]
         found.__dict__.update(tensors=tensors, nodes=nodes)

@@ -217,6 +217,7 @@ def dropout(g: "GraphBuilder", x: str, p: float = 0.5) -> str:
         raise ValueError(f"p must be at least 0 and below 1, got {p}")
     if not g.training or p == 0:
         return x
+    # Each dropout has a seed of its own, or equal layers would drop the same elements.
     seed = g.seed + sum(node.op == "dropout" for node in g.nodes)
     if _STEP not in g.tensors:
         g.input(_STEP, (), "int64")
@@ -308,6 +309,8 @@ def batch_norm(
         )
         if not g.training:
             return g.append("batch_norm_eval", inputs, shape, eps=eps)
+        # Statistics are saved in the parameters' type, which mixed precision keeps
+        # wide.
         dtype = g.spec(inputs[1]).dtype
         return g.append(
             "batch_norm",
@@ -408,6 +411,7 @@ def max_pool(
             f"{_MOST_WINDOW} values"
         )
     out = (*shape[:2], *window.out(shape[2:]))
+    # The gradient needs one byte per output instead of the whole input.
     saved = (("index", out, "uint8"),)
     return g.append("max_pool", (x,), out, saved, **asdict(window))
 

@@ -109,6 +109,7 @@ class Numerics:
         return None if reason is None else RowStatus.REFUSED.text(reason)
 
     def _refusals(self, traits: Traits, whole: bool) -> Iterator[str]:
+        # An undivided call adds nothing up, so its sums need no wider type.
         wide_sums = self.float32_sums and not whole
         if HALF_SUM in traits.notes and wide_sums:
             yield "it adds micro-batches up in half precision"

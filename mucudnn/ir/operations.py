@@ -656,6 +656,7 @@ def traits_of(
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)
+    # A scalar has no rows, whatever its operation says of others.
     scalar = any(
         axis is not None and not spec.shape
         for axis, spec in zip(axes, (*inputs, *outputs), strict=True)

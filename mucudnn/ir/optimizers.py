@@ -140,6 +140,7 @@ def optimizer_of(choice: Any) -> Optimizer:
     """Return an optimizer from an instance, its name, or its class or factory."""
     if isinstance(choice, str):
         return parse_optimizer(choice)
+    # A class or a factory makes its default; an instance is taken as configured.
     made = choice() if callable(choice) else choice
     if not isinstance(made, Optimizer):
         valid = ", ".join(sorted(OPTIMIZERS))

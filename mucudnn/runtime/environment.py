@@ -80,6 +80,8 @@ def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
     if choice is None:
         return BenchmarkCache()
     if choice is USERS:
+        # Invented or recorded times in the user's cache would be mistaken for measured
+        # ones.
         virtual = backend.name.partition(":")[0] in ("null", "recorded")
         virtual = virtual or isinstance(backend.device, VirtualDevice)
         return BenchmarkCache(None if virtual else default_path())

@@ -179,6 +179,7 @@ class MpiCollectives:
 
     def abort(self, message: str) -> NoReturn:
         """End all ranks at once, this one too; the caller has reported why."""
+        # Other ranks may be blocked in a collective, where no exception reaches them.
         self._world.Abort(_FAILED)
         os._exit(_FAILED)  # Abort may return before the launcher ends this process
 

@@ -108,6 +108,7 @@ class Executor:
         self.host_bytes = 0
         self._backend, self._step_io = backend, step_io
         self._graph = schedule.graph
+        # Mapped addresses exist only in the process that mapped them.
         self._process = os.getpid() if layout.pages else None
         # Memory: the arena, copy engines, and slots for offloaded tensors.
         if arena is None:
@@ -255,11 +256,14 @@ class Executor:
     ) -> Iterator[None]:
         """Prepare and finish one step; `waits`: the host waits for its copies."""
         self._refuse_fork()
+        # A copy of the step before may still use the bytes that inputs are written to.
         for number in self._before_feeding:
             self._copies.wait(number)
         for spec, target in self._feeds:
             upload(fed(spec, feeds), target)
-        self._backend.device.queue()  # bound calls are launched on the current queue
+        # Look the queue up once: bound calls are launched on the one that is current
+        # now.
+        self._backend.device.queue()
         try:
             carries = bool(self._live_across)
             with self._copies.of_a_step(carries=carries, waits=waits):

@@ -187,10 +187,14 @@ class _Binder:
         match instruction:
             case Alloc(name):
                 self._interval[name] = self._interval.get(name, -1) + 1
+                # Inputs are written before the program begins: overwriting would lose
+                # them.
                 fed = self._graph.tensors[name].role is Role.INPUT
                 if not fed or self._interval[name]:
                     self._overwrite(f"Alloc({name})", self._device_bytes(name))
             case Free(name):
+                # Outputs are read behind the last instruction, when they are freed
+                # already.
                 if all(name != self._graph.storages[o] for o in self._graph.outputs):
                     self._overwrite(f"Free({name})", self._device_bytes(name))
             case Compute(name):
@@ -207,6 +211,8 @@ class _Binder:
 
     def _compute(self, node: Node) -> None:
         label = f"Compute({node.name})"
+        # A missing `Wait` is a fault of the schedule: the node would read half a
+        # tensor.
         reads = self._touched(node.inputs)
         for part in reads:
             for copy in self.pending.writing(part):
@@ -258,6 +264,8 @@ class _Binder:
         self, node: Node, workspace: Buffer | None
     ) -> tuple[Call, Batchable | None]:
         """Return the call of a node with a kernel, and how it may be batched."""
+        # Kernels know channels-first shapes only: channels-last images are seen as
+        # such.
         kernel = kernel_of(self._binding.backend, node)
         reads, writes, attrs = operands_of(self._graph, node)
         inputs, outputs = map(self._seen, reads), map(self._seen, writes)

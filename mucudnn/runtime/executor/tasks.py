@@ -70,6 +70,7 @@ class ByteRange:
         """Return whether both ranges have a byte in common."""
         if self.space != other.space:
             return False
+        # Tensors at different mapped addresses may share chunks: compare those instead.
         if not (self.pieces or other.pieces):
             return self.start < other.stop and other.start < self.stop
         return any(
@@ -227,6 +228,7 @@ def batchable(
     """Describe how a node is batched with others; None if its kernel cannot be."""
     if kernel.run_batched is None:
         return None
+    # All updates set the same overflow flag to the same value: no conflict.
     flags = {node.inputs[i] for i in kernel.flags}
     storages = graph.storages
     reads = frozenset(storages[t] for t in node.inputs if t not in flags)
@@ -302,6 +304,8 @@ class Copies:
 
         def start() -> None:
             copier = copiers.get(link) or self._opened(link)
+            # After an error the copier is another one, for which the copy is prepared
+            # anew.
             if not made or made[0][0] is not copier:
                 made[:] = [(copier, copier.prebind(way, source, target))]
             behind = [tickets[i][1] for i in after if i in tickets]

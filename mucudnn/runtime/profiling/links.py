@@ -138,6 +138,7 @@ class ColdBench:
         device = self._device
         run()
         samples: list[float] = []
+        # Writing a large buffer evicts the operands, as other nodes of a step would.
         nbytes = min(EVICTING_BYTES, self._pool.largest_hole)
         spec = TensorSpec("the evicting buffer", (nbytes,), "uint8")
         with self._held(WorkingSet((), spec)) as buffer:
@@ -179,6 +180,7 @@ def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]
     copier = tier.copier(device)
 
     def out() -> None:
+        # Copies of a queue run in order, so waiting for the last one is enough.
         copier.wait([copier.out(buffer, host) for host in hosts][-1])
 
     def back() -> None:

@@ -165,6 +165,7 @@ class RecordFile:
         self._pid, self._held, self._at_work = os.getpid(), [], False
         if self._at_rest or self._closed or (rested and self._path is None):
             return
+        # Kept without being closed: closing it here would act on the parent's files.
         self._inherited.append(self._db)
         self._db = in_memory()
         self._at_rest = self._path is not None and not self._closed
@@ -191,6 +192,7 @@ class RecordFile:
                     self._db.close()
                     self._db = db
                     return
+                # Another process has the damaged file open: try again, each time later.
                 time.sleep(0.01 * 2**attempt)
         self._fall_back(file, problem)
 
@@ -202,6 +204,8 @@ class RecordFile:
         )
         try:
             empty = is_empty(db)
+            # A read-only folder cannot hold a write-ahead log, but the rows can be
+            # read.
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("PRAGMA journal_mode = WAL")
             if empty:
@@ -214,6 +218,8 @@ class RecordFile:
             if not empty:
                 check_contents(db)
             self.checked_since = checked_since(db)
+            # A power cut may lose the last rows, which are measured again, but not the
+            # file.
             db.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             db.close()

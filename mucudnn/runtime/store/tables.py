@@ -267,6 +267,7 @@ class Table(Generic[T]):
         """Return a row (fingerprint, problem, columns) with its checksum."""
         if _STAMP not in self.columns:
             return (*row[:-1], f"{row[-1]}{_MARK}{self._checksum(row):x}")
+        # The stamp's lowest bits, 16 ms, hold the checksum: the schema needs no column.
         at = 2 + self.columns.index(_STAMP)
         bits = _bits(row[at]) & ~_CHECKSUM | self._checksum(row)
         (stamp,) = struct.unpack(">d", struct.pack(">Q", bits))

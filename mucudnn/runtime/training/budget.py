@@ -124,5 +124,6 @@ class MemoryBudget:
                 "budget must be a MemoryBudget, or a size in bytes or as text such as "
                 f"'1.5GiB', got {budget!r}"
             ) from None
+        # A budget of 0.5 or 8 was meant as a share, or in GiB.
         refuse_fraction(found.nbytes, f"budget={budget!r}")
         return found

@@ -101,6 +101,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_arrays(path, checkpoint.arrays, header)
+            # A crash of the system may undo a rename until its folder is flushed.
             flush_folder(self.folder)
         except OSError as e:
             raise CheckpointError(
@@ -279,6 +280,7 @@ def write_arrays(
         array = np.asarray(value)
         native = array.dtype.newbyteorder("=")
         dense[name] = array.astype(native, order="C", copy=False)
+    # The file format has no checksums, and a damaged weight would train on.
     checksums = {name: _checksum(array) for name, array in dense.items()}
     body = {**header, "tensors": checksums}
     text = json.dumps({"crc32": seal(body), **body})

@@ -439,6 +439,7 @@ class SplitChooser:
 
 
 def _request_within(budget: MemoryBudget, graph: Graph, costs: Profile) -> StepRequest:
+    # Convolution plans are fixed per node only after the step was split.
     dynamic = budget.convolutions == "fixed"
     return StepRequest(
         graph,

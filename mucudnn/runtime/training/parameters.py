@@ -121,6 +121,7 @@ class StateStore(Mapping[str, Array]):
         else:
             self._device.upload(value, self._arrays[name])
         if (copy := self._copies.get(name)) is not None:
+            # The low-precision copy may be stored channels last.
             turned = self._specs[copy].layout != self._specs[name].layout
             value = np.moveaxis(value, 1, -1) if turned else value
             self._write(copy, value.astype(self._arrays[copy].dtype, order="C"))
@@ -197,6 +198,7 @@ def _layout(specs: Any) -> tuple[dict[str, int], int]:
 
 
 def _initial_value(spec: TensorSpec, how: Initializer, seed: int) -> Any:
+    # A stream of its own for each tensor: another layer does not change the others.
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match how:
         case Constant(value):

@@ -112,6 +112,7 @@ class _BoundedStep:
         if self.hosted is None or self.placement == STATIC or mapper is None:
             return nbytes
         specs = self.graph.with_role(*PERSISTENT)
+        # Graphs share the mapped chunks, so only a whole number of them is of use.
         stays = sum(rounded(s.nbytes) for s in specs if s.name not in self.hosted)
         return nbytes - max(0, nbytes - stays) % mapper.chunk_bytes
 
@@ -207,6 +208,7 @@ class _BoundedStep:
 
     def _least_by_sizes(self) -> int:
         """Return an upper bound of the required bytes, by sizes alone."""
+        # A budget of 0 is always refused, and the refusal names the least one.
         sizes = size_profile(self.tuner, in_place(self.graph))
         try:
             place_step(self._request(sizes).within(0))
@@ -264,6 +266,7 @@ def place_steps(
         found = _within_budget(
             tuner, graphs, budget, first, order, plans, progress, placement
         )
+    # Load cached execution plans now instead of in the first step.
     for plan in dict.fromkeys(p for placed in found for p in placed.plans.values()):
         restore_plans(tuner.backend, tuner.cache, plan)
     return found
@@ -349,6 +352,7 @@ def resident_step(
             )
         )
 
+    # One launch updates all parameters, but keeps all gradients alive until then.
     found, last = placed(graph), updates_last(graph)
     ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
     kernels = (tuner.backend.kernels.get(op) for op in ops)

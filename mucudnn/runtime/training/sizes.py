@@ -139,6 +139,7 @@ def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
     front = pareto_plans(PerfTable(problem, tuple(rows)), _NO_LIMIT)
     if not front:
         raise PlanningError(f"no algorithm is usable for {problem}")
+    # The row with the most workspace might turn out to be the fastest: assume so.
     most = max(rows, key=lambda row: row.workspace)
     if most.workspace <= front[0].workspace:
         return front[:1]

@@ -129,6 +129,8 @@ class Evaluator:
             )
         if size >= full:
             return self._figures(images, labels)
+        # Loss and accuracy of a batch of copies alone are subtracted from those of the
+        # padded batch.
         filled, first = self._padded_indices(size), np.zeros(full, int)
         padded = self._figures(images[filled], labels[filled])
         alone = self._figures(images[first], labels[first])
@@ -272,6 +274,7 @@ class SharedArena:
                 "hand over the weights by save_weights and load_weights"
             )
         executor = self._executors[index]
+        # Another graph overwrites the arena: bring the state in it to the host first.
         if self._current is not executor:
             self.park()
         self._current = executor
@@ -356,6 +359,7 @@ class Stepper:
         for part in range(self._parts):
             last = part == self._parts - 1
             rows = slice(part * size, (part + 1) * size)
+            # Parts draw different masks: all but the last count steps far above.
             feeds = {
                 IMAGE: cast(self._graph, IMAGE, images[rows]),
                 LABEL: cast(self._graph, LABEL, labels[rows]),

@@ -165,6 +165,7 @@ class Trainer:
         settings = {
             name: v for name, v in locals().items() if name not in _PER_RANK_ARGUMENTS
         }
+        # A tuner that is made here is closed when planning is done; a given one is not.
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
@@ -181,6 +182,7 @@ class Trainer:
         for graph in (training,) if evaluation is None else (training, evaluation):
             check_network(graph)
         if together is not None:
+            # An update that ran early would use gradients that are not summed yet.
             check_together(tuner)
             update_when = "late"
         optimizer = optimizer_of(optimizer)

@@ -325,6 +325,7 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
     texts, fingerprint = backend.plan_serializer, backend.device.fingerprint
     if texts is None:
         return
+    # Parts of a filter gradient but the first add, which may be another kernel.
     adds_up = plan.problem.direction is Direction.BACKWARD_FILTER
     kernels = dict.fromkeys(
         (step.batch, step.algo, adds_up and window.start > 0)

@@ -196,6 +196,7 @@ class Child:
     """A running child process, started with `arguments`."""
 
     def __init__(self, *arguments: str) -> None:
+        # `-P`: the current folder must not shadow modules that the child imports.
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         command = [sys.executable or "", "-P", "-c", _START, path, *arguments]
         pipe = subprocess.PIPE

@@ -255,6 +255,7 @@ class LocalTimer:
         except OutOfMemoryError:  # drop the larger buffers of earlier kernels
             self.release()
             self._grow(request.micro_batch, nbytes, limit)
+        # Smaller sizes view the beginning of the buffers.
         view = self.backend.device.view
         pairs = zip(self._operands, specs, strict=True)
         a, b, out = (view(buffer, 0, spec) for buffer, spec in pairs)

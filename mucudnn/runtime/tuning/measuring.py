@@ -94,6 +94,8 @@ class Measuring:
                 missing = [p for p in dict.fromkeys(problems) if p not in found]
                 self._check(missing)
                 begun = self.clock()
+                # One device measures problem by problem; workers need all of them to be
+                # busy.
                 groups = [[p] for p in missing] if self.workers is None else [missing]
                 for group in filter(None, groups):
                     if time_limit_s is None:

@@ -85,6 +85,8 @@ class TableFiller:
         self._rows: dict[Point, AlgoPerf] = {}
         for batch in reversed(self._sizes):
             self._list_algorithms(batch, numerics)
+        # Rows at any size tell which algorithms are likely to win, so those are timed
+        # first.
         self._hints: dict[str, list[AlgoPerf]] = {}
         for perf in cache.get_all(self._fingerprint, self._problem):
             self._hints.setdefault(perf.algo, []).append(perf)

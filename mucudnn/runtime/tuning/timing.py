@@ -108,8 +108,10 @@ def measure(
     samples: list[float] = []
     if clock() + warm / 1e3 >= deadline:  # the next run would end too late
         return Timing(warm, 0.0, 0)
+    # Far behind the best: one cold run is all that this kernel is worth.
     if warm > rule.hopeless * best_ms:
         return Timing(warm, 0.0, 1)
+    # A slow kernel varies little: one warm run replaces the cold one.
     if warm > rule.budget_ms:
         return Timing.of([_sample(run, device)])
     while not rule.enough(samples):

@@ -139,6 +139,8 @@ class Workers:
             return sent.request.micro_batch.flops * len(sent.request.workspaces)
 
         while self._ready:
+            # Longest first, so that no worker begins a long task when the others are
+            # done.
             self._ready.sort(key=flops)
             sent = self._ready.pop()
             if (future := self._submitted(sent)) is None:
