@@ -265,26 +265,21 @@ _SUMS = 2
 """Sums per strip and group: weighted gradients, their products with deviations."""
 
 
-def _gamma_axis(attrs: Attributes) -> int | None:
-    """Return the axis of image rows in gamma, which has no batch axis, or None."""
-    return HEIGHT - 1 if attrs["per_element"] else None
+def _piece_of_group_norm(
+    reads: str, writes: str, overwrites: tuple[int, ...] = ()
+) -> TraitsRule:
+    """Return the traits of a piece from a letter for each operand.
 
+    `x` has image rows; `g`, like gamma, has them where it has a value per element, at
+    another axis as it has no batch; `-` has none.
+    """
 
-def _apply(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    gamma = _gamma_axis(attrs)
-    strips = Batch((HEIGHT, gamma, gamma, None, None), (HEIGHT,))
-    return NodeTraits(overwrites=(0,), strips=strips)
+    def rule(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+        axis = {"x": HEIGHT, "g": HEIGHT - 1 if attrs["per_element"] else None}
+        strips = Batch(tuple(map(axis.get, reads)), tuple(map(axis.get, writes)))
+        return NodeTraits(overwrites=overwrites, strips=strips)
 
-
-def _grad_sums(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    gamma = _gamma_axis(attrs)
-    reads = HEIGHT, HEIGHT, gamma, None, None
-    return NodeTraits(strips=Batch(reads, (gamma, gamma, None)))
-
-
-def _grad_apply(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    reads = HEIGHT, HEIGHT, _gamma_axis(attrs), None, None, None
-    return NodeTraits(overwrites=(1,), strips=Batch(reads, (HEIGHT,)))
+    return rule
 
 
 def group_norm_pieces(whole: Whole) -> Pieces:
@@ -551,9 +546,9 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             NodeTraits(strips=Batch((HEIGHT,), (None,), gathered=(0,)))
         ),
         "group_norm_merge": Operation(_MERGE),
-        "group_norm_apply": Operation(_apply),
-        "group_norm_grad_sums": Operation(_grad_sums),
-        "group_norm_grad_apply": Operation(_grad_apply),
+        "group_norm_apply": Operation(_piece_of_group_norm("xgg--", "x", (0,))),
+        "group_norm_grad_sums": Operation(_piece_of_group_norm("xxg--", "gg-")),
+        "group_norm_grad_apply": Operation(_piece_of_group_norm("xxg---", "x", (1,))),
         "lrn": Operation(_FROM_ONE, IMAGE, _CHANNELS),
         "lrn_grad": Operation(
             NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),

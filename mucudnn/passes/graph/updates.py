@@ -222,7 +222,7 @@ def accumulation_graphs(
         )
     micro = _with_totals(graph)
     scale = gradient_scale / mini_batches
-    totals = MappingProxyType({w: _total(w) for w in graph.gradients})
+    totals = MappingProxyType({w: f"{w}:total" for w in graph.gradients})
     updated = with_updates(
         replace(micro, gradients=totals),
         optimizer,
@@ -235,12 +235,8 @@ def accumulation_graphs(
 
 def updated_by(graph: Graph) -> tuple[str, ...]:
     """Return the tensors that updates read: totals if there are any, else gradients."""
-    totals = ((_total(w), gradient) for w, gradient in graph.gradients.items())
+    totals = ((f"{w}:total", gradient) for w, gradient in graph.gradients.items())
     return tuple(total if total in graph.tensors else g for total, g in totals)
-
-
-def _total(parameter: str) -> str:
-    return f"{parameter}:total"
 
 
 def _with_totals(graph: Graph) -> Graph:
@@ -250,7 +246,7 @@ def _with_totals(graph: Graph) -> Graph:
     ready: dict[int, list[Node]] = {}
     for w, gradient in graph.gradients.items():
         spec = graph.tensors[w]
-        total = TensorSpec(_total(w), spec.shape, spec.dtype, Role.STATE)
+        total = TensorSpec(f"{w}:total", spec.shape, spec.dtype, Role.STATE)
         tensors[total.name] = total
         initializers[total.name] = Constant(0.0)
         node = make_node(

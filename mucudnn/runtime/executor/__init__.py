@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from mucudnn.backends.base import Backend, Capture
-from mucudnn.backends.device import Array, Arriving, Buffer, StepIO
+from mucudnn.backends.device import Array, Arriving, Buffer, StepIO, Way
 from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
@@ -231,15 +231,19 @@ class Executor:
         self._refuse_fork()
         with self._copies.of_a_step():
             self._copies.finish()
-            for number, (device, slot) in enumerate(self._live_bytes()):
-                self._copies.start("out", number, device, slot.buffer, slot.link)
+            self._copy_live("out")
         self._is_parked = True
 
-    def _live_bytes(self) -> Iterator[tuple[Buffer, HostSlot]]:
-        """Yield (device bytes, host slot) of tensors live across iterations."""
-        for name in self._live_across:
+    def _copy_live(self, way: Way) -> None:
+        """Copy the tensors that are live across iterations, and wait for the copies."""
+        for number, name in enumerate(self._live_across):
             device = self._memory.bytes_of(self._memory.byte_range(name, 0))
-            yield device, self._host_buffers[name]
+            slot = self._host_buffers[name]
+            ends = device, slot.buffer
+            self._copies.start(
+                way, number, *(ends if way == "out" else ends[::-1]), slot.link
+            )
+        self._copies.finish()
 
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.
@@ -268,11 +272,7 @@ class Executor:
             carries = bool(self._live_across)
             with self._copies.of_a_step(carries=carries, waits=waits):
                 if self._is_parked and carries:
-                    for number, (device, slot) in enumerate(self._live_bytes()):
-                        self._copies.start(
-                            "back", number, slot.buffer, device, slot.link
-                        )
-                    self._copies.finish()
+                    self._copy_live("back")
                     self._is_parked = False
                 if self._watcher is not None:
                     byte_range, tensors = self._memory.byte_range, self._graph.tensors
@@ -385,6 +385,7 @@ def _launches(task: Task) -> bool:
     return task.copy is None and task.waits_for is None
 
 
+@dataclass(slots=True)
 class _Replayed:
     """Launches that are captured as a graph the second time they are called.
 
@@ -393,16 +394,11 @@ class _Replayed:
     done. From then on `otherwise` is called instead, or the launches one by one.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        capture: Capture,
-        otherwise: Callable[[], Sequence[Call]] | None = None,
-    ) -> None:
-        self._calls, self._capture = tuple(calls), capture
-        self._otherwise = otherwise
-        self._graph: Call | None = None
-        self._warm = False
+    _calls: Sequence[Call]
+    _capture: Capture
+    _otherwise: Callable[[], Sequence[Call]] | None = None
+    _graph: Call | None = None
+    _warm: bool = False
 
     def __call__(self) -> None:
         if self._graph is None:

@@ -11,6 +11,7 @@ of those has a Pareto front of divisions, computed as on the recorded machine.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from mucudnn.backends.recorded import RecordedConv, read_file
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole, write_whole
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.fleet import StepTable
 from mucudnn.ir.measurement import Measurement, Race, Verdict
 from mucudnn.ir.numerics import Numerics
@@ -119,27 +120,25 @@ def record_run(
     return len(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class RecordedFronts:
     """Pareto fronts of convolutions from one device's recorded measurements."""
 
-    def __init__(
-        self,
-        device: str,
-        conv: RecordedConv,
-        *,
-        split_alignment: int = 1,
-        numerics: Numerics | None = None,
-    ) -> None:
-        self.device = device
-        self._conv = conv
-        self._split_alignment = split_alignment
-        self._numerics = numerics or Numerics()
+    device: str
+    conv: RecordedConv
+    split_alignment: int = 1
+    numerics: Numerics | None = None
 
     def table(self, problem: ConvProblem) -> PerfTable:
         """Return the rows at all sizes that can be part of the mini-batch."""
-        known = [n for n in self._conv.sizes(problem) if n <= problem.batch]
-        sizes = aligned_batches(problem, known, self._split_alignment)
-        rows = [row for n in sizes for row in self._accepted(problem, n)]
+        known = [n for n in self.conv.sizes(problem) if n <= problem.batch]
+        rows, accepted = [], self.numerics or Numerics()
+        for size in aligned_batches(problem, known, self.split_alignment):
+            micro, whole = problem.with_batch(size), size == problem.batch
+            for algo, _ in self.conv.algorithms(micro):
+                traits = self.conv.traits(micro, algo)
+                if accepted.refusal(traits, whole=whole) is None:
+                    rows.append(self.conv.row(micro, algo))
         rows.sort(key=lambda row: (-row.batch, row.algo))
         return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)
 
@@ -152,15 +151,6 @@ class RecordedFronts:
             for problem in dict.fromkeys(problems)
         }
         return {problem: front for problem, front in found.items() if front}
-
-    def _accepted(self, problem: ConvProblem, batch: int) -> list[AlgoPerf]:
-        micro, whole = problem.with_batch(batch), batch == problem.batch
-        refusal = self._numerics.refusal
-        return [
-            self._conv.row(micro, algo)
-            for algo, _ in self._conv.algorithms(micro)
-            if refusal(self._conv.traits(micro, algo), whole=whole) is None
-        ]
 
 
 def read_fronts(
