@@ -73,20 +73,24 @@ def format_recording(
     `environments` and `alignments` are by fingerprint, the latter in bytes.
     """
     known, aligned = environments or {}, alignments or {}
-    devices: dict[str, dict[str, _ProblemLines]] = {}
+    devices: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
     key_of = functools.cache(problem_key)
 
-    def lines(of: Measurement | Verdict) -> _ProblemLines:
+    def lines(of: Measurement | Verdict) -> tuple[list[str], list[str]]:
+        """Return the rows and the verdicts of a device's convolution."""
         problems = devices.setdefault(of.fingerprint, {})
-        return problems.setdefault(key_of(of.problem), _ProblemLines([], []))
+        return problems.setdefault(key_of(of.problem), ([], []))
+
+    def array(lines: list[str]) -> str:
+        return "[\n" + ",\n".join(lines) + "]"
 
     for m in measurements:
         row = perf_to_dict(m.perf)
         row |= {"measured_at": m.measured_at, "version": m.version}
-        lines(m).rows.append(_dumps(row))
+        lines(m)[0].append(_dumps(row))
     for v in verdicts:
         members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
-        lines(v).verdicts.append(_dumps(members))
+        lines(v)[1].append(_dumps(members))
     raced: dict[str, list[str]] = {}
     for r in races:
         first, second = r.times_ms
@@ -99,31 +103,19 @@ def format_recording(
         f'"environment": {_dumps(dict(known.get(name, {})))}, '
         + (f'"split_alignment": {aligned[name]}, ' if name in aligned else "")
         + '"problems": ['
-        + ",".join(_problem_text(key, lines) for key, lines in problems.items())
+        + ",".join(
+            f'\n{{"problem": {key}, "rows": {array(rows)}'
+            + (f',\n"verdicts": {array(found)}' if found else "")
+            + "}"
+            for key, (rows, found) in problems.items()
+        )
         + "]"
-        + (',\n"races": [\n' + ",\n".join(raced[name]) + "]" if name in raced else "")
+        + (f',\n"races": {array(raced[name])}' if name in raced else "")
         + "}"
         for name, problems in devices.items()
     )
     data = f"{text}]}}\n".encode()
     return gzip.compress(data, compresslevel=6, mtime=0) if compress else data
-
-
-class _ProblemLines(NamedTuple):
-    """JSON lines of one convolution."""
-
-    rows: list[str]
-    verdicts: list[str]
-
-
-def _problem_text(key: str, lines: _ProblemLines) -> str:
-    verdicts_text = ',\n"verdicts": [\n' + ",\n".join(lines.verdicts) + "]"
-    return (
-        f'\n{{"problem": {key}, "rows": [\n'
-        + ",\n".join(lines.rows)
-        + ("]" + verdicts_text if lines.verdicts else "]")
-        + "}"
-    )
 
 
 def read_recording(data: bytes) -> Recording:

@@ -31,7 +31,6 @@ from mucudnn.passes.graph.split_axis import (
     Parts,
     SplitAxis,
     along_batch,
-    along_height,
     asked_of,
     cuttable,
     interleave_slices,
@@ -69,20 +68,11 @@ def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Grap
     return split_along(graph, parts, along_batch(graph, batch))
 
 
-def split_height(graph: Graph, parts: Parts) -> Graph:
-    """Split the nodes of a step along the height of images or the depth of volumes.
-
-    A node has at most as many parts as its smallest image has rows.
-
-    Raises:
-        ValueError: A number of parts is below 1, or the graph has no images.
-        TypeError: A number of parts is not an integer.
-    """
-    return split_along(graph, parts, along_height(graph))
-
-
 def split_along(graph: Graph, parts: Parts, along: SplitAxis) -> Graph:
-    """Split the nodes of a step along an axis."""
+    """Split the nodes of a step along an axis.
+
+    A node has at most as many parts as its smallest tensor has rows.
+    """
     return _Splitter(graph, asked_of(parts), along).run()
 
 

@@ -281,35 +281,6 @@ class LogEntry:
         return self.step < at.steps or (self.step == at.steps and self.kind == STEP)
 
 
-def step_entry(at: Position, result: StepResult, ms: float) -> LogEntry:
-    """Return the entry of the step that ended at a position and took `ms`."""
-    return LogEntry(
-        STEP,
-        at.steps,
-        at.epoch + 1,
-        loss=result.loss,
-        accuracy=result.correct / max(1, result.labels),
-        images_per_s=result.images / ms * 1e3 if ms else 0.0,
-        learning_rate=result.learning_rate,
-    )
-
-
-def evaluation_entry(at: Position, found: Evaluation) -> LogEntry:
-    """Return the entry of an evaluation at a position."""
-    return LogEntry(
-        EVALUATION,
-        at.steps,
-        at.epoch + 1,
-        test_loss=found.loss,
-        test_accuracy=found.accuracy,
-    )
-
-
-def epoch_entry(steps: int, report: EpochReport) -> LogEntry:
-    """Return the entry of an epoch that ended after `steps` steps of all."""
-    return LogEntry(EPOCH, steps, **{**asdict(report), "epoch": report.epoch + 1})
-
-
 OnEntry = Callable[[LogEntry], None]
 """Called with every entry."""
 

@@ -17,14 +17,15 @@ from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.processes import deferred_interrupt
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
 from mucudnn.runtime.training.history import (
+    EPOCH,
+    EVALUATION,
+    STEP,
     EpochReport,
+    LogEntry,
     OnEntry,
     Position,
-    epoch_entry,
-    evaluation_entry,
     race_rows,
     read_resumption,
-    step_entry,
 )
 from mucudnn.runtime.training.stepping import (
     Epochs,
@@ -240,7 +241,16 @@ class _Run:
         ms = self.trainer.backend.device.elapsed_ms(start, stop)
         self.at = self.at.after(result, ms)
         self.progress(self.at, None)
-        self.log(step_entry(self.at, result, ms))
+        self._log(
+            STEP,
+            loss=result.loss,
+            accuracy=result.correct / max(1, result.labels),
+            images_per_s=result.images / ms * 1e3 if ms else 0.0,
+            learning_rate=result.learning_rate,
+        )
+
+    def _log(self, kind: str, **figures: float | None) -> None:
+        self.log(LogEntry(kind, self.at.steps, self.at.epoch + 1, **figures))
 
     def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
         """Evaluate and report the epoch; move to the next if this one is whole."""
@@ -252,7 +262,9 @@ class _Run:
         report = self.at.report(tested)
         self.reports.append(report)
         self.progress(self.at, report)
-        self.log(epoch_entry(self.at.steps, report))
+        figures = asdict(report)
+        del figures["epoch"]  # entries count epochs from 1
+        self._log(EPOCH, **figures)
         if whole:
             self.at = Position(epoch=self.at.epoch + 1, steps=self.at.steps)
 
@@ -263,7 +275,7 @@ class _Run:
             return False
         found = self.trainer.evaluate(self.test)
         self._tested = self.at.steps, found
-        self.log(evaluation_entry(self.at, found))
+        self._log(EVALUATION, test_loss=found.loss, test_accuracy=found.accuracy)
         return True
 
     def hand_over(self, other: Handover) -> tuple[Batches, Batches | None]:

@@ -64,7 +64,14 @@ class StateStore(Mapping[str, Array]):
         initializers: dict[str, Initializer | CopyOf] = {}
         self._copies: dict[str, str] = {}
         for graph in graphs:
-            self._declare(graph)
+            for spec in graph.with_role(*PERSISTENT):
+                known = self._specs.setdefault(spec.name, spec)
+                if known != spec:
+                    raise ValueError(
+                        f"{spec.name} is {known.role.value} {known.dtype} "
+                        f"{known.shape} in one graph, {spec.role.value} {spec.dtype} "
+                        f"{spec.shape} in another"
+                    )
             initializers |= graph.initializers
             self._copies |= copies_of_parameters(graph)
         self._hosted = frozenset(hosted).intersection(self._specs)
@@ -95,15 +102,6 @@ class StateStore(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-    def _declare(self, graph: Graph) -> None:
-        for spec in graph.with_role(*PERSISTENT):
-            known = self._specs.setdefault(spec.name, spec)
-            if known != spec:
-                raise ValueError(
-                    f"{spec.name} is {known.role.value} {known.dtype} {known.shape} in "
-                    f"one graph, {spec.role.value} {spec.dtype} {spec.shape} in another"
-                )
 
     def _on_host(self, tiers: Tiers | None) -> dict[str, Buffer]:
         specs = [spec for spec in self._specs.values() if spec.name in self._hosted]

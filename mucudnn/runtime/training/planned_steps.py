@@ -259,33 +259,10 @@ def place_steps(
     """
     if budget is None:
         known = plan_convolutions(tuner, tuple(graphs), plans)
-        found = [
-            resident_step(tuner, graph, order, known, placement) for graph in graphs
-        ]
-    else:
-        found = _within_budget(
-            tuner, graphs, budget, first, order, plans, progress, placement
+        return _with_kernels(
+            tuner,
+            [resident_step(tuner, graph, order, known, placement) for graph in graphs],
         )
-    # Load cached execution plans now instead of in the first step.
-    for plan in dict.fromkeys(p for placed in found for p in placed.plans.values()):
-        restore_plans(tuner.backend, tuner.cache, plan)
-    return found
-
-
-def _within_budget(
-    tuner: Tuner,
-    graphs: Sequence[Graph],
-    budget: MemoryBudget,
-    first: int,
-    order: str | Order,
-    plans: Plans | None,
-    progress: OnNode | None,
-    placement: str,
-) -> list[PlacedStep]:
-    """Place graphs within a budget, the deciding one first.
-
-    If that one is mapped in chunks, the others share its chunks; if not, none is.
-    """
     # Persistent state is allocated once for all graphs.
     sizes = {
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
@@ -313,17 +290,28 @@ def _within_budget(
             state=state,
         ).placed(progress)
 
-    # The first graph decides what is host-resident; the others follow.
+    # The first graph decides what is host-resident, and whether tensors are mapped in
+    # chunks; the others follow, as they share the state and the chunks.
     decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
     placement = STATIC if decided.layout.pages is None else VIRTUAL
     offloaded, state = decided.plan.prediction.placement, None
     if offloaded is not None:
         state = place_state(decided.schedule, offloaded.tiers)
-    return [
-        decided if i == first else within(graph, hosted, placement, state)
-        for i, graph in enumerate(graphs)
-    ]
+    return _with_kernels(
+        tuner,
+        [
+            decided if i == first else within(graph, hosted, placement, state)
+            for i, graph in enumerate(graphs)
+        ],
+    )
+
+
+def _with_kernels(tuner: Tuner, steps: list[PlacedStep]) -> list[PlacedStep]:
+    """Return placed steps with their execution plans loaded, before a step runs."""
+    for plan in dict.fromkeys(p for placed in steps for p in placed.plans.values()):
+        restore_plans(tuner.backend, tuner.cache, plan)
+    return steps
 
 
 def resident_step(
