@@ -99,7 +99,7 @@ def module_files(*groups: str) -> Iterator[str]:
 
 
 def _name(distribution: Distribution) -> str:
-    """Return a distribution's name; without metadata, that of its folder."""
+    """Return a distribution's name, or its folder's name without metadata."""
     with suppress(Exception):
         if name := distribution.name:
             return name

@@ -169,7 +169,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def note(self, number: int) -> bool:
-        """Remember a signal; return whether it is the first. A later one ends all."""
+        """Note a signal; return whether it is the first, as a later one ends all."""
         now = self._clock()
         if number == _HANG_UP:
             _leave_terminal()

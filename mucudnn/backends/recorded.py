@@ -122,7 +122,7 @@ class RecordedConv:
 
 
 def recording_of(backend: Backend) -> RecordedConv | None:
-    """Return the recording that a backend replays; None for one that measures."""
+    """Return the recording that a backend replays; None if the backend measures."""
     return backend.conv if isinstance(backend.conv, RecordedConv) else None
 
 

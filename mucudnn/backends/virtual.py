@@ -128,7 +128,7 @@ class VirtualDevice:
         """Do nothing: there is no content."""
 
     def download(self, source: VirtualArray) -> Any:
-        """Return zeros of its shape."""
+        """Return zeros of the array's shape."""
         import numpy as np
 
         return np.zeros(source.shape, source.dtype)

@@ -200,5 +200,5 @@ def device_name(name: str) -> str:
 
 
 def get_device(name: str) -> DeviceFigures:
-    """Return the figures of a device; the error for an unknown one lists all."""
+    """Return the figures of a device; the error for an unknown name lists all names."""
     return DEVICES[device_name(name)]

@@ -76,7 +76,7 @@ class ChannelsLast:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """All that is known of a built-in operation except its gradient and its kernels.
+    """A built-in operation: traits, strips and layouts, without gradient and kernels.
 
     Attributes:
         traits: Its traits, or a function of its operands and attributes.
@@ -336,7 +336,7 @@ def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
 
 
 def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    """With a transposed first operand it sums over rows, like a weight gradient."""
+    """Cut rows; a product with a transposed first operand is a sum over them."""
     batch = Batch((0, None), (0,))
     if attrs["transpose_a"]:
         batch = Batch((0, 1 if attrs["transpose_b"] else 0), (None,))

@@ -249,7 +249,7 @@ class Window:
             padding += step
 
     def holding(self, x: Rows, windows: int) -> Interval:
-        """Return those of `windows` windows that contain some rows of x, at least one.
+        """Return the windows (of `windows`) that contain rows of x, at least one.
 
         The first begins at or above the first of those rows.
         """

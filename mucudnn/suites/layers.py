@@ -166,7 +166,7 @@ _MOST_TIMES = 2**31 - 1
 
 
 def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
-    """Read all layers of a CSV file; unnamed ones get its name and their shape.
+    """Read all layers of a CSV file; unnamed layers are named by file and shape.
 
     Raises:
         ValueError: The file is no valid table; names file, line and column.

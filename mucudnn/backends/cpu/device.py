@@ -489,7 +489,7 @@ def _end(owner: "subprocess.Popen[bytes]") -> None:
 
 
 def own(nbytes: int) -> None:
-    """Own a segment: create it, print its name, and hold it until stdin ends."""
+    """Create a segment, print its name, and hold the segment until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
         signal.signal(number, signal.SIG_IGN)
     segment = SharedMemory(create=True, size=max(1, nbytes))

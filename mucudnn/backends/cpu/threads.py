@@ -88,7 +88,7 @@ class _SerialBlas:
         changed.wait_for(lambda: {*self._users} <= {me}, timeout=_FORK_S)
 
     def after_fork(self, *, child: bool) -> None:
-        """Reset the limit in a child, where the threads that set it do not exist."""
+        """Reset the limit in a child, which lacks the threads that set the limit."""
         if child:
             self._users = []
             self._restore()

@@ -123,21 +123,21 @@ class _LayoutRewriter:
             if own == name:
                 self._first[name] = ""
             else:  # outputs of the graph keep their name and channels first
-                self._turn(name, own, graph.tensors[name])
+                self._transpose(name, own, graph.tensors[name])
 
     def _with_channels_last(self, name: str) -> str:
         if name not in self._last:
             spec = replace(self._graph.tensors[name], role=Role.ACTIVATION)
-            self._last[name] = self._turn(name, name, last(spec, f"{name}:NHWC"))
+            self._last[name] = self._transpose(name, name, last(spec, f"{name}:NHWC"))
         return self._last[name]
 
     def _with_channels_first(self, name: str) -> str:
         if self._first.get(name) == "":
             spec = replace(self._graph.tensors[name], name=f"{name}:NCHW")
-            self._first[name] = self._turn(name, name, spec)
+            self._first[name] = self._transpose(name, name, spec)
         return self._first.get(name, name)
 
-    def _turn(self, of: str, source: str, made: TensorSpec) -> str:
+    def _transpose(self, of: str, source: str, made: TensorSpec) -> str:
         if same_bytes(self._graph.tensors[of]):
             made = replace(made, alias=source)
         self.tensors[made.name] = made
@@ -162,12 +162,12 @@ class LayoutCosts:
     Attributes:
         first: Cost with channels first of each node that supports channels last.
         last: Cost of the same nodes with channels last; infinite if unavailable.
-        turned: Cost of transposing each image once.
+        transposed: Cost of transposing each image once.
     """
 
     first: Mapping[str, float]
     last: Mapping[str, float]
-    turned: Mapping[str, float]
+    transposed: Mapping[str, float]
 
     def of(self, graph: Graph, chosen: frozenset[str]) -> float:
         """Return the cost of a choice of nodes with channels last."""
@@ -176,7 +176,7 @@ class LayoutCosts:
             for name, cost in self.first.items()
         )
         return nodes + sum(
-            self.turned[name]
+            self.transposed[name]
             for name, tied in image_edges(graph, self.first).items()
             if len({member in chosen for member in tied}) > 1
         )
@@ -192,7 +192,7 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
         network.add(SOURCE, name, other - least)
     for image, tied in image_edges(graph, costs.first).items():
         one, two = ("one", image), ("two", image)
-        network.add(one, two, costs.turned[image])
+        network.add(one, two, costs.transposed[image])
         for name in tied:
             network.add(name or SOURCE, one, math.inf)
             network.add(two, name or SOURCE, math.inf)
@@ -202,11 +202,11 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
 def convolutions_last(graph: Graph) -> frozenset[str]:
     """Return all convolutions, and further nodes that minimise transposed bytes."""
     nodes = channels_last_nodes(graph)
-    turned = transposed_bytes(graph)
-    most = 1 + sum(turned.values())
+    transposed = transposed_bytes(graph)
+    most = 1 + sum(transposed.values())
     kinds = {name: graph.by_name[name].traits.convolution for name in nodes}
     first = {name: most if kinds[name] else 0.0 for name in nodes}
-    costs = LayoutCosts(first, dict.fromkeys(nodes, 0.0), turned)
+    costs = LayoutCosts(first, dict.fromkeys(nodes, 0.0), transposed)
     return cheapest_layouts(graph, costs)
 
 
@@ -275,14 +275,14 @@ class LayoutTrials:
         graph: All trials side by side.
         first: Trial with channels first of each node that supports channels last.
         last: Trial of the same nodes with channels last.
-        turned: Trial of transposing each image with several nodes; None if both
+        transposed: Trial of transposing each image with several nodes; None if both
             layouts have the same bytes.
     """
 
     graph: Graph
     first: Mapping[str, int]
     last: Mapping[str, int]
-    turned: Mapping[str, int | None]
+    transposed: Mapping[str, int | None]
 
     def costs(self, node_ms: Mapping[str, float]) -> LayoutCosts:
         """Return the costs of layouts from the times of the nodes of `graph`."""
@@ -290,17 +290,17 @@ class LayoutTrials:
         for node in self.graph.nodes:
             number = int(node.name.partition(":")[0])
             total[number] = total.get(number, 0.0) + node_ms[node.name]
-        first, other, turned = (
+        first, other, transposed = (
             MappingProxyType({name: total[trial] for name, trial in of.items()})
-            for of in (self.first, self.last, self.turned)
+            for of in (self.first, self.last, self.transposed)
         )
-        return LayoutCosts(first, other, turned)
+        return LayoutCosts(first, other, transposed)
 
 
 def layout_trials(
     graph: Graph, nodes: Collection[str], *, trains: bool
 ) -> LayoutTrials:
-    """Return the trials of a forward graph, with gradients if it is to be trained.
+    """Return the trials of a forward graph, with gradients if the graph is trained.
 
     `nodes` are those that may have channels last.
     """
@@ -320,14 +320,14 @@ def layout_trials(
     for node in graph.nodes:
         if node.op == "cast" and weights.issuperset(node.inputs):
             weights.update(node.outputs)
-    turned = {
+    transposed = {
         spec.name: None
         if same_bytes(spec)
         else trials.add(_transposition(spec, fed - weights))
         for spec in images
         if spec.layout == "NCHW"
     }
-    return LayoutTrials(trials.graph(), first, other, turned)
+    return LayoutTrials(trials.graph(), first, other, transposed)
 
 
 class _Trials:

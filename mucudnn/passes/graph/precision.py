@@ -139,7 +139,7 @@ class _Narrowing:
         )
 
     def _is_data(self, node: Node, name: str) -> bool:
-        """Return whether an input has low precision if its node has."""
+        """Return whether an input gets low precision where its node does."""
         spec = self._graph.tensors[name]
         if spec.dtype in INTEGERS:
             return False
@@ -258,7 +258,7 @@ def _without(graph: Graph, copies: set[str], made: set[str]) -> tuple[Node, ...]
 
 
 def copies_of_parameters(graph: Graph) -> dict[str, str]:
-    """Return the copy of each parameter that has one in the state."""
+    """Return the copy, kept as state, of each parameter that has a copy."""
     return {
         how.parameter: name
         for name, how in graph.initializers.items()

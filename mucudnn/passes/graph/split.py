@@ -317,7 +317,7 @@ class Emitter:
         )
 
     def _total(self, name: str, cut: Cut, index: int, before: str | None) -> str:
-        """Declare the sum up to a slice; up to the last it is the tensor itself."""
+        """Declare the sum up to a slice; the last sum is the tensor itself."""
         total = name if index == cut.parts - 1 else f"{name}@0+{index}"
         self._totals[name] = total
         self._slices.declare(name, total, alias=before)

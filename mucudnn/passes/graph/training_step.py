@@ -185,8 +185,8 @@ def complete_step(
         "gradient_scale": 1.0 if isinstance(scale, DynamicLossScale) else 1 / scale,
         "scaling": scaling,
     }
-    turned = parts == 1 and not recipe.shared_gradients
-    graph = with_computed_gradients(graph, turned=turned)
+    transposed = parts == 1 and not recipe.shared_gradients
+    graph = with_computed_gradients(graph, transposed=transposed)
     if parts > 1:
         return accumulation_graphs(graph, mini_batches=parts, **updates)
     copied = with_copies_of_parameters(graph)

@@ -303,17 +303,17 @@ def _clear(tensors: dict[str, TensorSpec], total: str) -> Node:
 # computed gradient instead; it still computes in the parameter's dtype.
 
 
-def with_computed_gradients(graph: Graph, *, turned: bool = True) -> Graph:
+def with_computed_gradients(graph: Graph, *, transposed: bool = True) -> Graph:
     """Return a training graph whose gradients are not cast or transposed back.
 
-    With `turned` a gradient may have another layout than its parameter; it must not if
-    it is added to a total in the parameter's layout.
+    With `transposed` a gradient may have another layout than its parameter; not if it
+    is added to a total in the parameter's layout.
     """
     readers = Counter(name for node in graph.nodes for name in node.inputs)
 
     def converts_back(node: Node) -> bool:
         if node.op == "to_channels_first":
-            return turned
+            return transposed
         return node.op == "cast" and graph.tensors[node.inputs[0]].dtype in LOSS_SCALES
 
     found: dict[str, str] = {}

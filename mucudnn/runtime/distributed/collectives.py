@@ -60,7 +60,7 @@ class Collectives(Protocol):
 
 
 class RanksDifferError(ValueError):
-    """The ranks of a training have different settings; all of them raise it."""
+    """The ranks of a training have different settings; raised on all of them."""
 
 
 def digest_of(arrays: Iterable[Any]) -> str:

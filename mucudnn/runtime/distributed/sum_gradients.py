@@ -84,7 +84,7 @@ class _Bucket:
         self.pending = self.together.all_reduce(self.values)
 
     def hand_out(self, place: int, array: Any) -> None:
-        """Wait for the sum and write a gradient to where an update reads it."""
+        """Wait for the sum; write a gradient into the array that an update reads."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
@@ -260,7 +260,7 @@ def meetings_of(graph: Graph) -> tuple[Meeting, ...]:
 def joint_statistics(
     graph: Graph, array: TensorLookup, together: Collectives, share: float
 ) -> NodeHooks:
-    """Return calls around nodes that make batch statistics those of all ranks.
+    """Return calls around nodes that merge batch statistics over all ranks.
 
     For the arguments see `summed_gradients`.
     """
@@ -296,7 +296,7 @@ def _check_order(
 
 
 def _merge(together: Collectives, slices: list[Any]) -> None:
-    """Replace one rank's moments by those of all ranks, in its first slice."""
+    """Merge the moments of all ranks into the first slice of each rank."""
     own, *others = slices
     of_all = np.zeros((together.size, *own.shape), own.dtype)
     of_all[together.rank] = all_moments(slices)

@@ -168,7 +168,7 @@ class Executor:
         )
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one step and wait; other `feeds` than inputs of the graph are ignored.
+        """Run one step and wait; `feeds` that are no inputs of the graph are ignored.
 
         Returns:
             The graph's outputs as NumPy arrays of their own.
@@ -289,7 +289,7 @@ class Executor:
             raise
 
     def _refuse_fork(self) -> None:
-        """Raise where the arena is mapped in another process: forks lack it."""
+        """Raise `BackendError` in a fork, which lacks the mapped arena."""
         if self._process is not None and self._process != os.getpid():
             raise BackendError(
                 "the memory of this step is mapped in the process that made it "

@@ -263,7 +263,7 @@ class _Binder:
     def _kernel(
         self, node: Node, workspace: Buffer | None
     ) -> tuple[Call, Batchable | None]:
-        """Return the call of a node with a kernel, and how it may be batched."""
+        """Return the call of a node with a kernel, and how to batch the call."""
         # Kernels know channels-first shapes only: channels-last images are seen as
         # such.
         kernel = kernel_of(self._binding.backend, node)
@@ -274,7 +274,7 @@ class _Binder:
         return kernel.call(*arguments), joins
 
     def _copy(self, way: Way, storage: str) -> None:
-        """Start a copy after those on other streams that conflict with it.
+        """Start a copy after the conflicting copies on other streams.
 
         A copy waits for copies that write its source, or read or write its target.
         Copies on one stream run in order, so the last one of each other stream is

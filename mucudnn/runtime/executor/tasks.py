@@ -20,7 +20,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class NodeHooks:
-    """Calls before and after those of nodes.
+    """Additional calls before and after the calls of nodes.
 
     Attributes:
         before: Node -> calls before it.

@@ -149,7 +149,7 @@ class RecordFile:
             self._at_rest = True
 
     def after_fork(self, *, child: bool) -> None:
-        """Release the lock in the parent; a child makes a lock of its own."""
+        """Release the lock in the parent; a child makes a new lock."""
         if self._held and not child:
             self._held.pop().release()
 
@@ -158,7 +158,7 @@ class RecordFile:
             self._db.close()
 
     def _notice_fork(self) -> None:
-        """Give a forked process a connection of its own, as SQLite demands."""
+        """Open a new connection in a forked process, as SQLite demands."""
         if self._pid == os.getpid():
             return
         rested = bool(self._held)
@@ -171,7 +171,7 @@ class RecordFile:
         self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
-        """Connect to the file, setting aside whatever is unusable in its place.
+        """Connect to the file; an unusable file of that name is set aside.
 
         `found` is damage that was already found in the file.
         """

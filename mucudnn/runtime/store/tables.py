@@ -184,7 +184,7 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
 
 
 def seal_entry(kind: str, key: str, data: bytes) -> bytes:
-    """Return the data of an entry behind a checksum of it and its key."""
+    """Return the data of an entry, prefixed by a checksum of key and data."""
     return hashlib.sha256(f"{kind}\0{key}\0".encode() + data).digest() + data
 
 

@@ -159,7 +159,7 @@ class EpilogueRace:
             return None
 
     def times(self, problem: ConvProblem, bias: str) -> Times | None:
-        """Return the times in one call and in two, in ms.
+        """Return the times of one fused and of two separate calls, in ms.
 
         None where only one of them can be run or measured.
         """

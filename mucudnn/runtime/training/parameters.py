@@ -120,8 +120,8 @@ class StateStore(Mapping[str, Array]):
             self._device.upload(value, self._arrays[name])
         if (copy := self._copies.get(name)) is not None:
             # The low-precision copy may be stored channels last.
-            turned = self._specs[copy].layout != self._specs[name].layout
-            value = np.moveaxis(value, 1, -1) if turned else value
+            transposed = self._specs[copy].layout != self._specs[name].layout
+            value = np.moveaxis(value, 1, -1) if transposed else value
             self._write(copy, value.astype(self._arrays[copy].dtype, order="C"))
 
     def _without_copies(self) -> list[str]:
@@ -141,7 +141,7 @@ class StateStore(Mapping[str, Array]):
     def load(
         self, values: Mapping[str, Any], names: Iterable[str] | None = None
     ) -> None:
-        """Overwrite tensors by those of the same names; by default all."""
+        """Overwrite tensors by values of the same names; by default all."""
         wanted = self._without_copies() if names is None else list(names)
         known = frozenset(wanted)
         missing = [name for name in wanted if name not in values]

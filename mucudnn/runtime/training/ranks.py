@@ -52,7 +52,7 @@ PER_RANK, SYNCHRONISED = "per_rank", "synchronised"
 
 
 class Ranks:
-    """The ranks of a training, seen from one of them; without others, a no-op.
+    """The ranks of a training, seen from one rank; a no-op for a single process.
 
     Args:
         together: Collective operations of the ranks; None if there is one process.
@@ -95,7 +95,7 @@ class Ranks:
             check_alike(self._together, settings)
 
     def plan_until_cached(self, tuner: Tuner, plan: Callable[[], T]) -> T:
-        """Plan a step by measurements in the ranks' caches, not by own new ones.
+        """Plan a step by measurements in the ranks' caches, until no rank measures.
 
         Ranks that share a cache measure the same kernels at once, and the cache keeps
         the rows of the last one. A later training plans by those rows. To have the same

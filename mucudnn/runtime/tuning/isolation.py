@@ -124,9 +124,9 @@ class ChildTimer:
                 child = self._begin({"measure": single.to_message()})
                 answer = child.hear(self._hang_s + ordinary_s)
             except ChildEndedError as e:
-                said = self._child[0].said
+                stderr = self._child[0].stderr_tail
                 self.close()
-                logger.warning("%s: the process %s: %s", algo, e, said)
+                logger.warning("%s: the process %s: %s", algo, e, stderr)
                 error = f"the measuring process {e} while running it"
                 return row_of(self.backend, request.micro_batch, algo, nbytes, error)
             except BaseException:  # Ctrl-C, too: messages would be out of step
@@ -169,16 +169,18 @@ class ChildTimer:
                 child.say(message)
                 child.hear(_START_S)
             except ChildEndedError as e:
-                said = self._child[0].said
+                stderr = self._child[0].stderr_tail
                 self.close()
                 attempt += 1
                 if attempt == _FALSE_STARTS:
                     raise BackendUnavailableError(
                         f"backend {name!r} cannot measure in a process of its own, "
                         f"which {e} {attempt} times in a row before it began; it said: "
-                        f"{said or 'nothing'}; {_REMEDY}"
+                        f"{stderr or 'nothing'}; {_REMEDY}"
                     ) from e
-                logger.warning("the measuring process %s before it began: %s", e, said)
+                logger.warning(
+                    "the measuring process %s before it began: %s", e, stderr
+                )
             else:
                 return child
 
@@ -225,7 +227,7 @@ class Child:
 
     @property
     def usable(self) -> bool:
-        """True if the child runs and was started by this process, not by its parent."""
+        """True if the child runs and was started by this process, not before a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
@@ -234,7 +236,7 @@ class Child:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """The last lines that the child wrote to stderr."""
         lines = self._tail.decode(errors="replace").split("\n")
         return "\n".join([line for line in lines if line.strip()][-_TAIL_LINES:])

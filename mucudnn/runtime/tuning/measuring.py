@@ -118,7 +118,7 @@ class Measuring:
     def _known(
         self, problems: Sequence[ConvProblem], limits: LimitRange
     ) -> dict[ConvProblem, PerfTable]:
-        """Return the kept tables that serve these limits as well."""
+        """Return the kept tables that cover these limits."""
         known = ((p, self._tables[p]) for p in problems if p in self._tables)
         return {p: table for p, (served, table) in known if served.covers(limits)}
 

@@ -123,7 +123,7 @@ class TableFiller:
                 yield sizes
 
     def request(self, batch: int, algos: Sequence[str]) -> SizeRequest:
-        """Return the request to time algorithms at one size, by what is known now."""
+        """Return the request to time algorithms at one size, with the times so far."""
         with self._lock:
             times = self._times()
             expected = {algo: self._expected_ms(algo, batch) for algo in algos}

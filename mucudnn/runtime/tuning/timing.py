@@ -133,7 +133,7 @@ def measure_together(
     deadline: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
-    """Time several runs in turn, A B A B …, so that drift affects all alike.
+    """Time several runs in turn, A B A B …, so that drift affects all equally.
 
     Each is timed `min_samples` times, whatever the budget: one run each would decide at
     random. There are two exceptions, after one round over the budget: every run of one,

@@ -96,7 +96,7 @@ class Workers:
         self._isolation = Isolation(True)
 
     def fill(self, chains: Sequence[Iterator[Round]]) -> None:
-        """Measure the rounds of all chains, those of each chain one after another.
+        """Measure the rounds of all chains; rounds of one chain run in sequence.
 
         On every exit, Ctrl-C included, finished rows are kept.
 
@@ -284,7 +284,7 @@ _station = PerProcess(_Station)
 
 
 def answer(message: Message) -> Message:
-    """Time the requested algorithms on this process's device, unless it is another."""
+    """Time the requested algorithms, if this process's device is of that model."""
     where = f"{platform.node()}, process {os.getpid()}"
     station, rows = _station.value, list[AlgoPerf]()
     try:

@@ -519,7 +519,7 @@ class Tiles:
         analyse(pictures, bands, self._plan.minimal.points, values, scratch)
 
     def write(self, block: Block, piece: Piece, worker: int, *, add: bool) -> None:
-        """Transform back, over the image or added to it."""
+        """Transform a piece back, and write it to the image or add it."""
         pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]
         points = self._plan.minimal.points

@@ -26,7 +26,7 @@ Part = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Views of the arrays of one operation as `shape`, (N, groups, channels of one, S).
+    """Views of an operation's arrays as `shape`: (N, groups, channels of a group, S).
 
     `affine` is the shape of gamma and beta, with an axis for the samples; with `last`
     arrays are (N, S, C).
@@ -134,7 +134,7 @@ def group_norm_grad(call: KernelCall) -> None:
 
 
 def group_norm_sums(call: KernelCall) -> None:
-    """Compute (count, mean, sum of squares about it) of each group, (3, N, groups)."""
+    """Compute count, mean, and squares about the mean of each group, (3, N, groups)."""
     (x,), (stats,) = call.inputs, call.outputs
     moments(call, x.reshape(1, stats[0].size, -1), stats.reshape(len(stats), -1))
 
