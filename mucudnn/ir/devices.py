@@ -93,9 +93,7 @@ class DeviceFigures:
     def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
         """Return the peaks for products of a type: on tensor cores or not -> rate.
 
-        Args:
-            dtype: Type of the operands.
-            tf32: Whether float32 operands may be rounded to TF32.
+        With `tf32`, float32 operands may be rounded to TF32.
         """
         found = {False: self.flops.value} if dtype == "float32" else {}
         kind = _TF32 if tf32 and dtype == "float32" else dtype

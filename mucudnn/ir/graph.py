@@ -253,8 +253,6 @@ class Graph:
     ) -> "Graph":
         """Return a graph with other storage sharing, without validating it again.
 
-        Cached properties of the nodes stay valid.
-
         Args:
             tensors: All tensors; they differ from the current ones in `alias` only, and
                 no view is among those that differ.

@@ -208,11 +208,7 @@ def tanh(g: "GraphBuilder", x: str) -> str:
 
 
 def dropout(g: "GraphBuilder", x: str, p: float = 0.5) -> str:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p).
-
-    The mask is a function of the builder's seed, the layer and the step, so that it
-    can be recomputed.
-    """
+    """Zero each element with probability p and scale the rest by 1 / (1 - p)."""
     if not 0 <= check_number("p", p, finite=False) < 1:
         raise ValueError(f"p must be at least 0 and below 1, got {p}")
     if not g.training or p == 0:

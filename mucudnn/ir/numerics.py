@@ -101,9 +101,7 @@ class Numerics:
     def refusal(self, traits: Traits, *, whole: bool = False) -> str | None:
         """Return why an algorithm is not accepted; None if it is.
 
-        Args:
-            traits: Numerical properties of the algorithm.
-            whole: Whether it runs on the whole mini-batch, without accumulation.
+        `whole`: it runs on the whole mini-batch, without accumulation.
         """
         reason = next(self._refusals(traits, whole), None)
         return None if reason is None else RowStatus.REFUSED.text(reason)
@@ -165,11 +163,9 @@ class RowStatus(enum.Enum):
 
     @classmethod
     def of(cls, error: str | None, samples: int = 1) -> "RowStatus":
-        """Return the status of a row from its text and number of timed runs.
-
-        A time without samples is of a cold run only: a limit ended the measurement.
-        """
+        """Return the status of a row from its text and number of timed runs."""
         if error is None:
+            # No samples: a limit ended the measurement after the cold run.
             return cls.MEASURED if samples else cls.LIMITED
         return next(
             status

@@ -230,12 +230,10 @@ class Window:
         return start, start + (y.count - 1) * self.stride + self.span
 
     def padded_for(self, x: Rows) -> tuple[Interval, int]:
-        """Return the windows that contain some rows of x, and the strip's padding.
-
-        The padding is the number of rows by which the first window begins above the
-        strip: the least for which all windows that contain one of its rows are covered,
-        at both ends. Windows beyond the image may be among them.
-        """
+        """Return the windows that contain some rows of x, and the strip's padding."""
+        # Padding: rows by which the first window begins above the strip, the least for
+        # which all windows with one of its rows are covered at both ends. Windows
+        # beyond the image may be among them.
         step, reach = self.stride, self.span - 1
         place = x.start + self.padding
         padding = max(0, reach - step + 1)

@@ -264,11 +264,7 @@ def race(
 ) -> Race:
     """Return the points to time next; call again with results until none are left.
 
-    Args:
-        sizes: Sizes to time; the largest is the mini-batch.
-        workspaces: Workspace in bytes of every point that may be timed.
-        measured: Results so far, failures included, at these or other sizes.
-        limits: Workspace limits that plans will be requested for.
+    For the arguments see `next_measurements`; `measured` may be at other sizes, too.
     """
     rows = list(measured)
     known = {(row.algo, row.batch) for row in rows}

@@ -213,12 +213,7 @@ def convolutions_last(graph: Graph) -> frozenset[str]:
 def with_layout(
     graph: Graph, layout: str, chosen: frozenset[str] | None = None
 ) -> Graph:
-    """Convert a forward graph with channels first to another layout.
-
-    Args:
-        graph: The graph.
-        layout: One of `LAYOUT_CHOICES`.
-        chosen: Nodes with channels last, for `auto`.
+    """Convert a forward graph with channels first; `chosen` are last for `auto`.
 
     Raises:
         ValueError: The layout is unknown, or `auto` without chosen nodes.
@@ -240,10 +235,7 @@ def transposed_bytes(graph: Graph) -> dict[str, float]:
 
 
 def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
-    """Return the nodes that touch each image; "" stands for nodes with a fixed layout.
-
-    Images with a single node are omitted: they are never transposed.
-    """
+    """Return the nodes that touch each image; "" is any node with a fixed layout."""
     found = {}
     for name, spec in graph.tensors.items():
         if not is_image(spec):
@@ -254,6 +246,7 @@ def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
         if name in graph.outputs:
             touching.add("")
         tied = {member if member in nodes else "" for member in touching}
+        # An image with a single node is never transposed.
         if len(tied) > 1:
             found[name] = tied
     return found
@@ -300,10 +293,7 @@ class LayoutTrials:
 def layout_trials(
     graph: Graph, nodes: Collection[str], *, trains: bool
 ) -> LayoutTrials:
-    """Return the trials of a forward graph, with gradients if the graph is trained.
-
-    `nodes` are those that may have channels last.
-    """
+    """Return the trials of `nodes`, with their gradients if the graph is trained."""
     fed = fed_by_parameters(graph) if trains else set()
     trials = _Trials()
     first: dict[str, int] = {}

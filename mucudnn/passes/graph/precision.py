@@ -206,11 +206,7 @@ class _Narrowing:
 
 
 def with_copies_of_parameters(graph: Graph) -> Graph:
-    """Return a training graph whose copies of parameters are state.
-
-    Only copies with the dtype and layout of the parameter's gradient, which are those
-    that products read, become state; others are made in every step.
-    """
+    """Return a training graph whose copies of parameters are state."""
     tensors: dict[str, TensorSpec] = dict(graph.tensors)
     copies: dict[str, CopyOf] = {}
     made_of: dict[str, str] = {}  # cast or transposed tensor -> its parameter
@@ -226,6 +222,8 @@ def with_copies_of_parameters(graph: Graph) -> Graph:
             (tensors[name].dtype, tensors[name].layout)
             for name in (w, copy, graph.gradients[w])
         )
+        # Only copies in the form of the gradient, which is that of the products'
+        # operand: an update can write these along with the parameter.
         if own != made == computed and copy not in graph.outputs:
             tensors[copy] = replace(tensors[copy], role=Role.STATE)
             copies[copy] = CopyOf(w)

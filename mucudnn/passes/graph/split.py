@@ -506,11 +506,7 @@ class SplitTensors:
     def _copy_halo(
         self, name: str, axis: int, held: str, rows: Interval, phase: Phase
     ) -> tuple[str, Interval]:
-        """Copy halo rows of a neighbouring slice; return the slice if all are needed.
-
-        The copy runs right behind the last node that touched the slice, to free it
-        early.
-        """
+        """Copy halo rows of another slice; return the slice if all rows are needed."""
         count = rows[1] - rows[0]
         if count == self.tensors[held].shape[axis]:
             return held, rows
@@ -520,6 +516,8 @@ class SplitTensors:
             self.tensors[halo] = self._like(name, halo, axis, rows)
             at = len(self.nodes)
             self._join(((held, rows),), halo, axis, 0, phase)
+            # Run the copy right behind the last node that touched the slice, to free it
+            # early.
             while at > self.begun and held not in self.nodes[at - 1].tensors:
                 at -= 1
             if at > self.begun:

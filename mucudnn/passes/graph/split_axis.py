@@ -122,15 +122,14 @@ def batch_of(graph: Graph) -> int:
 
 
 def cuttable(graph: Graph, along: SplitAxis) -> frozenset[str]:
-    """Return the nodes that can be split, whole or decomposed, and depend on the data.
-
-    Tensors derived from weights alone may have as many rows, but not one per sample.
-    """
+    """Return the nodes that depend on the data and can be split, perhaps decomposed."""
     tensors = graph.tensors
     fed_to_steps = graph.with_role(Role.INPUT, Role.BORROWED)
     carrying = {spec.name for spec in fed_to_steps if along.carries(spec)}
     found = set()
     for node in graph.nodes:
+        # Tensors derived from weights alone may have as many rows, but not one per
+        # sample.
         fed = [name for name in node.inputs if name in carrying]
         if not fed:
             continue
@@ -157,11 +156,7 @@ def cuttable(graph: Graph, along: SplitAxis) -> frozenset[str]:
 def split_rule(
     tensors: Mapping[str, TensorSpec], node: Node, along: SplitAxis
 ) -> Batch | None:
-    """Return the rule by which a node is split; None if it stays whole.
-
-    Rows of the batch must be contiguous, so the batch is the first axis of dense
-    tensors. Images of a node without halo must all have the same height.
-    """
+    """Return the rule by which a node is split; None if it stays whole."""
     how = along.of(node)
     if how is None or (how.averaged and how.sliced is None):
         return None
@@ -173,6 +168,8 @@ def split_rule(
     ]
     if not cut or not all(_dense(spec) for spec, _ in cut):
         return None
+    # Samples must be contiguous: the batch is the first axis of dense tensors. Images
+    # of a node without halo must all have the same height.
     if along.axis == SAMPLES:
         rows = all(axis == SAMPLES and along.cuts(spec) for spec, axis in cut)
         return how if rows else None

@@ -118,13 +118,7 @@ def build_step(
     choices: StepChoices = StepChoices(),
     evaluation: Graph | None = None,
 ) -> StepGraphs:
-    """Build all graphs of a step.
-
-    Args:
-        forward: A network with its loss.
-        recipe: What the step computes.
-        choices: How it computes that.
-        evaluation: The same network for evaluation, with the same names.
+    """Build all graphs of a step from a network, and from its form for evaluation.
 
     Raises:
         ValueError: The graphs do not belong together, a name is unknown, or a number is
@@ -198,11 +192,9 @@ def complete_step(
 
 
 def can_fuse(forward: Graph, recipe: StepRecipe) -> bool:
-    """Return whether a step without fusion is another step.
-
-    That step may fit a smaller budget: a fused node needs its operands at once, and
-    saves other tensors for its gradient.
-    """
+    """Return whether a step without fusion is another step."""
+    # The other step may fit a smaller budget: a fused node needs its operands at once,
+    # and saves other tensors for its gradient.
     return recipe.fuse and fuse_elementwise(forward) is not forward
 
 

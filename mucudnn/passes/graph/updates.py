@@ -269,11 +269,9 @@ def _with_totals(graph: Graph) -> Graph:
 
 
 def _with_clearing(graph: Graph) -> Graph:
-    """Clear totals behind the updates, their last readers.
-
-    Totals are filled with zeros, as infinity times zero is not a number. Consecutive
-    updates stay together, so that they may be one launch.
-    """
+    """Clear totals behind the updates, their last readers."""
+    # Fill with zeros instead of multiplying: infinity times zero is not a number.
+    # Consecutive updates stay together, so that they may be one launch.
     tensors = dict(graph.tensors)
     totals = set(graph.gradients.values())
     last = {name: node for node in graph.nodes for name in node.inputs}

@@ -100,11 +100,8 @@ def ending_together(together: Collectives) -> Iterator[None]:
 
 
 def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
-    """Check that all ranks have the same settings.
-
-    Values are compared by their text, so the text must contain everything relevant;
-    functions are compared by their names.
-    """
+    """Check that all ranks have the same settings."""
+    # By text, which must contain everything relevant; functions by their names.
     found = together.all_gather({name: text_of(v) for name, v in settings.items()})
     differing = []
     for name in dict.fromkeys(name for one in found for name in one):

@@ -282,11 +282,10 @@ def joint_statistics(
 def _check_order(
     graph: Graph, meetings: tuple[Meeting, ...], together: Collectives
 ) -> None:
-    """Check that all ranks meet in one order.
-
-    The names of slices may differ between ranks, those of merging nodes may not.
-    """
+    """Check that all ranks meet in one order."""
     merging = {m.position: graph.nodes[m.position].name for m in meetings if m.merges}
+    # Slices may have other names on other ranks; merging nodes have the same
+    # everywhere.
     own = [merging.get(m.position, m.tensors[0]) for m in meetings]
     if any(order != own for order in together.all_gather(own)):
         raise ValueError(

@@ -198,11 +198,9 @@ class Executor:
     def run_timed(
         self, feeds: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Run one step with every node launched and timed separately.
+        """Run one step; return its outputs, and the ms of each node, timed separately.
 
-        Returns:
-            The outputs as `run` returns them, and node -> ms. Views have no time, and
-            waits for copies are not attributed to any node.
+        Views have no time, and waits for copies are not attributed to any node.
         """
         device = self._backend.device
         with self._step(feeds, device.upload):

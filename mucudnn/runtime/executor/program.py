@@ -274,12 +274,7 @@ class _Binder:
         return kernel.call(*arguments), joins
 
     def _copy(self, way: Way, storage: str) -> None:
-        """Start a copy after the conflicting copies on other streams.
-
-        A copy waits for copies that write its source, or read or write its target.
-        Copies on one stream run in order, so the last one of each other stream is
-        enough.
-        """
+        """Start a copy after the conflicting copies on other streams."""
         copies, slot = self._binding.copies, self._binding.host[storage]
         stream = f"{way} {slot.link}" if slot.link else way
         device = self._device_bytes(storage)
@@ -291,6 +286,9 @@ class _Binder:
         else:
             label, source, target = f"SwapIn({storage})", host, device
             ends = slot.buffer, array
+        # A copy waits for copies that write its source, or read or write its target.
+        # Copies on one stream run in order, so the last one of each other stream is
+        # enough.
         known = [*self.pending.writing(source), *self.pending.touching(target)]
         earlier = Pending.last_of_each_stream(c for c in known if c.stream != stream)
         after = tuple(c.number for c in earlier)
@@ -316,14 +314,12 @@ class _Binder:
         return number if number >= 0 else number + self._total
 
     def _overwrite(self, label: str, part: ByteRange) -> None:
-        """Let a watcher overwrite memory, unless a copy of its contents may run.
-
-        A task that reads the memory without writing it first then computes garbage.
-        """
+        """Let a watcher overwrite memory, unless a copy of its contents may run."""
         watcher = self._binding.watcher
         empty = part.start == part.stop
         if watcher is None or empty or self.pending.touching(part):
             return
+        # A task that reads the memory without writing it first then computes garbage.
         call = partial(watcher.overwrite, self._memory.bytes_of(part))
         self.tasks.append(Task(label, call, writes=(replace(part, storage=""),)))
 

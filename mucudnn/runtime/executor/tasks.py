@@ -293,11 +293,7 @@ class Copies:
         after: Sequence[int],
         link: int = 0,
     ) -> Call:
-        """Return a call that starts copy `number` after the copies `after`.
-
-        Everything that does not depend on the step is prepared once, and again for a
-        new copier.
-        """
+        """Return a call that starts copy `number` after the copies `after`."""
         tickets, latest, stream = self._tickets, self._latest, (way, link)
         copiers = self._copiers
         made: list[tuple[Copier, Start]] = []
@@ -349,20 +345,17 @@ class Copies:
             raise
 
     def settle(self) -> None:
-        """Make the compute stream wait for all copies.
-
-        The last copy of each stream is enough, as copies of one stream run in order.
-        """
+        """Make the compute stream wait for all copies."""
+        # The last copy of each stream is enough, as copies of one stream run in order.
         for copier, ticket in self._latest.values():
             copier.wait(ticket)
         self._tickets.clear()
         self._latest.clear()
 
     def finish(self) -> None:
-        """Wait on the host for all copies, those in captured graphs included.
-
-        A captured graph still copies after the engine it was captured from was closed.
-        """
+        """Wait on the host for all copies, those in captured graphs included."""
+        # A captured graph still copies after the engine that it was captured from was
+        # closed.
         for link in self._used:
             self._opened(link).finish()
         self._tickets.clear()

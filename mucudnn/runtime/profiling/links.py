@@ -94,11 +94,7 @@ class ColdBench:
             return tuple(self._median(call) for call in bind_calls(views, scratch))
 
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
-        """Return the rates to the host and from it, in bytes a millisecond.
-
-        A pool smaller than `nbytes` makes several copies in a row, from and to
-        different bytes of the host, to amortize launch overhead and avoid cache hits.
-        """
+        """Return the rates to the host and from it, in bytes a millisecond."""
         size = min(nbytes, self._pool.nbytes)
         if size == 0:
             raise OutOfMemoryError(
@@ -107,6 +103,8 @@ class ColdBench:
         spec = TensorSpec("the link's buffer", (size,), "uint8")
         with self._held(WorkingSet((), spec)) as buffer:
             self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
+            # A smaller pool copies several times in a row, from and to different bytes
+            # of the host, to amortize launches and avoid cache hits.
             copies = min(_COPIES, -(-nbytes // size))
             host = HostTier(self._device, copies * size)
             return link_rates(self._device, buffer, host)

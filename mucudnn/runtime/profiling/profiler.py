@@ -166,11 +166,9 @@ def _fronts(
 
 
 def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPlan, ...]:
-    """Scale plans to their times within a step.
-
-    The tuner times repeated kernels with their operands in the caches. The fastest plan
-    was also timed cold; the others are scaled by the same ratio.
-    """
+    """Scale plans to their times within a step."""
+    # The tuner times repeated kernels with their operands in the caches; the fastest
+    # plan was also timed cold. Scale the others by the same ratio.
     known = _fastest(front).time_ms
     if measured is None or not known:
         return tuple(front)

@@ -134,12 +134,10 @@ class RecordFile:
             self._db.close()
 
     def before_fork(self) -> None:
-        """Close the file, as a child must not inherit SQLite's locks and state.
-
-        Waits a few seconds for a thread in an operation, but no longer, as that thread
-        may be waiting for another process.
-        """
+        """Close the file, as a child must not inherit SQLite's locks and state."""
         lock = self._lock.value
+        # Wait for a thread in an operation, but only seconds: that thread may itself be
+        # waiting for another process.
         if not lock.acquire(timeout=_FORK_S):
             return
         self._notice_fork()
@@ -315,11 +313,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _is_damage(error: Exception | None) -> bool:
-    """Return whether the contents are at fault, not the disk or the permissions.
-
-    The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
-    the name of a column, by Python's own error.
-    """
+    """Return whether the contents are at fault, not the disk or the permissions."""
+    # The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
+    # the name of a column, by Python's own error.
     if isinstance(error, UnicodeDecodeError):
         return True
     if not isinstance(error, sqlite3.DatabaseError):
@@ -329,11 +325,8 @@ def _is_damage(error: Exception | None) -> bool:
 
 
 def warn(message: str, stacklevel: int = 4) -> None:
-    """Log a message, and issue it as a `CacheWarning` `stacklevel` frames above.
-
-    File names that are not UTF-8 contain surrogates, which logs cannot write, so these
-    are escaped.
-    """
+    """Log a message, and issue it as a `CacheWarning` `stacklevel` frames above."""
+    # Names of files that are not UTF-8 contain surrogates, which logs cannot write.
     message = message.encode(errors="backslashreplace").decode()
     logger.warning(message)
     warnings.warn(message, CacheWarning, stacklevel=stacklevel)
@@ -360,12 +353,10 @@ _LOCK_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, under which databases in it are opened and renamed.
-
-    A folder that cannot be locked, or stays locked for seconds, is used without: the
-    conflict that the lock prevents is rare. Windows needs no lock, as it refuses to
-    rename a file in use.
-    """
+    """Hold the folder's lock, under which databases in it are opened and renamed."""
+    # A folder that cannot be locked, or stays locked for seconds, is used without: the
+    # conflict that the lock prevents is rare. Windows needs no lock, as it refuses to
+    # rename a file in use.
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             with contextlib.suppress(OSError):

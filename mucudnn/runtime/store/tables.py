@@ -158,10 +158,7 @@ def checked_since(db: sqlite3.Connection) -> float:
 
 
 def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    """Copy the sound rows of a possibly damaged database; return their number.
-
-    A damaged page ends a query, so tables are read from both ends.
-    """
+    """Copy the sound rows of a possibly damaged database; return their number."""
     target.execute(_SINCE, (since := checked_since(source),))
     layers = {key: names for key, *names in _rows(source, "layer", _LAYER, 1)}
     target.executemany(PUT_LAYER, (n for n in layers.values() if len(n) == 2))
@@ -285,11 +282,9 @@ class Table(Generic[T]):
         return stamp < since or _bits(stamp) & _CHECKSUM == self._checksum(row)
 
     def _checksum(self, row: Sequence[Any]) -> int:
-        """Return the checksum of all columns but the stamp.
-
-        Integers count as floats, as SQLite may return either.
-        """
+        """Return the checksum of all columns but the stamp."""
         stamp = 2 + self.columns.index(_STAMP) if _STAMP in self.columns else -1
+        # Integers count as floats, as SQLite may return either of them.
         values = [
             _bits(v) & ~_CHECKSUM
             if i == stamp
@@ -332,10 +327,8 @@ def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
 
 
 def _layer_at(key: object) -> LayerAt:
-    """Return a convolution as a cached function of its batch size.
-
-    Files have many rows per layer.
-    """
+    """Return a convolution as a cached function of its batch size."""
+    # Files have many rows of a layer: decode its problem once.
     text: str = decode("problem", str, key)
     return functools.cache(problem_from_key(text, 1).with_batch)
 

@@ -190,14 +190,12 @@ class Checkpoints:
                 )
 
     def _delete_old(self, newest: int) -> None:
-        """Delete outdated checkpoints and the partial files of a crash.
-
-        A file of a later step was damaged (otherwise training would have resumed from
-        it) and is deleted too; one of another version is kept.
-        """
+        """Delete outdated checkpoints and the partial files of a crash."""
         steps = self._steps(_SUFFIX)
         others = [step for step in steps if _of_other_version(self._path(step))]
         ours = sorted(s for s in steps if s <= newest and s not in others)
+        # A file of a later step was damaged, or training would have resumed from it: it
+        # goes, too. One of another version stays.
         kept = [*ours[-self._keep :], *others]
         with contextlib.suppress(OSError):
             for step in steps:
@@ -243,10 +241,8 @@ def _of_other_version(path: Path) -> bool:
 
 
 def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
-    """Raise `_OtherVersionError` where a file states an unknown schema.
-
-    The checksum is not considered, as other versions may compute it differently.
-    """
+    """Raise `_OtherVersionError` where a file states an unknown schema."""
+    # Without verifying the checksum, which other versions may compute differently.
     schema = header.get("schema", known)
     if type(schema) is int and schema == known:
         return

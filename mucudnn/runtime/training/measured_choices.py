@@ -304,13 +304,10 @@ def raced_once(
 ) -> Times | None:
     """Return the times of two implementations, measured once by any process.
 
-    Args:
-        tuner: Its cache stores the times, by device and `raced`.
-        raced: Everything that determines the times; JSON values, others by their text.
-        known: Times measured by this process, in addition to the cache; new ones are
-            added.
-        used: Times by which a trainer's choices were made; new ones are added.
-        measure: Times both; None if that is impossible, which is not cached.
+    The tuner's cache stores them, by device and `raced`: everything that determines the
+    times, as JSON values. Times are added to `known`, those of this process, and to
+    `used`, by which a trainer chooses. `measure` returns None where timing is
+    impossible, which is not cached.
     """
     key = json.dumps(dict(raced), sort_keys=True, default=str)
     cache, fingerprint = tuner.cache, tuner.backend.device.fingerprint

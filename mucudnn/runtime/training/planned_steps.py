@@ -188,7 +188,7 @@ class _BoundedStep:
         return place_step(request)
 
     def _advised(self, error: PlanningError) -> PlanningError:
-        """Return the error with bytes that also suffice to measure, with other state."""
+        """Return the error with bytes that suffice to measure, and for other state."""
         least = measuring_bytes(self.tuner.backend, in_place(self.graph))
         if self.budget.convolutions == "fastest":  # more memory may change the fastest
             least = max(least, self._least_by_sizes())

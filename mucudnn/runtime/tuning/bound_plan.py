@@ -172,11 +172,9 @@ class BoundPlan:
         return out
 
     def _fall_back(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
-        """Switch to the largest smaller plan whose workspace can be allocated.
-
-        Returns the runner and its workspace together, as another thread may fall back
-        further in the meantime.
-        """
+        """Switch to the largest smaller plan whose workspace can be allocated."""
+        # Return the runner with its workspace: another thread may fall back further
+        # meanwhile.
         while True:
             plan = runner.plan
             others = [p for p in self._smaller(plan) if p.workspace < plan.workspace]

@@ -265,11 +265,9 @@ class Child:
         return message
 
     def end(self) -> None:
-        """Kill the child if it still runs, and release its pipes and threads.
-
-        A fork of the parent only closes its own pipe ends: the child is not its to
-        kill, and it does not have the threads.
-        """
+        """Kill the child if it still runs, and release its pipes and threads."""
+        # A fork of the parent only closes its own ends of the pipes: the child is not
+        # its to kill, and it does not have the threads.
         if self._owner == os.getpid():
             self._process.kill()
             try:

@@ -84,10 +84,7 @@ class SizeRequest:
         return self.problem.with_batch(self.batch)
 
     def to_message(self) -> Message:
-        """Encode as plain values for another process, maybe of another machine.
-
-        The deadline is in seconds since 1970, as other clocks differ.
-        """
+        """Encode as plain values for another process, maybe of another machine."""
         return {
             "problem": problem_to_dict(self.problem),
             "batch": self.batch,
@@ -96,6 +93,7 @@ class SizeRequest:
             "expected_ms": dict(self.expected_ms),
             "rule": dataclasses.asdict(self.limits.rule),
             "memory_limit": self.limits.memory_limit,
+            # Seconds since 1970: other clocks differ between processes.
             "until": time.time() + self.limits.left_s,
         }
 
@@ -136,13 +134,11 @@ class KernelTimer(Protocol):
 def measure_size(
     timer: KernelTimer, request: SizeRequest, on_row: Callable[[AlgoPerf], None]
 ) -> None:
-    """Time the algorithms of a request in turn; pass each row to `on_row`.
-
-    An algorithm that is expected to miss the deadline is not started.
-    """
+    """Time the algorithms of a request in turn; pass each row to `on_row`."""
     best_ms, limits = request.best_ms, request.limits
     for algo, nbytes in request.workspaces.items():
         needed_s = _LEAST_RUNS * request.expected_ms.get(algo, 0.0) / 1e3
+        # Start nothing that is expected to miss the deadline.
         if (left_s := limits.left_s) > needed_s:
             perf = timer.time(request, algo, best_ms)
         else:

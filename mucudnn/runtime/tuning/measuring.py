@@ -139,11 +139,7 @@ class Measuring:
         limits: MeasureLimits,
         workspace: LimitRange,
     ) -> dict[ConvProblem, PerfTable]:
-        """Measure problems and keep complete tables; failures are rows.
-
-        Problems that differ in N only share rows, so they are measured one after
-        another, the largest N first.
-        """
+        """Measure problems and keep complete tables; failures are rows."""
 
         def filler_of(problem: ConvProblem) -> TableFiller:
             backend, pruning = self.backends[0], Pruning.NONE
@@ -177,6 +173,8 @@ class Measuring:
             for problem in problems:
                 done[problem] = self._fill_here(filler_of(problem))
         else:
+            # Problems that differ only in N share rows: measure them in sequence, the
+            # largest N first.
             layers: dict[ConvProblem, list[ConvProblem]] = {}
             for problem in sorted(problems, key=lambda p: -p.batch):
                 layers.setdefault(problem.with_batch(1), []).append(problem)

@@ -94,14 +94,8 @@ def measure(
 ) -> Timing:
     """Time `run` on `device` until the rule is satisfied or the deadline passes.
 
-    Args:
-        run: Launches the kernel once.
-        device: Device whose clock is read.
-        rule: Decides when to stop.
-        deadline: Time on `clock`; afterwards the samples so far are final, and without
-            any the warm-up counts.
-        best_ms: Fastest time of the other kernels so far.
-        clock: Clock in seconds, for the deadline only; `time.monotonic` if None.
+    After the deadline, in seconds on `clock`, the samples so far are final; without
+    any, the warm-up counts. `best_ms` is the fastest time of other kernels so far.
     """
     clock = clock or time.monotonic
     warm = _sample(run, device)

@@ -247,11 +247,8 @@ def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
 
 @contextlib.contextmanager
 def process_pool(workers: int) -> Iterator[Executor]:
-    """Yield a pool of measuring processes on this machine, which ignore Ctrl-C.
-
-    The processes are spawned, not forked, as a device's context does not survive a
-    fork.
-    """
+    """Yield a pool of measuring processes on this machine, which ignore Ctrl-C."""
+    # Spawned, not forked: a device's context does not survive a fork.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_ignore_interrupts
