@@ -227,11 +227,9 @@ def _leave_terminal() -> None:
 
 
 def end_children() -> None:
-    """Kill the child processes that still run.
-
-    A signal may have reached this process alone, without its solvers. Where the system
-    has no `/proc`, children end by themselves later.
-    """
+    """Kill the child processes that still run."""
+    # A signal may have reached this process alone, without its solvers. Without
+    # `/proc`, children end by themselves later.
     tasks = Path("/proc/self/task")
     with suppress(OSError):
         for task in tasks.iterdir():

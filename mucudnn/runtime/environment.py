@@ -70,11 +70,7 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
-    """Open the cache that a tuner's `cache` argument selects.
-
-    For backends that compute nothing, the default is memory only: their times are
-    invented, or recorded already.
-    """
+    """Open the cache that a tuner's `cache` argument selects."""
     if isinstance(choice, BenchmarkCache):
         return choice
     if choice is None:

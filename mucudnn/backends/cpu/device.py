@@ -208,12 +208,10 @@ def copy_bytes(source: Any, target: Any) -> None:
 
 
 def _release_pages(view: Any) -> None:
-    """Release the pages of a view if it is a memory-mapped file.
-
-    Touched pages of a file count as the process's own memory until the system needs
-    them, so tensors offloaded to a file would stay in memory after all. No data is
-    lost: written pages go to the file, reads come from the file or the page cache.
-    """
+    """Release the pages of a view if it is a memory-mapped file."""
+    # Touched pages of a file count as the process's own memory until the system needs
+    # them, so tensors offloaded to a file would stay in memory after all. No data is
+    # lost: written pages go to the file, reads come from the file or the page cache.
     owner = view
     while isinstance(owner, np.ndarray):
         owner = owner.base

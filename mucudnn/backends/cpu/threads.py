@@ -27,15 +27,12 @@ _FORK_S = 5.0
 
 @contextmanager
 def as_kernels() -> Iterator[None]:
-    """Run the body with the NumPy settings of a library's kernels, on this thread only.
-
-    NumPy's buffers are short. It copies operands that are not contiguous through
-    buffers of 8192 elements each, which is unaccounted memory. With short buffers it
-    also copies less, because runs longer than a buffer are used directly.
-
-    Warnings are off: infinities and NaNs in a result are an answer, on which loss
-    scaling relies, and some algorithms produce them as intermediates.
-    """
+    """Run the body with the NumPy settings of a library's kernels, on this thread."""
+    # NumPy copies operands that are not contiguous through buffers of 8192 elements
+    # each, which is unaccounted memory. With short buffers it also copies less, because
+    # runs longer than a buffer are used directly.
+    # Warnings are off: infinities and NaNs in a result are an answer, on which loss
+    # scaling relies, and some algorithms produce them as intermediates.
     with np.errstate(all="ignore"):  # restores the size as well
         np.setbufsize(_UFUNC_BUFFER)
         yield
@@ -78,11 +75,9 @@ class _SerialBlas:
         self._saved = []
 
     def before_fork(self) -> None:
-        """Wait, within `_FORK_S`, for other threads' convolutions, and start none.
-
-        OpenBLAS ends its threads before a fork: a product in progress would never be
-        finished, not even in the parent.
-        """
+        """Wait, within `_FORK_S`, for other threads' convolutions, and start none."""
+        # OpenBLAS ends its threads before a fork: a product in progress would never be
+        # finished, not even in the parent.
         changed, me = self._changed.value, threading.get_ident()
         changed.acquire()
         changed.wait_for(lambda: {*self._users} <= {me}, timeout=_FORK_S)
@@ -217,12 +212,10 @@ class Product:
 
 
 def numpy_blas() -> list[Any]:
-    """Return the BLAS libraries that NumPy computes with, as `threadpoolctl` objects.
-
-    SciPy and others load a BLAS of their own. If NumPy's package carries a library,
-    only that one is returned, otherwise all that are loaded.
-    """
+    """Return the BLAS libraries that NumPy uses, as `threadpoolctl` objects."""
     found = ThreadpoolController().select(user_api="blas").lib_controllers
+    # SciPy and others load a BLAS of their own: where NumPy's package carries one, only
+    # that counts.
     package = Path(np.__file__).parent
     folders = (package, package.parent / "numpy.libs")
     own = [

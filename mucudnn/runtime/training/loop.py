@@ -191,11 +191,7 @@ class _Run:
         every: int | None,
         interrupted: Callable[[], bool],
     ) -> bool:
-        """Take the steps of the epoch; return whether all of them were taken.
-
-        A pending result is read after the next step is launched, so that the device
-        never idles.
-        """
+        """Take the steps of the epoch; return whether all of them were taken."""
         device = self.trainer.backend.device
         self._evaluate()  # the run to resume from may have stopped before this
         if self.at.batch == len(batches):
@@ -204,6 +200,8 @@ class _Run:
         for batch in batches.epoch(self.at.epoch, self.at.batch):
             result = self.trainer.step(*image_and_label(batch))
             stop = device.record()
+            # Read a result only after the next step is launched, so that the device
+            # never idles.
             self._read_pending()
             self._pending = result, start, stop
             start = stop

@@ -123,11 +123,7 @@ class EpilogueRace:
     _wins: dict[tuple[ConvProblem, str], bool] = field(default_factory=dict)
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
-        """Return whether a fused kernel exists and is not slower.
-
-        If there is no fused kernel for the timed plan, there may be one for another
-        plan, so the answer is yes; without one, separate kernels run anyway.
-        """
+        """Return whether a fused kernel exists and is not slower."""
         epilogues = self.tuner.backend.epilogues
         if epilogues is None or not epilogues.offers(problem, bias):
             return False
@@ -149,6 +145,8 @@ class EpilogueRace:
                 }
                 measure, used = partial(self.times, problem, bias), self.used
                 times = raced_once(self.tuner, raced, used, used, measure)
+            # Without a fused kernel for the timed plan there may be one for another
+            # plan: say yes, as without one, separate kernels run anyway.
             self._wins[key] = times is None or times[0] <= times[1]
         return self._wins[key]
 
@@ -229,13 +227,11 @@ class LibraryRace:
         return replace(graph, nodes=nodes)
 
     def wins(self, graph: Graph, node: Node) -> bool:
-        """Return whether the library computes a node, and faster.
-
-        The library cannot overwrite its input, where our kernel may, and no other
-        kernel of ours recomputes its result bit for bit. So within a budget, nodes
-        planned with either stay ours.
-        """
+        """Return whether the library computes a node, and faster."""
         library, traits = self.tuner.backend.library_kernels, node.traits
+        # The library cannot overwrite its input, where our kernel may, and no other
+        # kernel of ours recomputes its result bit for bit: within a budget, such nodes
+        # stay ours.
         saving = bool(traits.overwrites) or traits.recompute_as is not None
         if library is None or (saving and self.budget is not None):
             return False

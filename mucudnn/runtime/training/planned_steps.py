@@ -147,11 +147,7 @@ class _BoundedStep:
     def _with_input_buffers(
         self, request: StepRequest, placed: PlacedStep
     ) -> PlacedStep:
-        """Shrink the step to make room for input buffers, if that is faster.
-
-        Without such buffers, a step begins by fetching its inputs. Inputs and fetched
-        tensors share a link in either case.
-        """
+        """Shrink the step to make room for input buffers, if that is faster."""
         arriving = sum(spec.nbytes for spec in self.graph.with_role(Role.INPUT))
         left = request.budget - arriving
         asked = self.tuner.backend.step_io is not None and self.hosted is None
@@ -160,6 +156,8 @@ class _BoundedStep:
         less = request.within(left)
         with suppress(PlanningError):
             other = place_step(less, _with_known_residency(less, placed.plan))
+            # Without buffers, a step begins by fetching its inputs; with them, inputs
+            # and fetched tensors share a link.
             rate, found = request.profile.in_bytes_per_ms, other.plan.prediction
             ms = max(found.step_ms, (found.in_bytes + arriving) / rate)
             if ms <= placed.plan.prediction.step_ms + arriving / rate:
@@ -354,11 +352,7 @@ def resident_step(
 def plan_convolutions(
     tuner: Tuner, graphs: tuple[Graph, ...], plans: Plans | None = None
 ) -> Plans:
-    """Plan every distinct convolution of some graphs.
-
-    Graphs are planned together, as they may share a total workspace. Existing plans are
-    kept where they are within the tuner's limit.
-    """
+    """Plan every distinct convolution of some graphs."""
     problems = dict.fromkeys(
         node.attrs["problem"]
         for graph in graphs
@@ -373,6 +367,7 @@ def plan_convolutions(
         for problem, plan in (plans or {}).items()
         if problem in problems and plan.workspace <= limit
     }
+    # Plan all of them together, as they may share a total workspace.
     missing = [problem for problem in problems if problem not in known]
     made = dict(zip(missing, tuner.plan(missing), strict=True)) if missing else {}
     return MappingProxyType(known | made)

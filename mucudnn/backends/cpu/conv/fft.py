@@ -425,11 +425,9 @@ class Products:
         return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
     def _gather(self, workers: Workers, w: Any, taps: Any) -> None:
-        """Copy a filter to (taps, groups, channels summed over, other channels).
-
-        BLAS takes the right-hand matrix of a product much faster if its rows are
-        contiguous, and copying the taps is cheaper than copying their spectra.
-        """
+        """Copy a filter to (taps, groups, channels summed over, other channels)."""
+        # BLAS takes the right-hand matrix of a product much faster if its rows are
+        # contiguous, and copying the taps is cheaper than copying their spectra.
         groups, (K, C) = self.problem.groups, self.problem.w_shape[:2]
         K //= groups
         if self._channels_last:
@@ -473,10 +471,7 @@ class Products:
     def gradient(
         self, workers: Workers, basis: Any, xs: Any, ys: Any, sums: Any, scratch: Any
     ) -> None:
-        """Compute W = X conj(Y), transformed back, as one partial sum per worker.
-
-        The fixed assignment of blocks to workers makes the result deterministic.
-        """
+        """Compute W = X conj(Y), transformed back, as one partial sum per worker."""
         blocks = self._blocks()
         sums[...] = 0
 
@@ -488,6 +483,7 @@ class Products:
                 self._correlate(basis[block], xs[block], ys[block], arrays)
                 np.add(sums[worker], share.reshape(-1), out=sums[worker])
 
+        # A fixed assignment of blocks to workers makes the result deterministic.
         workers.ranges(len(blocks), work)
 
     def _correlate(self, basis: Any, x: Any, y: Any, arrays: Sequence[Any]) -> None:

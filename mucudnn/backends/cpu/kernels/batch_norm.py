@@ -224,13 +224,11 @@ def merged_moments(one: Moments, other: Moments) -> Moments:
 
 
 def _mask_above(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
-    """Compute `out = dy` where `scaled` exceeds the threshold, else 0.
-
-    Overwrites `scaled`. The floating-point difference has the sign of the exact one,
-    and is +0 for equal numbers, as no threshold is -0. Its sign bit is spread over the
-    word. NaN may or may not pass: its channel's gradient is NaN anyway.
-    """
+    """Compute `out = dy` where `scaled` exceeds the threshold, else 0."""
     kind = f"i{scaled.itemsize}"
+    # Overwrite `scaled`. The floating-point difference has the sign of the exact one,
+    # and is +0 for equal numbers, as no threshold is -0. Its sign bit is spread over
+    # the word. NaN may or may not pass: its channel's gradient is NaN anyway.
     np.subtract(threshold, scaled, out=scaled)
     mask = scaled.view(kind)
     np.right_shift(mask, 8 * scaled.itemsize - 1, out=mask)
