@@ -51,7 +51,10 @@ def write_whole(path: Path | str, contents: bytes | Filler) -> None:
     fill = contents if callable(contents) else lambda file: file.write(contents)
     number = descriptor_of(path)
     if number is not None:
-        _write_stream(number, fill)
+        contents = io.BytesIO()  # `fill` may seek, which a stream cannot
+        fill(contents)
+        with os.fdopen(os.dup(number), "wb") as stream:
+            stream.write(contents.getbuffer())
         return
     target, found = _resolve_target(path)
     draft: Path | None = None
@@ -122,13 +125,6 @@ def descriptor_of(path: Path | str) -> int | None:
                 return int(at.name)
             at = Path(folder, at.readlink())
     return None
-
-
-def _write_stream(number: int, fill: Filler) -> None:
-    contents = io.BytesIO()
-    fill(contents)
-    with os.fdopen(os.dup(number), "wb") as stream:
-        stream.write(contents.getbuffer())
 
 
 def _resolve_target(path: Path | str) -> tuple[Path, os.stat_result | None]:

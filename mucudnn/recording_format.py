@@ -298,24 +298,19 @@ def read_step_table(text: str) -> tuple[StepTable, int | None]:
     _, schema, device, steps, memory = members_of("table", document, _NAMES, _OPTIONAL)
     if schema != _SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {_SCHEMA}")
-    points = [
-        _decode_point(f"steps[{i}]", step)
-        for i, step in enumerate(list_of("steps", steps))
-    ]
+    points, names = [], {"samples": int, "time_ms": float, "nbytes": int}
+    for i, step in enumerate(list_of("steps", steps)):
+        where = f"steps[{i}]"
+        values = members_of(where, step, ("samples", "time_ms"), {"nbytes": 0})
+        found = [
+            decode(f"{where}.{name}", kind, value)
+            for (name, kind), value in zip(names.items(), values, strict=True)
+        ]
+        try:
+            points.append(StepPoint(*found))
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
     nbytes = decode("memory_bytes", int | None, memory)
     if nbytes is not None and nbytes < 0:
         raise ValueError(f"memory_bytes: {nbytes} is below 0")
     return StepTable(decode("device", str, device), tuple(points)), nbytes
-
-
-def _decode_point(where: str, data: object) -> StepPoint:
-    values = members_of(where, data, ("samples", "time_ms"), {"nbytes": 0})
-    names = {"samples": int, "time_ms": float, "nbytes": int}
-    found = [
-        decode(f"{where}.{name}", kind, value)
-        for (name, kind), value in zip(names.items(), values, strict=True)
-    ]
-    try:
-        return StepPoint(*found)
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}") from e

@@ -74,7 +74,7 @@ class _BoundedStep:
         if self.placement != STATIC:
             chunks = mapping_costs(self.tuner.backend, self._nbytes)
         # A profile that the budget brings along counts if it is of this graph.
-        costs, known = self.budget.measured, self.budget.found
+        costs, known = self.budget.measured, self.budget.plan
         if costs is None or costs.node_ms.keys() != {n.name for n in self.graph.nodes}:
             costs, known = self._measured(progress), None
         if chunks is not None:
@@ -281,7 +281,7 @@ def place_steps(
             fixed = plans_by_node(final, plan_convolutions(tuner, (final,), plans))
         mine = budget
         if graph is not graphs[first]:
-            mine = replace(budget, measured=None, found=None)
+            mine = replace(budget, measured=None, plan=None)
         return _BoundedStep(
             *(tuner, final, mine, beside, hosted, fixed, placement),
             tiers=tiers,

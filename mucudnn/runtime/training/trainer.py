@@ -222,7 +222,7 @@ class Trainer:
             self.budget = budget
             if budget is not None and chooser.profile is not None:
                 self.budget = replace(
-                    budget, measured=chooser.profile, found=chooser.plan
+                    budget, measured=chooser.profile, plan=chooser.plan
                 )
             self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
             return graphs, place_steps(

@@ -114,12 +114,24 @@ class Workers:
             self._first = {chain for chain in chains if self._open.get(chain)}
             self._send()
             while self._sent:
-                for future in self._wait():
+                limits = next(iter(self._sent.values())).request.limits
+                seconds = None
+                if math.isfinite(limits.deadline):
+                    seconds = max(0.0, limits.left_s) + _LATE_S
+                done, late = self._await(self._sent, seconds, FIRST_COMPLETED)
+                if not done:  # workers are too late: do without all of them
+                    for future in late:
+                        future.cancel()
+                for future in [f for f in self._sent if f in (done or late)]:
                     self._receive(future)
                 if not (self._first and self._sent):
                     self._send()
         except BaseException:
-            self._give_up()
+            # Keep the finished rows, and cancel all other tasks.
+            for future, sent in self._sent.items():
+                if not future.cancel() and future.done():
+                    with contextlib.suppress(Exception):  # the original one is raised
+                        self._keep(future.result(timeout=0), sent)
             raise
         finally:
             self._isolation.close()
@@ -178,19 +190,6 @@ class Workers:
                 f"the executor takes no tasks: {e}; give one that is open"
             ) from e
 
-    def _wait(self) -> Sequence[Future[Message]]:
-        """Return finished futures, or all cancelled ones if workers are too late."""
-        limits = next(iter(self._sent.values())).request.limits
-        seconds = None
-        if math.isfinite(limits.deadline):
-            seconds = max(0.0, limits.left_s) + _LATE_S
-        done, late = self._await(self._sent, seconds, FIRST_COMPLETED)
-        if done:
-            return [future for future in self._sent if future in done]
-        for future in late:
-            future.cancel()
-        return list(late)
-
     def _receive(self, future: Future[Message]) -> None:
         sent = self._sent.pop(future)
         try:
@@ -226,14 +225,6 @@ class Workers:
         timer = self._isolation.timer(sent.filler.backend)
         measure_size(timer, sent.request, sent.filler.keep)
         timer.release()
-
-    def _give_up(self) -> None:
-        """Keep the finished rows and cancel all other tasks."""
-        for future, sent in self._sent.items():
-            if future.cancel() or not future.done():
-                continue
-            with contextlib.suppress(Exception):  # the original error is being raised
-                self._keep(future.result(timeout=0), sent)
 
 
 def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
