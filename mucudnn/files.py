@@ -51,10 +51,10 @@ def write_whole(path: Path | str, contents: bytes | Filler) -> None:
     fill = contents if callable(contents) else lambda file: file.write(contents)
     number = descriptor_of(path)
     if number is not None:
-        contents = io.BytesIO()  # `fill` may seek, which a stream cannot
-        fill(contents)
+        whole = io.BytesIO()  # `fill` may seek, which a stream cannot
+        fill(whole)
         with os.fdopen(os.dup(number), "wb") as stream:
-            stream.write(contents.getbuffer())
+            stream.write(whole.getbuffer())
         return
     target, found = _resolve_target(path)
     draft: Path | None = None
