@@ -68,6 +68,7 @@ def problem_key(problem: ConvProblem) -> str:
     The key leaves N out, so that one measurement serves every mini-batch.
     """
     data = problem_to_dict(problem)
+    # Sorted members without spaces: equal problems have equal keys.
     data["x_shape"][0] = _ANY_BATCH
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
@@ -80,6 +81,7 @@ def problem_from_key(key: str, batch: int) -> ConvProblem:
 def load_json(text: str) -> Any:
     """Parse JSON; invalid or too deeply nested text raises a `ValueError`."""
 
+    # Python reads and writes NaN and Infinity, which other readers of JSON refuse.
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 

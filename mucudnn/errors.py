@@ -90,6 +90,7 @@ def _rebuild(
 def _portable(value: Any) -> Any:
     """Return a value, or text about it if it cannot be pickled."""
     try:
+        # Loading may fail, too, where the other process lacks a module.
         pickle.loads(pickle.dumps(value))
     except Exception:  # `__reduce__` of foreign objects may raise anything
         name = type(value).__qualname__

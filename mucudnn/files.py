@@ -80,6 +80,7 @@ def check_writable(path: Path | str) -> None:
         os.fstat(number)
         return
     target, _ = _resolve_target(path)
+    # Only the file system knows whether a file can be created: try it.
     with _open_draft(target) as (_, name):
         pass
     if name is not None:

@@ -63,6 +63,8 @@ def plugins(group: str) -> tuple[Plugin, ...]:
             continue
         for entry in entries:
             plugin = Plugin(entry.name, _name(distribution), entry)
+            # A distribution that is found twice on `sys.path` counts where it is
+            # imported.
             found.setdefault((plugin.distribution, plugin.name), plugin)
     return tuple(found.values())
 

@@ -114,6 +114,7 @@ def format_recording(
         + "}"
         for name, problems in devices.items()
     )
+    # No time stamp in the compressed file: equal recordings are equal bytes.
     data = f"{text}]}}\n".encode()
     return gzip.compress(data, compresslevel=6, mtime=0) if compress else data
 

@@ -48,6 +48,7 @@ def per_step(plan: ConvPlan, library: Library) -> list[Call]:
             try:
                 made[key] = library(plan.problem.with_batch(step.batch), step.algo)
             except (MucudnnError, MemoryError) as e:
+                # Raise at this kernel's turn: the micro-batches before it are of use.
                 made[key] = partial(_refuse, e)
     return [made[step.batch, step.algo] for step in plan.steps]
 

@@ -129,6 +129,7 @@ class VirtualDevice:
 
     def download(self, source: VirtualArray) -> Any:
         """Return zeros of the array's shape."""
+        # The command line starts without NumPy.
         import numpy as np
 
         return np.zeros(source.shape, source.dtype)

@@ -436,6 +436,7 @@ class Window:
                     f"a window of {k} does not fit an image of {size} padded by {pad}"
                 )
             over = -span % step
+            # A window that began in the trailing padding would see no pixel.
             starts_inside = (span + over) // step * step < size + pad
             extra.append(over if ceil_mode and starts_inside else 0)
         return cls(kernels, strides, pads, tuple(extra))

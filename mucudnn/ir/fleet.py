@@ -86,6 +86,7 @@ class StepTable:
             raise ValueError(
                 f"the table of {self.device} ends at {self.most} samples, not {most}"
             )
+        # Constant below the smallest measured step, where launches dominate.
         found = [0.0] + [self.points[0].time_ms] * self.points[0].samples
         for before, after in pairwise(self.points):
             width = after.samples - before.samples

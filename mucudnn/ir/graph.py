@@ -151,6 +151,8 @@ class Graph:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Tensors that no node writes: data, parameters and state."""
+        # Writers are validated here, as every graph asks for its inputs when it is
+        # made.
         written: dict[str, str] = {}
         for node in self.nodes:
             for name in node.outputs:

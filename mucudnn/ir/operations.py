@@ -371,6 +371,7 @@ most three spatial axes."""
 
 def _windows_along_channels(attrs: Attributes) -> Attributes:
     """Extend windows by one axis, the channels, with width 1."""
+    # A window of width 1 along the channels leaves them independent of each other.
     extra = {"kernel": 1, "stride": 1, "padding": 0, "extra": 0}
     return {**attrs, **{k: (*attrs[k], n) for k, n in extra.items() if k in attrs}}
 

@@ -223,6 +223,8 @@ class CosineRate:
         """Return the rate of step `step`, counted from 0, of `total_steps`."""
         if step < self.warmup_steps:
             return self.base * _warmup_factor(step, self.warmup_steps)
+        # `final` is reached one step after the last, so that the last step still
+        # learns.
         length = max(1, total_steps - self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / length)
         share = (1 + math.cos(math.pi * done)) / 2

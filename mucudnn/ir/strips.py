@@ -41,6 +41,7 @@ def _conv(node: Operands, rows: Rows) -> Strip:
     if problem.direction is Direction.BACKWARD_DATA:
         return _conv_transpose(node, rows)
     y = rows.of(problem.y_shape[HEIGHT])
+    # The strip has no padding along the axis: rows beyond the image are read as zeros.
     x = _window(problem).under(y)
     attrs = {**node.attrs, "problem": _row_problem(problem, x[1] - x[0], 0)}
     if problem.direction is Direction.BACKWARD_FILTER:
@@ -69,6 +70,7 @@ def _pool(node: Operands, rows: Rows) -> Strip:
     y = rows.of(node.outputs[0].shape[HEIGHT])
     margin = _counted_margin(node, padding)
     first = y.start * step - padding
+    # Padding that counts in averages is read as zeros; the rest stays padding.
     start = max(first, -margin)
     stop = (y.stop - 1) * step - padding + kernel
     stop = min(stop, node.inputs[0].shape[HEIGHT] + margin)

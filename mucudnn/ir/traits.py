@@ -253,6 +253,7 @@ class Window:
         """
         holding = -(-(x.start + self.padding - self.span + 1) // self.stride)
         first = min(holding, (x.start + self.padding) // self.stride)
+        # At least one window, as there are no empty strips.
         first = min(max(first, 0), windows - 1)
         past = min(windows, (x.stop - 1 + self.padding) // self.stride + 1)
         return first, max(first + 1, past)
