@@ -104,6 +104,11 @@ class MemoryBudget:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def found(self) -> StepPlan | None:
+        """Deprecated name of `plan`."""
+        return self.plan
+
     @classmethod
     def of(
         cls, budget: "MemoryBudget | int | str", device: Device | None = None
