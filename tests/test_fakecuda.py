@@ -8,6 +8,9 @@ import contextlib
 import copy
 import functools
 import gc
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -18,10 +21,14 @@ from tests.fakecuda import device as fakecuda  # noqa: E402  (where there is PyT
 if fakecuda.library() is None:
     pytest.skip(fakecuda.NEEDED, allow_module_level=True)
 
+from functorch.compile import nop  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.ir.graph import Phase  # noqa: E402
+from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamCopies,
@@ -125,10 +132,6 @@ OPTIMIZERS = {
 }
 
 
-EQUAL = [name for name in OPTIMIZERS if "Adam" not in name or "fused" not in name]
-"""Fused kernels of Adam round otherwise than the loop over tensors that is recorded."""
-
-
 def case(name, dtype=torch.float32):
     make, batch = MODELS[name]
     torch.manual_seed(0)
@@ -156,7 +159,7 @@ def recomputing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [("norms", "SGD"), *(("dense", name) for name in EQUAL)],
+    [("norms", "SGD"), *(("dense", name) for name in OPTIMIZERS)],
 )
 def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
     with fakecuda.KernelsOnHost():
@@ -169,7 +172,7 @@ def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
             of_eager.zero_grad()
         mine = copy.deepcopy(model)
         budgets = [None]
-        if optimizer == "SGD":
+        if optimizer in ("SGD", "AdamW foreach", "AdamW fused"):
             own = OPTIMIZERS[optimizer](mine.parameters())
             budgets.append(least_budget(mine, own, batch))
         for budget in budgets:
@@ -330,6 +333,81 @@ class Synchronized(nn.Module):
         return self.head((x - mean) * inverse)
 
 
+# -- operators
+
+ASK_WITHOUT_WRITING = {
+    "aten::_chunk_cat": "passes all addresses to its kernel in one array of pointers",
+    "aten::nll_loss_forward": "its kernel takes a pointer that is not const",
+    "aten::batch_norm_backward": "cuDNN's pointer to the reserve space is not const",
+    "aten::cudnn_batch_norm_backward": "the same",
+}
+"""Operators that ask for an operand to write but only read it, and why they ask."""
+
+
+def test_no_operator_recorded_as_pure_writes_an_operand():
+    """Of all operators that PyTorch's own tests call on CUDA, forward and backward."""
+    command = sys.executable, "-m", "tests.fakecuda.operators"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ran"] > 500
+    assert len(found["called"]) > 350
+    known = {name for name, writes in UNDECLARED_WRITES.items() if writes.operands}
+    assert found["written"].keys() - known == ASK_WITHOUT_WRITING.keys()
+    assert not set(found["counted"]) - known
+    norm = UNDECLARED_WRITES["aten::cudnn_batch_norm"]
+    assert found["written"]["aten::cudnn_batch_norm"] == sorted(norm.operands)
+
+
+# -- the other faces
+
+
+def test_memory_studies_what_a_step_on_the_device_needs():
+    """A study captures the CPU's operations, so bytes agree up to scratch memory."""
+    model, *batch = case("dense")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    study = mt.memory(model, CROSS_ENTROPY, batch, own, device="h100")
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    plan = step.prepare(*batch)
+    planned = plan.peak_bytes - plan.library_bytes
+    assert study.least_budget <= study.unlimited_bytes <= planned
+    assert next(model.parameters()).is_cuda
+
+
+def test_hints_partition_a_graph_of_the_device(fresh_compiler):
+    hints = mt.partitioner()
+    compiler = aot_autograd(fw_compiler=nop, partition_fn=hints)
+    model, *batch = case("norms")
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
+    assert next(model.parameters()).grad.is_cuda
+    assert hints.plans
+
+
+def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation():
+    model, *batch = case("dense")
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    with pytest.warns(UserWarning, match="runs operation by operation"):
+        assert step(*batch).is_cuda
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_distribute_measures_steps_on_the_device(one_rank):
+    model, *batch = case("norms")
+    found = mt.distribute(
+        model, CROSS_ENTROPY, batch, batch=8, wrap=lambda wrapped: wrapped
+    )
+    assert found.plan.samples == (8,)
+
+
 # -- what the processor does
 
 
@@ -346,7 +424,44 @@ def test_a_scaler_is_where_the_loss_is():
     assert found["stream_sync"] == found["copy_sync"] == found["device_sync"] == 0
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW foreach"])
+@pytest.mark.parametrize(
+    "optimizer", [name for name in OPTIMIZERS if "foreach" in name or "fused" in name]
+)
+def test_a_step_launches_no_more_than_eagers(optimizer):
+    model, *batch = case("attention")
+    eager = copy.deepcopy(model)
+    of_eager = OPTIMIZERS[optimizer](eager.parameters())
+
+    def eager_step():
+        CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
+        of_eager.step()
+        of_eager.zero_grad()
+
+    own = OPTIMIZERS[optimizer](model.parameters())
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    launches = []
+    for run in (eager_step, functools.partial(step, *batch)):
+        run(), run()
+        with fakecuda.counted() as found:
+            run()
+        launches.append(found["launch"] + found["product"])
+    assert launches[1] <= launches[0]
+
+
+def test_updates_together_are_the_planners_choice(recomputing):
+    """Where all gradients do not fit at once, they are updated in groups or alone."""
+    model, *batch = case("dense")
+    own = OPTIMIZERS["AdamW foreach"](model.parameters())
+    least = least_budget(model, own, batch)
+    calls = []
+    for budget in (least, None):
+        step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+        graph = step.prepare(*batch).plan.schedule.graph
+        calls.append(sum(node.phase is Phase.UPDATE for node in graph.nodes))
+    assert calls[0] > calls[1]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW foreach", "AdamW fused"])
 def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomputing):
     model, *batch = case("attention")
     own = OPTIMIZERS[optimizer](model.parameters())
