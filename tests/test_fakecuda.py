@@ -26,6 +26,7 @@ from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
+from bench.gpu import pytorch_steps  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.ir.graph import Phase  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
@@ -377,7 +378,7 @@ def test_memory_studies_what_a_step_on_the_device_needs():
 def test_hints_partition_a_graph_of_the_device(fresh_compiler):
     hints = mt.partitioner()
     compiler = aot_autograd(fw_compiler=nop, partition_fn=hints)
-    model, *batch = case("norms")
+    model, *batch = case("attention")
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
     assert next(model.parameters()).grad.is_cuda
@@ -402,13 +403,17 @@ def one_rank():
 
 def test_distribute_measures_steps_on_the_device(one_rank):
     model, *batch = case("norms")
-    found = mt.distribute(
-        model, CROSS_ENTROPY, batch, batch=8, wrap=lambda wrapped: wrapped
-    )
+    found = mt.distribute(model, CROSS_ENTROPY, batch, batch=8)
     assert found.plan.samples == (8,)
 
 
 # -- what the processor does
+
+NEVER = (
+    *("stream_sync", "event_sync", "device_sync", "copy_sync"),
+    *("malloc", "free", "host_alloc", "event_create"),
+)
+"""Calls of CUDA's that a step does not make after its first two runs."""
 
 
 def test_a_scaler_is_where_the_loss_is():
@@ -470,10 +475,25 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomp
         step(*batch)
     with fakecuda.counted() as found:
         step(*batch)
-    never = "stream_sync", "event_sync", "device_sync", "copy_sync", "malloc", "free"
-    assert {key: found[key] for key in (*never, "host_alloc", "event_create")} == (
-        dict.fromkeys((*never, "host_alloc", "event_create"), 0)
-    )
+    assert {key: found[key] for key in NEVER} == dict.fromkeys(NEVER, 0)
+
+
+def test_a_step_that_offloads_reuses_its_events_and_memory(monkeypatch):
+    fast = Links(1e12, 1e12)
+    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
+    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+    model, y = wide(4).cuda(), torch.zeros(1024, dtype=torch.long, device="cuda")
+    x = torch.rand(1024, 256, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    least = least_budget(model, own, (x, y))
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    for _ in range(2):
+        step(x, y)
+    with fakecuda.counted() as found:
+        step(x, y)
+    assert step.plan.leaving
+    assert found["copy_async"] >= 2 * len(step.plan.leaving)
+    assert {key: found[key] for key in NEVER} == dict.fromkeys(NEVER, 0)
 
 
 # -- the order of copies
@@ -577,7 +597,22 @@ def test_requested_and_reserved_bytes_are_within_the_plan(share):
     # Tensors of the caller's may have one segment of 20 MiB that is not full.
     reserved = stats["reserved_bytes.all.peak"] - held
     assert reserved <= 1.05 * planned + (20 << 20)
+    foreseen = plan.reserved_bytes + plan.given_bytes
+    assert reserved <= 1.02 * foreseen + (20 << 20)
     assert "has reserved" in str(plan)
+
+
+def test_the_bench_for_a_gpu_is_rehearsed():
+    found = pytorch_steps.memory("gpt2", "cuda", small=True)
+    assert not found["wrong"]
+    assert {*found["budgets"]} == {"90%", "60%", "30%"}
+    for row in found["budgets"].values():
+        assert 0 < row["requested_bytes"] <= row["planned_bytes"]
+        assert row["retries"] == 0
+    assert set(pytorch_steps.trace("gpt2", "cuda", small=True)) >= {
+        "host_ms",
+        "busy_ms",
+    }
 
 
 def test_an_error_lists_what_was_alive_in_the_program():

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
-
 from mucudnn.arguments import check_bool
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.ir.devices import get_device
@@ -310,7 +308,7 @@ class LoweredStep:
             PlanningError: It does not fit; says the least budget that works.
         """
         device = device_of(self.lowered.layouts)
-        held = self.threads * library_bytes(self.lowered, device)
+        held = self.held_bytes(options)
         try:
             options, planner, plan = self._plan(options, max(0.0, budget - held))
         except PlanningError as e:
@@ -328,8 +326,8 @@ class LoweredStep:
         if device.type != "cuda":
             return planner, plan
         on_cuda = partial(replace, budget=budget, library_bytes=held, device=device)
-        if not torch.cuda.is_available():
-            return planner, on_cuda(plan)
+        if options.costs is not measured:
+            return planner, on_cuda(plan)  # nothing runs
         # A GPU runs out of reserved memory. If more is reserved than the budget, less
         # is planned with; where nothing less can be, the first plan stands.
         first = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
@@ -340,7 +338,8 @@ class LoweredStep:
                 return found
             spare += excess
             try:
-                planner, plan = self._plan_grouped(options, budget - held - spare)
+                rest = max(0.0, budget - held - spare)
+                planner, plan = self._plan_grouped(options, rest)
             except PlanningError:
                 break
             found = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
@@ -348,6 +347,13 @@ class LoweredStep:
             found = first
             _reserve(planner, found[1])
         return found
+
+    def held_bytes(self, options: PlanOptions) -> int:
+        """Return the bytes of cuBLAS's workspaces; 0 for a step that is not run."""
+        if options.costs is not measured:
+            return 0
+        device = device_of(self.lowered.layouts)
+        return self.threads * library_bytes(self.lowered, device)
 
     def _plan(
         self, options: PlanOptions, budget: float
@@ -523,8 +529,7 @@ def least_budget(step: LoweredStep, options: PlanOptions) -> int:
         PlanningError: No budget is enough.
     """
     if options.split == WHOLE:
-        held = library_bytes(step.lowered, device_of(step.lowered.layouts))
-        least = step.planner(options).least_budget() + step.threads * held
+        least = step.planner(options).least_budget() + step.held_bytes(options)
     else:
         try:
             least = step.plan(options, 0)[1].peak_bytes

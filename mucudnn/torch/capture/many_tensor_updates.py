@@ -257,7 +257,7 @@ class Merger:
                 mine = groups.setdefault(at, {})
                 mine.setdefault((key, member.in_place), []).append(member)
             made.update(node.outputs)
-        found = []
+        found: list[Node] = []
         for at in range(1 + max(level.values(), default=-1)):
             found += alone.get(at, ())
             found += map(self._joined, groups.get(at, {}).values())

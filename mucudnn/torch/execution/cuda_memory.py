@@ -7,14 +7,12 @@ A plan counts the bytes of tensors and of scratch memory. Three things come on t
   a product. `library_bytes` measures one; plans count it as a part of the budget.
 * Blocks that measuring has left. `reserve` gives them back to the driver.
 * Free blocks that are too small for the next tensor, so that the allocator asks the
-  driver for another segment. `reserve` makes all allocations of a step once, without
-  its kernels, and so finds out how much that is before the first step. What it has
-  reserved stays reserved, and a step asks the driver for nothing more.
+  driver for another segment. `reserve` allocates one block of the plan's size and frees
+  it: the tensors of a step are then cut from one segment. All allocations of the step
+  are made in it once, without its kernels, which tells how much more is needed.
 
-One block of the plan's size that is allocated and freed beforehand usually leaves fewer
-such gaps than segments that are reserved one by one; `reserve` tries both and keeps the
-better. Neither costs anything in a step, and other code may use the memory between two
-steps, which a `torch.cuda.MemPool` of the plan's own would prevent.
+This costs nothing in a step, and other code may use the block between two steps, which
+a `torch.cuda.MemPool` of the plan's own would prevent.
 """
 
 from collections.abc import Iterator
@@ -54,7 +52,7 @@ def library_bytes(lowered: Lowered, device: torch.device) -> int:
 
 
 def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
-    """Reserve the memory of a step by making its allocations once.
+    """Reserve the memory of a step, and find out how much it needs beyond its peak.
 
     Args:
         lowered: The step.
@@ -68,29 +66,31 @@ def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
         torch.OutOfMemoryError: The device does not have them.
     """
     device = device_of(lowered.layouts)
-    steps = _allocations(lowered, schedule)
-
-    def needed(in_one_block: bool) -> int:
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(device)
-        if in_one_block:
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
-        live = {}
-        for name, size in steps:
-            if size:
-                live[name] = torch.empty(size, dtype=torch.uint8, device=device)
-            else:
-                live.pop(name, None)
-        return max(0, torch.cuda.memory_reserved(device) - before - nbytes)
-
-    found = needed(in_one_block=True)
-    if found and (fewer := needed(in_one_block=False)) >= found:
-        found = needed(in_one_block=True)
-    elif found:
-        found = fewer
+    before = _reserve_block(device, nbytes)
+    live = {}
+    for name, size in _allocations(lowered, schedule):
+        if size:
+            live[name] = torch.empty(size, dtype=torch.uint8, device=device)
+        else:
+            live.pop(name, None)
+    live.clear()
+    gaps = max(0, int(torch.cuda.memory_reserved(device)) - before - nbytes)
+    if gaps:  # the first step reserves what its own order of allocations needs
+        _reserve_block(device, nbytes)
     torch.cuda.reset_peak_memory_stats(device)
-    return found
+    return gaps
+
+
+def _reserve_block(device: torch.device, nbytes: int) -> int:
+    """Reserve one block of so many bytes; return the bytes reserved before.
+
+    What is unused goes back to the driver first.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return int(before)
 
 
 def _allocations(lowered: Lowered, schedule: Schedule) -> list[tuple[str, int]]:
