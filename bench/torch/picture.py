@@ -1,4 +1,4 @@
-"""`python -m bench.torch.picture torch.json DIR`: what bytes cost, in pictures."""
+"""`python -m bench.torch.picture torch.json DIR`: draw measured time against memory."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ __all__ = ["picture"]
 
 _OURS = "ours"
 _WAYS = (_OURS, "activation_memory_budget", "checkpoint_sequential", "save_on_cpu")
+_SHOWN = {"resnet50": "ResNet-50", "gpt": "GPT", "unet": "U-Net"}
 _MIB = 1 << 20
 
 
@@ -31,14 +32,15 @@ def main() -> int:
 
 
 def picture(networks: Sequence[Mapping[str, Any]]) -> str:
-    """Time that forward and backward passes take against what they have in use."""
-    title = "Predicted time against the bytes that are really in use"
-    return panels(title, [(_name(n), _chart(n)) for n in networks], _WAYS, _OURS)
+    """Draw the time of forward and backward pass against peak memory, both measured."""
+    title = "Time over eager mode's against peak memory beyond parameters, measured"
+    shown = [n for n in networks if n["model"] in _SHOWN]
+    return panels(title, [(_name(n), _chart(n)) for n in shown], _WAYS, _OURS)
 
 
 def _name(network: Mapping[str, Any]) -> str:
     shape = "×".join(map(str, network["batch"][0]))
-    return f"{network['model']}, {shape}"
+    return f"{_SHOWN[network['model']]}, {shape}"
 
 
 def _chart(network: Mapping[str, Any]) -> Markup:
@@ -47,31 +49,33 @@ def _chart(network: Mapping[str, Any]) -> Markup:
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     most = max(row["peak_bytes"] for row in rows)
     x, unit, size = bytes_axis(most, frame.left, frame.right, most_ticks=6)
-    y = _times(max(row["cost"] for row in rows), frame)
+    y = _times([row["measured"] for row in rows], frame)
     by_way = [[row for row in rows if row["way"] == way] for way in _WAYS]
     return drawing(
         width,
         height,
-        f"Time against bytes in use: {_name(network)}",
-        frame.vertical(y, "time, of every operation once", 1.0),
-        frame.horizontal(x, f"really in use, {unit}", size),
+        f"Time against peak memory: {_name(network)}",
+        frame.vertical(y, "time over eager mode's", 1.0),
+        frame.horizontal(x, f"peak memory beyond parameters, {unit}", size),
         (_line(i, by_way[i], x, y) for i in reversed(range(len(_WAYS)))),
     )
 
 
-def _times(most: float, frame: Frame) -> Scale:
-    """From a little less than once, in tenths or in more."""
-    step = next(s for s in (0.1, 0.2, 0.5, 1.0, 5.0) if (most - 1) / s < 6)
-    count = int((most - 1) / step) + 1
+def _times(times: Sequence[float], frame: Frame) -> Scale:
+    """Return a scale from a little less than eager mode's time."""
+    most = max(times) - 1
+    step = next(s for s in (0.1, 0.2, 0.5, 1.0, 5.0) if most / s < 6)
+    count = int(most / step) + 1
     ticks = tuple(round(1 + i * step, 1) for i in range(count + 1))
-    return Scale(1 - step / 4, ticks[-1], frame.bottom, frame.top, ticks)
+    least = min(1 - step / 4, *times)
+    return Scale(least, ticks[-1], frame.bottom, frame.top, ticks)
 
 
 def _line(
     index: int, rows: Sequence[Mapping[str, Any]], x: Scale, y: Scale
 ) -> Iterator[Markup]:
     ours = _WAYS[index] == _OURS
-    points = [(row["peak_bytes"], row["cost"], row["setting"]) for row in rows]
+    points = [(row["peak_bytes"], row["measured"], row["setting"]) for row in rows]
     if ours:  # theirs in the order of their settings: some need more for a lower one
         points.sort()
     line = "L".join(f"{x(nbytes):.1f} {y(cost):.1f}" for nbytes, cost, _ in points)
