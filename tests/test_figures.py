@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from bench import torch_compiled
+
 ROOT = Path(__file__).parents[1]
 MIB, GIB = 2.0**20, 2.0**30
 NETWORKS = {
@@ -177,3 +179,13 @@ def test_a_result_file_is_of_this_version(file):
     named = r"mucudnn-([0-9.]*)|\"mucudnn\": \"([^\"]*)\""
     versions = {a or b for a, b in re.findall(named, file.read_text("utf-8"))}
     assert (versions == {current}) == (file.stem not in EARLIER)
+
+
+@pytest.mark.parametrize("name", ["results.md", "comparison.md"])
+def test_tables_of_compiled_steps_are_rendered_from_their_file(name):
+    text = page(f"docs/{name}").partition(torch_compiled.BEGIN)[2]
+    shown, end, _ = text.partition(torch_compiled.END)
+    assert end
+    measured = (ROOT / "bench/results/torch-compiled.json").exists()
+    lines = torch_compiled.pages(read("torch-compiled.json"))[name] if measured else []
+    assert shown.strip() == "\n".join(lines)

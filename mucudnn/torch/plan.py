@@ -141,6 +141,10 @@ class TorchPlan:
         if bound:
             budget = f"a budget of {format_bytes(*bound, self.peak_bytes)}"
         offloaded, recomputed = self.leaving, self.recomputed
+        noun, times = (
+            "kernel" if self.kernels else "operation",
+            sum(recomputed.values()),
+        )
         prediction, gap = self.plan.prediction, self.plan.gap
         gap_words = "" if gap is None else f", at most {gap:.1%} above the best plan"
         before = ""
@@ -159,13 +163,15 @@ class TorchPlan:
             f"offloaded: {_counted(offloaded, 'tensor')}, "
             f"{format_bytes(prediction.out_bytes)} out and "
             f"{format_bytes(prediction.in_bytes)} back{_some(offloaded)}",
-            f"recomputed: {_counted(recomputed, 'operation')}{_some(recomputed)}",
+            f"recomputed: {_counted(recomputed, noun)}"
+            f"{f', {times} times in all' if times > len(recomputed) else ''}"
+            f"{_some(recomputed)}",
             *self._timeline(),
         ]
         if prediction.placement is not None:
             lines.append(str(prediction.placement))
         if self.kernels:
-            lines.append(f"kernels: {self.kernels} of Inductor's make up both passes")
+            lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)
