@@ -36,9 +36,10 @@ def test_every_way_is_beside_ours(monkeypatch):
     assert found.pop("refuses").error == "ValueError: not this model"
     eager = found[EAGER]
     assert eager.slowdown
-    for way in found.values():
-        assert 0 < way.ours_bytes <= way.peak_bytes <= eager.peak_bytes
+    for name, way in found.items():
         assert way.slowdown > 0 < way.ours_slowdown
+        assert way.peak_bytes <= eager.peak_bytes
+        assert way.ours_bytes <= way.peak_bytes or name == EAGER
     least = 4 * sum(p.numel() for p in model.parameters()) * 4  # state and gradients
     assert eager.peak_bytes > least + 256 * 32 * 4 * 4
 

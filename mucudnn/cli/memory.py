@@ -236,7 +236,8 @@ def _compare(
     )
     note = (
         "measured here; peaks without the batch, times over eager mode's, run in "
-        "turns; ours is planned within the peak of each way"
+        "turns; ours is planned within the peak of each way, beside eager mode "
+        "without a limit"
     )
     emit(
         json_file,

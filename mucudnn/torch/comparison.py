@@ -103,7 +103,7 @@ def compare_step(
                     found.append(ComparedWay(name, peak, slowdown, error=_line(e)))
                     continue
                 _, slowdown, mine = _slowdowns(
-                    eager, step, lambda ours=ours: ours(*args, **kwargs)
+                    eager, step, partial(ours, *args, **kwargs)
                 )
                 found.append(ComparedWay(name, peak, slowdown, plan.peak_bytes, mine))
             except Exception as e:  # a model may refuse any of them
@@ -143,7 +143,7 @@ def _peak_bytes(parts: Parts, step: Callable[[], object]) -> int:
         )
     }
     (peak,) = meter_of(next(model.parameters()).device).most_bytes([lambda: step])
-    return peak + sum(held.values())
+    return int(peak + sum(held.values()))
 
 
 def _slowdowns(*steps: Callable[[], object]) -> list[float]:
