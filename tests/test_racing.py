@@ -177,7 +177,7 @@ def test_an_epilogue_is_raced_once_for_a_plan(other, file):
     assert not backend.epilogues.shapes
     (kept,) = BenchmarkCache(file).races()
     assert kept.times_ms == (0.5, 2)
-    (row,) = found._plans[problem].steps
+    (row,) = found.plans[problem].steps
     plans = {problem: ConvPlan(problem, (replace(row, **other),))}
     tuner = Tuner(backend=backend, cache=file)
     assert not EpilogueRace(tuner, None, plans).offers(problem, "float32")

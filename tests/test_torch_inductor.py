@@ -3,7 +3,6 @@
 import copy
 import warnings
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import pytest
 
@@ -109,14 +108,6 @@ def llama():
     return case.model, case.loss_fn, case.batch
 
 
-def of_zoo(name):
-    def made():
-        case = zoo.build(name)
-        return case.model, case.loss_fn, case.batch
-
-    return made
-
-
 def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
@@ -192,11 +183,6 @@ def compilations(monkeypatch):
 
 SLOW = pytest.mark.slow
 
-NEEDS_ZOO = pytest.mark.skipif(
-    not all(map(find_spec, ("torchvision", "timm"))),
-    reason="needs torchvision and timm: the extra zoo",
-)
-
 
 @pytest.mark.parametrize(
     ("made", "optimizer_of"),
@@ -206,11 +192,6 @@ NEEDS_ZOO = pytest.mark.skipif(
         pytest.param(unet, sgd, marks=SLOW),
         pytest.param(gpt, adamw, marks=SLOW),
         pytest.param(llama, sgd, marks=SLOW),
-        *(
-            pytest.param(of_zoo(name), sgd, id=name, marks=[SLOW, NEEDS_ZOO])
-            for name in zoo.ZOO
-            if name not in ("gpt", "unet")
-        ),
     ],
 )
 def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(

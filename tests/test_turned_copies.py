@@ -102,7 +102,7 @@ def test_a_gradient_that_is_returned_is_turned_back():
     assert turned
     returned = replace(plain, outputs=(*plain.outputs, *plain.gradients.values()))
     assert with_computed_gradients(returned).gradients == plain.gradients
-    assert with_computed_gradients(plain, turned=False).gradients == plain.gradients
+    assert with_computed_gradients(plain, transposed=False).gradients == plain.gradients
 
 
 def updates(op, turned, dtype, narrow):
