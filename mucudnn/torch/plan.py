@@ -64,6 +64,8 @@ class TorchPlan:
         update_peak_bytes: The most that is in use during such an update.
         update_reason: Why it is not planned.
         library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
+        fragmentation_bytes: Bytes that CUDA's allocator reserves beyond the peak, for
+            gaps that no tensor fits into; 0 on the CPU.
         device: The CUDA device that the step runs on; None for the CPU.
         chosen: What a budget that is not in bytes came to, and what it costs.
         unplanned_bytes: Peak of the whole graph without a budget, in the planner's own
@@ -82,6 +84,7 @@ class TorchPlan:
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")
     library_bytes: int = 0
+    fragmentation_bytes: int = 0
     device: torch.device | None = None
     chosen: tuple[str, ...] = field(repr=False, default=())
     unplanned_bytes: int = 0
@@ -96,6 +99,11 @@ class TorchPlan:
         held = 0 if self.own_update is None else self.own_update.persistent
         passes = peak - self.given_bytes + held
         return max(passes, self.update_peak_bytes) + self.library_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Most memory that PyTorch's allocator holds for what the budget counts."""
+        return self.peak_bytes + self.fragmentation_bytes
 
     @property
     def slowdown(self) -> float:
@@ -184,7 +192,9 @@ class TorchPlan:
         if self.device is not None:
             lines.append(
                 f"{format_bytes(self.library_bytes)} of the peak are cuBLAS's "
-                f"workspaces; {reserved_line(self.device)}"
+                f"workspaces; {format_bytes(self.reserved_bytes)} are reserved for it, "
+                f"{format_bytes(self.fragmentation_bytes)} of them for gaps; "
+                f"{reserved_line(self.device)}"
             )
         if self.splitting is not None:
             lines += self.splitting.lines

@@ -171,7 +171,7 @@ def train_step(
     to memory of their own, and kernels may round strided memory differently from dense
     memory (the sigmoids of `nn.GRU` do, unless its width is a multiple of 32); the
     gradient of a product (`prod`) is always computed as if the product had zeros; and
-    an optimizer with `fused=True` updates by PyTorch's plain operations.
+    an optimizer with `fused=True` updates CPU models by PyTorch's plain operations.
 
     Args:
         model: The model to train.
