@@ -331,10 +331,13 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         sides = image * 2 if len(image) == 1 else image
         nbytes = 4 * spec.batch * math.prod(sides)
         if nbytes > (most := int(get_device(device).memory.value)):
-            raise BadInputError(
-                f"--image {'x'.join(map(str, image))}: a batch of {spec.batch} alone "
-                f"needs {format_bytes(nbytes)}, and {device} has {format_bytes(most)}"
+            click.echo(
+                "mucudnn: error: no technique fits the step, as its images alone take "
+                f"more than the {format_bytes(most)} of {device}: take a smaller "
+                "--batch or --image",
+                err=True,
             )
+            ctx.exit(ExitCode.NOTHING_FITS)
     split = settings["split"]
     if split is None:
         split = "auto" if settings["inference"] and device != _CPU else "none"
