@@ -564,7 +564,7 @@ class ReadRecorder:
 
     def _take(self, value: Any, label: str) -> None:
         """Note what a value consists of that the step has reached."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in weakref.ProxyTypes:
             value = weakref.ref(value.__init__.__self__)
             kind = type(value)

@@ -113,9 +113,10 @@ def check_tensor(of: str, tensor: torch.Tensor, *, hooks: bool = False) -> None:
         UnsupportedError: Its class computes in its own way, or it has hooks that may
             not have any.
     """
-    if type(tensor) is not torch.Tensor and _computes_itself(type(tensor)):
+    kind: Any = type(tensor)
+    if kind is not torch.Tensor and _computes_itself(kind):
         raise UnsupportedError(
-            f"{of} has a {type(tensor).__name__}, a class of tensors with a "
+            f"{of} has a {kind.__name__}, a class of tensors with a "
             "__torch_function__ of its own; give a plain one, "
             "tensor.as_subclass(torch.Tensor)"
         )
@@ -130,7 +131,7 @@ def check_tensor(of: str, tensor: torch.Tensor, *, hooks: bool = False) -> None:
 def _computes_itself(kind: Any) -> bool:
     """Return whether a class of tensors has a `__torch_function__` of its own."""
     own = (b for b in kind.__mro__ if "__torch_function__" in vars(b))
-    return next(own).__module__.partition(".")[0] != "torch"
+    return bool(next(own).__module__.partition(".")[0] != "torch")
 
 
 def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
