@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from bench import torch_compiled
+
 ROOT = Path(__file__).parents[1]
 MIB, GIB = 2.0**20, 2.0**30
 NETWORKS = {
@@ -157,3 +159,13 @@ def test_a_table_is_rendered_from_its_file(table):
     start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
     rows = lines[start : lines.index("", start)]
     assert rows == list(TABLES[table]())
+
+
+@pytest.mark.parametrize("name", ["results.md", "comparison.md"])
+def test_tables_of_compiled_steps_are_rendered_from_their_file(name):
+    text = page(f"docs/{name}").partition(torch_compiled.BEGIN)[2]
+    shown, end, _ = text.partition(torch_compiled.END)
+    assert end
+    measured = (ROOT / "bench/results/torch-compiled.json").exists()
+    lines = torch_compiled.pages(read("torch-compiled.json"))[name] if measured else []
+    assert shown.strip() == "\n".join(lines)

@@ -74,6 +74,7 @@ def least_budget(name, optimizer_of):
     return caught.value.least_bytes
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     ("name", "optimizer_of"),
     [("mlp", adamw), ("cnn", sgd), ("gpt", sgd)],

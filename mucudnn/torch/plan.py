@@ -131,12 +131,16 @@ class TorchPlan:
             f"without a limit{gap_words}",
             f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
-            f"{len(again)} operations run again: {_some(again)}",
         ]
         if prediction.placement is not None:
-            lines.insert(-1, str(prediction.placement))
+            lines.append(str(prediction.placement))
+        operations = f"{len(again)} operations run again"
         if self.kernels:
-            lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
+            operations = (
+                f"{self.kernels} kernels of Inductor's make up both passes, and "
+                f"{len(again)} run again, {sum(again.values())} times in all"
+            )
+        lines.append(f"{operations}: {_some(again)}")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)

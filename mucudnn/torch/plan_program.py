@@ -81,12 +81,6 @@ REFUSALS = (
         instead="take one of both",
     ),
     Refusal(
-        faces=("train_step", "backend"),
-        options=("tuner", "inductor"),
-        reason="compiled code calls PyTorch's own convolutions, in layouts of its own",
-        instead="take one of both",
-    ),
-    Refusal(
         faces=("backend",),
         options=("split",),
         reason="each slice runs forward and backward before the next one begins, and "
@@ -204,7 +198,7 @@ class LoweredStep:
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
         compiled: Compiles the passes by Inductor, and returns the graph with their
-            kernels as nodes.
+            kernels as nodes; told whether a tuner may plan convolutions.
         planners: What plans it, by options: it is measured once, for all budgets.
         threads: How many threads compute it: autograd's has workspaces of its own.
     """
@@ -214,7 +208,7 @@ class LoweredStep:
     names: Sequence[str] = ()
     finish: Callable[[Lowered], Lowered] = lambda lowered: lowered
     update: EagerUpdate | None = None
-    compiled: Callable[[], Lowered] | None = None
+    compiled: Callable[..., Lowered] | None = None
     planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
     threads: int = 1
 
@@ -262,13 +256,13 @@ class LoweredStep:
         batch = [tensor for name, tensor in inputs.items() if name.startswith("batch.")]
         finish = partial(with_updates, late=late)
 
-        def compiled() -> Lowered:
+        def compiled(*, tuned: bool) -> Lowered:
             # Inductor is imported where it is used: that takes seconds.
             from mucudnn.torch.inductor.kernel_graph import lower_step
 
             own = len(parts.parameters) + len(parts.buffers)
             with autocast_off():  # casts are in the graph
-                return lower_step(captured, own)
+                return lower_step(captured, own, tuned=tuned)
 
         return cls(lowered, batch, captured.names, finish, update, compiled)
 
@@ -281,7 +275,8 @@ class LoweredStep:
             if other is not None:
                 self.planners[key] = replace(other, offload_state=key.offload_state)
             elif options.inductor and self.compiled is not None:
-                self.planners[key] = self._measure(options, self.compiled())
+                tuned = options.choice.tuner is not None
+                self.planners[key] = self._measure(options, self.compiled(tuned=tuned))
             else:
                 self.planners[key] = self._measure(options, self.lowered)
         return self.planners[key]

@@ -121,6 +121,10 @@ _REPLANS_LOGGED = 3
 """Captures behind the first one, the last of which is logged with its reason."""
 
 
+_COMPILATIONS = 4
+"""Graphs compiled by Inductor, the last of which comes with a warning."""
+
+
 _CHANGES_OF_INPUTS = 2
 """Changes of a Python number after which it is an input of the graph."""
 
@@ -213,8 +217,8 @@ def train_step(
             runs in eager mode with either.
         inductor: Whether both passes are compiled by PyTorch's Inductor, once for all
             budgets, and planned kernel by kernel. Results are those of `torch.compile`,
-            bit for bit. Where a step cannot be compiled, a warning says why, and it
-            runs operation by operation. CPU only.
+            bit for bit, unless there is a tuner. Where a step cannot be compiled, a
+            warning says why, and it runs operation by operation. CPU only.
         tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
             another process); append `=SIZE` to limit one. Several are filled fastest
             first. Host memory by default.
@@ -231,8 +235,8 @@ def train_step(
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
-            unknown, `split` or `tuner` is combined with `inductor`, a tier is unknown,
-            or tiers are given without a budget.
+            unknown, `split` is combined with `inductor`, a tier is unknown, or tiers
+            are given without a budget.
         TypeError: An argument has the wrong type.
         UnsupportedError: The model is wrapped for several devices.
     """
@@ -329,6 +333,7 @@ class TrainStep:
         self._transient_steps = 0  # in a row
         self._eager_steps = 0  # since a step was last captured
         self._captures = 0
+        self._compilations = 0
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
         self._commit = StepCommit(optimizer)
@@ -594,6 +599,15 @@ class TrainStep:
                 bound = bind_step(program.lowered, schedule, program.copies)
                 plan = replace(program.plan, source=bound.source)
                 found = PlannedStep(key, plan, bound, step.reads.constants)
+                self._compilations += self._options.inductor
+                if self._compilations == _COMPILATIONS:
+                    self._warn(
+                        "compiled",
+                        f"the step was compiled for the {_COMPILATIONS}th time, for "
+                        f"{batch.signature}: every size of a batch is compiled for "
+                        "itself, which takes as long as many steps; pad batches to a "
+                        "few sizes",
+                    )
             return step, found
 
         return self._results.settled(captured, planned)
