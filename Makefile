@@ -21,7 +21,7 @@ CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 FAKECUDA := .venv-fakecuda
 FAKECUDA_TORCH := torch==2.14.1
 FAKECUDA_HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
-FAKECUDA_NEEDS := filelock typing-extensions sympy networkx jinja2 fsspec setuptools
+FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fsspec setuptools
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 

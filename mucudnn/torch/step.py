@@ -148,7 +148,7 @@ def train_step(
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
     verify: int | None = None,
-    exact: bool = True,
+    exact: bool | None = None,
 ) -> "TrainStep":
     """Compile a model's whole training step under a memory budget.
 
@@ -172,7 +172,7 @@ def train_step(
     to memory of their own, and kernels may round strided memory differently from dense
     memory (the sigmoids of `nn.GRU` do, unless its width is a multiple of 32); the
     gradient of a product (`prod`) is always computed as if the product had zeros; and
-    an optimizer with `fused=True` updates by PyTorch's plain operations.
+    an optimizer with `fused=True` updates CPU models by PyTorch's plain operations.
 
     Args:
         model: The model to train.
@@ -186,7 +186,7 @@ def train_step(
         budget: Bytes, or a size such as "8GiB"; None plans without a limit. A share
             such as "50%" of what the step needs without a limit, "device" for the
             memory that is free, or "auto" for the least memory at a predicted slowdown
-            of at most 5 %; these three choose `offload_state` and, with `exact=False`,
+            of at most 5 %; these three choose `offload_state` and, as `exact` allows,
             `split` where they are needed, and `print(step.plan)` says so.
         tuner: Measures further algorithms and micro-batches for the convolutions; the
             plan uses the fastest that fit. Results then differ from eager mode by
@@ -231,7 +231,8 @@ def train_step(
             exceeds the budget by what eager mode needs and two copies of the trained
             state. None and 0 compare nothing.
         exact: Whether options that a share, "device" or "auto" chooses must leave
-            results bit for bit as they are.
+            results bit for bit as they are. By default, a share or "device" divides the
+            step, which changes results by rounding, only where nothing else fits.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
@@ -243,7 +244,9 @@ def train_step(
     check_parts(model, loss_fn, optimizer)
     check_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
-    automatic = AutomaticBudget.parse(budget, exact=check_bool("exact", exact))
+    automatic = AutomaticBudget.parse(
+        budget, exact=None if exact is None else check_bool("exact", exact)
+    )
     limit = parse_budget(budget) if automatic is None else 0.0
     options = PlanOptions.of(
         "train_step",
@@ -275,10 +278,7 @@ def train_step(
         max_plans=max_plans,
         fallback=fallback,
         verify=verify,
-        exact=tuner is None
-        and split == WHOLE
-        and not inductor
-        and (exact or automatic is None),
+        exact=tuner is None and split == WHOLE and not inductor,
         automatic=automatic,
     )
 
@@ -387,7 +387,8 @@ class TrainStep:
         if not self._verify or (self._steps > 1 and self._steps % self._verify):
             return self._run(variant, batch, given)
         parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
-        checked = VerifiedStep(*parts, exact=self._exact)
+        whole = variant.planned.plan.splitting is None
+        checked = VerifiedStep(*parts, exact=self._exact and whole)
         return checked.run(partial(self._run, variant, batch, given), self._steps)
 
     @property
