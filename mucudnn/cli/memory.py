@@ -327,6 +327,14 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
     asked_more = settings["max_batch"] or settings["min_budget"]
     spec = _step(ctx, model, settings)
+    if device != _CPU and (image := settings["image"]) is not None:
+        sides = image * 2 if len(image) == 1 else image
+        nbytes = 4 * spec.batch * math.prod(sides)
+        if nbytes > (most := int(get_device(device).memory.value)):
+            raise BadInputError(
+                f"--image {'x'.join(map(str, image))}: a batch of {spec.batch} alone "
+                f"needs {format_bytes(nbytes)}, and {device} has {format_bytes(most)}"
+            )
     split = settings["split"]
     if split is None:
         split = "auto" if settings["inference"] and device != _CPU else "none"
