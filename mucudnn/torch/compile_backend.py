@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
@@ -208,24 +209,33 @@ class CompileBackend:
     Args:
         budget: Bytes for all graphs of one model.
         options: How graphs are planned.
+        planned: Plans a graph within a budget, and returns its peak memory, too.
     """
 
-    def __init__(self, budget: float, options: PlanOptions | None = None) -> None:
+    def __init__(
+        self,
+        budget: float,
+        options: PlanOptions | None = None,
+        planned: "GraphPlanner | None" = None,
+    ) -> None:
         self._budget = SharedBudget(budget)
         self._options = PlanOptions() if options is None else options
+        self._plan = _plan_graph if planned is None else planned
+        self._under_way = 0
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
-        self._warned = False
+        self._warned = self._warned_of_copies = False
         self._plans: list[TorchPlan] = []
         self._reasons_before = break_reasons()
         self._warned_of_eager = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy budget and options; a copy plans for itself."""
-        return functools.partial(CompileBackend, options=self._options), (
-            self._budget.budget,
+        made = functools.partial(
+            CompileBackend, options=self._options, planned=self._plan
         )
+        return made, (self._budget.budget,)
 
     @property
     def plans(self) -> list[TorchPlan]:
@@ -353,31 +363,67 @@ class CompileBackend:
             with outside_of_tracing():
                 step = LoweredStep.of_joint(parts, own)
 
-                def plan(budget: float) -> PlannedProgram:
+                def plan(budget: float) -> tuple[PlannedProgram, int]:
                     try:
-                        return plan_program(step, self._options, budget)
+                        return self._plan(step, self._options, budget)
                     except NotCompiledError as e:
                         message = f"{source.name} runs operation by operation: {e}"
                         warnings.warn(message, stacklevel=2)
                     options = replace(self._options, inductor=False)
-                    return plan_program(step, options, budget)
+                    return self._plan(step, options, budget)
 
-                program = self._budget.plan(source, plan)
+                program, peak = self._budget.plan(source, plan)
                 schedule = program.plan.plan.schedule
                 halves = bind_halves(
                     program.lowered, schedule, parts.count, program.copies
                 )
+            if self._plan is _plan_graph and math.isfinite(self._budget.budget):
+                watch = functools.partial(self._watch, source.name, [])
+                halves = replace(halves, watch=watch)
             self._planned[key] = halves
             code = f"{halves.forward.source}\n{halves.backward.source}"
             found = replace(program.plan, source=code, name=source.name)
             self._plans.append(found)
             _log.info("%s", found)
-            self._budget.note(source, found.peak_bytes)
+            self._budget.note(source, peak)
             message = self._budget.exceeded_by_models(source)
             if message and not self._warned:
                 self._warned = True
                 warnings.warn(message, stacklevel=2)
         return self._planned[key]
+
+    def _watch(
+        self, name: str, saved: list[StorageWeakRef], tensor: torch.Tensor
+    ) -> None:
+        """Warn, once, if a graph runs again before a backward pass of it.
+
+        Args:
+            name: The graph.
+            saved: Of every run whose saved tensors are in use, one.
+            tensor: One of those of this run.
+        """
+        saved[:] = [ref for ref in saved if not ref.expired()]
+        saved.append(StorageWeakRef(tensor.untyped_storage()))
+        if len(saved) > 1 and not self._warned_of_copies:
+            self._warned_of_copies = True
+            warnings.warn(
+                f"{name} runs again before its backward pass, as one graph of several "
+                "equal layers does, and the budget counts it once; "
+                "mt.compile_layers(layers, budget=...) counts every layer",
+                stacklevel=2,
+            )
+
+
+GraphPlanner = Callable[[LoweredStep, PlanOptions, float], tuple[PlannedProgram, int]]
+"""Plans a graph within a budget; returns it with the peak memory that it stands for."""
+
+
+def _plan_graph(
+    step: LoweredStep, options: PlanOptions, budget: float
+) -> tuple[PlannedProgram, int]:
+    """Plan a graph that is under way once."""
+    program = plan_program(step, options, budget)
+    return program, program.plan.peak_bytes
 
 
 def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:

@@ -266,6 +266,7 @@ class Halves:
         kept: The values that the forward half returns for the backward half.
         layouts: Layout of each tensor.
         inputs: The inputs of the graph.
+        watch: Called by the forward half with a tensor that it made for the other.
     """
 
     forward: Segment
@@ -273,6 +274,7 @@ class Halves:
     kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
+    watch: Callable[[torch.Tensor], None] | None = None
 
 
 def bind_halves(
@@ -362,12 +364,16 @@ class Half:
         own: Positions of arguments that it may overwrite: saved for it alone.
         without: Positions of arguments that it does not take, ascending.
         filled: Positions of results that it does not have, which become None.
+        watch: Called with one of its results, if there is such a function.
+        watched: Position of that result.
     """
 
     segment: Segment
     own: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
     filled: tuple[int, ...] = ()
+    watch: Callable[[torch.Tensor], None] | None = None
+    watched: int = 0
     __name__ = "planned_half"
 
     def __call__(self, *args: Any) -> Any:
@@ -383,6 +389,8 @@ class Half:
             for i, copied in zip(self.own, copies, strict=True):
                 args[i] = copied
         results = self.segment.run(args)
+        if self.watch is not None:
+            self.watch(results[self.watched])
         for i in self.filled:
             results.insert(i, None)
         return results
