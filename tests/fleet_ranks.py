@@ -593,7 +593,21 @@ def layers(rank):
 
     eager = trained(None)
     budget = int(0.7 * eager[2])
-    return {"eager": eager, "planned": trained(budget), "budget": budget}
+    x = torch.empty(512, 64, device="meta")
+    model = nn.Sequential(*(Block() for _ in range(4))).to("meta")
+    size = torch.distributed.get_world_size()
+    forecast = mt.memory(
+        *(model, lambda y, _: y.square().mean(), (x, x)),
+        torch.optim.SGD(model.parameters(), 0.1),
+        device="h100",
+        mesh=(size,),
+    )
+    return {
+        "eager": eager,
+        "planned": trained(budget),
+        "budget": budget,
+        "forecast": forecast.unlimited_bytes - 2 * x.nbytes,
+    }
 
 
 def everything(rank):

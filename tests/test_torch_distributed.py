@@ -194,6 +194,7 @@ def test_sharded_layers_share_one_budget_and_keep_it(size, tmp_path):
         (*eager, most, _), (*planned, real, peak) = found["eager"], found["planned"]
         assert planned == eager  # losses and parameters, bit for bit
         assert real <= peak <= found["budget"] < most
+        assert found["forecast"] == pytest.approx(most, rel=0.03)
 
 
 @pytest.mark.slow

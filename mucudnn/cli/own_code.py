@@ -203,7 +203,12 @@ _OTHERS = ("image", "optimizer", "order", "recordings")
 
 
 def torch_step(
-    ctx: click.Context, name: str, batch: int | None, device: str
+    ctx: click.Context,
+    name: str,
+    batch: int | None,
+    device: str,
+    gpus: int | None = None,
+    shard: Any = "fsdp2",
 ) -> DescribedStep | None:
     """Return the step of a PyTorch model; None if the name means something else."""
     try:
@@ -224,7 +229,9 @@ def torch_step(
         raise BadInputError(f"{name} is a model of PyTorch's; {_INSTALL}") from e
     logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
     try:
-        step = memory(*made, device=device).described(batch)
+        mesh = () if gpus is None else (gpus,)
+        study = memory(*made, device=device, mesh=mesh, shard=shard)
+        step = study.described(batch)
         step.graph()  # capture now, so that its errors are reported here
     except Exception as e:  # models may raise anything
         raise BadInputError(f"{name}: {located(e)}") from e

@@ -33,7 +33,7 @@ from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
-from mucudnn.torch.execution.bound_step import Halves, bind_halves, runner_of
+from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
 from mucudnn.torch.internals import (
     aot_compiled,
     break_reasons,
@@ -227,6 +227,7 @@ class CompileBackend:
         self._split: tuple[Any, list[int]] = None, []
         self._warned = self._warned_of_copies = False
         self._plans: list[TorchPlan] = []
+        self._saved: dict[str, dict[int, StorageWeakRef]] = {}
         self._reasons_before = break_reasons()
         self._warned_of_eager = False
 
@@ -377,9 +378,10 @@ class CompileBackend:
                 halves = bind_halves(
                     program.lowered, schedule, parts.count, program.copies
                 )
-            if self._plan is _plan_graph and math.isfinite(self._budget.budget):
-                watch = functools.partial(self._watch, source.name, [])
-                halves = replace(halves, watch=watch)
+            if own and self._plan is _plan_graph and math.isfinite(self._budget.budget):
+                saved = self._saved.setdefault(source.function, {})
+                call = functools.partial(self._watch, source.name, saved)
+                halves = replace(halves, watch=Watch(parts.position(own[0]), call))
             self._planned[key] = halves
             code = f"{halves.forward.source}\n{halves.backward.source}"
             found = replace(program.plan, source=code, name=source.name)
@@ -393,22 +395,29 @@ class CompileBackend:
         return self._planned[key]
 
     def _watch(
-        self, name: str, saved: list[StorageWeakRef], tensor: torch.Tensor
+        self,
+        name: str,
+        saved: dict[int, StorageWeakRef],
+        parameter: torch.Tensor,
+        tensor: torch.Tensor,
     ) -> None:
-        """Warn, once, if a graph runs again before a backward pass of it.
+        """Warn, once, if a graph is under way with the parameters of several layers.
 
         Args:
             name: The graph.
-            saved: Of every run whose saved tensors are in use, one.
-            tensor: One of those of this run.
+            saved: Storage of a parameter -> a saved tensor of the last run with it.
+            parameter: One of the parameters of this run.
+            tensor: One of its saved tensors.
         """
-        saved[:] = [ref for ref in saved if not ref.expired()]
-        saved.append(StorageWeakRef(tensor.untyped_storage()))
+        layer = StorageWeakRef(parameter.untyped_storage()).cdata
+        for other in [key for key, ref in saved.items() if ref.expired()]:
+            del saved[other]
+        saved[layer] = StorageWeakRef(tensor.untyped_storage())
         if len(saved) > 1 and not self._warned_of_copies:
             self._warned_of_copies = True
             warnings.warn(
-                f"{name} runs again before its backward pass, as one graph of several "
-                "equal layers does, and the budget counts it once; "
+                f"{name} is the graph of several equal layers that are under way at "
+                "once, and the budget counts one of them; "
                 "mt.compile_layers(layers, budget=...) counts every layer",
                 stacklevel=2,
             )

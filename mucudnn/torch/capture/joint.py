@@ -57,6 +57,10 @@ class Joint:
         values = [node.meta.get("val") for node in self.primals]
         return tuple(i for i, v in enumerate(values) if not isinstance(v, torch.Tensor))
 
+    def position(self, index: int) -> int:
+        """Return the position of an input among those that are tensors."""
+        return index - sum(number < index for number in self._numbers)
+
     def check(self) -> None:
         """Refuse inputs that cannot be planned.
 
