@@ -12,13 +12,16 @@ JOBS ?= auto
 RERUNS ?= 0
 ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 600 --reruns $(RERUNS)
 PYTEST := $(ONE_BY_ONE) -n $(JOBS) --dist worksteal
+# Each test belongs to one target, whatever is installed, and a target reads only the
+# files in which its mark stands: every process that runs tests imports all it is given.
+marked = $$(grep -lE '$(1)' tests/test_*.py)
 DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 # PyTorch's CUDA build without NVIDIA's libraries, which tests/fakecuda stands in for.
 FAKECUDA := .venv-fakecuda
 FAKECUDA_TORCH := torch==2.14.1
 FAKECUDA_HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
-FAKECUDA_NEEDS := filelock typing-extensions sympy networkx jinja2 fsspec setuptools
+FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fsspec setuptools
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
@@ -29,7 +32,7 @@ LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_l
 help:
 	@echo "make demo    a convolution, a training step, a PyTorch model: what memory buys"
 	@echo "make demo-train   train a network on handwritten digits, in a minute"
-	@echo "make test    format, lint, types, import contracts and the tests"
+	@echo "make test    format, lint, types, import contracts and the tests that need no extra"
 	@echo "make test-slow   the tests that take long: whole networks, every policy"
 	@echo "make fuzz    the properties, on twenty times as many examples, at random"
 	@echo "make test-torch   the tests that compare with PyTorch"
@@ -92,29 +95,30 @@ demo-train: $(VENV)/digits.stamp
 	@echo "data: $(OUT)/demo-train.json"
 
 test: check
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not torch and not cudnn and not many"
 
 test-slow: $(VENV)/dev.stamp
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not torch and not many" $(call marked,mark.slow)
 
 fuzz: $(VENV)/dev.stamp
 	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FUZZ)
 
 test-torch: $(VENV)/dev.stamp $(VENV)/peers.stamp $(VENV)/zoo.stamp
-	$(PYTEST) -m torch || test $$? -eq 5  # 5: there are no such tests
+	OMP_NUM_THREADS=1 $(PYTEST) -m torch $(call marked,mark.torch|tests.torch_marks)
 
 $(VENV)/many.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[many]'
 	@touch $@
 
 test-many: $(VENV)/dev.stamp $(VENV)/many.stamp
-	OMP_NUM_THREADS=1 $(ONE_BY_ONE) -m many  # one by one: they measure themselves
+	# One by one: they measure themselves.
+	OMP_NUM_THREADS=1 $(ONE_BY_ONE) -m many $(call marked,mark.many)
 
 install-cudnn: $(VENV)/cudnn.stamp
 
 test-cudnn: $(VENV)/dev.stamp install-cudnn
 	@$(LOAD_CUDNN)
-	$(PYTEST) -m cudnn
+	$(PYTEST) -m cudnn $(call marked,mark.cudnn)
 
 $(FAKECUDA)/python.stamp: Makefile pyproject.toml
 	$(PYTHON) -m venv $(FAKECUDA)

@@ -7,10 +7,12 @@
 #
 # In this order, each a call of its own:
 #
-#   bench/gpu.sh OUT deepbench    500 s   every engine's time and workspace, first of all
-#   bench/gpu.sh OUT probe tests  360 s   what this GPU is; the tests that need one
+#   bench/gpu.sh OUT pytorch      530 s   planned PyTorch steps: faces, numbers, bytes and
+#                                         times; twice, as it goes on where it was cut off
 #   bench/gpu.sh OUT steps        520 s   training steps of ours beside PyTorch's
-#   bench/gpu.sh OUT torch peers models 530 s   planned PyTorch steps; plain cuDNN and
+#   bench/gpu.sh OUT deepbench    500 s   every engine's time and workspace
+#   bench/gpu.sh OUT probe tests  360 s   what this GPU is; the tests that need one
+#   bench/gpu.sh OUT torch peers models 530 s   small PyTorch steps; plain cuDNN and
 #                                         PyTorch beside ours; whole networks
 #   bench/gpu.sh OUT                      all again: what is complete costs nothing
 #

@@ -56,6 +56,7 @@ def check_number(
         number = float(_reject_text(value))
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
+    # Written so that NaN, which compares false with everything, is out of range.
     in_range = number > least if above else number >= least
     if not (in_range and number <= most) or (finite and math.isinf(number)):
         wanted = "finite"

@@ -42,6 +42,7 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
     data["notes"] = list(perf.notes)
     if perf.error is not None:
         data["time_ms"] = None
+    # Refuse to write a row that could not be read back.
     perf_from_dict(data)
     return data
 
@@ -67,6 +68,7 @@ def problem_key(problem: ConvProblem) -> str:
     The key leaves N out, so that one measurement serves every mini-batch.
     """
     data = problem_to_dict(problem)
+    # Sorted members without spaces: equal problems have equal keys.
     data["x_shape"][0] = _ANY_BATCH
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
@@ -79,6 +81,7 @@ def problem_from_key(key: str, batch: int) -> ConvProblem:
 def load_json(text: str) -> Any:
     """Parse JSON; invalid or too deeply nested text raises a `ValueError`."""
 
+    # Python reads and writes NaN and Infinity, which other readers of JSON refuse.
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
@@ -237,6 +240,7 @@ def members_of(
     """
     members = object_of(where, data)
     others = optional or {}
+    # Most rows have exactly the expected members, in order: the fast path.
     if tuple(members) == names:
         return (*members.values(), *others.values())
     for name in names:

@@ -7,7 +7,7 @@
   + CacheError            a file to import or export is invalid
   + DataError             a data set is missing, truncated or invalid
   + CheckpointError       a checkpoint cannot be written, or belongs to something else
-  + RankLostError         another process of the training is gone
+  + RankLostError         another process of the training has ended
   + TrainingError         training cannot go on: its loss is not finite
   + VerificationError     a planned run's results differ from an unplanned one's
   + BackendUnavailableError (ImportError)   the library or device is missing
@@ -69,7 +69,7 @@ class MucudnnError(Exception):
 def _reduce_with(
     error: MucudnnError, reduced: Any, carried: Callable[[Any], Any]
 ) -> tuple[Any, ...]:
-    """Return what `pickle` rebuilds an error from, without calling its constructor."""
+    """Return the arguments for `pickle` to rebuild an error without its constructor."""
     state = reduced[2] if len(reduced) > 2 else {}
     return _rebuild, (
         type(error),
@@ -90,6 +90,7 @@ def _rebuild(
 def _portable(value: Any) -> Any:
     """Return a value, or text about it if it cannot be pickled."""
     try:
+        # Loading may fail, too, where the other process lacks a module.
         pickle.loads(pickle.dumps(value))
     except Exception:  # `__reduce__` of foreign objects may raise anything
         name = type(value).__qualname__
@@ -145,7 +146,7 @@ class CheckpointError(MucudnnError):
 
 
 class RankLostError(MucudnnError):
-    """Another process of the training is gone, so this one cannot go on."""
+    """Another process of the training has ended, so this one cannot continue."""
 
 
 class TrainingError(MucudnnError):

@@ -51,7 +51,10 @@ def write_whole(path: Path | str, contents: bytes | Filler) -> None:
     fill = contents if callable(contents) else lambda file: file.write(contents)
     number = descriptor_of(path)
     if number is not None:
-        _write_stream(number, fill)
+        whole = io.BytesIO()  # `fill` may seek, which a stream cannot
+        fill(whole)
+        with os.fdopen(os.dup(number), "wb") as stream:
+            stream.write(whole.getbuffer())
         return
     target, found = _resolve_target(path)
     draft: Path | None = None
@@ -77,6 +80,7 @@ def check_writable(path: Path | str) -> None:
         os.fstat(number)
         return
     target, _ = _resolve_target(path)
+    # Only the file system knows whether a file can be created: try it.
     with _open_draft(target) as (_, name):
         pass
     if name is not None:
@@ -122,13 +126,6 @@ def descriptor_of(path: Path | str) -> int | None:
                 return int(at.name)
             at = Path(folder, at.readlink())
     return None
-
-
-def _write_stream(number: int, fill: Filler) -> None:
-    contents = io.BytesIO()
-    fill(contents)
-    with os.fdopen(os.dup(number), "wb") as stream:
-        stream.write(contents.getbuffer())
 
 
 def _resolve_target(path: Path | str) -> tuple[Path, os.stat_result | None]:

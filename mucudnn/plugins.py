@@ -63,6 +63,8 @@ def plugins(group: str) -> tuple[Plugin, ...]:
             continue
         for entry in entries:
             plugin = Plugin(entry.name, _name(distribution), entry)
+            # A distribution that is found twice on `sys.path` counts where it is
+            # imported.
             found.setdefault((plugin.distribution, plugin.name), plugin)
     return tuple(found.values())
 
@@ -92,13 +94,14 @@ def module_files(*groups: str) -> Iterator[str]:
     """Yield source files of modules imported for entry points of some groups."""
     for group in groups:
         for plugin in plugins(group):
+            # Look among imported modules only: importing others would run foreign code.
             module = sys.modules.get(plugin.entry.module)
             if module is not None and module.__file__ is not None:
                 yield module.__file__
 
 
 def _name(distribution: Distribution) -> str:
-    """Return a distribution's name; without metadata, that of its folder."""
+    """Return a distribution's name, or its folder's name without metadata."""
     with suppress(Exception):
         if name := distribution.name:
             return name

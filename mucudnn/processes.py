@@ -69,6 +69,7 @@ single hook is registered there, which calls the listeners in this table."""
 def on_fork(one: ForkListener) -> None:
     """Notify `one` of every fork as long as it is alive."""
     _register()
+    # By identity: listeners need not be hashable, and are not kept alive.
     key = id(one)
 
     def forget(_: object) -> None:
@@ -168,7 +169,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def note(self, number: int) -> bool:
-        """Remember a signal; return whether it is the first. A later one ends all."""
+        """Note a signal; return whether it is the first, as a later one ends all."""
         now = self._clock()
         if number == _HANG_UP:
             _leave_terminal()
@@ -226,11 +227,9 @@ def _leave_terminal() -> None:
 
 
 def end_children() -> None:
-    """Kill the child processes that still run.
-
-    A signal may have reached this process alone, without its solvers. Where the system
-    has no `/proc`, children end by themselves later.
-    """
+    """Kill the child processes that still run."""
+    # A signal may have reached this process alone, without its solvers. Without
+    # `/proc`, children end by themselves later.
     tasks = Path("/proc/self/task")
     with suppress(OSError):
         for task in tasks.iterdir():

@@ -73,20 +73,24 @@ def format_recording(
     `environments` and `alignments` are by fingerprint, the latter in bytes.
     """
     known, aligned = environments or {}, alignments or {}
-    devices: dict[str, dict[str, _ProblemLines]] = {}
+    devices: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
     key_of = functools.cache(problem_key)
 
-    def lines(of: Measurement | Verdict) -> _ProblemLines:
+    def lines(of: Measurement | Verdict) -> tuple[list[str], list[str]]:
+        """Return the rows and the verdicts of a device's convolution."""
         problems = devices.setdefault(of.fingerprint, {})
-        return problems.setdefault(key_of(of.problem), _ProblemLines([], []))
+        return problems.setdefault(key_of(of.problem), ([], []))
+
+    def array(lines: list[str]) -> str:
+        return "[\n" + ",\n".join(lines) + "]"
 
     for m in measurements:
         row = perf_to_dict(m.perf)
         row |= {"measured_at": m.measured_at, "version": m.version}
-        lines(m).rows.append(_dumps(row))
+        lines(m)[0].append(_dumps(row))
     for v in verdicts:
         members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
-        lines(v).verdicts.append(_dumps(members))
+        lines(v)[1].append(_dumps(members))
     raced: dict[str, list[str]] = {}
     for r in races:
         first, second = r.times_ms
@@ -99,31 +103,20 @@ def format_recording(
         f'"environment": {_dumps(dict(known.get(name, {})))}, '
         + (f'"split_alignment": {aligned[name]}, ' if name in aligned else "")
         + '"problems": ['
-        + ",".join(_problem_text(key, lines) for key, lines in problems.items())
+        + ",".join(
+            f'\n{{"problem": {key}, "rows": {array(rows)}'
+            + (f',\n"verdicts": {array(found)}' if found else "")
+            + "}"
+            for key, (rows, found) in problems.items()
+        )
         + "]"
-        + (',\n"races": [\n' + ",\n".join(raced[name]) + "]" if name in raced else "")
+        + (f',\n"races": {array(raced[name])}' if name in raced else "")
         + "}"
         for name, problems in devices.items()
     )
+    # No time stamp in the compressed file: equal recordings are equal bytes.
     data = f"{text}]}}\n".encode()
     return gzip.compress(data, compresslevel=6, mtime=0) if compress else data
-
-
-class _ProblemLines(NamedTuple):
-    """JSON lines of one convolution."""
-
-    rows: list[str]
-    verdicts: list[str]
-
-
-def _problem_text(key: str, lines: _ProblemLines) -> str:
-    verdicts_text = ',\n"verdicts": [\n' + ",\n".join(lines.verdicts) + "]"
-    return (
-        f'\n{{"problem": {key}, "rows": [\n'
-        + ",\n".join(lines.rows)
-        + ("]" + verdicts_text if lines.verdicts else "]")
-        + "}"
-    )
 
 
 def read_recording(data: bytes) -> Recording:
@@ -254,6 +247,7 @@ def _decompress(data: bytes) -> str:
     """Decompress if needed, bounded against decompression bombs."""
     if data.startswith(_GZIP_MAGIC):
         try:
+            # One byte more than allowed is enough to notice a decompression bomb.
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
                 data = file.read(MOST + 1)
         except (OSError, EOFError, zlib.error) as e:
@@ -305,24 +299,19 @@ def read_step_table(text: str) -> tuple[StepTable, int | None]:
     _, schema, device, steps, memory = members_of("table", document, _NAMES, _OPTIONAL)
     if schema != _SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {_SCHEMA}")
-    points = [
-        _decode_point(f"steps[{i}]", step)
-        for i, step in enumerate(list_of("steps", steps))
-    ]
+    points, names = [], {"samples": int, "time_ms": float, "nbytes": int}
+    for i, step in enumerate(list_of("steps", steps)):
+        where = f"steps[{i}]"
+        values = members_of(where, step, ("samples", "time_ms"), {"nbytes": 0})
+        found = [
+            decode(f"{where}.{name}", kind, value)
+            for (name, kind), value in zip(names.items(), values, strict=True)
+        ]
+        try:
+            points.append(StepPoint(*found))
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
     nbytes = decode("memory_bytes", int | None, memory)
     if nbytes is not None and nbytes < 0:
         raise ValueError(f"memory_bytes: {nbytes} is below 0")
     return StepTable(decode("device", str, device), tuple(points)), nbytes
-
-
-def _decode_point(where: str, data: object) -> StepPoint:
-    values = members_of(where, data, ("samples", "time_ms"), {"nbytes": 0})
-    names = {"samples": int, "time_ms": float, "nbytes": int}
-    found = [
-        decode(f"{where}.{name}", kind, value)
-        for (name, kind), value in zip(names.items(), values, strict=True)
-    ]
-    try:
-        return StepPoint(*found)
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}") from e

@@ -9,6 +9,7 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.cuda.loading import LoadedLibrary, load_library
 from mucudnn.cli import progress
 from mucudnn.errors import BackendUnavailableError
+from mucudnn.runtime.profiling import links
 from tests.examples import register_profiles
 
 register_profiles()
@@ -31,6 +32,19 @@ def no_lines_of_waiting() -> Iterator[None]:
     """A command that a busy machine is slow at writes nothing of that it would not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "_EVERY_S", 3600.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def little_memory_to_measure_in() -> Iterator[None]:
+    """Before every sample on the CPU a profile writes as much as a cache holds.
+
+    That takes ten times as long as all else of a trainer with a roomy budget.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "EVICTING_BYTES", 1 << 20)
+        patch.setattr(links, "LINK_BYTES", 4 << 20)
+        patch.setattr(links.ColdBench.link, "__defaults__", (4 << 20,))
         yield
 
 
@@ -113,6 +127,29 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+_LINKS = []
+
+
+@pytest.fixture(autouse=True)
+def links_measured_once(request, monkeypatch):
+    """Copies of every PyTorch step are as fast as beside the first of a process.
+
+    Each step would measure them for a fifth of a second, on two cores.
+    """
+    if request.node.get_closest_marker("torch") is None or "torch" not in sys.modules:
+        return
+    from mucudnn.torch.costs.meters import CpuMeter
+
+    measure = CpuMeter.links
+
+    def links(meter, prepared):
+        if not _LINKS:
+            _LINKS.append(measure(meter, prepared))
+        return _LINKS[0]
+
+    monkeypatch.setattr(CpuMeter, "links", links)
+
+
 @pytest.fixture
 def free_copies(monkeypatch, tmp_path):
     """Every call takes as long as any other, and copies no time: tensors leave.
@@ -124,3 +161,10 @@ def free_copies(monkeypatch, tmp_path):
 
     monkeypatch.setattr(CpuMeter, "time_ms", lambda meter, call: 1.0)
     monkeypatch.setattr(CpuMeter, "links", lambda meter, step: Links(1e12, 1e12))
+
+
+@pytest.fixture
+def short_search(monkeypatch):
+    """Plans are found soon: they may be slower, and promise no less."""
+    for setting in ("_WORK", "_LEAST_TRIALS", "MOST_SAVED"):
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{setting}", 0)

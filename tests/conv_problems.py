@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from mucudnn import conv1d, conv2d, conv3d, conv_backward_data, conv_backward_filter
 from mucudnn.ir.conv import ConvProblem, Direction
 
 _EXTRA = {1: 30, 2: 9, 3: 4}
@@ -62,3 +63,20 @@ def _axes(draw, kind, rank):
         pad,
         dilation,
     )
+
+
+_CONVS = {1: conv1d, 2: conv2d, 3: conv3d}
+
+
+def call(problem, a, b, **more):
+    """The public function for a problem."""
+    fields = ("stride", "padding", "dilation", "groups", "layout")
+    options = {name: getattr(problem, name) for name in fields} | more
+    shape = problem.operands()[2].shape
+    match problem.direction:
+        case Direction.FORWARD:
+            return _CONVS[len(problem.stride)](a, b, **options)
+        case Direction.BACKWARD_DATA:
+            return conv_backward_data(a, b, shape, **options)
+        case Direction.BACKWARD_FILTER:
+            return conv_backward_filter(a, b, shape, **options)

@@ -88,6 +88,7 @@ template <class... P> const char* kinds(void (*)(P...)) {
     return letters;
 }
 
+static bool backwards; // whether the last thread of a block and the last block come first
 static void (*body)(void*);
 static void* closure;
 static void enter() {
@@ -97,8 +98,8 @@ static void enter() {
     }
 }
 
+static bool begun[THREADS];
 static void resume(unsigned t) {
-    static bool begun[THREADS];
     threadIdx.x = t;
     if (_setjmp(home)) return;
     if (begun[t]) _longjmp(fibers[t], 1);
@@ -116,7 +117,7 @@ static bool in_turns() {
     for (;;) {
         unsigned done = 0;
         for (unsigned i = 0; i < THREADS; ++i) {
-            unsigned t = BACKWARDS ? THREADS - 1 - i : i;
+            unsigned t = backwards ? THREADS - 1 - i : i;
             resume(t);
             done += states[t] == DONE;
         }
@@ -128,7 +129,8 @@ static bool in_turns() {
 enum Outcome { DIVERGED, GOOD, MISALIGNED, TOO_LARGE };
 template <class... P, std::size_t... J>
 Outcome run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers,
-            std::index_sequence<J...>) {
+            bool last_first, std::index_sequence<J...>) {
+    backwards = last_first;
     auto call = [&] { kernel(*(std::remove_const_t<P>*)arguments[J]...); };
     body = [](void* self) { (*(decltype(call)*)self)(); };
     closure = &call;
@@ -138,21 +140,26 @@ Outcome run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool
     bool good = true;
     for (unsigned j = 0; j < y; ++j)
         for (unsigned i = 0; i < x; ++i) {
-            blockIdx = {BACKWARDS ? x - 1 - i : i, BACKWARDS ? y - 1 - j : j};
+            blockIdx = {backwards ? x - 1 - i : i, backwards ? y - 1 - j : j};
             if (fibers) good = good && in_turns();
             else for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) call();
         }
+    if (!good) // the threads that wait are given up
+        for (bool& one : begun) one = false;
     return !good ? DIVERGED : misaligned ? MISALIGNED : GOOD;
 }
 
 template <class... P>
-Outcome run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers) {
-    return run(kernel, x, y, arguments, fibers, std::index_sequence_for<P...>());
+Outcome run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers,
+            bool last_first) {
+    return run(kernel, x, y, arguments, fibers, last_first,
+               std::index_sequence_for<P...>());
 }
 } // namespace emulator
 
 #define ENTRY(name)                                                               \
-    extern "C" int run_##name(unsigned x, unsigned y, void** arguments, int fibers) { \
-        return emulator::run(::name, x, y, arguments, fibers);                    \
+    extern "C" int run_##name(unsigned x, unsigned y, void** arguments, int fibers, \
+                              int backwards) {                                    \
+        return emulator::run(::name, x, y, arguments, fibers, backwards);         \
     }                                                                             \
     extern "C" const char* kinds_##name() { return emulator::kinds(::name); }

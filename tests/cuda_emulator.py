@@ -6,6 +6,7 @@ would take unseen, barriers against each other, accesses and grids against what 
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 
 from mucudnn.backends.cuda.kernels.source import compiler_options
 
-__all__ = ["COMPILER", "GOOD", "WRONG", "Emulator"]
+__all__ = ["COMPILER", "GOOD", "WRONG", "Emulator", "compiled"]
 
 COMPILER = shutil.which("g++")
 GOOD = 1
@@ -25,6 +26,7 @@ WRONG = {
     3: "a grid larger than CUDA takes",
 }
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
+_BUILT = Path(__file__).parent.parent / ".pytest_cache" / "emulated"
 _ELEMENTS = {"F": "float32", "D": "float64", "L": "int64", "B": "uint8"}
 _SCALARS = {
     "f": ctypes.c_float,
@@ -35,18 +37,31 @@ _SCALARS = {
 }
 
 
+def compiled(source, kernels, options):
+    """Load CUDA kernels as C++; what one process has compiled others find in a file."""
+    text = f'#include "{_HEADER}"\n{source}\n'
+    text += "".join(f"ENTRY({name})\n" for name in kernels)
+    known = f"{options}{text}{_HEADER.read_text('utf-8')}"
+    built = _BUILT / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    if not built.exists():
+        _BUILT.mkdir(parents=True, exist_ok=True)
+        own = built.with_suffix(f".{os.getpid()}")
+        command = [COMPILER, "-shared", "-fPIC", *options, "-O1", "-w", "-x", "c++"]
+        subprocess.run([*command, "-", "-o", own], input=text, text=True, check=True)
+        own.replace(built)
+    return ctypes.CDLL(str(built))
+
+
 class Emulator:
     """Kernels on NumPy arrays.
 
     Args:
-        folder: For compiled sources.
         wide: Whether indices have 64 bits.
         backwards: Whether the last thread of a block comes first: what lacks a barrier
             may be right in one order.
     """
 
-    def __init__(self, folder, wide=False, backwards=False):
-        self._folder = folder
+    def __init__(self, wide=False, backwards=False):
         self._wide = wide
         self._backwards = backwards
         self.launched = set()
@@ -67,7 +82,7 @@ class Emulator:
         addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
         fibers = "__syncthreads" in program.source
         x, y = (*launch.blocks, 1)[:2]
-        outcome = library[f"run_{kernel}"](x, y, addresses, fibers)
+        outcome = library[f"run_{kernel}"](x, y, addresses, fibers, self._backwards)
         assert outcome == GOOD, f"{kernel}: {WRONG[outcome]}"
         self.launched.add((program, kernel))
 
@@ -109,14 +124,4 @@ class Emulator:
 
     def _library(self, program, dtype, parameters):
         options = compiler_options(dtype, wide=self._wide, parameters=parameters)
-        options = [*options, "-O1", "-w"]
-        options.append(f"-DBACKWARDS={int(self._backwards)}")
-        text = f'#include "{_HEADER}"\n{program.source}\n' + "".join(
-            f"ENTRY({name})\n" for name in program.kernels
-        )
-        digest = hashlib.sha256(f"{options}{text}".encode()).hexdigest()[:16]
-        built = self._folder / f"{digest}.so"
-        if not built.exists():
-            command = [COMPILER, "-shared", "-fPIC", *options, "-x", "c++", "-"]
-            subprocess.run([*command, "-o", built], input=text, text=True, check=True)
-        return ctypes.CDLL(str(built))
+        return compiled(program.source, program.kernels, options)

@@ -35,8 +35,10 @@ class Stream:
     clocks: dict = field(default_factory=dict)
     ran: int = 0
 
-    def record_event(self):
-        return Event({**self.clocks, self: len(self.jobs)})
+    def record_event(self, event=None):
+        event = event or Event({})
+        event.clocks = {**self.clocks, self: len(self.jobs)}
+        return event
 
     def wait_event(self, event):
         for stream, count in event.clocks.items():

@@ -8,21 +8,17 @@ as late as its waits allow, so that a missing wait gives wrong numbers in one of
 
 import contextlib
 import ctypes
-import hashlib
 import itertools
 import re
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from tests.cuda_emulator import COMPILER, GOOD, WRONG
+from tests.cuda_emulator import GOOD, WRONG, compiled
 from tests.cupy_capture import CAPTURED, Captured, CUDARuntimeError
 
 __all__ = ["CAPTURED", "CUDARuntimeError", "StrictArray", "StrictCupy"]
 
-_HEADER = Path(__file__).with_name("cuda_emulator.h")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _PTX = {  # what a C++ compiler knows by another name
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));': (
@@ -210,14 +206,13 @@ class StrictCupy:
     """The module `cupy`.
 
     Args:
-        folder: For compiled sources.
         lazy: Whether copies run as late as they may.
     """
 
     __version__ = "14.0.0"
 
-    def __init__(self, folder, *, lazy=False):
-        self._folder, self._lazy = folder, lazy
+    def __init__(self, *, lazy=False):
+        self._lazy = lazy
         self._numbers, self._libraries = itertools.count(1), {}
         self.events, self.launched = {}, []
         self.captured, self.replayed, self.pinned = [], 0, []
@@ -317,7 +312,7 @@ class StrictCupy:
         library, fibers = self._library(source, options), "__syncthreads" in source
 
         def work(kept=passed):
-            outcome = library[f"run_{name}"](x, y, addresses, fibers)
+            outcome = library[f"run_{name}"](x, y, addresses, fibers, False)
             assert outcome == GOOD, f"{name}: {WRONG[outcome]}"
             self.launched.append(name)
 
@@ -333,18 +328,8 @@ class StrictCupy:
     def _built(self, source, options):
         for ptx, host in _PTX.items():
             source = source.replace(ptx, host)
-        entries = "".join(
-            f"ENTRY({name})\n"
-            for name in re.findall(r"^KERNEL (\w+)\(", source, re.MULTILINE)
-        )
-        text = f'#include "{_HEADER}"\n{_HOST}{source}\n{entries}'
-        key = hashlib.sha256(f"{options}{text}".encode()).hexdigest()[:16]
-        built = self._folder / f"{key}.so"
-        if not built.exists():
-            command = [COMPILER, "-shared", "-fPIC", *options, "-DBACKWARDS=0"]
-            command += ["-O1", "-w", "-x", "c++", "-", "-o", str(built)]
-            subprocess.run(command, input=text, text=True, check=True)
-        return ctypes.CDLL(str(built))
+        kernels = re.findall(r"^KERNEL (\w+)\(", source, re.MULTILINE)
+        return compiled(f"{_HOST}{source}", kernels, options)
 
     def _rng(self, seed=None):
         real = np.random.default_rng(seed)

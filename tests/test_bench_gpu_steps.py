@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from bench.gpu import sections, steps
+from bench.gpu import sections, step_section, steps
 from bench.gpu.job import Job
 from bench.gpu.step_rivals import Case, TorchStep
 from bench.gpu.step_section import Section
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 PUT = """
 import os, time
@@ -130,8 +131,11 @@ def test_without_time_none_is_begun(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_section_times_ours_beside_pytorch(tmp_path):
+def test_a_section_times_ours_beside_pytorch(tmp_path, monkeypatch):
     pytest.importorskip("torch")
+    once = StoppingRule(min_samples=1, max_samples=1)
+    for rule in ("RULE", "_RULE"):
+        monkeypatch.setattr(step_section, rule, once)
     case = Case("resnet18", 2, 32, "float32", "NCHW")
     soon = job(tmp_path, ends=time.monotonic())
     found = Section(soon, case, tmp_path / "section.json").run(compiled=False)

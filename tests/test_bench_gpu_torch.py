@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from bench.gpu import torch_guest
+from bench.gpu import pytorch, pytorch_steps, torch_guest
 from bench.gpu.job import Job
+from bench.gpu.sections import UnfinishedError
 
 PLAIN = torch_guest.SECTIONS[:2]
 
@@ -100,3 +101,46 @@ def test_a_limited_step_is_eagers_in_fewer_bytes(tmp_path, monkeypatch):
     assert row["difference"] == 0
     assert row["planned_bytes"] + row["resident_bytes"] <= row["budget_bytes"]
     assert row["peak_bytes"] < row["eager_bytes"]
+
+
+# -- the part that comes first
+
+
+def asks(monkeypatch, answers):
+    """Have sections of these names give these answers, or raise them."""
+    monkeypatch.setattr(pytorch, "SECTIONS", dict.fromkeys(answers, ()))
+
+    def answer(job, name):
+        if isinstance(answers[name], Exception):
+            raise answers[name]
+        return answers[name]
+
+    monkeypatch.setattr(pytorch, "_answer", answer)
+
+
+def test_the_first_part_says_what_is_wrong_and_goes_on(tmp_path, monkeypatch):
+    fails = {"faces": {"wrong": ["backend: no"]}, "trace": RuntimeError("lost")}
+    asks(monkeypatch, {**fails, "inductor": {"ms": {}}})
+    report = pytorch.run(job(tmp_path))
+    assert report.complete
+    assert report.failures == ("faces: backend: no", "trace: RuntimeError: lost")
+    found = json.loads((tmp_path / "pytorch.json").read_text())["sections"]
+    assert [entry["state"] for entry in found.values()] == ["done", "failed", "done"]
+
+
+def test_a_section_that_was_cut_off_is_asked_again(tmp_path, monkeypatch):
+    asks(monkeypatch, {"trace": UnfinishedError()})
+    assert not pytorch.run(job(tmp_path)).complete
+    asks(monkeypatch, {"trace": {}})
+    assert pytorch.run(job(tmp_path)).complete
+
+
+def test_a_section_runs_in_a_process_of_its_own(tmp_path):
+    found = pytorch._answer(job(tmp_path, ends=time.monotonic() + 500), "trace")
+    assert found["host_ms"] > 0
+    assert found["launches"] == {"kernels": 0, "copies": 0}
+
+
+def test_spans_that_overlap_count_once():
+    spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
+    assert pytorch_steps._covered(spans) == 4.0

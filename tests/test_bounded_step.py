@@ -100,7 +100,7 @@ def test_a_plan_that_was_found_before_stays(step, searched, monkeypatch):
     monkeypatch.setattr(planned_steps, "refine", unchanged)
     found = plan_step.plan_step(StepRequest(graph, known, budget=budget))
     searched.clear()
-    placed = placed_within(graph, nbytes=budget, measured=known, found=found)
+    placed = placed_within(graph, nbytes=budget, measured=known, plan=found)
     assert not searched
     assert placed.plan.residency == found.residency
     assert placed.plan.least_ms == pytest.approx(found.least_ms)
@@ -112,11 +112,11 @@ def test_a_plan_that_no_longer_fits_is_searched_for_anew(step, searched, monkeyp
     found = plan_step.plan_step(StepRequest(graph, known, budget=budget))
     searched.clear()
     less = int(0.8 * budget)
-    placed = placed_within(graph, nbytes=less, measured=known, found=found)
+    placed = placed_within(graph, nbytes=less, measured=known, plan=found)
     assert searched
     assert placed.plan.residency != found.residency
 
 
 def test_what_is_no_plan_is_refused():
-    with pytest.raises(TypeError, match="found must be a StepPlan"):
-        MemoryBudget(nbytes="1MiB", found={})
+    with pytest.raises(TypeError, match="plan must be a StepPlan"):
+        MemoryBudget(nbytes="1MiB", plan={})

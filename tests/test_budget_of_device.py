@@ -41,8 +41,8 @@ def test_a_container_has_less_than_its_machine(limit, used, left, tmp_path):
     assert cpu_device._free_of_container(tmp_path / "none") == np.inf
 
 
-def test_a_gpu_counts_what_libraries_take_and_modules_will(tmp_path, monkeypatch):
-    cupy = StrictCupy(tmp_path)
+def test_a_gpu_counts_what_libraries_take_and_modules_will(monkeypatch):
+    cupy = StrictCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     taken = []
 

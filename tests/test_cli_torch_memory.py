@@ -166,3 +166,7 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
     assert line.endswith(
         "a model of PyTorch's; install PyTorch with: pip install '.[torch]'"
     )
+
+
+def test_only_a_model_of_pytorch_is_compared():
+    assert "--compare is for a model of PyTorch's" in refused("lenet", "--compare")

@@ -346,7 +346,7 @@ def test_what_is_not_timed_is_what_would_run_anyway():
     for epilogues, offered in ((None, False), (Nothing(), True)):
         cpu = replace(get_backend("cpu"), epilogues=epilogues)
         tuner = Tuner(backend=cpu, cache=None)
-        found = EpilogueRace(tuner, None, race(9, problem)[1]._plans)
+        found = EpilogueRace(tuner, None, race(9, problem)[1].plans)
         assert found.offers(problem, "float32") is offered
 
 

@@ -6,7 +6,7 @@ import pytest
 from mucudnn.backends.cpu import threads
 from mucudnn.backends.cpu.conv import CpuConv
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import ConvProblem
 from tests.guarded import run_guarded
 from tests.reference import operands, reference, relative_error
 from tests.test_cpu_conv import CASES, EVERY_WAY
@@ -65,15 +65,3 @@ def test_convolutions_need_no_blas_of_that_kind(without_blas, case, direction, l
     before = np.ones(expected.shape, problem.dtype)
     out = run_guarded(without_blas, problem, "IMPLICIT_GEMM", a, b, before)
     assert relative_error(out, 1 + expected) <= 2e-5
-
-
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("case", ["padded", "one_by_one", "depthwise"])
-def test_the_same_bits_each_time(case, direction):
-    conv = CpuConv(Workers(3))
-    problem = ConvProblem(direction=direction, **CASES[case])
-    a, b = operands(problem)
-    first, *others = (
-        run_guarded(conv, problem, "IMPLICIT_GEMM", a, b).tobytes() for _ in range(5)
-    )
-    assert {*others} == {first}

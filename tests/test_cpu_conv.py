@@ -1,4 +1,8 @@
-"""Every algorithm of the CPU library against float64, inside its workspace."""
+"""Every algorithm of the CPU library against float64, inside its workspace.
+
+`test_cpu_conv_any.py` has any geometry, float64 and `accumulate`; sizes here are those
+that random problems do not have.
+"""
 
 import tracemalloc
 
@@ -22,16 +26,11 @@ TOLERANCE = {
 }
 
 WINOGRAD = {
-    "plain",
     "padded",
-    "wide_padding",
-    "one_sample",
-    "prime_batch",
     "groups",
     "depthwise",
     "large",
     "long_reduction",
-    "one_d",
     "three_d",
     "alexnet_conv3",
     "large_depthwise",
@@ -40,73 +39,26 @@ WINOGRAD = {
 """The cases below that all six algorithms run; the others are all but Winograd's."""
 
 CASES = {
-    "plain": {"x_shape": (3, 4, 9, 8), "w_shape": (5, 4, 3, 3)},
     "padded": {"x_shape": (3, 4, 9, 8), "w_shape": (6, 4, 3, 3), "padding": 1},
-    "wide_padding": {"x_shape": (2, 3, 5, 6), "w_shape": (4, 3, 3, 3), "padding": 4},
     "five": {"x_shape": (2, 3, 13, 11), "w_shape": (7, 3, 5, 5), "padding": (2, 1)},
-    "uneven_kernel": {"x_shape": (2, 3, 9, 12), "w_shape": (4, 3, 2, 5)},
     "stride": {
         "x_shape": (3, 3, 11, 10),
         "w_shape": (4, 3, 3, 3),
         "stride": 2,
         "padding": 1,
     },
-    "stride_above_kernel": {
-        "x_shape": (2, 3, 12, 13),
-        "w_shape": (4, 3, 2, 2),
-        "stride": (4, 3),
-    },
-    "dilation": {
-        "x_shape": (2, 3, 11, 12),
-        "w_shape": (4, 3, 3, 3),
-        "dilation": 2,
-        "padding": 2,
-    },
-    "dilation_above_kernel": {
-        "x_shape": (2, 3, 14, 15),
-        "w_shape": (4, 3, 2, 3),
-        "dilation": (5, 4),
-    },
-    "stride_and_dilation": {
-        "x_shape": (2, 3, 13, 14),
-        "w_shape": (4, 3, 3, 3),
-        "stride": (2, 3),
-        "dilation": (3, 2),
-        "padding": (3, 0),
-    },
-    "one_by_one": {"x_shape": (3, 8, 6, 7), "w_shape": (5, 8, 1, 1)},
-    "one_by_one_stride": {
-        "x_shape": (3, 8, 7, 7),
-        "w_shape": (5, 8, 1, 1),
-        "stride": 2,
-    },
-    "one_by_one_padded": {
-        "x_shape": (3, 4, 7, 7),
-        "w_shape": (5, 4, 1, 1),
-        "stride": 2,
-        "padding": 3,
-    },
-    "one_sample": {"x_shape": (1, 4, 9, 9), "w_shape": (5, 4, 3, 3), "padding": 1},
-    "prime_batch": {"x_shape": (7, 4, 9, 9), "w_shape": (5, 4, 3, 3), "padding": 1},
-    "whole_image": {"x_shape": (3, 4, 5, 5), "w_shape": (6, 4, 5, 5)},
     "groups": {
         "x_shape": (3, 6, 9, 9),
         "w_shape": (9, 2, 3, 3),
         "groups": 3,
         "padding": 1,
     },
+    "one_by_one": {"x_shape": (3, 8, 6, 7), "w_shape": (5, 8, 1, 1)},
     "depthwise": {
         "x_shape": (3, 8, 9, 9),
         "w_shape": (16, 1, 3, 3),
         "groups": 8,
         "padding": 1,
-    },
-    "grouped_stride": {
-        "x_shape": (2, 6, 11, 10),
-        "w_shape": (4, 3, 3, 3),
-        "groups": 2,
-        "stride": 2,
-        "dilation": 2,
     },
     "first_layer": {
         "x_shape": (2, 3, 35, 35),
@@ -122,23 +74,7 @@ CASES = {
         "w_shape": (3, 2, 4, 4, 4),
         "padding": 1,
     },
-    "one_d": {"x_shape": (3, 4, 29), "w_shape": (5, 4, 3), "padding": 1},
-    "one_d_hard": {
-        "x_shape": (3, 4, 40),
-        "w_shape": (6, 2, 5),
-        "groups": 2,
-        "stride": 3,
-        "dilation": 2,
-    },
     "three_d": {"x_shape": (2, 3, 6, 7, 8), "w_shape": (4, 3, 3, 3, 3), "padding": 1},
-    "three_d_hard": {
-        "x_shape": (2, 4, 8, 9, 7),
-        "w_shape": (6, 2, 3, 2, 3),
-        "groups": 2,
-        "stride": (1, 2, 2),
-        "dilation": (2, 1, 1),
-        "padding": (1, 0, 2),
-    },
 }
 
 
@@ -181,31 +117,6 @@ def test_agrees_with_the_reference(conv, case, direction, layout):
     expected = reference(problem, a, b)
     for algo in expected_algorithms(case):
         agrees(conv, problem, algo, a, b, expected, TOLERANCE[algo])
-
-
-@pytest.mark.parametrize(("direction", "layout"), EVERY_WAY)
-@pytest.mark.parametrize(
-    "case", ["padded", "stride_and_dilation", "groups", "three_d", "one_by_one"]
-)
-def test_accumulates(conv, case, direction, layout):
-    problem = ConvProblem(direction=direction, layout=layout, **CASES[case])
-    a, b = operands(problem)
-    spec = problem.operands()[2]
-    before = np.random.default_rng(9).uniform(-1, 1, spec.shape).astype(spec.dtype)
-    expected = before + reference(problem, a, b)
-    for algo in expected_algorithms(case):
-        agrees(conv, problem, algo, a, b, expected, TOLERANCE[algo], before)
-
-
-@pytest.mark.parametrize(("direction", "layout"), EVERY_WAY)
-@pytest.mark.parametrize("case", ["padded", "groups", "one_d", "stride"])
-def test_float64_is_computed_in_float64(conv, case, direction, layout):
-    fields = {"dtype": "float64", "layout": layout, **CASES[case]}
-    problem = ConvProblem(direction=direction, **fields)
-    a, b = operands(problem)
-    expected = reference(problem, a, b)
-    for algo in expected_algorithms(case):
-        agrees(conv, problem, algo, a, b, expected, 1e-12)
 
 
 LARGE = {
@@ -303,6 +214,16 @@ def test_each_further_worker_allocates_little(case, direction, layout):
     for algo in expected_algorithms(case):
         peak = allocated(conv, problem, algo)
         assert peak < (64 + 3 * 16) << 10, f"{algo} allocated {peak} bytes"
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("algo", TOLERANCE)
+def test_the_same_bits_each_time(algo, direction):
+    conv = CpuConv(Workers(3))
+    problem = ConvProblem(direction=direction, **CASES["large"])
+    a, b = operands(problem)
+    found = {run_guarded(conv, problem, algo, a, b).tobytes() for _ in range(5)}
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("algo", TOLERANCE)

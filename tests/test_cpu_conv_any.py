@@ -9,11 +9,6 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from mucudnn import (
     Tuner,
-    conv1d,
-    conv2d,
-    conv3d,
-    conv_backward_data,
-    conv_backward_filter,
 )
 from mucudnn.backends import Backend
 from mucudnn.backends.cpu.conv import (
@@ -30,7 +25,7 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.runtime.store.measurements import BenchmarkCache
-from tests.conv_problems import conv_problems
+from tests.conv_problems import call, conv_problems
 from tests.doubles import QUICK
 from tests.guarded import run_guarded
 from tests.reference import operands, reference
@@ -42,7 +37,6 @@ NAMES = frozenset(a.name for a in ALGORITHMS)
 CREWS = st.sampled_from(sorted(LIBRARIES))
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}
 TILE_POINTS = {1: 32, 2: 32, 3: 16}
-CONVS = {1: conv1d, 2: conv2d, 3: conv3d}
 
 
 def expected_algorithms(problem):
@@ -170,20 +164,6 @@ def spread(array, how):
 
 
 STRIDES = st.sampled_from(["dense", "every other", "backwards", "transposed"])
-
-
-def call(problem, a, b, **more):
-    """The public function for a problem."""
-    fields = ("stride", "padding", "dilation", "groups", "layout")
-    options = {name: getattr(problem, name) for name in fields} | more
-    shape = problem.operands()[2].shape
-    match problem.direction:
-        case Direction.FORWARD:
-            return CONVS[len(problem.stride)](a, b, **options)
-        case Direction.BACKWARD_DATA:
-            return conv_backward_data(a, b, shape, **options)
-        case Direction.BACKWARD_FILTER:
-            return conv_backward_filter(a, b, shape, **options)
 
 
 @example(NO_INPUT_SEEN, 2, ("dense", "dense"))

@@ -54,8 +54,8 @@ def only(request, monkeypatch):
 
 
 @st.composite
-def problems(draw, ranks=(1, 2, 3), directions=tuple(Direction)):
-    rank = draw(st.sampled_from(ranks))
+def problems(draw):
+    rank = draw(st.sampled_from((1, 2, 3)))
     groups = draw(st.integers(1, 3))
     largest = {1: 40, 2: 14, 3: 6}[rank]
     axes = [
@@ -64,7 +64,7 @@ def problems(draw, ranks=(1, 2, 3), directions=tuple(Direction)):
     axes = [(max(size, TAPS - 2 * pad), pad) for size, pad in axes]
     c, k = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     return ConvProblem(
-        direction=draw(st.sampled_from(directions)),
+        direction=draw(st.sampled_from(Direction)),
         x_shape=(draw(st.integers(1, 5)), c * groups, *(size for size, _ in axes)),
         w_shape=(k * groups, c, *[TAPS] * rank),
         padding=[pad for _, pad in axes],
@@ -92,52 +92,6 @@ def test_agrees_with_the_reference_however_it_is_cut():
         assert relative_error(out, expected) <= 1e-12
 
     agrees()
-
-
-@pytest.mark.hypothesis
-@pytest.mark.usefixtures("only")
-def test_the_three_directions_are_adjoint():
-    @examples(60)
-    @given(problems(directions=(Direction.FORWARD,)))
-    def adjoint(problem):
-        x, w = operands(problem)
-        y = run(problem, x, w)
-        dy = np.random.default_rng(2).uniform(-1, 1, y.shape)
-        dx = run(problem.with_direction(Direction.BACKWARD_DATA), dy, w)
-        dw = run(problem.with_direction(Direction.BACKWARD_FILTER), x, dy)
-        product = np.vdot(y, dy)
-        scale = np.linalg.norm(y) * np.linalg.norm(dy)
-        assert abs(np.vdot(x, dx) - product) <= 1e-12 * scale
-        assert abs(np.vdot(w, dw) - product) <= 1e-12 * scale
-
-    adjoint()
-
-
-def test_micro_batches_of_a_filter_gradient_add_up():
-    problem = ConvProblem(
-        direction=Direction.BACKWARD_FILTER,
-        x_shape=(7, 6, 11, 9),
-        w_shape=(5, 6, 3, 3),
-        padding=1,
-        dtype="float64",
-    )
-    x, dy = operands(problem)
-    dw = run(problem.with_batch(3), x[:3], dy[:3])
-    run(problem.with_batch(4), x[3:], dy[3:], dw)
-    assert relative_error(dw, reference(problem, x, dy)) <= 1e-12
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_is_deterministic(direction):
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(6, 48, 21, 19),
-        w_shape=(40, 48, 3, 3),
-        padding=1,
-    )
-    a, b = operands(problem)
-    first = run(problem, a, b)
-    assert all(np.array_equal(first, run(problem, a, b)) for _ in range(5))
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -39,11 +39,6 @@ OPERATIONS = {  # -> the inputs and the results that are images
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
 def inputs_of(op, shape, dtype):
     """Images in `dtype`, the others in single precision."""
     rng = np.random.default_rng(0)
@@ -83,9 +78,9 @@ def compute(kernel, op, inputs, images, wrap, offset=0):
     return [a.astype("f8") for a in (*made, *given)]
 
 
-def ways(op, shape, name, folder, monkeypatch, offset=0):
+def ways(op, shape, name, monkeypatch, offset=0):
     """What two launches give, what one does, and what float64 says."""
-    monkeypatch.setitem(sys.modules, "cupy", cupy := StrictCupy(folder))
+    monkeypatch.setitem(sys.modules, "cupy", cupy := StrictCupy())
     dtype, images = TYPES[name][0], OPERATIONS[op]
     inputs, kernel = inputs_of(op, shape, dtype), bind(CupyLauncher(lambda: None))[op]
     found = []
@@ -106,24 +101,22 @@ def agree(found, expected, tolerance):
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_one_launch_gives_what_two_do(op, name, folder, monkeypatch):
+def test_one_launch_gives_what_two_do(op, name, monkeypatch):
     for shape in SMALL:
         for offset in (0, 1):
-            two, one, wide = ways(op, shape, name, folder, monkeypatch, offset)
+            two, one, wide = ways(op, shape, name, monkeypatch, offset)
             agree(two, wide, TYPES[name][1])
             agree(one, two, TYPES[name][1] / 4)
 
 
 @pytest.mark.parametrize(("name", "samples"), [("float32", 235), ("float16", 334)])
 @pytest.mark.parametrize("op", ["batch_norm_relu", "batch_norm_add_relu_grad"])
-def test_the_largest_channel_that_a_block_has_room_for(
-    op, name, samples, folder, monkeypatch
-):
+def test_the_largest_channel_that_a_block_has_room_for(op, name, samples, monkeypatch):
     monkeypatch.setattr(batch_norm, "_FEW_CHANNELS", 1)
     nbytes = itemsize(name)
     for more, fits in ((0, True), (1, False)):
         assert batch_norm.fits(Channels.of((samples + more, 1, 7, 7)), nbytes) == fits
-    two, one, wide = ways(op, (samples, 1, 7, 7), name, folder, monkeypatch)
+    two, one, wide = ways(op, (samples, 1, 7, 7), name, monkeypatch)
     agree(two, wide, TYPES[name][1])
     agree(one, two, TYPES[name][1] / 4)
 

@@ -37,11 +37,6 @@ OPERATIONS = {  # -> launches, inputs (i images, c channels), and results
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
 def operands(op, shape, dtype, wide):
     """Images in one type, what belongs to channels in another; results are stale."""
     rng = np.random.default_rng(3)
@@ -73,13 +68,13 @@ def prepared(kernel, op, shape, dtype, wide, wrap):
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_the_order_of_blocks_changes_no_bit(op, folder):
+def test_the_order_of_blocks_changes_no_bit(op):
     for shape in SHAPES:
         channels = Channels.last(shape, 4)
         assert channels.parts > 1 or shape[0] == 1
         found = []
         for backwards in (False, True):
-            emulator = Emulator(folder, backwards=backwards)
+            emulator = Emulator(backwards=backwards)
             kernel = bind(emulator)[op]
             same = kernel, op, shape, "f4", "f4"
             call, arrays, scratch = prepared(*same, lambda a: a)
@@ -110,8 +105,8 @@ def prepared_on_cpu(op, shape, dtype="f4", wide="f4"):
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_half_precision_has_sums_in_single(op, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(folder))
+def test_half_precision_has_sums_in_single(op, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     kernel = bind(CupyLauncher(lambda: None))[op]
     for shape in SHAPES[:3]:
         call, arrays, _ = prepared(kernel, op, shape, "f2", "f4", StrictArray)
@@ -136,10 +131,10 @@ GROUPED = (
 @pytest.mark.parametrize("name", ["float16", "float32"])
 @pytest.mark.parametrize(("shape", "groups"), GROUPED)
 def test_groups_of_channels_are_normalised_where_they_are(
-    shape, groups, name, offset, folder, monkeypatch
+    shape, groups, name, offset, monkeypatch
 ):
     """In the type of the images, by statistics in single precision; not turned."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(folder))
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     kernels = bind(CupyLauncher(lambda: None))
     attrs = {"groups": groups, "eps": 1e-3, "per_element": False}
     last = attrs | {"channels_last": True}

@@ -31,19 +31,19 @@ KERNEL waiting(const T* x, I those) {
 )
 
 
-def on_numpy(folder, monkeypatch):
-    return Emulator(folder), lambda a: a
+def on_numpy(monkeypatch):
+    return Emulator(), lambda a: a
 
 
-def on_cupy(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(folder))
+def on_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     return CupyLauncher(lambda: None), StrictArray
 
 
 @pytest.fixture(params=[on_numpy, on_cupy])
-def launch(request, tmp_path, monkeypatch):
+def launch(request, monkeypatch):
     """Launches a kernel with arrays and numbers."""
-    launcher, wrap = request.param(tmp_path, monkeypatch)
+    launcher, wrap = request.param(monkeypatch)
 
     def launched(name, blocks, *given, dtype="float32"):
         program = BARRIER if name == "waiting" else PROGRAM

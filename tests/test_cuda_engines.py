@@ -95,7 +95,7 @@ def check_rows(h200, problem, least):
 @everywhere
 @layouts
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("problem", sampled("alexnet", 1))
+@pytest.mark.parametrize("problem", sampled("alexnet", 2))
 def test_alexnet(problem, dtype, layout, direction, h200):
     problem = dataclasses.replace(
         problem, direction=direction, dtype=dtype, layout=layout
@@ -106,7 +106,7 @@ def test_alexnet(problem, dtype, layout, direction, h200):
 @everywhere
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    "problem", sampled("deepbench_train", 9) + sampled("deepbench_inference", 13)
+    "problem", sampled("deepbench_train", 19) + sampled("deepbench_inference", 29)
 )
 def test_deepbench(problem, dtype, direction, h200):
     problem = dataclasses.replace(problem, direction=direction, dtype=dtype)

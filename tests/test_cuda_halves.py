@@ -128,8 +128,8 @@ def agree(found, expected, rounding, case):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", TYPES)
-def test_every_kernel_in_half_precision(name, mixed, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+def test_every_kernel_in_half_precision(name, mixed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     narrow, rounding = TYPES[name]
     types = narrowing(np.dtype(narrow), mixed)
     ours, cpu = bind(CupyLauncher(lambda: None)), bind_cpu(Workers(1))
@@ -146,11 +146,9 @@ def test_every_kernel_in_half_precision(name, mixed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_result_is_rounded_to_the_nearest_and_ties_to_even(
-    name, tmp_path, monkeypatch
-):
+def test_a_result_is_rounded_to_the_nearest_and_ties_to_even(name, monkeypatch):
     """To the last bit, as NumPy does it."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     narrow = np.dtype(TYPES[name][0])
     bits = np.arange(0, 1 << 16, 7, np.uint16)
     one, other = bits.view(narrow), bits[::-1].copy().view(narrow)

@@ -95,19 +95,14 @@ def test_the_table_is_imported_without_cupy_and_numpy():
 # Emulated.
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulated")
-
-
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "how"),
     [("f8", {}), ("f4", {"backwards": True}), ("f8", {"wide": True})],
 )
-def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how, folder):
-    emulator = Emulator(folder, **how)
+def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how):
+    emulator = Emulator(**how)
     kernels = bind(emulator)
     assert mirror(kernels, dtype) == set(KERNELS)
     for op in (op for op in KERNELS if KERNELS[op].run_batched):
@@ -119,8 +114,8 @@ def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how, folder):
 
 
 @emulated
-def test_labels_that_are_no_classes_are_told_by_nan(folder):
-    kernels = bind(Emulator(folder))
+def test_labels_that_are_no_classes_are_told_by_nan():
+    kernels = bind(Emulator())
     x = np.zeros((3, 4))
     for wrong in (-1, 4, 1 << 40):
         labels = np.array([0, wrong, 1])
@@ -159,9 +154,9 @@ def several(op, dtype, scaled=0):
 @emulated
 @pytest.mark.parametrize("scaled", [0, 1, 2])
 @pytest.mark.parametrize("op", [name for name in KERNELS if KERNELS[name].run_batched])
-def test_updates_together_are_the_updates_one_by_one(op, scaled, folder):
+def test_updates_together_are_the_updates_one_by_one(op, scaled):
     """To the last bit, whatever is aligned, with a decay and without."""
-    emulator = Emulator(folder)
+    emulator = Emulator()
     kernel = bind(emulator)[op]
     apart, joint = (list(several(op, "f4", scaled)) for _ in range(2))
     for inputs, attrs in apart:
@@ -179,10 +174,10 @@ def test_updates_together_are_the_updates_one_by_one(op, scaled, folder):
 @emulated
 @pytest.mark.parametrize("blocks", [1, 3, 1 << 16])
 @pytest.mark.parametrize("op", ["add", "scale", "momentum", "accumulate"])
-def test_every_element_is_computed_once_in_place(op, blocks, folder, monkeypatch):
+def test_every_element_is_computed_once_in_place(op, blocks, monkeypatch):
     """By any number of blocks; what follows the last element is not touched."""
     monkeypatch.setattr(program, "_MOST_BLOCKS", blocks)
-    kernel, attrs = bind(Emulator(folder))[op], ADAM | {"momentum": 1.0, "factor": 2.0}
+    kernel, attrs = bind(Emulator())[op], ADAM | {"momentum": 1.0, "factor": 2.0}
     attrs |= {"weight_decay": 0.0, "gradient_scale": 1.0, "nesterov": False}
     for size in (1, 4, 6, 4095, 8197):
         x, other, state = np.ones((3, 8208), "f4")  # each aligned
@@ -197,10 +192,10 @@ def test_every_element_is_computed_once_in_place(op, blocks, folder, monkeypatch
 
 @emulated
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_threads_go_on_without_dividing(blocks, folder, monkeypatch):
+def test_threads_go_on_without_dividing(blocks, monkeypatch):
     """Over rows, planes and images of odd sizes, several of each at a step."""
     monkeypatch.setattr(program, "_MOST_WALKING", blocks)
-    kernels = bind(Emulator(folder))
+    kernels = bind(Emulator())
     walking = ("max_pool", "avg_pool", "softmax_cross_entropy_grad")
     for case in cases("f4"):
         if case.op.startswith(walking):
@@ -213,10 +208,10 @@ def test_threads_go_on_without_dividing(blocks, folder, monkeypatch):
 
 @emulated
 @pytest.mark.parametrize("backwards", [False, True])
-def test_a_block_turns_one_square_after_another(backwards, folder, monkeypatch):
+def test_a_block_turns_one_square_after_another(backwards, monkeypatch):
     """None is overwritten while others still read it."""
     monkeypatch.setattr(elementwise, "_MOST_BLOCKS", 2)
-    kernel = bind(Emulator(folder, backwards=backwards))["to_channels_last"]
+    kernel = bind(Emulator(backwards=backwards))["to_channels_last"]
     x = normal(3, 65, 7, 10)
     found = np.empty((3, 7, 10, 65), x.dtype)
     kernel.run([x], [found], {}, None)
@@ -224,11 +219,11 @@ def test_a_block_turns_one_square_after_another(backwards, folder, monkeypatch):
 
 
 @emulated
-def test_a_mask_goes_on_where_a_grid_ends(folder, monkeypatch):
+def test_a_mask_goes_on_where_a_grid_ends(monkeypatch):
     monkeypatch.setattr(elementwise, "_MOST_RUNS", 2)
     attrs = {"p": 0.4, "seed": 3, "offset": 5, "run": 21, "apart": 50}
     case = Case("dropout", [normal(7, 21), np.array(2)], [((7, 21), "f8")], attrs)
-    kernel = bind(Emulator(folder))["dropout"]
+    kernel = bind(Emulator())["dropout"]
     for one, other in zip(
         compute(kernel, case), compute(CPU["dropout"], case), strict=True
     ):
@@ -236,8 +231,8 @@ def test_a_mask_goes_on_where_a_grid_ends(folder, monkeypatch):
 
 
 @emulated
-def test_an_overflow_is_found_wherever_it_is(folder):
-    kernel = bind(Emulator(folder))["find_overflow"]
+def test_an_overflow_is_found_wherever_it_is():
+    kernel = bind(Emulator())["find_overflow"]
     for place in (None, 0, 4095, 4096, 8192):
         tensors, counts = [np.ones(n, "f4") for n in (5, 8193, 1)], np.zeros(3, "i8")
         if place is not None:
@@ -248,8 +243,8 @@ def test_an_overflow_is_found_wherever_it_is(folder):
 
 @emulated
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_a_batch_norm_made_again_by_its_statistics_has_the_same_bits(dtype, folder):
-    kernels = bind(Emulator(folder))
+def test_a_batch_norm_made_again_by_its_statistics_has_the_same_bits(dtype):
+    kernels = bind(Emulator())
     rng = np.random.default_rng(0)
     x, *channels = (rng.random(s).astype(dtype) for s in ((4, 3, 5, 5), *[(3,)] * 4))
     specs = [((4, 3, 5, 5), dtype), ((3,), dtype), ((3,), dtype)]
@@ -263,10 +258,10 @@ def test_a_batch_norm_made_again_by_its_statistics_has_the_same_bits(dtype, fold
 @emulated
 @pytest.mark.parametrize("images", [1, 65535])
 @pytest.mark.parametrize("channels", [1, 3, 8, 9])
-def test_images_of_few_channels_are_turned(channels, images, folder, monkeypatch):
+def test_images_of_few_channels_are_turned(channels, images, monkeypatch):
     """By as few blocks as one for each part of an image, and back."""
     monkeypatch.setattr(elementwise, "_MOST_IMAGES", images)
-    emulator = Emulator(folder)
+    emulator = Emulator()
     kernels = bind(emulator)
     x = normal(3, channels, 19, 31, dtype="f4")
     turned, again = np.empty((3, 19, 31, channels), "f4"), np.empty_like(x)
@@ -279,8 +274,8 @@ def test_images_of_few_channels_are_turned(channels, images, folder, monkeypatch
 
 
 @emulated
-def test_nothing_is_launched_for_nothing(folder):
-    emulator = Emulator(folder)
+def test_nothing_is_launched_for_nothing():
+    emulator = Emulator()
     empty = np.empty((0, 3))
     bind(emulator)["relu"].run([empty], [empty], {}, None)
     assert emulator.launched == set()
@@ -427,8 +422,8 @@ def agrees_in_rows(kernels, case, times, **moves):
 
 @emulated
 @pytest.mark.parametrize("op", ADDED_UP)
-def test_the_last_block_adds_up_on_the_host(op, folder):
-    emulator = Emulator(folder)
+def test_the_last_block_adds_up_on_the_host(op):
+    emulator = Emulator()
     agrees_in_rows(bind(emulator), in_rows(op, 600), 1)
 
 

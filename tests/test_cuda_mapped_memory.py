@@ -30,9 +30,9 @@ def with_driver(monkeypatch, driver):
 
 
 @pytest.fixture
-def driver(monkeypatch, tmp_path):
+def driver(monkeypatch):
     driver = StrictDriver(CHUNK, room=16 * CHUNK)
-    cupy = installed(StrictCupy(tmp_path), driver)
+    cupy = installed(StrictCupy(), driver)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     yield driver
     gc.collect()
@@ -134,8 +134,8 @@ def scattered(request, plan):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
-def test_training_in_mapped_memory_gives_the_same_bits(monkeypatch, tmp_path):
-    cupy, gpu = stand_in(monkeypatch, tmp_path)
+def test_training_in_mapped_memory_gives_the_same_bits(monkeypatch):
+    cupy, gpu = stand_in(monkeypatch)
     expected, free = losses(gpu)
     driver = StrictDriver(4096)
     installed(cupy, driver)

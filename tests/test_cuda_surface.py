@@ -160,10 +160,10 @@ def strange(ours, real):
     return {*mine.parameters} - {*theirs.parameters}
 
 
-def test_methods_of_the_stand_in_are_cupys(tmp_path):
+def test_methods_of_the_stand_in_are_cupys():
     """Of arrays, streams and events; and so are their parameters."""
     cupy = pytest.importorskip("cupy")
-    fake = StrictCupy(tmp_path)
+    fake = StrictCupy()
     for made, real in (
         (StrictArray(np.zeros(1)), cupy.ndarray),
         (fake.cuda.Stream(non_blocking=True), cupy.cuda.Stream),
@@ -178,9 +178,9 @@ def test_methods_of_the_stand_in_are_cupys(tmp_path):
                 assert extra <= {"self"}, (kind, name)
 
 
-def test_functions_of_the_stand_in_are_cupys(tmp_path):
+def test_functions_of_the_stand_in_are_cupys():
     cupy = pytest.importorskip("cupy")
-    fake = StrictCupy(tmp_path)
+    fake = StrictCupy()
     chains = {chain for chain, call, _ in USES if call and chain.startswith("cupy.")}
     compared = 0
     for chain in sorted(chains):

@@ -41,11 +41,6 @@ PRECISIONS = [(None, 1e-5), ("float16", 5e-3), BFLOAT16]
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
 class Captured(FakeCudnn):
     """The library's stand-in, whose launches go where CuPy's do."""
 
@@ -54,8 +49,8 @@ class Captured(FakeCudnn):
     )
 
 
-def stand_in(monkeypatch, folder, *, lazy=False, kind=StrictCupy):
-    monkeypatch.setitem(sys.modules, "cupy", cupy := kind(folder, lazy=lazy))
+def stand_in(monkeypatch, *, lazy=False, kind=StrictCupy):
+    monkeypatch.setitem(sys.modules, "cupy", cupy := kind(lazy=lazy))
     # Without a name for bfloat16 the library's stand-in computes something else.
     known = importlib.util.find_spec("ml_dtypes") is not None
     monkeypatch.setitem(cudnn_kernel._NAMES, 9, "bfloat16" if known else "float16")
@@ -90,9 +85,9 @@ def losses(backend, **more):
 @pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
-def test_training_agrees_with_the_cpus(precision, apart, lazy, folder, monkeypatch):
+def test_training_agrees_with_the_cpus(precision, apart, lazy, monkeypatch):
     expected, _ = losses("cpu")
-    cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    cupy, gpu = stand_in(monkeypatch, lazy=lazy)
     found, free = losses(gpu, precision=precision)
     assert np.abs(found - expected).max() < apart
     assert "momentum_all" in cupy.launched
@@ -105,9 +100,9 @@ def test_training_agrees_with_the_cpus(precision, apart, lazy, folder, monkeypat
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
-def test_training_with_channels_last_agrees(precision, apart, folder, monkeypatch):
+def test_training_with_channels_last_agrees(precision, apart, monkeypatch):
     expected, _ = losses("cpu")
-    cupy, gpu = stand_in(monkeypatch, folder, lazy=True)
+    cupy, gpu = stand_in(monkeypatch, lazy=True)
     found, free = losses(gpu, precision=precision, layout="NHWC")
     assert np.abs(found - expected).max() < apart
     assert {"transpose", "transpose_few"} & {*cupy.launched}
@@ -119,11 +114,11 @@ def test_training_with_channels_last_agrees(precision, apart, folder, monkeypatc
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_dynamic_loss_scale_on_the_device(parts, folder, monkeypatch):
+def test_a_dynamic_loss_scale_on_the_device(parts, monkeypatch):
     """Updates are one launch a step; what overflows is skipped as on the CPU."""
     more = {"loss_scale": DynamicLossScale(2.0**14, interval=2), "parts": parts}
     expected, cpu = losses("cpu", **more)
-    cupy, gpu = stand_in(monkeypatch, folder)
+    cupy, gpu = stand_in(monkeypatch)
     found, free = losses(gpu, **more)
     assert np.abs(found - expected).max() < 1e-5
     assert free.loss_scale == cpu.loss_scale == 2.0**16
@@ -144,17 +139,15 @@ def test_a_dynamic_loss_scale_on_the_device(parts, folder, monkeypatch):
         ({"parts": 2}, 2),
     ],
 )
-def test_a_replayed_step_is_one_launch_with_the_same_bits(
-    more, graphs, folder, monkeypatch
-):
+def test_a_replayed_step_is_one_launch_with_the_same_bits(more, graphs, monkeypatch):
     """Rates, masks and scales are those of each step, not of the one captured."""
     more |= {
         "options": {"dropout": 0.3},
         "learning_rate": lambda step: 0.1 / (1 + step),
     }
-    _, gpu = stand_in(monkeypatch, folder)
+    _, gpu = stand_in(monkeypatch)
     expected, free = losses(gpu, **more)
-    cupy, gpu = stand_in(monkeypatch, folder)
+    cupy, gpu = stand_in(monkeypatch)
     found, made = losses(gpu, replay=True, **more)
     assert np.array_equal(found, expected)
     assert len(cupy.captured) == graphs
@@ -166,13 +159,11 @@ def test_a_replayed_step_is_one_launch_with_the_same_bits(
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
-def test_between_copies_that_reach_into_the_next_step_it_is_replayed(
-    lazy, folder, monkeypatch
-):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_between_copies_that_reach_into_the_next_step_it_is_replayed(lazy, monkeypatch):
+    _, gpu = stand_in(monkeypatch)
     expected, free = losses(gpu)
     budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
-    cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    cupy, gpu = stand_in(monkeypatch, lazy=lazy)
     found, made = losses(gpu, replay=True, budget=budget)
     assert made.placed.schedule.live_across
     assert np.array_equal(found, expected)
@@ -182,12 +173,12 @@ def test_between_copies_that_reach_into_the_next_step_it_is_replayed(
 
 @emulated
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_step_with_copies_is_one_graph(lazy, folder, monkeypatch):
+def test_a_step_with_copies_is_one_graph(lazy, monkeypatch):
     """All that leaves is back by its end, so copies are captured with the kernels."""
-    _, gpu = stand_in(monkeypatch, folder)
+    _, gpu = stand_in(monkeypatch)
     expected, free = losses(gpu)
     budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.8), convolutions="fixed")
-    cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    cupy, gpu = stand_in(monkeypatch, lazy=lazy)
     found, made = losses(gpu, replay=True, budget=budget)
     schedule = made.placed.schedule
     assert any(type(i) is SwapOut for i in schedule.instructions)
@@ -204,13 +195,13 @@ def test_a_step_with_copies_is_one_graph(lazy, folder, monkeypatch):
 
 
 @emulated
-def test_copies_to_a_file_are_not_captured(folder, monkeypatch, tmp_path, caplog):
+def test_copies_to_a_file_are_not_captured(monkeypatch, tmp_path, caplog):
     """A graph for what is between them instead."""
-    _, gpu = stand_in(monkeypatch, folder)
+    _, gpu = stand_in(monkeypatch)
     expected, free = losses(gpu)
     nbytes = int(free.peak_bytes * 0.8)
     budget = MemoryBudget(nbytes=nbytes, convolutions="fixed", disk=tmp_path)
-    cupy, gpu = stand_in(monkeypatch, folder, lazy=True)
+    cupy, gpu = stand_in(monkeypatch, lazy=True)
     found, _ = losses(gpu, replay=True, budget=budget)
     assert not caplog.text  # it was not tried
     assert np.array_equal(found, expected)
@@ -219,10 +210,10 @@ def test_copies_to_a_file_are_not_captured(folder, monkeypatch, tmp_path, caplog
 
 
 @emulated
-def test_what_cannot_be_captured_is_launched_call_by_call(folder, monkeypatch, caplog):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_what_cannot_be_captured_is_launched_call_by_call(monkeypatch, caplog):
+    _, gpu = stand_in(monkeypatch)
     expected, _ = losses(gpu)
-    cupy, gpu = stand_in(monkeypatch, folder)
+    cupy, gpu = stand_in(monkeypatch)
     exactly = cupy.matmul
 
     def packs(a, b, out):
@@ -238,8 +229,8 @@ def test_what_cannot_be_captured_is_launched_call_by_call(folder, monkeypatch, c
 @emulated
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the stand-in
-def test_half_precision_skips_what_overflows(folder, monkeypatch):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_half_precision_skips_what_overflows(monkeypatch):
+    _, gpu = stand_in(monkeypatch)
     scaling = DynamicLossScale(2.0**30, backoff=2.0**-10)
     _, made = losses(gpu, precision="float16", loss_scale=scaling)
     assert made.loss_scale == 2.0**10
@@ -272,9 +263,9 @@ def test_training_within_a_budget_on_a_gpu_agrees(precision, share, cuda):
             assert np.abs(saved[name] - value).max() < 10 * apart, name
 
 
-def test_a_source_may_be_changed_once_it_was_uploaded(folder, monkeypatch):
+def test_a_source_may_be_changed_once_it_was_uploaded(monkeypatch):
     """CuPy launches the copy of a pinned array and returns."""
-    cupy, gpu = stand_in(monkeypatch, folder)
+    cupy, gpu = stand_in(monkeypatch)
     target = StrictArray(np.zeros(4, np.float32))
     at_once = StrictArray.set
     stream = cupy.cuda.Stream()  # lazy: what is put there runs when it is waited for
@@ -300,16 +291,14 @@ def without_ml_dtypes(monkeypatch):
 
 @emulated
 @pytest.mark.slow
-def test_a_network_in_bfloat16_names_what_is_missing(
-    without_ml_dtypes, folder, monkeypatch
-):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_a_network_in_bfloat16_names_what_is_missing(without_ml_dtypes, monkeypatch):
+    _, gpu = stand_in(monkeypatch)
     with pytest.raises(UnsupportedError, match="pip install ml_dtypes"):
         losses(gpu, precision="bfloat16")
 
 
-def test_bits_are_never_taken_for_numbers(without_ml_dtypes, folder, monkeypatch):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_bits_are_never_taken_for_numbers(without_ml_dtypes, monkeypatch):
+    _, gpu = stand_in(monkeypatch)
     device, launcher = gpu.device, CupyLauncher(lambda: None)
     spec = TensorSpec("x", (2, 2), "bfloat16")
     bits = device.view(device.allocate(spec.nbytes), 0, spec)
@@ -331,8 +320,8 @@ def test_bits_are_never_taken_for_numbers(without_ml_dtypes, folder, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
-def test_matrices_of_whole_numbers_have_no_product(dtype, folder, monkeypatch):
-    stand_in(monkeypatch, folder)
+def test_matrices_of_whole_numbers_have_no_product(dtype, monkeypatch):
+    stand_in(monkeypatch)
     whole = StrictArray(np.zeros((2, 2), dtype))
     with pytest.raises(UnsupportedError, match=f"no product of matrices of {dtype}"):
         CupyLauncher(lambda: None).prepared_matmul(whole, whole, whole)
@@ -351,8 +340,8 @@ LACKING = [
 
 
 @pytest.mark.parametrize("said", LACKING)
-def test_what_cupy_lacks_is_told_with_what_to_install(said, folder, monkeypatch):
-    cupy, gpu = stand_in(monkeypatch, folder)
+def test_what_cupy_lacks_is_told_with_what_to_install(said, monkeypatch):
+    cupy, gpu = stand_in(monkeypatch)
     launcher = CupyLauncher(lambda: None)
     x = StrictArray(np.ones((2, 2), np.float32))
 

@@ -15,10 +15,8 @@ from mucudnn.ir.schedule import SwapOut
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import CUDARuntimeError, StrictArray, StrictCupy
-from tests.test_cuda_training import STEPS, folder, stand_in
+from tests.test_cuda_training import STEPS, stand_in
 from tests.training_cases import examples, trainer
-
-__all__ = ["folder"]
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
@@ -27,10 +25,10 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g+
     params=[(lazy, staged) for lazy in (False, True) for staged in (True, False)],
     ids=lambda p: f"copies {'late' if p[0] else 'early'}{', staged' * p[1]}",
 )
-def device(request, tmp_path):
+def device(request):
     """CuPy's stand-in that computes late, and a step_io on it."""
     lazy, staged = request.param
-    cupy = StrictCupy(tmp_path, lazy=lazy)
+    cupy = StrictCupy(lazy=lazy)
     cupy.current._lazy = True
     return cupy, CudaStepIO(cupy, 0, lambda: cupy.current.ptr, staged=staged)
 
@@ -100,8 +98,8 @@ def test_what_cuda_refuses_is_our_error(device, monkeypatch):
         step_io.download(StrictArray(values(0)))
 
 
-def test_without_a_place_on_the_device_an_input_takes_none(tmp_path, monkeypatch):
-    cupy = StrictCupy(tmp_path)
+def test_without_a_place_on_the_device_an_input_takes_none(monkeypatch):
+    cupy = StrictCupy()
     target = StrictArray(values(0))
     step_io = CudaStepIO(cupy, 0, lambda: cupy.current.ptr, staged=False)
     monkeypatch.setattr(cupy, "empty", None)
@@ -109,12 +107,12 @@ def test_without_a_place_on_the_device_an_input_takes_none(tmp_path, monkeypatch
     assert (target.host == 1).all()
 
 
-def trained(monkeypatch, folder, *, late, **more):
+def trained(monkeypatch, *, late, **more):
     """A trainer, its losses and states, and whose copies the host has waited for."""
     images, labels = examples(6 * STEPS)
     rows = [slice(6 * i, 6 * i + 6) for i in range(STEPS)]
     waits, results, finish = [], [], CudaCopier.finish
-    _, gpu = stand_in(monkeypatch, folder, lazy=True)
+    _, gpu = stand_in(monkeypatch, lazy=True)
     made = trainer(6, backend=gpu, evaluate=False, **more)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -130,11 +128,11 @@ def trained(monkeypatch, folder, *, late, **more):
     return made, [(r.loss, r.correct) for r in results], state, waits
 
 
-def no_wait_within(monkeypatch, folder, share, budget=MemoryBudget, **more):
+def no_wait_within(monkeypatch, share, budget=MemoryBudget, **more):
     """Train in a share of the memory; all bits are those of training in all of it."""
-    free, expected, state, _ = trained(monkeypatch, folder, late=False, **more)
+    free, expected, state, _ = trained(monkeypatch, late=False, **more)
     more["budget"] = budget(nbytes=int(free.peak_bytes * share), convolutions="fixed")
-    made, found, after, waits = trained(monkeypatch, folder, late=True, **more)
+    made, found, after, waits = trained(monkeypatch, late=True, **more)
     assert not waits
     assert made.peak_bytes <= more["budget"].nbytes
     copied = [i for i in made.placed.schedule.instructions if type(i) is SwapOut]
@@ -147,43 +145,39 @@ def no_wait_within(monkeypatch, folder, share, budget=MemoryBudget, **more):
 @emulated
 @pytest.mark.parametrize("precision", [None, "float16"])
 @pytest.mark.parametrize("share", [0.7, 0.85, 1.5])
-def test_within_a_budget_the_host_waits_for_no_step(
-    share, precision, folder, monkeypatch
-):
+def test_within_a_budget_the_host_waits_for_no_step(share, precision, monkeypatch):
     """Copies of what left are waited for by the stream that computes."""
-    no_wait_within(monkeypatch, folder, share, precision=precision)
+    no_wait_within(monkeypatch, share, precision=precision)
 
 
 @emulated
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the stand-in
-def test_the_host_decides_nothing_where_updates_may_be_skipped(folder, monkeypatch):
+def test_the_host_decides_nothing_where_updates_may_be_skipped(monkeypatch):
     """The first steps overflow: the device lowers its scale and updates nothing."""
     scaling = DynamicLossScale(2.0**30, backoff=2.0**-10)
     more = {"precision": "float16", "loss_scale": scaling}
-    made = no_wait_within(monkeypatch, folder, 0.8, **more)
+    made = no_wait_within(monkeypatch, 0.8, **more)
     assert made.loss_scale == 2.0**10
 
 
 @emulated
 @pytest.mark.parametrize("away", ["disk", "peer:1"])
-def test_wherever_it_goes_the_host_waits_for_no_step(
-    away, folder, monkeypatch, tmp_path
-):
+def test_wherever_it_goes_the_host_waits_for_no_step(away, monkeypatch, tmp_path):
     """But within a copy to memory that is not page-locked, as CUDA does."""
     tiers = f"disk:{tmp_path}" if away == "disk" else away
-    no_wait_within(monkeypatch, folder, 0.8, partial(MemoryBudget, tiers=tiers))
+    no_wait_within(monkeypatch, 0.8, partial(MemoryBudget, tiers=tiers))
 
 
 @emulated
 @pytest.mark.parametrize("parts", [1, 3])
-def test_losses_read_late_are_those_read_at_once(parts, folder, monkeypatch):
+def test_losses_read_late_are_those_read_at_once(parts, monkeypatch):
     """A step is launched while the loss of the one before has not been read."""
     images, labels = examples(6 * STEPS)
     rows = [slice(6 * i, 6 * i + 6) for i in range(STEPS)]
     found = []
     for late in (False, True):
-        _, gpu = stand_in(monkeypatch, folder, lazy=True)
+        _, gpu = stand_in(monkeypatch, lazy=True)
         made = trainer(6, backend=gpu, parts=parts, evaluate=False)
         results = []
         for part in rows:

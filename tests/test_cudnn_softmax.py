@@ -30,9 +30,9 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g+
 
 
 @pytest.fixture
-def beside(tmp_path, monkeypatch):
+def beside(monkeypatch):
     """The library, and our kernels on the stand-in for CuPy beside it."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     library = FakeCudnn()
     own = CudnnKernels(LiveSession(library, lambda: 0))
     return library, own.beside(bind(CupyLauncher(lambda: None)))

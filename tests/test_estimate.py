@@ -1,5 +1,6 @@
 """Estimates from published figures: rooflines, fronts, and where figures are from."""
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -42,6 +43,7 @@ def twice_as_fast(device):
     )
 
 
+@functools.cache
 def step(name="alexnet", batch=4, optimizer="momentum"):
     return with_updates(training_graph(get_model(name)(batch)), OPTIMIZERS[optimizer])
 

@@ -8,6 +8,9 @@ import contextlib
 import copy
 import functools
 import gc
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -18,10 +21,15 @@ from tests.fakecuda import device as fakecuda  # noqa: E402  (where there is PyT
 if fakecuda.library() is None:
     pytest.skip(fakecuda.NEEDED, allow_module_level=True)
 
+from functorch.compile import nop  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
+from bench.gpu import pytorch_steps  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.ir.graph import Phase  # noqa: E402
+from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamCopies,
@@ -123,10 +131,10 @@ OPTIMIZERS = {
     )
     for form in ("", "foreach", "fused")
 }
-
-
-EQUAL = [name for name in OPTIMIZERS if "Adam" not in name or "fused" not in name]
-"""Fused kernels of Adam round otherwise than the loop over tensors that is recorded."""
+# Its two averages are updated by equal operations, one of which needs the other's.
+OPTIMIZERS["Adadelta foreach"] = functools.partial(
+    torch.optim.Adadelta, lr=0.01, foreach=True
+)
 
 
 def case(name, dtype=torch.float32):
@@ -156,7 +164,7 @@ def recomputing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [("norms", "SGD"), *(("dense", name) for name in EQUAL)],
+    [("norms", "SGD"), *(("dense", name) for name in OPTIMIZERS)],
 )
 def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
     with fakecuda.KernelsOnHost():
@@ -169,7 +177,7 @@ def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
             of_eager.zero_grad()
         mine = copy.deepcopy(model)
         budgets = [None]
-        if optimizer == "SGD":
+        if optimizer in ("SGD", "AdamW foreach", "AdamW fused"):
             own = OPTIMIZERS[optimizer](mine.parameters())
             budgets.append(least_budget(mine, own, batch))
         for budget in budgets:
@@ -330,7 +338,86 @@ class Synchronized(nn.Module):
         return self.head((x - mean) * inverse)
 
 
+# -- operators
+
+ASK_WITHOUT_WRITING = {
+    "aten::_chunk_cat": "passes all addresses to its kernel in one array of pointers",
+    "aten::nll_loss_forward": "its kernel takes a pointer that is not const",
+    "aten::batch_norm_backward": "cuDNN's pointer to the reserve space is not const",
+    "aten::cudnn_batch_norm_backward": "the same",
+}
+"""Operators that ask for an operand to write but only read it, and why they ask."""
+
+
+def test_no_operator_recorded_as_pure_writes_an_operand():
+    """Of all operators that PyTorch's own tests call on CUDA, forward and backward."""
+    command = sys.executable, "-m", "tests.fakecuda.operators"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ran"] > 500
+    assert len(found["called"]) > 350
+    known = {name for name, writes in UNDECLARED_WRITES.items() if writes.operands}
+    assert found["written"].keys() - known == ASK_WITHOUT_WRITING.keys()
+    assert not set(found["counted"]) - known
+    norm = UNDECLARED_WRITES["aten::cudnn_batch_norm"]
+    assert found["written"]["aten::cudnn_batch_norm"] == sorted(norm.operands)
+
+
+# -- the other faces
+
+
+def test_memory_studies_what_a_step_on_the_device_needs():
+    """A study captures the CPU's operations, so bytes agree up to scratch memory."""
+    model, *batch = case("dense")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    study = mt.memory(model, CROSS_ENTROPY, batch, own, device="h100")
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    plan = step.prepare(*batch)
+    planned = plan.peak_bytes - plan.library_bytes
+    assert study.least_budget <= study.unlimited_bytes <= planned
+    assert next(model.parameters()).is_cuda
+
+
+def test_hints_partition_a_graph_of_the_device(fresh_compiler):
+    hints = mt.partitioner()
+    compiler = aot_autograd(fw_compiler=nop, partition_fn=hints)
+    model, *batch = case("attention")
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
+    assert next(model.parameters()).grad.is_cuda
+    assert hints.plans
+
+
+def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation():
+    model, *batch = case("dense")
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    with pytest.warns(UserWarning, match="runs operation by operation"):
+        assert step(*batch).is_cuda
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_distribute_measures_steps_on_the_device(one_rank):
+    model, *batch = case("norms")
+    found = mt.distribute(model, CROSS_ENTROPY, batch, batch=8)
+    assert found.plan.samples == (8,)
+
+
 # -- what the processor does
+
+NEVER = (
+    *("stream_sync", "event_sync", "device_sync", "copy_sync"),
+    *("malloc", "free", "host_alloc", "event_create"),
+)
+"""Calls of CUDA's that a step does not make after its first two runs."""
 
 
 def test_a_scaler_is_where_the_loss_is():
@@ -346,7 +433,44 @@ def test_a_scaler_is_where_the_loss_is():
     assert found["stream_sync"] == found["copy_sync"] == found["device_sync"] == 0
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW foreach"])
+@pytest.mark.parametrize(
+    "optimizer", [name for name in OPTIMIZERS if "foreach" in name or "fused" in name]
+)
+def test_a_step_launches_no_more_than_eagers(optimizer):
+    model, *batch = case("attention")
+    eager = copy.deepcopy(model)
+    of_eager = OPTIMIZERS[optimizer](eager.parameters())
+
+    def eager_step():
+        CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
+        of_eager.step()
+        of_eager.zero_grad()
+
+    own = OPTIMIZERS[optimizer](model.parameters())
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    launches = []
+    for run in (eager_step, functools.partial(step, *batch)):
+        run(), run()
+        with fakecuda.counted() as found:
+            run()
+        launches.append(found["launch"] + found["product"])
+    assert launches[1] <= launches[0]
+
+
+def test_updates_together_are_the_planners_choice(recomputing):
+    """Where all gradients do not fit at once, they are updated in groups or alone."""
+    model, *batch = case("dense")
+    own = OPTIMIZERS["AdamW foreach"](model.parameters())
+    least = least_budget(model, own, batch)
+    calls = []
+    for budget in (least, None):
+        step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+        graph = step.prepare(*batch).plan.schedule.graph
+        calls.append(sum(node.phase is Phase.UPDATE for node in graph.nodes))
+    assert calls[0] > calls[1]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW foreach", "AdamW fused"])
 def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomputing):
     model, *batch = case("attention")
     own = OPTIMIZERS[optimizer](model.parameters())
@@ -355,10 +479,25 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomp
         step(*batch)
     with fakecuda.counted() as found:
         step(*batch)
-    never = "stream_sync", "event_sync", "device_sync", "copy_sync", "malloc", "free"
-    assert {key: found[key] for key in (*never, "host_alloc", "event_create")} == (
-        dict.fromkeys((*never, "host_alloc", "event_create"), 0)
-    )
+    assert {key: found[key] for key in NEVER} == dict.fromkeys(NEVER, 0)
+
+
+def test_a_step_that_offloads_reuses_its_events_and_memory(monkeypatch):
+    fast = Links(1e12, 1e12)
+    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
+    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+    model, y = wide(4).cuda(), torch.zeros(1024, dtype=torch.long, device="cuda")
+    x = torch.rand(1024, 256, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    least = least_budget(model, own, (x, y))
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    for _ in range(2):
+        step(x, y)
+    with fakecuda.counted() as found:
+        step(x, y)
+    assert step.plan.leaving
+    assert found["copy_async"] >= 2 * len(step.plan.leaving)
+    assert {key: found[key] for key in NEVER} == dict.fromkeys(NEVER, 0)
 
 
 # -- the order of copies
@@ -462,7 +601,22 @@ def test_requested_and_reserved_bytes_are_within_the_plan(share):
     # Tensors of the caller's may have one segment of 20 MiB that is not full.
     reserved = stats["reserved_bytes.all.peak"] - held
     assert reserved <= 1.05 * planned + (20 << 20)
+    foreseen = plan.reserved_bytes + plan.given_bytes
+    assert reserved <= 1.02 * foreseen + (20 << 20)
     assert "has reserved" in str(plan)
+
+
+def test_the_bench_for_a_gpu_is_rehearsed():
+    found = pytorch_steps.memory("gpt2", "cuda", small=True)
+    assert {*found["budgets"]} == {"90%", "60%", "30%"}
+    for row in found["budgets"].values():
+        assert 0 < row["requested_bytes"] <= row["allocated_bytes"]
+        assert row["allocated_bytes"] <= row["reserved_bytes"]
+        assert row["retries"] == 0
+    assert set(pytorch_steps.trace("gpt2", "cuda", small=True)) >= {
+        "host_ms",
+        "busy_ms",
+    }
 
 
 def test_an_error_lists_what_was_alive_in_the_program():

@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from mucudnn import (
     Tuner,
@@ -22,37 +21,15 @@ from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import undivided
+from tests.conv_problems import call
 from tests.doubles import QUICK, arrays, plan_of, watched
-from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
-CONVS = {1: conv1d, 2: conv2d, 3: conv3d}
 CPU = get_backend("cpu")
 
 
 def cpu_tuner(**options):
     return Tuner(backend=CPU, rule=QUICK, cache=None, **options)
-
-
-def call(problem, a, b, tuner, **more):
-    """The public function for a problem."""
-    options = {
-        "stride": problem.stride,
-        "padding": problem.padding,
-        "dilation": problem.dilation,
-        "groups": problem.groups,
-        "layout": problem.layout,
-        "tuner": tuner,
-        **more,
-    }
-    shape = problem.operands()[2].shape
-    match problem.direction:
-        case Direction.FORWARD:
-            return CONVS[len(problem.stride)](a, b, **options)
-        case Direction.BACKWARD_DATA:
-            return conv_backward_data(a, b, shape, **options)
-        case Direction.BACKWARD_FILTER:
-            return conv_backward_filter(a, b, shape, **options)
 
 
 def forward(batch=7, channels=4, spatial=(9, 8), filters=6, kernel=(3, 3), **options):
@@ -87,15 +64,6 @@ def variant(layer, direction, layout):
 
 
 @layers
-def test_planned_by_measurement(layer, layout, direction):
-    problem = variant(layer, direction, layout)
-    a, b = operands(problem)
-    result = call(problem, a, b, cpu_tuner())
-    assert result.dtype == problem.dtype
-    assert relative_error(result, reference(problem, a, b)) < 1e-4
-
-
-@layers
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_uneven_divisions_into_out(layer, layout, direction, accumulate):
     """Beta is the caller's, also where parts of a filter gradient add up."""
@@ -113,7 +81,7 @@ def test_uneven_divisions_into_out(layer, layout, direction, accumulate):
         tuner = cpu_tuner()
         tuner.adopt(plan_of(CPU, problem, *steps))
         out = before.copy() if accumulate else np.full(spec.shape, np.nan, spec.dtype)
-        assert call(problem, a, b, tuner, out=out, accumulate=accumulate) is out
+        assert call(problem, a, b, tuner=tuner, out=out, accumulate=accumulate) is out
         wanted = expected + before if accumulate else expected
         assert relative_error(out, wanted) < 1e-4
 
@@ -127,43 +95,9 @@ def test_dividing_changes_rounding_at_most_where_samples_are_independent(directi
     for parts in ((13,), (5, 4, 4), (1,) * 13):
         tuner = cpu_tuner()
         tuner.adopt(plan_of(CPU, problem, *(("GEMM", part) for part in parts)))
-        results.append(call(problem, a, b, tuner))
+        results.append(call(problem, a, b, tuner=tuner))
     for result in results[1:]:
         assert relative_error(result, results[0]) < 1e-6
-
-
-@given(
-    batch=st.integers(1, 5),
-    stride=st.integers(1, 3),
-    padding=st.integers(0, 2),
-    dilation=st.integers(1, 2),
-    groups=st.sampled_from([1, 2]),
-    layout=st.sampled_from(["NCHW", "NHWC"]),
-)
-@examples(15)
-def test_the_three_directions_are_adjoint(
-    batch, stride, padding, dilation, groups, layout
-):
-    """<y, dy> = <x, dx> = <w, dw>: a convolution is linear in x and in w."""
-    problem = forward(
-        batch,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        layout=layout,
-        dtype="float64",
-    )
-    x, w = operands(problem)
-    tuner = cpu_tuner(batch_policy="undivided")
-    y = call(problem, x, w, tuner)
-    dy = np.random.default_rng(2).uniform(-1, 1, y.shape)
-    dx = call(problem.with_direction(Direction.BACKWARD_DATA), dy, w, tuner)
-    dw = call(problem.with_direction(Direction.BACKWARD_FILTER), x, dy, tuner)
-    inner = np.vdot(y, dy)
-    size = np.linalg.norm(y) * np.linalg.norm(dy)
-    assert abs(np.vdot(x, dx) - inner) <= 1e-9 * size
-    assert abs(np.vdot(w, dw) - inner) <= 1e-9 * size
 
 
 def test_what_is_not_contiguous_is_accepted():
@@ -236,7 +170,7 @@ def test_threads_share_a_tuner():
     def body(i):
         for turn in range(20):
             problem, a, b = work[(i + turn) % 2]
-            found = call(problem, a, b, tuner)
+            found = call(problem, a, b, tuner=tuner)
             if relative_error(found, expected[(i + turn) % 2]) > 1e-4:
                 wrong.append((i, turn))
 
@@ -327,7 +261,7 @@ def test_a_bias_is_added_once_to_every_channel(layer, layout, accumulate):
     for _ in range(2):
         if accumulate:
             out[...] = before
-        y = call(problem, x, w, tuner, bias=bias, out=out, accumulate=accumulate)
+        y = call(problem, x, w, tuner=tuner, bias=bias, out=out, accumulate=accumulate)
         expected = biased(problem, x, w, bias) + (before if accumulate else 0)
         assert relative_error(y, expected) < 1e-4
 
@@ -341,7 +275,7 @@ def test_a_bias_takes_time_where_nothing_is_computed(layout):
     times = []
     for bias in (None, None, VirtualArray((6,), "float32")):
         start = backend.device.now_ms
-        assert call(problem, x, w, tuner, bias=bias).shape == y.shape
+        assert call(problem, x, w, tuner=tuner, bias=bias).shape == y.shape
         times.append(backend.device.now_ms - start)
     assert times[2] > times[1]
 
@@ -394,7 +328,7 @@ def test_out_may_overlap_an_operand(layer, layout, direction, accumulate):
         for shift in (0, 1, -1, 2, -2, size // 2, -(size // 3), size - 1, size):
             a, b, out = shared(problem, values, which, shift)
             wanted = expected + out if accumulate else expected
-            found = call(problem, a, b, tuner, out=out, accumulate=accumulate)
+            found = call(problem, a, b, tuner=tuner, out=out, accumulate=accumulate)
             assert found is out
             assert relative_error(out, wanted) < 1e-4, (which, shift)
 
@@ -623,7 +557,7 @@ def test_absurd_options_of_small_results_are_right_and_log_nothing(
     """No algorithm fails: a warning would be logged."""
     problem = forward(2, **options).with_direction(direction)
     a, b = operands(problem)
-    found = call(problem, a, b, cpu_tuner())
+    found = call(problem, a, b, tuner=cpu_tuner())
     assert np.isfinite(found).all()
     assert caplog.records == []
     if "padding" not in options:

@@ -9,7 +9,9 @@ from tests import goldens
 STORED = json.loads(goldens.FILE.read_text())
 
 
-@pytest.mark.parametrize("network", ["lenet", "unet2d"])
+@pytest.mark.parametrize(
+    "network", ["lenet", pytest.param("unet2d", marks=pytest.mark.slow)]
+)
 def test_every_policy_plans_as_it_did(network):
     found = dict(goldens.plans({network: goldens.QUICK[network]}))
     assert len(found) == len(goldens.POLICIES) * len(goldens.SHARES)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pty
-import re
 import signal
 import sqlite3
 import subprocess
@@ -69,9 +68,8 @@ def kill(*numbers):
 @pytest.mark.parametrize(
     "module",
     [
-        *("mucudnn.runtime", "mucudnn.processes", "mucudnn.cli", "click"),
-        *("mucudnn.cli.app", "mucudnn.ir.conv", "mucudnn.backends", "mucudnn.suites"),
-        *("mucudnn.cli.tune", "mucudnn.runtime.tuning.tuner", "mucudnn.report.text"),
+        *("mucudnn.processes", "click", "mucudnn.cli.app", "mucudnn.cli.tune"),
+        *("mucudnn.runtime.tuning.tuner", "mucudnn.report.text"),
     ],
 )
 def test_ctrl_c_while_it_is_imported_is_no_traceback(tmp_path, module):
@@ -91,18 +89,17 @@ def test_ctrl_c_while_a_dataclass_is_made_ends_with_130(tmp_path, module):
     assert err.strip() == ""
 
 
-@pytest.mark.parametrize(("number", "code"), ENDINGS)
-def test_the_script_is_guarded_as_well(tmp_path, number, code):
+def test_the_script_is_guarded_as_well(tmp_path):
     script = "import sys; from mucudnn.__main__ import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", script, "tune", "--list"],
-        env=at_import(tmp_path, "mucudnn.cli", number),
+        env=at_import(tmp_path, "mucudnn.cli", signal.SIGHUP),
         capture_output=True,
         text=True,
         check=False,
         preexec_fn=usual_signals,
     )
-    assert done.returncode == code
+    assert done.returncode == 129
     assert done.stderr.strip() == ""
 
 
@@ -143,16 +140,15 @@ def test_a_signal_that_arrives_twice_at_once_is_one(tmp_path):
     assert len(json.loads(file.read_text())["layers"]) == 1
 
 
-@pytest.mark.parametrize(("number", "code"), ENDINGS)
-def test_a_first_signal_waits_for_what_is_being_saved(tmp_path, number, code):
+def test_a_first_signal_waits_for_what_is_being_saved(tmp_path):
     file, page = tmp_path / "out.json", tmp_path / "out.html"
     environment = in_the_work(
-        tmp_path / "x", kill(number), calls=1, function="Comparison.to_json"
+        tmp_path / "x", kill(signal.SIGTERM), calls=1, function="Comparison.to_json"
     )
     options = ("--json", str(file), "--report", str(page))
     with start(*TUNE, *options, env=environment) as child:
         child.communicate(timeout=300)
-    assert child.returncode == code
+    assert child.returncode == 143
     assert json.loads(file.read_text())["interrupted"] is False
     assert "</html>" in page.read_text()
 
@@ -199,7 +195,7 @@ def test_its_child_processes_end_with_it(tmp_path):
     pytest.fail(f"process {pid} still runs")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, number):
     def ignore():
         usual_signals()
@@ -211,24 +207,6 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, number):
         child.communicate(timeout=300)
     assert child.returncode == 0
     assert len(json.loads(file.read_text())["layers"]) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), ENDINGS)
-def test_train_leaves_a_checkpoint_whoever_ends_it(tmp_path, number, code):
-    file = tmp_path / "out.json"
-    with start(
-        *("train", "digits", "--data", "digits", "--epochs", "10000", "--cache"),
-        *("none", "--checkpoint", str(tmp_path / "c"), "--json", str(file)),
-    ) as child:
-        child.stdout.readline()
-        child.send_signal(number)
-        _, err = child.communicate(timeout=300)
-    assert child.returncode == code
-    assert not re.search("error|warning|Traceback", err)  # progress there may be
-    data = json.loads(file.read_text())
-    assert data["interrupted"] is True
-    assert Checkpoints(tmp_path / "c").load().step == data["steps"]
 
 
 def test_a_terminal_that_closes_costs_no_checkpoint(tmp_path):

@@ -114,8 +114,8 @@ def test_every_operation_is_the_same_with_channels_last():
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
-def test_every_operation_is_the_same_with_channels_last_on_a_gpu(tmp_path):
-    seen = agree_in_both_layouts(bind(Emulator(tmp_path)))
+def test_every_operation_is_the_same_with_channels_last_on_a_gpu():
+    seen = agree_in_both_layouts(bind(Emulator()))
     assert seen >= TURNED - {"conv", "max_pool_grad"}
 
 

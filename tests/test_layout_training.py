@@ -241,5 +241,5 @@ def test_only_images_that_several_touch_are_timed_in_both_layouts():
         for n in t.tensors
     }
     assert turned == {"float32"}
-    assert "image" in trials.turned
-    assert "label" not in trials.turned
+    assert "image" in trials.transposed
+    assert "label" not in trials.transposed

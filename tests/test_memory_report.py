@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import (
     best_technique,
@@ -142,24 +141,6 @@ def test_pauses_are_the_stalls_of_the_prediction(policy):
 # Techniques -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", policy_names())
-def test_the_least_budget_works_and_less_does_not(policy):
-    graph, profile = step("lenet")
-    least = minimum_budget(StepRequest(graph, profile, policy=policy))
-    assert try_technique(
-        StepRequest(graph, profile, policy=policy, scheduler="timed", budget=least)
-    ).fits
-    less = try_technique(
-        StepRequest(
-            graph, profile, policy=policy, scheduler="timed", budget=least - ALIGNMENT
-        )
-    )
-    assert not less.fits
-    assert less.short_bytes > 0
-    if policy != "cost_based":  # it needs more under some larger budgets
-        assert less.short_bytes == ALIGNMENT
-
-
 @given(
     st.integers(0, 1 << 21),
     st.integers(0, 1 << 16),
@@ -182,27 +163,6 @@ def test_the_largest_batch_within_a_budget_is_found_in_few_trials(
     assert found == most or least(found + 1) > budget
     assert all(1 <= batch <= most for batch in tried)
     assert len(tried) == len(set(tried)) < 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["lenet", "cifar_quick"])
-def test_the_largest_batch_is_that_of_trying_every_one(model):
-    policies = tuple(policy_names())
-    budget = 8 * MIB
-    found = study_memory(
-        spec(model), policies=policies, budget=budget, max_batch=True
-    ).max_batch
-    needs = {policy: [] for policy in policies}
-    for batch in range(1, max(found.values()) + 2):
-        graph = spec(model, batch).graph()
-        profile = estimate(graph, "null", batch_policy="undivided")
-        for policy in policies:
-            needs[policy].append(
-                minimum_budget(StepRequest(graph, profile, policy=policy))
-            )
-    for policy, sizes in needs.items():
-        assert found[policy] == sum(nbytes <= budget for nbytes in sizes) > 0
-        assert sizes[found[policy] - 1] <= budget < sizes[found[policy]]
 
 
 def test_planning_succeeds_at_the_largest_batch_and_fails_beyond():

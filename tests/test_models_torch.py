@@ -1,8 +1,8 @@
 """Networks, their gradients and their kernels against PyTorch.
 
-Three steps: the graphs of some networks equal modules written independently; what
-autodiff appends equals PyTorch's autograd of the same forward graph; and our kernels
-compute what PyTorch computes.
+Two steps: the graphs of some networks equal modules written independently; and our
+kernels compute what PyTorch's and its autograd do. `test_autodiff_torch.py` has the
+gradients of every operation.
 """
 
 import numpy as np
@@ -22,25 +22,18 @@ from tests import numpy_runner, torch_models, torch_ops  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-RUN = [
-    case for case in CASES if case.name not in ("vgg116", "vgg216", "vgg316", "vgg416")
-]
-"""The very deep ones repeat the layers of VGG-16, for tens of seconds each."""
-
 LIKE_OTHERS = (
     "googlenet_plain",
-    "resnet32",
-    "resnet34",
-    "resnet44",
-    "resnet56",
-    "resnet101",
-    "resnet152",
+    *(f"resnet{depth}" for depth in (32, 34, 44, 56, 101, 110, 152)),
     "unet3d_plain",
-    "vgg19",
+    *("vgg19", "vgg116", "vgg216", "vgg316", "vgg416"),
 )
-"""Trained with our kernels in double precision only: relatives have their layers."""
+"""Not trained here: others have their layers, fewer times."""
 
-DISTINCT = [case for case in RUN if case.name not in LIKE_OTHERS]
+DISTINCT = [case for case in CASES if case.name not in LIKE_OTHERS]
+
+SINGLE = ("alexnet", "densenet40", "googlenet", "resnet18", "unet2d_bn", "unet3d")
+"""Trained in single precision: every layer that there is."""
 
 distinct = pytest.mark.parametrize("case", DISTINCT, ids=str)
 
@@ -72,19 +65,6 @@ def by_autograd(graph: Graph, parameters, feeds, *how):
     grads = torch.autograd.grad(loss, wrt)
     found = {name: g.numpy() for name, g in zip(parameters, grads, strict=True)}
     return values, found
-
-
-@distinct
-def test_autodiff_equals_autograd(case: Case):
-    graph = case.graph()
-    trained = training_graph(graph)
-    feeds = random_feeds(graph)
-    _, expected = by_autograd(graph, trained.gradients, feeds)
-    with torch.no_grad():
-        values = torch_ops.execute(trained, as_torch(feeds))
-    found = {name: values[g].numpy() for name, g in trained.gradients.items()}
-    error, where = furthest(found, expected)
-    assert error < 1e-9, where
 
 
 @pytest.mark.parametrize(
@@ -144,12 +124,14 @@ def own(feeds):
     return {n: a.copy() if "running" in n else a for n, a in feeds.items()}
 
 
-@pytest.mark.parametrize("case", RUN, ids=str)
+@distinct
 def test_kernels_train_as_pytorch_does(case: Case, cpu):
     check_kernels(case, cpu, "float64", 1e-5)
 
 
-@distinct
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in SINGLE], ids=str
+)
 def test_kernels_train_in_single_precision(case: Case, cpu):
     check_kernels(case, cpu, "float32", 1e-3)
 

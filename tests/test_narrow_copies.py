@@ -19,10 +19,8 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.parameters import StateStore
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
-from tests.test_cuda_training import folder, losses, stand_in
+from tests.test_cuda_training import losses, stand_in
 from tests.training_cases import examples, network
-
-__all__ = ["folder"]
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
@@ -115,11 +113,11 @@ def test_the_cpus_updates_keep_a_copy(op):
 
 @emulated
 @pytest.mark.parametrize("op", NAMES)
-def test_the_gpus_updates_keep_a_copy(op, folder):
+def test_the_gpus_updates_keep_a_copy(op):
     """One by one and together; the copy is of the type of the gradient."""
     assert op in KERNELS
     assert op in CPU_KERNELS
-    kernel = bind(Emulator(folder))[op]
+    kernel = bind(Emulator())[op]
     for together in (False, True):
         plain, given = (
             list(updates(op, copied, "f8", "f4")) for copied in (False, True)
@@ -154,14 +152,14 @@ def test_a_copy_is_made_and_loaded_with_its_parameter():
 
 
 @emulated
-def test_within_a_budget_copies_are_kept_where_all_fits(folder, monkeypatch):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_within_a_budget_copies_are_kept_where_all_fits(monkeypatch):
+    _, gpu = stand_in(monkeypatch)
     free, made = losses(gpu, precision="float16")
     assert copies_of_parameters(made.graph)
     for share, kept in ((1.5, True), (0.7, False)):
         nbytes = int(made.peak_bytes * share)
         budget = MemoryBudget(nbytes=nbytes, convolutions="fixed")
-        _, gpu = stand_in(monkeypatch, folder, lazy=True)
+        _, gpu = stand_in(monkeypatch, lazy=True)
         found, within = losses(gpu, precision="float16", budget=budget)
         assert bool(copies_of_parameters(within.graph)) == kept
         assert within.peak_bytes <= nbytes
@@ -172,12 +170,12 @@ def test_within_a_budget_copies_are_kept_where_all_fits(folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, DynamicLossScale(2.0**30, backoff=2.0**-10)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the stand-in
-def test_steps_and_checkpoints_know_masters_only(scale, folder, monkeypatch):
+def test_steps_and_checkpoints_know_masters_only(scale, monkeypatch):
     """The same bits as with casts, whatever is loaded in between."""
     more = {"precision": "float16", "loss_scale": scale}
-    _, gpu = stand_in(monkeypatch, folder)
+    _, gpu = stand_in(monkeypatch)
     found, kept = losses(gpu, **more)
-    _, gpu = stand_in(monkeypatch, folder)
+    _, gpu = stand_in(monkeypatch)
     budget = MemoryBudget(nbytes=int(kept.peak_bytes * 0.7), convolutions="fixed")
     expected, cast = losses(gpu, budget=budget, **more)  # tight: weights are cast
     copies = copies_of_parameters(kept.graph)

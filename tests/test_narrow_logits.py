@@ -72,11 +72,11 @@ def same(kernels, shape, wrap):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 @pytest.mark.parametrize("dtype", ["f2", "f4"])
-def test_right_answers_are_counted_in_the_type_of_the_result(dtype, tmp_path):
+def test_right_answers_are_counted_in_the_type_of_the_result(dtype):
     """A network counts in a float of its own type, a total may be an integer."""
     for count in ("f4", "i8"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+            patch.setitem(sys.modules, "cupy", StrictCupy())
             kernels = bind(CupyLauncher(lambda: None))
             *_, found = answers(kernels, (50, 7), dtype, StrictArray, count)
         cpu = bind_cpu(Workers(1))
@@ -91,8 +91,8 @@ def test_the_cpu_reads_narrow_logits(shape):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
-def test_a_gpu_reads_narrow_logits(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+def test_a_gpu_reads_narrow_logits(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     kernels = bind(CupyLauncher(lambda: None))
     for shape in SHAPES:
         same(kernels, shape, StrictArray)

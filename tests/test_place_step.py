@@ -19,6 +19,7 @@ from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 
+POLICIES = ("planned", "lru")
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
 
 
@@ -36,15 +37,16 @@ def step(request):
     whole = plan_residency(
         StepRequest(graph, profile, budget=float("inf"), convolutions="fastest"), {}
     )
-    return graph, profile, minimum_budget(StepRequest(graph, profile)), whole.peak_bytes
+    least = {p: minimum_budget(StepRequest(graph, profile, policy=p)) for p in POLICIES}
+    return graph, profile, least, whole.peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("policy", ["planned", "lru"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy):
-    graph, profile, _, most = step
+    graph, profile, leasts, most = step
     request = StepRequest(graph, profile, policy=policy)
-    least = minimum_budget(request)
+    least = leasts[policy]
     budget = int(1.1 * least + share * max(0, most - least))
     placed = place_step(request.within(budget))
     assert placed.nbytes <= budget
@@ -89,15 +91,22 @@ def test_a_placed_step_says_what_it_is_in_a_line():
 def test_a_budget_below_everything_says_what_would_do(step):
     graph, profile, least, _ = step
     with pytest.raises(PlanningError, match="the least budget that works is"):
-        place_step(StepRequest(graph, profile, budget=least - 1))
+        place_step(StepRequest(graph, profile, budget=least["planned"] - 1))
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A request without a budget, its peak and the least that it needs."""
+    graph = with_updates(training_graph(get_model("alexnet")(256)), Momentum())
+    request = StepRequest(graph, estimate(graph, "h200"))
+    peak = unbounded(graph, request.profile).peak_bytes
+    return request, peak, minimum_budget(request)
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.5, 1.005), (0.2, 1.005), (0.05, 1.04)])
-def test_places_cost_little_time(share, most):
-    graph = with_updates(training_graph(get_model("alexnet")(256)), Momentum())
-    request = StepRequest(graph, estimate(graph, "h200"))
-    whole, least = unbounded(graph, request.profile), minimum_budget(request)
-    request = request.within(least + int(share * (whole.peak_bytes - least)))
+def test_places_cost_little_time(share, most, large):
+    request, peak, least = large
+    request = request.within(least + int(share * (peak - least)))
     plan = plan_step(request)
     static, virtual = (
         place_step(replace(request, placement=name), plan).plan.prediction.step_ms

@@ -9,7 +9,6 @@ from hypothesis import assume, given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
@@ -124,27 +123,6 @@ def test_planned_is_as_good_as_every_combination(data):
     assert ours.prediction.step_ms <= 1.03 * best
 
 
-@examples(15)
-@given(data=st.data())
-def test_the_least_budget_works_and_a_byte_less_does_not(data):
-    graph = data.draw(training_graphs(most=5, updates=data.draw(st.booleans())))
-    profile = data.draw(profiles(graph))
-    least = minimum_budget(StepRequest(graph, profile))
-    plan = plan_step(StepRequest(graph, profile, budget=least))
-    assert verify(plan.schedule, least, granularity=ALIGNMENT) <= least
-    with pytest.raises(PlanningError) as caught:
-        plan_step(StepRequest(graph, profile, budget=least - 1))
-    message = str(caught.value)
-    assert "bytes) short: node '" in message
-    assert f"the least budget that works is {plan_text(least)}" in message
-    named = message.split("node '")[1].split("'")[0]
-    assert named.partition("~")[0] in graph.by_name
-
-
-def plan_text(nbytes):
-    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_needs_less_than_superneurons(name):
     graph = training_graph(get_model(name)(2))
@@ -204,8 +182,8 @@ def test_vdnn_dyn_takes_the_first_that_fits(vgg):
     ready = step.rewritten(every).least_peak()
     most = fits(graph, profile, {}, "fastest", math.inf).peak_bytes
     seen = set()
-    for part in range(21):
-        budget = ready + (most - ready) * part // 20
+    for part in range(11):
+        budget = ready + (most - ready) * part // 10
         plan = plan_step(StepRequest(graph, profile, budget=budget, policy="vdnn_dyn"))
         assert plan.peak_bytes <= budget
         assert plan.scheduler == "on_demand"

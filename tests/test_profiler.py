@@ -22,7 +22,13 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.runtime.executor.arena import Pool
-from mucudnn.runtime.profiling.links import EVICTING_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.profiling import links
+from mucudnn.runtime.profiling.links import (
+    EVICTING_BYTES,
+    LINK_BYTES,
+    ColdBench,
+    cold_bench,
+)
 from mucudnn.runtime.profiling.profiler import profile, refine
 from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 from mucudnn.runtime.tuning.timing import StoppingRule
@@ -30,6 +36,13 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def as_much_memory_as_users_have(monkeypatch):
+    monkeypatch.setattr(links, "EVICTING_BYTES", EVICTING_BYTES)
+    monkeypatch.setattr(links, "LINK_BYTES", LINK_BYTES)
+    monkeypatch.setattr(ColdBench.link, "__defaults__", (LINK_BYTES,))
 
 
 class Counted(CpuDevice):

@@ -177,7 +177,7 @@ def test_an_epilogue_is_raced_once_for_a_plan(other, file):
     assert not backend.epilogues.shapes
     (kept,) = BenchmarkCache(file).races()
     assert kept.times_ms == (0.5, 2)
-    (row,) = found._plans[problem].steps
+    (row,) = found.plans[problem].steps
     plans = {problem: ConvPlan(problem, (replace(row, **other),))}
     tuner = Tuner(backend=backend, cache=file)
     assert not EpilogueRace(tuner, None, plans).offers(problem, "float32")
@@ -248,14 +248,12 @@ def test_a_checkpoint_with_other_races_makes_no_sense(races, message, tmp_path):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 @pytest.mark.slow
-def test_a_training_on_the_device_goes_on_with_the_same_kernels(
-    file, tmp_path, monkeypatch
-):
+def test_a_training_on_the_device_goes_on_with_the_same_kernels(file, monkeypatch):
     """Another clock would choose others, by other last bits."""
     images, labels = examples(16)
 
     def losses(theirs_ms, ours_ms):
-        _, gpu = stand_in(monkeypatch, tmp_path)
+        _, gpu = stand_in(monkeypatch)
         library, device = gpu.library_kernels._session.calls, gpu.device
         monkeypatch.setattr(device, "begin", lambda launches=1: len(library.ran))
         monkeypatch.setattr(device, "record", lambda: len(library.ran))

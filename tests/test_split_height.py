@@ -13,7 +13,7 @@ from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.models.unet import narrow_unet2d
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import split_batch, split_height
+from mucudnn.passes.graph.split import split_along, split_batch
 from mucudnn.passes.graph.split_axis import along_height, cuttable, interleave_slices
 from mucudnn.passes.graph.training_step import up_to_answers
 from mucudnn.passes.liveness import peak_bytes
@@ -37,6 +37,10 @@ NAMES = [
     for name in MODELS
 ]
 CHANNELS = 2
+
+
+def split_height(graph, parts):
+    return split_along(graph, parts, along_height(graph))
 
 
 def step(name, dtype="float32"):

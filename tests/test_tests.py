@@ -1,6 +1,7 @@
 """The tests themselves: each of them can fail."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -120,3 +121,11 @@ def test_no_test_swallows_an_error():
         if isinstance(handler.body[0], ast.Pass)
     ]
     assert silent == []
+
+
+def test_marks_that_choose_a_target_stand_in_the_files_of_its_tests():
+    """`make test-slow` and its like read no other files."""
+    helpers = {*FOLDER.glob("*.py")} - {*FOLDER.glob("test_*.py")}
+    mark = re.compile(r"mark\.(slow|torch|cudnn|many)\b")
+    found = {path.name for path in helpers if mark.search(path.read_text("utf-8"))}
+    assert found == {"torch_marks.py"}

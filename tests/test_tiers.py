@@ -330,8 +330,8 @@ def test_rates_are_measured_each_way(tmp_path):
     assert not null.addressable
 
 
-def test_memory_of_another_gpu(tmp_path):
-    cupy = StrictCupy(tmp_path, lazy=True)
+def test_memory_of_another_gpu():
+    cupy = StrictCupy(lazy=True)
     for wrong in (0, 2, -1):
         with pytest.raises(ValueError, match="no other GPU: this is number 0 of 2"):
             PeerMemory(cupy, 0, wrong, 64, lambda: 0)

@@ -75,9 +75,11 @@ def test_a_step_keeps_it_and_equals_eager_mode(budget, width):
 
 
 def test_options_that_round_are_chosen_only_where_they_are_allowed():
-    with pytest.raises(PlanningError, match="exact=False also allows slices") as error:
-        planned(network(channels=32), budget="12%").prepare(*batch(16))
-    plan = planned(network(channels=32), budget="12%", exact=False).prepare(*batch(16))
+    with pytest.raises(
+        PlanningError, match="without exact=True it may run in slices"
+    ) as error:
+        planned(network(channels=32), budget="12%", exact=True).prepare(*batch(16))
+    plan = planned(network(channels=32), budget="12%").prepare(*batch(16))
     assert plan.peak_bytes <= plan.budget < error.value.least_bytes
     assert plan.splitting.chosen.parts > 1
     assert "split='auto'; results may differ by rounding" in str(plan)

@@ -42,6 +42,7 @@ def outcome(model):
     return gradients | {name: b.clone() for name, b in model.named_buffers()}
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
 def test_gradients_and_buffers_are_eager_ones_within_a_budget(name):
     model, loss_fn, batch = build(name)

@@ -18,7 +18,9 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
+from bench.torch import zoo  # noqa: E402
 from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
+from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
@@ -97,6 +99,13 @@ def unet():
 
 def gpt():
     return build("gpt")
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = zoo.GPTConfig(layers=2, width=32, heads=2, length=32, dropout=0.0)
+    case = zoo.llama(4, sizes)
+    return case.model, case.loss_fn, case.batch
 
 
 def sgd(model):
@@ -182,6 +191,7 @@ SLOW = pytest.mark.slow
         pytest.param(branches, adamw, marks=SLOW),
         pytest.param(unet, sgd, marks=SLOW),
         pytest.param(gpt, adamw, marks=SLOW),
+        pytest.param(llama, sgd, marks=SLOW),
     ],
 )
 def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
@@ -199,14 +209,15 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
         plans.append(runs[-1][1].plan)
         assert plans[-1].peak_bytes <= budget
     assert len(compilations) == 2  # forward and backward, once
+    reals = []
     for found, step in runs:
         assert found.losses == expected.losses
         assert all(map(torch.equal, found.state, expected.state))
-        real = real_peak(found.step) + step.plan.resident_bytes
+        reals.append(real_peak(found.step) + step.plan.resident_bytes)
         slack = 0.01 * step.plan.peak_bytes + (1 << 15)  # allocations are rounded up
-        assert step.plan.peak_bytes - slack <= real <= step.plan.peak_bytes
-    peaks = [plan.peak_bytes for plan in plans]
-    assert peaks == sorted(peaks, reverse=True)
+        assert step.plan.peak_bytes - slack <= reals[-1] <= step.plan.peak_bytes
+    for peaks in ([plan.peak_bytes for plan in plans], reals):
+        assert peaks == sorted(peaks, reverse=True)
     assert plans[0].kernels > 4
     assert f"{plans[0].kernels} kernels of Inductor's" in str(plans[0])
     assert plans[-1].recomputed or plans[-1].leaving
@@ -288,6 +299,17 @@ def mlp():
 
 
 @pytest.mark.slow
+def test_many_sizes_are_compiled_one_by_one_and_a_warning_says_so(monkeypatch):
+    monkeypatch.setattr("mucudnn.torch.step._COMPILATIONS", 2)
+    model, loss_fn, (x, y) = mlp()
+    step = mt.train_step(model, loss_fn, sgd(model), cache=None, inductor=True)
+    step(x, y)
+    with pytest.warns(UserWarning, match=r"2th time, for .* \[32, 16\].*; pad batches"):
+        step(x[:32], y[:32])
+    step(x, y)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clip", "scaler", "autocast", "lbfgs"])
 def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kind):
     def optimizer_of(model):
@@ -331,6 +353,19 @@ def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kin
     assert step.plan.kernels
     assert found.losses == expected.losses
     assert all(map(torch.equal, found.state, expected.state))
+
+
+@pytest.mark.slow
+def test_a_tuner_plans_the_convolutions_of_a_compiled_step():
+    expected = compiled(unet, sgd)
+    free, free_step = planned(unet, sgd, tuner=tuner(native=True))
+    budget = int(0.8 * free_step.plan.peak_bytes)
+    found, step = planned(unet, sgd, budget, tuner=tuner(native=True))
+    for run, plan in ((free, free_step.plan), (found, step.plan)):
+        assert len(plan.convolutions) > 6
+        assert plan.kernels > len(plan.convolutions)
+        assert run.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert real_peak(found.step) + step.plan.resident_bytes <= step.plan.peak_bytes
 
 
 @pytest.mark.slow

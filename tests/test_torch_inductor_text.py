@@ -14,6 +14,7 @@ with warnings.catch_warnings():  # PyTorch's own, as its modules are imported
     from mucudnn.torch.inductor.in_place import candidates, keeps_bits
     from mucudnn.torch.inductor.wrapper_text import read_wrapper
 
+from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::Warning")]
@@ -107,6 +108,41 @@ def test_a_line_has_its_operands_and_results(name):
     if expected is not None:
         found = found if isinstance(found, tuple) else (found,)
         assert all(map(torch.equal, found, expected(**values)))
+
+
+CONVOLUTIONS = {
+    "forward": (
+        "a = extern_kernels.convolution(x, y, stride=(2, 2), padding=(1, 1), "
+        "dilation=(1, 1), transposed=False, output_padding=(0, 0), groups=1, bias=z)",
+        ["f_a"],
+    ),
+    "backward": (
+        "a = torch.ops.aten.convolution_backward.default(w, x, y, [4], [2, 2], "
+        "[1, 1], [1, 1], False, [0, 0], 1, [True, True, True])\n"
+        "b = a[0]\nc = a[2]",
+        ["f_b", "f_c"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_also_a_call_of_pytorchs(name):
+    text, results = CONVOLUTIONS[name]
+    (line,) = wrapper(*text.split("\n"), given="wxyz").lines
+    assert [*line.results] == results
+    shapes = {"w": (2, 4, 4, 4), "x": (2, 3, 8, 8), "y": (4, 3, 3, 3), "z": (4,)}
+    given = [torch.randn(shapes[v]) for v in line.operands]
+    expected = line.function(*given)
+    if name == "forward":
+        expected = (expected,)
+    assert all(map(torch.equal, evaluate(line.convolution, given), expected))
+
+
+def test_a_convolution_of_views_is_an_ordinary_line():
+    view = "reinterpret_tensor(x, (1, 4, 4), (16, 4, 1), 0)"
+    text = CONVOLUTIONS["forward"][0].replace("(x,", f"({view},")
+    (line,) = wrapper(text, given="xyz").lines
+    assert line.convolution is None
 
 
 def test_a_second_kernel_changes_what_the_first_has_made():

@@ -25,6 +25,7 @@ from mucudnn.errors import BackendError, PlanningError, UnsupportedError  # noqa
 from mucudnn.torch.capture.exclusive import exclusive_capture  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_own_updates import CountingInState, Sharpened  # noqa: E402
+from tests.torch_steps import load_in_place  # noqa: E402
 
 pytestmark = STEPS_RUN
 
@@ -34,7 +35,7 @@ OURS = (
     "optimizer_update.py",
     "torch_own_updates.py",
 )
-"""Files that are interrupted at every line, beside planned programs."""
+"""Files that are interrupted at their lines, beside planned programs."""
 
 
 class Parts:
@@ -70,7 +71,7 @@ class Parts:
     def restore(self, now):
         own, drawn, _ = copy.deepcopy(now)  # an optimizer takes what it loads
         self.model.load_state_dict(own["model"])
-        self.optimizer.load_state_dict(own["optimizer"])
+        load_in_place(self.optimizer, own["optimizer"])
         if self.scaler:
             self.scaler.load_state_dict(own["scaler"])
         torch.set_rng_state(drawn[0])
@@ -161,12 +162,11 @@ def built(case, tmp_path):
     return parts, parts.step(**options)
 
 
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("raise_", [ctrl_c, fails])
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupted_step_is_whole_or_refuses_the_next(
-    case, raise_, stride, tmp_path
-):
+def test_an_interrupted_step_is_whole_or_refuses_the_next(case, raise_, tmp_path):
+    """Each case begins at another line: together they are interrupted at all."""
+    stride = len(CASES)
     parts, step = built(case, tmp_path)
     first, batch, _ = parts.batches
     step(*first)
@@ -175,7 +175,7 @@ def test_an_interrupted_step_is_whole_or_refuses_the_next(
     after = parts.now()
     assert not equal(before, after)
     ends = set()
-    for number in count(1, stride):
+    for number in count(1 + [*CASES].index(case), stride):
         parts.restore(before)
         error, met = interrupted(partial(step, *batch), number, raise_)
         if not met:
@@ -292,6 +292,17 @@ def test_ctrl_c_while_a_step_is_planned_changes_nothing(number, optimizer):
             assert equal(parts.now(), before)
         else:
             parts.restore(before)  # it was planned by then
+    step(*batch)
+    alone = Parts(optimizer)
+    alone.step()(*alone.batches[0])
+    assert equal(parts.now(), alone.now())
+
+
+@pytest.mark.parametrize("optimizer", [sgd, CountingInState])
+def test_ctrl_c_while_a_planned_step_is_prepared_changes_nothing(optimizer):
+    parts = Parts(optimizer)
+    step = parts.step()
+    before, batch = parts.now(), parts.batches[0]
     step.prepare(*batch)
     for again in count(1):
         files = (*OURS, "optimizers.py")

@@ -21,6 +21,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def links_measured_once():
+    """Here they are measured whenever they are asked for."""
+
+
 def test_bytes_of_calls_are_those_that_they_allocate():
     def three():
         x = torch.zeros(1000, dtype=torch.uint8)

@@ -54,6 +54,7 @@ def eager(name):
     return losses, model.state_dict()
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES],

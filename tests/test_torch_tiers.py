@@ -26,7 +26,7 @@ from mucudnn.torch.execution.tiers import StepTiers, TierCopies  # noqa: E402
 from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import build, real_peak  # noqa: E402
+from tests.torch_steps import build, load_in_place, real_peak  # noqa: E402
 
 pytestmark = [
     *STEPS_RUN,
@@ -181,8 +181,8 @@ def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
             else:
                 assert all(map(torch.equal, step.tensors(), tensors))
         done = bool(failing)
-        for part, saved in zip(parts, copy.deepcopy(before), strict=True):
-            part.load_state_dict(saved)
+        step.model.load_state_dict(before[0])
+        load_in_place(step.optimizer, copy.deepcopy(before[1]))
         if done:
             break
     failing.clear()

@@ -191,18 +191,6 @@ def test_bad_arguments_fail_where_they_are_given(options, message):
         tuner(**options)
 
 
-def test_a_planner_may_be_a_function():
-    def halves(tables, workspace_limit):
-        plans = []
-        for table in tables:
-            half = table.fastest(table.problem.batch // 2, workspace_limit)
-            plans.append(ConvPlan(table.problem, (half, half)))
-        return tuple(plans)
-
-    (plan,) = tuner(planner=halves, workspace_limit=4 * KIB).plan([problem(8)])
-    assert [step.batch for step in plan.steps] == [4, 4]
-
-
 def test_threads_get_one_compiled_plan_measured_once():
     backend = watched()
     one = tuner(backend=backend)

@@ -20,10 +20,8 @@ from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.parameters import StateStore
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
-from tests.test_cuda_training import folder, losses, stand_in
+from tests.test_cuda_training import losses, stand_in
 from tests.training_cases import network, trainer
-
-__all__ = ["folder"]
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 NAMES = ("adagrad", "adam", "momentum", "rmsprop", "sgd")
@@ -104,7 +102,7 @@ def test_a_gradient_that_is_returned_is_turned_back():
     assert turned
     returned = replace(plain, outputs=(*plain.outputs, *plain.gradients.values()))
     assert with_computed_gradients(returned).gradients == plain.gradients
-    assert with_computed_gradients(plain, turned=False).gradients == plain.gradients
+    assert with_computed_gradients(plain, transposed=False).gradients == plain.gradients
 
 
 def updates(op, turned, dtype, narrow):
@@ -141,9 +139,9 @@ def test_the_cpus_updates_turn(op):
 @emulated
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("op", NAMES)
-def test_the_gpus_updates_turn(op, together, folder):
+def test_the_gpus_updates_turn(op, together):
     """To the last bit what the same update leaves without turning."""
-    kernel = bind(Emulator(folder))[op]
+    kernel = bind(Emulator())[op]
     plain, turned = (list(updates(op, t, "f8", "f4")) for t in (False, True))
     for calls in (plain, turned):
         if together:
@@ -155,8 +153,8 @@ def test_the_gpus_updates_turn(op, together, folder):
 
 
 @emulated
-def test_those_that_turn_and_those_that_do_not_are_one_launch(folder):
-    emulator = Emulator(folder)
+def test_those_that_turn_and_those_that_do_not_are_one_launch():
+    emulator = Emulator()
     plain, turned, expected = (
         list(updates("momentum", t, "f8", "f4")) for t in (False, True, False)
     )
@@ -197,12 +195,12 @@ def test_a_copy_is_made_and_loaded_turned():
 
 @emulated
 @pytest.mark.parametrize("precision", [None, "float16"])
-def test_a_gpu_trains_with_turned_copies(precision, folder, monkeypatch):
-    _, gpu = stand_in(monkeypatch, folder)
+def test_a_gpu_trains_with_turned_copies(precision, monkeypatch):
+    _, gpu = stand_in(monkeypatch)
     found, made = losses(gpu, precision=precision, layout="NHWC")
     assert turns(made.graph) == []
     assert any(node.attrs.get("turned") for node in made.graph.nodes)
-    _, gpu = stand_in(monkeypatch, folder)
+    _, gpu = stand_in(monkeypatch)
     expected, _ = losses(gpu, precision=precision)
     tolerance = 1e-5 if precision is None else 5e-3
     np.testing.assert_allclose(found, expected, rtol=tolerance)

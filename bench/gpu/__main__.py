@@ -22,11 +22,12 @@ __all__ = ["SECONDS", "main"]
 
 SECONDS: Mapping[str, int] = MappingProxyType(
     {
+        "pytorch": 530,
+        "torch": 140,
+        "steps": 520,
         "deepbench": 500,
         "probe": 60,
         "tests": 300,
-        "steps": 520,
-        "torch": 140,
         "peers": 240,
         "models": 150,
     }

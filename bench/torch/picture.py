@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 from bench.memory_picture import CHART, panels
 from mucudnn.report.svg import Frame, Markup, Scale, bytes_axis, drawing, marker, tag
 
-__all__ = ["picture"]
+__all__ = ["charts", "picture"]
 
 _OURS = "ours"
 _WAYS = (_OURS, "activation_memory_budget", "checkpoint_sequential", "save_on_cpu")
+_SHOWN = {"resnet50": "ResNet-50", "gpt": "GPT", "unet": "U-Net"}
 _MIB = 1 << 20
 
 
@@ -31,46 +33,75 @@ def main() -> int:
 
 
 def picture(networks: Sequence[Mapping[str, Any]]) -> str:
-    """Time that forward and backward passes take against what they have in use."""
-    title = "Predicted time against the bytes that are really in use"
-    return panels(title, [(_name(n), _chart(n)) for n in networks], _WAYS, _OURS)
+    """Draw the time of forward and backward pass against peak memory, both measured."""
+    title = "Time over eager mode's against peak memory beyond parameters, measured"
+    named = [
+        (_name(network), [{**row, "cost": row["measured"]} for row in network["rows"]])
+        for network in networks
+        if network["model"] in _SHOWN
+    ]
+    return charts(title, named, _WAYS, "time over eager mode's")
+
+
+def charts(
+    title: str,
+    networks: Sequence[tuple[str, Sequence[Mapping[str, Any]]]],
+    ways: Sequence[str],
+    times: str,
+) -> str:
+    """Draw one chart a network, with one curve a way.
+
+    Args:
+        title: What they show.
+        networks: Names and rows, which have a `way`, a `setting`, `peak_bytes` and a
+            `cost`.
+        ways: The ways that are drawn.
+        times: What the cost is.
+    """
+    found = [(name, _chart(name, rows, ways, times)) for name, rows in networks]
+    return panels(title, found, ways, _OURS)
 
 
 def _name(network: Mapping[str, Any]) -> str:
     shape = "×".join(map(str, network["batch"][0]))
-    return f"{network['model']}, {shape}"
+    return f"{_SHOWN[network['model']]}, {shape}"
 
 
-def _chart(network: Mapping[str, Any]) -> Markup:
-    rows = [row for row in network["rows"] if row["way"] in _WAYS]
+def _chart(
+    name: str, rows: Sequence[Mapping[str, Any]], ways: Sequence[str], times: str
+) -> Markup:
+    rows = [row for row in rows if row["way"] in ways]
     width, height = CHART
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     most = max(row["peak_bytes"] for row in rows)
     x, unit, size = bytes_axis(most, frame.left, frame.right, most_ticks=6)
-    y = _times(max(row["cost"] for row in rows), frame)
-    by_way = [[row for row in rows if row["way"] == way] for way in _WAYS]
+    y = _times([row["cost"] for row in rows], frame)
+    by_way = [(way, [row for row in rows if row["way"] == way]) for way in ways]
+    curves = [_line(i, *of, x, y) for i, of in enumerate(by_way)]
     return drawing(
         width,
         height,
-        f"Time against bytes in use: {_name(network)}",
-        frame.vertical(y, "time, of every operation once", 1.0),
-        frame.horizontal(x, f"really in use, {unit}", size),
-        (_line(i, by_way[i], x, y) for i in reversed(range(len(_WAYS)))),
+        f"Time against peak memory: {name}",
+        frame.vertical(y, times, 1.0),
+        frame.horizontal(x, f"peak memory, {unit}", size),
+        reversed(curves),
     )
 
 
-def _times(most: float, frame: Frame) -> Scale:
-    """From a little less than once, in tenths or in more."""
-    step = next(s for s in (0.1, 0.2, 0.5, 1.0, 5.0) if (most - 1) / s < 6)
+def _times(costs: Sequence[float], frame: Frame) -> Scale:
+    """From a little less than the least or than once, in tenths or in more."""
+    most = max(costs)
+    step = next(s for s in (0.1, 0.2, 0.5, 1.0, 5.0, 20.0) if (most - 1) / s < 6)
+    first = min(0, math.floor((min(costs) - 1) / step))
     count = int((most - 1) / step) + 1
-    ticks = tuple(round(1 + i * step, 1) for i in range(count + 1))
-    return Scale(1 - step / 4, ticks[-1], frame.bottom, frame.top, ticks)
+    ticks = tuple(round(1 + i * step, 1) for i in range(first, count + 1))
+    return Scale(ticks[0] - step / 4, ticks[-1], frame.bottom, frame.top, ticks)
 
 
 def _line(
-    index: int, rows: Sequence[Mapping[str, Any]], x: Scale, y: Scale
+    index: int, way: str, rows: Sequence[Mapping[str, Any]], x: Scale, y: Scale
 ) -> Iterator[Markup]:
-    ours = _WAYS[index] == _OURS
+    ours = way == _OURS
     points = [(row["peak_bytes"], row["cost"], row["setting"]) for row in rows]
     if ours:  # theirs in the order of their settings: some need more for a lower one
         points.sort()
@@ -79,7 +110,7 @@ def _line(
         strong = " strong" if ours else ""
         yield tag("path", class_=f"speed a{index}{strong}", d=f"M{line}")
     for nbytes, cost, setting in points:
-        title = f"{_WAYS[index]} {setting}: {nbytes / _MIB:.1f} MiB, {cost:.3f}"
+        title = f"{way} {setting}: {nbytes / _MIB:.1f} MiB, {cost:.3f}"
         yield marker(index, x(nbytes), y(cost), title=title, filled=ours)
 
 

@@ -215,6 +215,7 @@ class Backend:
         if self.binder is not None:
             return self.binder(plan, replay)
 
+        # Without a binder, every micro-batch is an ordinary call of the library.
         def kernel(problem: ConvProblem, algo: str) -> Call:
             run = self.conv.run
             return lambda a, b, out, workspace, accumulate: run(

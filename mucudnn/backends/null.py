@@ -31,7 +31,7 @@ class NullConv:
         self._device = device
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
-        """Return both; the fast one's workspace grows with the batch."""
+        """Return both algorithms; the fast one's workspace grows with the batch."""
         return [("SLOW", 0), ("FAST", _FAST_BYTES_PER_SAMPLE * problem.batch)]
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
@@ -69,7 +69,7 @@ def _cost(problem: ConvProblem, algo: str) -> tuple[int, float]:
 
 
 class NullKernels(Mapping[str, Kernel]):
-    """One kernel for every operation: it takes the time to move its operands."""
+    """A table with one kernel for every operation, as slow as moving its operands."""
 
     def __init__(self, device: NullDevice) -> None:
         self._device = device
@@ -91,6 +91,7 @@ class NullKernels(Mapping[str, Kernel]):
         attrs: Mapping[str, Any],
         workspace: Any,
     ) -> None:
+        # Bandwidth-bound, like most kernels of a step.
         nbytes = sum(array.nbytes for array in (*inputs, *outputs))
         self._device.advance(nbytes / _BYTES_PER_MS + _LAUNCH_MS)
 

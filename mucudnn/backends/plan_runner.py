@@ -6,6 +6,7 @@ before it are done and the rest can be finished by another algorithm.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mucudnn.errors import MucudnnError, StepFailedError
@@ -47,7 +48,8 @@ def per_step(plan: ConvPlan, library: Library) -> list[Call]:
             try:
                 made[key] = library(plan.problem.with_batch(step.batch), step.algo)
             except (MucudnnError, MemoryError) as e:
-                made[key] = _refused(e)
+                # Raise at this kernel's turn: the micro-batches before it are of use.
+                made[key] = partial(_refuse, e)
     return [made[step.batch, step.algo] for step in plan.steps]
 
 
@@ -60,29 +62,24 @@ def per_slice(plan: ConvPlan, library: Library) -> list[Call]:
     calls = per_step(plan, library)
     if not plan.divided:
         return calls
-    place = _adding if plan.problem.direction is Direction.BACKWARD_FILTER else _writing
+    sums = plan.problem.direction is Direction.BACKWARD_FILTER
     windows = (window for window, _ in plan.slices())
-    return [place(call, window) for call, window in zip(calls, windows, strict=True)]
+    pairs = zip(calls, windows, strict=True)
+    return [_on_slice(call, window, sums) for call, window in pairs]
 
 
-def _writing(kernel: Call, window: slice) -> Call:
-    def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        kernel(a[window], b, out[window], workspace, accumulate)
-
-    return call
-
-
-def _adding(kernel: Call, window: slice) -> Call:
+def _on_slice(kernel: Call, window: slice, sums: bool) -> Call:
+    """Return a call on the whole operands of a kernel that takes a slice of them."""
     later = window.start > 0
 
-    def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+    def write(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        kernel(a[window], b, out[window], workspace, accumulate)
+
+    def add(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
         kernel(a[window], b[window], out, workspace, accumulate or later)
 
-    return call
+    return add if sums else write
 
 
-def _refused(error: Exception) -> Call:
-    def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        raise error
-
-    return call
+def _refuse(error: Exception, *operands: Any) -> None:
+    raise error

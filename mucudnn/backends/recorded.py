@@ -46,8 +46,11 @@ class RecordedConv:
         modes: dict[tuple[ConvProblem, str], set[str]] = {}
         for m in measurements:
             modes.setdefault((m.problem, m.perf.algo), set()).add(m.perf.math_mode)
+        # Oldest first, so that of two rows for the same case the newer stays.
         for m in sorted(measurements, key=lambda m: m.measured_at):
-            name = _name(m.perf, modes[m.problem, m.perf.algo])
+            name, mode = m.perf.algo, m.perf.math_mode
+            if mode != NATIVE and len(modes[m.problem, name]) > 1:
+                name = f"{name}[{mode}]"
             self._rows.setdefault(m.problem, {})[name] = m.perf
             layer = m.problem.with_batch(1)
             self._batches.setdefault(layer, set()).add(m.problem.batch)
@@ -119,7 +122,7 @@ class RecordedConv:
 
 
 def recording_of(backend: Backend) -> RecordedConv | None:
-    """Return the recording that a backend replays; None for one that measures."""
+    """Return the recording that a backend replays; None if the backend measures."""
     return backend.conv if isinstance(backend.conv, RecordedConv) else None
 
 
@@ -171,9 +174,3 @@ def load(argument: str, device: int) -> Backend:
         index=device,
         split_alignment=recording.alignments.get(fingerprint, 1),
     )
-
-
-def _name(perf: AlgoPerf, modes: set[str]) -> str:
-    if perf.math_mode == NATIVE or len(modes) == 1:
-        return perf.algo
-    return f"{perf.algo}[{perf.math_mode}]"

@@ -15,14 +15,6 @@ Copies = Callable[[_Inputs, Any, _Attrs], _Pairs]
 """(inputs, output, attributes) -> (source, target) of each copy."""
 
 
-def _copy(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
-    yield inputs[0], y
-
-
-def _fill(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
-    yield attrs["value"], y
-
-
 def _concat(inputs: _Inputs, y: Any, attrs: _Attrs) -> _Pairs:
     """Concatenate tensors, or ranges of them, along an axis.
 
@@ -62,10 +54,10 @@ def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
 
 SHAPING: Mapping[str, Copies] = MappingProxyType(
     {
-        "cast": _copy,
+        "cast": lambda inputs, y, attrs: iter([(inputs[0], y)]),
         "concat": _concat,
-        "fill": _fill,
-        "identity": _copy,
+        "fill": lambda inputs, y, attrs: iter([(attrs["value"], y)]),
+        "identity": lambda inputs, y, attrs: iter([(inputs[0], y)]),
         "pad": _pad,
         "slice": _slice,
     }

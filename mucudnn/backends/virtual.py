@@ -60,6 +60,8 @@ class VirtualDevice:
         self.fingerprint = fingerprint
         self._description = dict(description or {})
         self._clock = Clock()
+        # Exact fractions: rounded sums would depend on the order in which times are
+        # added.
         self._rates = Fraction(out_bytes_per_ms), Fraction(in_bytes_per_ms)
 
     def description(self) -> Mapping[str, str]:
@@ -126,7 +128,8 @@ class VirtualDevice:
         """Do nothing: there is no content."""
 
     def download(self, source: VirtualArray) -> Any:
-        """Return zeros of its shape."""
+        """Return zeros of the array's shape."""
+        # The command line starts without NumPy.
         import numpy as np
 
         return np.zeros(source.shape, source.dtype)
@@ -182,15 +185,11 @@ class VirtualPeer:
 # Simulated copies: the clocks of two copy engines.
 
 
+@dataclass(slots=True)
 class Clock:
     """Virtual time of the compute queue in ms, exact as a fraction."""
 
-    def __init__(self) -> None:
-        self.now = Fraction(0)
-
-    def wait_until(self, then: Fraction) -> None:
-        """Advance to a moment, unless it is in the past."""
-        self.now = max(self.now, then)
+    now: Fraction = Fraction(0)
 
 
 class VirtualCopier:
@@ -221,11 +220,11 @@ class VirtualCopier:
 
     def wait(self, ticket: Fraction) -> None:
         """Advance the clock to the end of the copy."""
-        self._clock.wait_until(ticket)
+        self._clock.now = max(self._clock.now, ticket)
 
     def finish(self) -> None:
         """Advance the clock to the end of both queues."""
-        self._clock.wait_until(max(self._free.values()))
+        self._clock.now = max(self._clock.now, *self._free.values())
 
     def close(self) -> None:
         """Refuse further copies."""
@@ -235,7 +234,7 @@ class VirtualCopier:
         self, way: Way, source: Any, target: Any, after: Sequence[Fraction] = ()
     ) -> Fraction:
         if self._closed:
-            raise BackendError("a copy was asked of a closed copier")
+            raise BackendError("a copy was requested from a closed copier")
         if source.nbytes != target.nbytes:
             raise BackendError(
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,13 @@ from mucudnn.cli.options import (
     tier_option,
 )
 from mucudnn.cli.output import emit, refuse_same, write_files
-from mucudnn.cli.own_code import import_option, list_models, network, torch_step
+from mucudnn.cli.own_code import (
+    compared_step,
+    import_option,
+    list_models,
+    network,
+    torch_step,
+)
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes, format_bytes
@@ -167,6 +173,12 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
 )
 @section(
     "Output",
+    flag(
+        "--compare",
+        "Instead, run a PyTorch model's step here by eager mode, checkpointing, "
+        "offloading and torch.compile's memory budget, each beside ours in the same "
+        "memory.",
+    ),
     json_option,
     report_option,
     file_option(
@@ -194,6 +206,9 @@ def memory(
     refuse_same({"--json": json_file, **files})
     if settings["snapshot_file"] == "-":
         raise BadInputError("a snapshot is a pickle: name a file, not -")
+    if settings["compare"]:
+        _compare(ctx, model, settings, json_file)
+        return
     found = _study(ctx, model, settings)
     from mucudnn.report.memory import memory_tables
     from mucudnn.report.text import write_tables
@@ -208,6 +223,39 @@ def memory(
     if found.best is None and not asked_for_less:
         click.echo(f"mucudnn: error: {_infeasible_message(found, settings)}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
+
+
+def _compare(
+    ctx: click.Context, model: str, settings: dict[str, Any], json_file: str | None
+) -> None:
+    """Run the step of a PyTorch model in PyTorch's ways, and ours beside each."""
+    from mucudnn.cli.progress import progress_display
+    from mucudnn.report.text import NOTHING, Table, bytes_text, write_tables
+
+    with progress_display(1) as progress:
+        ways = compared_step(ctx, model, settings["batch"], progress)
+
+    def over(slowdown: float | None) -> str:
+        return NOTHING if slowdown is None else f"{slowdown:.2f}"
+
+    columns = ("way", ">peak", ">time", ">ours: peak", ">time", "remark")
+    rows = tuple(
+        (
+            *(way.way, bytes_text(way.peak_bytes), over(way.slowdown)),
+            *(bytes_text(way.ours_bytes), over(way.ours_slowdown), way.error),
+        )
+        for way in ways
+    )
+    note = (
+        "measured here; peaks without the batch, times over eager mode's, run in "
+        "turns; ours is planned within the peak of each way, beside eager mode "
+        "without a limit"
+    )
+    emit(
+        json_file,
+        {"schema": 1, "ways": [asdict(way) for way in ways]},
+        lambda: write_tables([Table("", columns, rows, notes=(note,))], sys.stdout),
+    )
 
 
 def _infeasible_message(found: "MemoryStudy", settings: dict[str, Any]) -> str:

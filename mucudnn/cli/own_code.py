@@ -11,9 +11,10 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -27,6 +28,9 @@ from mucudnn.cli.app import (
 from mucudnn.cli.output import emit
 from mucudnn.models import FunctionModel, Model, get_model, model_names
 from mucudnn.passes.planning.plan_step import DescribedStep
+
+if TYPE_CHECKING:
+    from mucudnn.torch.comparison import ComparedWay
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SUFFIX = ".py"
@@ -211,6 +215,42 @@ def torch_step(
     shard: Any = "fsdp2",
 ) -> DescribedStep | None:
     """Return the step of a PyTorch model; None if the name means something else."""
+    made = _torch_parts(ctx, name, batch)
+    if made is None:
+        return None
+    from mucudnn.torch import memory
+
+    logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
+    try:
+        mesh = () if gpus is None else (gpus,)
+        study = memory(*made, device=device, mesh=mesh, shard=shard)
+        step = study.described(batch)
+        step.graph()  # capture now, so that its errors are reported here
+    except Exception as e:  # models may raise anything
+        raise BadInputError(f"{name}: {located(e)}") from e
+    return step
+
+
+def compared_step(
+    ctx: click.Context,
+    name: str,
+    batch: int | None,
+    progress: Callable[[str, int, int], None],
+) -> "tuple[ComparedWay, ...]":
+    """Run the step of a PyTorch model in PyTorch's ways and ours."""
+    made = _torch_parts(ctx, name, batch)
+    if made is None:
+        raise BadInputError(f"--compare is for a model of PyTorch's, not {name}")
+    from mucudnn.torch.comparison import compare_step
+
+    try:
+        return compare_step(*made, progress=progress)
+    except Exception as e:  # models may raise anything
+        raise BadInputError(f"{name}: {located(e)}") from e
+
+
+def _torch_parts(ctx: click.Context, name: str, batch: int | None) -> Any | None:
+    """Return model, loss, example and optimizer; None if the name means another."""
     try:
         function = own_function(name)
     except BadInputError as e:
@@ -224,18 +264,10 @@ def torch_step(
         return None
     _refuse_others(ctx, name)
     try:
-        from mucudnn.torch import memory
+        import_module("mucudnn.torch.memory_study")
     except ImportError as e:
         raise BadInputError(f"{name} is a model of PyTorch's; {_INSTALL}") from e
-    logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
-    try:
-        mesh = () if gpus is None else (gpus,)
-        study = memory(*made, device=device, mesh=mesh, shard=shard)
-        step = study.described(batch)
-        step.graph()  # capture now, so that its errors are reported here
-    except Exception as e:  # models may raise anything
-        raise BadInputError(f"{name}: {located(e)}") from e
-    return step
+    return made
 
 
 def _call_for_step(

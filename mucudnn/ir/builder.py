@@ -236,6 +236,7 @@ class GraphBuilder:
         return spec.name
 
     def _unique(self, name: str) -> str:
+        # Scopes are full names already; counters are per name in its scope.
         full = "/".join([*self._scopes[-1:], check_text("name", name)])
         count = self._counts.get(full, 0)
         self._counts[full] = count + 1

@@ -58,14 +58,12 @@ def channels_last(
 
 
 def operands_of(graph: Graph, node: Node) -> tuple[Specs, Specs, Attributes]:
-    """Return inputs, outputs and attributes of a node as passed to its kernel.
-
-    Channels-last images keep their bytes and get a shape that existing kernels know.
-    """
+    """Return inputs, outputs and attributes of a node as passed to its kernel."""
     inputs = tuple(graph.tensors[name] for name in node.inputs)
     outputs = tuple(graph.tensors[name] for name in node.outputs)
     if all(spec.layout == "NCHW" for spec in (*inputs, *outputs)):
         return inputs, outputs, node.attrs
+    # Channels-last images keep their bytes and get a shape that existing kernels know.
     known = OPERATIONS.get(node.op)
     if known is None or (how := known.channels_last) is None:
         return inputs, outputs, node.attrs

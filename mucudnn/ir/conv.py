@@ -21,7 +21,6 @@ from mucudnn.notebook import html_of
 LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
 
-
 _MOST = 2**31 - 1
 """Largest padding for which every element of a padded image is addressable."""
 
@@ -86,6 +85,10 @@ class ConvProblem:
                 the message shows both.
             TypeError: A size is not an integer.
         """
+        if direction not in (*Direction, *(way.value for way in Direction)):
+            valid = ", ".join(f"Direction.{d.name} ({d.value!r})" for d in Direction)
+            kind = ValueError if isinstance(direction, str) else TypeError
+            raise kind(f"direction is {direction!r}; choose one of: {valid}")
         check_choice("dtype", dtype, ITEMSIZE)
         check_choice("layout", layout, LAYOUTS)
         x = check_integers("x_shape", x_shape, least=1)
@@ -114,7 +117,7 @@ class ConvProblem:
             for step, size, pad in zip(strides, x[2:], pads, strict=True)
         )
         values: dict[str, object] = {
-            "direction": _direction(direction),
+            "direction": Direction(direction),
             "x_shape": x,
             "w_shape": w,
             "stride": strides,
@@ -126,23 +129,18 @@ class ConvProblem:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self._check_channels()
-        self._check_output()
-
-    def _check_channels(self) -> None:
-        c, k, expected = self.x_shape[1], self.w_shape[0], self.w_shape[1]
-        if c != expected * self.groups:
+        # The fields must agree with each other: channels, groups, a result that exists.
+        expected = w[1] * self.groups
+        if x[1] != expected:
             raise ValueError(
-                f"x_shape {self.x_shape} has {c} channels, but w_shape {self.w_shape} "
-                f"expects {expected} x {self.groups} groups = {expected * self.groups}"
+                f"x_shape {x} has {x[1]} channels, but w_shape {w} "
+                f"expects {w[1]} x {self.groups} groups = {expected}"
             )
-        if k % self.groups:
+        if w[0] % self.groups:
             raise ValueError(
-                f"{k} output channels (w_shape {self.w_shape}) do not divide into "
+                f"{w[0]} output channels (w_shape {w}) do not divide into "
                 f"{self.groups} groups"
             )
-
-    def _check_output(self) -> None:
         for i, out in enumerate(self.y_shape[2:]):
             if out < 1:
                 reach = self.dilation[i] * (self.w_shape[2 + i] - 1) + 1
@@ -220,16 +218,6 @@ class ConvProblem:
                 return y, w, x
             case Direction.BACKWARD_FILTER:
                 return x, y, w
-
-
-def _direction(value: object) -> Direction:
-    if isinstance(value, str) and value in [d.value for d in Direction]:
-        return Direction(value)
-    if not isinstance(value, Direction):
-        valid = ", ".join(f"Direction.{d.name} ({d.value!r})" for d in Direction)
-        kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(f"direction is {value!r}; choose one of: {valid}")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,9 +344,6 @@ class ConvPlan:
             start += step.batch
 
 
-# Validated sizes of sliding windows and their results.
-
-
 Ints = int | Sequence[int]
 
 
@@ -451,6 +436,7 @@ class Window:
                     f"a window of {k} does not fit an image of {size} padded by {pad}"
                 )
             over = -span % step
+            # A window that began in the trailing padding would see no pixel.
             starts_inside = (span + over) // step * step < size + pad
             extra.append(over if ceil_mode and starts_inside else 0)
         return cls(kernels, strides, pads, tuple(extra))

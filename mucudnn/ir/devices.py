@@ -101,9 +101,7 @@ class DeviceFigures:
     def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
         """Return the peaks for products of a type: on tensor cores or not -> rate.
 
-        Args:
-            dtype: Type of the operands.
-            tf32: Whether float32 operands may be rounded to TF32.
+        With `tf32`, float32 operands may be rounded to TF32.
         """
         found = {False: self.flops.value} if dtype == "float32" else {}
         kind = _TF32 if tf32 and dtype == "float32" else dtype
@@ -210,7 +208,6 @@ def _read_devices() -> Mapping[str, DeviceFigures]:
 DEVICES = _read_devices()
 """Devices by name. `null` is not a real device: round numbers for experiments."""
 
-
 _DEPRECATED = ("_tf32", "_half")
 """Endings of names that once chose an arithmetic; operands' types do so now."""
 
@@ -243,5 +240,5 @@ def device_name(name: str) -> str:
 
 
 def get_device(name: str) -> DeviceFigures:
-    """Return the figures of a device; the error for an unknown one lists all."""
+    """Return the figures of a device; the error for an unknown name lists all names."""
     return DEVICES[device_name(name)]

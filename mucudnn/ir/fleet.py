@@ -64,6 +64,7 @@ class StepTable:
         """Return the largest batch size that fits into `memory`; 0 if unknown."""
         if memory is None:
             return self.most
+        # 0 bytes: nothing is known to fit below the smallest measured step.
         fitting = StepPoint(1, self.points[0].time_ms)
         for point in self.points:
             if point.nbytes > memory:
@@ -85,6 +86,7 @@ class StepTable:
             raise ValueError(
                 f"the table of {self.device} ends at {self.most} samples, not {most}"
             )
+        # Constant below the smallest measured step, where launches dominate.
         found = [0.0] + [self.points[0].time_ms] * self.points[0].samples
         for before, after in pairwise(self.points):
             width = after.samples - before.samples

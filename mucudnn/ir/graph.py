@@ -21,7 +21,6 @@ from mucudnn.ir.traits import PLAIN, NodeTraits
 
 __all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
 
-
 PERSISTENT = (Role.PARAMETER, Role.STATE, Role.BORROWED)
 """Roles of tensors that outlive a step."""
 
@@ -134,24 +133,26 @@ class Graph:
                         f"node {node.name!r} reads {name!r} before it is written"
                     )
             known.update(node.outputs)
-            if node.traits.view:
-                self._check_view(node)
+            if not node.traits.view:
+                continue
+            # A view without the bytes of an input would read memory that nobody wrote.
+            read = {self.storages[name] for name in node.inputs}
+            for name in node.outputs:
+                if self.storages[name] not in read:
+                    raise ValueError(
+                        f"node {node.name!r} is a view and {name!r} has none of its "
+                        "inputs' bytes; set its alias to one of "
+                        f"{', '.join(node.inputs)}"
+                    )
         for name in (*self.outputs, *self.gradients.values()):
             if name not in known:
                 raise ValueError(f"output {name!r} is never written")
 
-    def _check_view(self, node: Node) -> None:
-        read = {self.storages[name] for name in node.inputs}
-        for name in node.outputs:
-            if self.storages[name] not in read:
-                raise ValueError(
-                    f"node {node.name!r} is a view and {name!r} has none of its "
-                    f"inputs' bytes; set its alias to one of {', '.join(node.inputs)}"
-                )
-
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Tensors that no node writes: data, parameters and state."""
+        # Writers are validated here, as every graph asks for its inputs when it is
+        # made.
         written: dict[str, str] = {}
         for node in self.nodes:
             for name in node.outputs:
@@ -208,6 +209,8 @@ class Graph:
                 found[name] = name
                 continue
             chain = [name]
+            # Follow the aliases to a storage that is known, and note it for the whole
+            # chain.
             while chain[-1] not in found:
                 alias = self.tensors[chain[-1]].alias
                 if alias is None:
@@ -252,14 +255,13 @@ class Graph:
     ) -> "Graph":
         """Return a graph with other storage sharing, without validating it again.
 
-        Cached properties of the nodes stay valid.
-
         Args:
             tensors: All tensors; they differ from the current ones in `alias` only, and
                 no view is among those that differ.
             storages: Storages of these tensors, if known.
         """
         found = copy(self)
+        # These follow from aliases; all other cached properties stay valid.
         for name in ("storages", "reads", "overwritten", "immovable"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
@@ -282,6 +284,7 @@ class Graph:
         """
         found = copy(self)
         fields = ("tensors", "nodes", "outputs", "gradients", "initializers", "inputs")
+        # Every cached property depends on the nodes, except the inputs.
         for name in found.__dict__.keys() - set(fields):
             del found.__dict__[name]
         found.__dict__.update(tensors=tensors, nodes=nodes)
@@ -305,7 +308,6 @@ class Graph:
 
 IMAGE = "image"
 """Name of the input of images, (N, C, *spatial)."""
-
 
 LABEL = "label"
 """Name of the input of labels: int64 (N,), or (N, *spatial) per pixel."""

@@ -21,7 +21,6 @@ from mucudnn.ir.conv import (
     Direction,
     Ints,
     Window,
-    channels,
     channels as channels_of,
     per_axis,
 )
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def bias(g: "GraphBuilder", x: str, initializer: Initializer | None = None) -> str:
     """Add one number per channel (axis 1)."""
     start = Constant(0.0) if initializer is None else initializer
-    b = g.parameter("bias", (channels(x, g.shape(x)),), start)
+    b = g.parameter("bias", (channels_of(x, g.shape(x)),), start)
     return g.append("bias", (x, b), g.shape(x))
 
 
@@ -140,7 +139,12 @@ def conv_transpose(
             ("output_padding", output_padding, 0),
         )
     )
-    spatial = map(_transposed_size, shape[2:], kernels, steps, pads, dilations, extra)
+    spatial = (
+        (n - 1) * step - 2 * pad + gap * (k - 1) + 1 + more
+        for n, k, step, pad, gap, more in zip(
+            shape[2:], kernels, steps, pads, dilations, extra, strict=True
+        )
+    )
     problem = ConvProblem(
         direction=Direction.BACKWARD_DATA,
         x_shape=(shape[0], check_integer("channels", channels, least=1), *spatial),
@@ -159,13 +163,6 @@ def conv_transpose(
         raise ValueError(f"output_padding {extra} must be below stride {steps}")
     with g.scope(name):
         return biased(g, _weighted(g, x, problem, initializer), bias)
-
-
-def _transposed_size(
-    size: int, kernel: int, step: int, pad: int, dilation: int, more: int
-) -> int:
-    """Return an input size that a convolution maps to `size`."""
-    return (size - 1) * step - 2 * pad + dilation * (kernel - 1) + 1 + more
 
 
 def _weighted(
@@ -211,15 +208,12 @@ def tanh(g: "GraphBuilder", x: str) -> str:
 
 
 def dropout(g: "GraphBuilder", x: str, p: float = 0.5) -> str:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p).
-
-    The mask is a function of the builder's seed, the layer and the step, so that it
-    can be recomputed.
-    """
+    """Zero each element with probability p and scale the rest by 1 / (1 - p)."""
     if not 0 <= check_number("p", p, finite=False) < 1:
         raise ValueError(f"p must be at least 0 and below 1, got {p}")
     if not g.training or p == 0:
         return x
+    # Each dropout has a seed of its own, or equal layers would drop the same elements.
     seed = g.seed + sum(node.op == "dropout" for node in g.nodes)
     if _STEP not in g.tensors:
         g.input(_STEP, (), "int64")
@@ -276,7 +270,7 @@ def accuracy(g: "GraphBuilder", logits: str, labels: str, k: int = 1) -> str:
 
 
 def _check_labels(g: "GraphBuilder", logits: str, labels: str) -> None:
-    channels(logits, g.shape(logits))
+    channels_of(logits, g.shape(logits))  # refuses scalars
     n, _, *spatial = g.shape(logits)
     if g.shape(labels) != (n, *spatial) or g.spec(labels).dtype != "int64":
         raise ValueError(
@@ -311,6 +305,8 @@ def batch_norm(
         )
         if not g.training:
             return g.append("batch_norm_eval", inputs, shape, eps=eps)
+        # Statistics are saved in the parameters' type, which mixed precision keeps
+        # wide.
         dtype = g.spec(inputs[1]).dtype
         return g.append(
             "batch_norm",
@@ -411,6 +407,7 @@ def max_pool(
             f"{_MOST_WINDOW} values"
         )
     out = (*shape[:2], *window.out(shape[2:]))
+    # The gradient needs one byte per output instead of the whole input.
     saved = (("index", out, "uint8"),)
     return g.append("max_pool", (x,), out, saved, **asdict(window))
 
@@ -451,7 +448,7 @@ def concat(g: "GraphBuilder", tensors: Sequence[str]) -> str:
     if isinstance(tensors, str) or not isinstance(tensors, Sequence) or not tensors:
         raise TypeError(f"concat takes a list of names of tensors, got {tensors!r}")
     for name in tensors:
-        channels(name, g.shape(name))
+        channels_of(name, g.shape(name))
     shapes = [g.shape(t) for t in tensors]
     for shape in shapes[1:]:
         if (shape[0], *shape[2:]) != (shapes[0][0], *shapes[0][2:]):

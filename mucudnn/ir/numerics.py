@@ -13,22 +13,17 @@ from mucudnn.arguments import check_text
 NATIVE = "default"
 """Math mode: arithmetic in the data type of the operands."""
 
-
 TF32 = "tf32"
 """Math mode: float32 operands rounded to 10 bits of mantissa by tensor cores."""
-
 
 DOWN_CONVERT = "down_convert"
 """Math mode: operands cast to a narrower data type first."""
 
-
 REDUCED_REDUCTION = "reduced_precision_reduction"
 """Note: partial sums are stored in less than float32."""
 
-
 HALF_SUM = "half_sum"
 """Note: adding a part to a half-precision result rounds the sum to half."""
-
 
 FLOAT32_SUM = "float32_sum"
 """Note: parts of a half-precision result are added up in float32."""
@@ -106,14 +101,13 @@ class Numerics:
     def refusal(self, traits: Traits, *, whole: bool = False) -> str | None:
         """Return why an algorithm is not accepted; None if it is.
 
-        Args:
-            traits: Numerical properties of the algorithm.
-            whole: Whether it runs on the whole mini-batch, without accumulation.
+        `whole`: it runs on the whole mini-batch, without accumulation.
         """
         reason = next(self._refusals(traits, whole), None)
         return None if reason is None else RowStatus.REFUSED.text(reason)
 
     def _refusals(self, traits: Traits, whole: bool) -> Iterator[str]:
+        # An undivided call adds nothing up, so its sums need no wider type.
         wide_sums = self.float32_sums and not whole
         if HALF_SUM in traits.notes and wide_sums:
             yield "it adds micro-batches up in half precision"
@@ -169,11 +163,9 @@ class RowStatus(enum.Enum):
 
     @classmethod
     def of(cls, error: str | None, samples: int = 1) -> "RowStatus":
-        """Return the status of a row from its text and number of timed runs.
-
-        A time without samples is of a cold run only: a limit ended the measurement.
-        """
+        """Return the status of a row from its text and number of timed runs."""
         if error is None:
+            # No samples: a limit ended the measurement after the cold run.
             return cls.MEASURED if samples else cls.LIMITED
         return next(
             status

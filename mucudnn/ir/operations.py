@@ -76,7 +76,7 @@ class ChannelsLast:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """All that is known of a built-in operation except its gradient and its kernels.
+    """A built-in operation: traits, strips and layouts, without gradient and kernels.
 
     Attributes:
         traits: Its traits, or a function of its operands and attributes.
@@ -265,26 +265,21 @@ _SUMS = 2
 """Sums per strip and group: weighted gradients, their products with deviations."""
 
 
-def _gamma_axis(attrs: Attributes) -> int | None:
-    """Return the axis of image rows in gamma, which has no batch axis, or None."""
-    return HEIGHT - 1 if attrs["per_element"] else None
+def _piece_of_group_norm(
+    reads: str, writes: str, overwrites: tuple[int, ...] = ()
+) -> TraitsRule:
+    """Return the traits of a piece from a letter for each operand.
 
+    `x` has image rows; `g`, like gamma, has them where it has a value per element, at
+    another axis as it has no batch; `-` has none.
+    """
 
-def _apply(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    gamma = _gamma_axis(attrs)
-    strips = Batch((HEIGHT, gamma, gamma, None, None), (HEIGHT,))
-    return NodeTraits(overwrites=(0,), strips=strips)
+    def rule(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+        axis = {"x": HEIGHT, "g": HEIGHT - 1 if attrs["per_element"] else None}
+        strips = Batch(tuple(map(axis.get, reads)), tuple(map(axis.get, writes)))
+        return NodeTraits(overwrites=overwrites, strips=strips)
 
-
-def _grad_sums(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    gamma = _gamma_axis(attrs)
-    reads = HEIGHT, HEIGHT, gamma, None, None
-    return NodeTraits(strips=Batch(reads, (gamma, gamma, None)))
-
-
-def _grad_apply(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    reads = HEIGHT, HEIGHT, _gamma_axis(attrs), None, None, None
-    return NodeTraits(overwrites=(1,), strips=Batch(reads, (HEIGHT,)))
+    return rule
 
 
 def group_norm_pieces(whole: Whole) -> Pieces:
@@ -341,7 +336,7 @@ def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
 
 
 def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    """With a transposed first operand it sums over rows, like a weight gradient."""
+    """Cut rows; a product with a transposed first operand is a sum over them."""
     batch = Batch((0, None), (0,))
     if attrs["transpose_a"]:
         batch = Batch((0, 1 if attrs["transpose_b"] else 0), (None,))
@@ -374,12 +369,9 @@ _MOST_WINDOWED = 4
 most three spatial axes."""
 
 
-def _one_axis_more(shape: Shape) -> Shape:
-    return shape[0], 1, *shape[1:]
-
-
 def _windows_along_channels(attrs: Attributes) -> Attributes:
     """Extend windows by one axis, the channels, with width 1."""
+    # A window of width 1 along the channels leaves them independent of each other.
     extra = {"kernel": 1, "stride": 1, "padding": 0, "extra": 0}
     return {**attrs, **{k: (*attrs[k], n) for k, n in extra.items() if k in attrs}}
 
@@ -394,13 +386,11 @@ _ANY = ChannelsLast()
 _CHANNELS = ChannelsLast(kernel_shape=lambda shape: (math.prod(shape[:-1]), shape[-1]))
 _POOL = ChannelsLast(
     kernel_attrs=_windows_along_channels,
-    kernel_shape=_one_axis_more,
+    kernel_shape=lambda shape: (shape[0], 1, *shape[1:]),
     axes=_MOST_WINDOWED,
 )
-_RESAMPLE = ChannelsLast(
-    kernel_attrs=lambda attrs: {**attrs, "scale": (*attrs["scale"], 1)},
-    kernel_shape=_one_axis_more,
-    axes=_MOST_WINDOWED,
+_RESAMPLE = replace(
+    _POOL, kernel_attrs=lambda attrs: {**attrs, "scale": (*attrs["scale"], 1)}
 )
 _BOX = ChannelsLast(
     attrs=lambda attrs, rank: {k: channels_to_end(v) for k, v in attrs.items()}
@@ -436,7 +426,6 @@ _ADD_CHANNELS = Operation(
 )
 _APPLY_BATCH_NORM = _cuttable(1, (0,), others=4, overwrites=(0,))
 _MERGE = NodeTraits(recomputable=False)
-
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
@@ -558,9 +547,9 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             NodeTraits(strips=Batch((HEIGHT,), (None,), gathered=(0,)))
         ),
         "group_norm_merge": Operation(_MERGE),
-        "group_norm_apply": Operation(_apply),
-        "group_norm_grad_sums": Operation(_grad_sums),
-        "group_norm_grad_apply": Operation(_grad_apply),
+        "group_norm_apply": Operation(_piece_of_group_norm("xgg--", "x", (0,))),
+        "group_norm_grad_sums": Operation(_piece_of_group_norm("xxg--", "gg-")),
+        "group_norm_grad_apply": Operation(_piece_of_group_norm("xxg---", "x", (1,))),
         "lrn": Operation(_FROM_ONE, IMAGE, _CHANNELS),
         "lrn_grad": Operation(
             NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
@@ -628,7 +617,6 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 )
 """Built-in operations by name."""
 
-
 FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
         ("add", "relu"): "add_relu",
@@ -640,10 +628,8 @@ FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
 """Chain of operations, each reading the first result of the one before -> the fused
 operation. It has the attributes of the first and the inputs of all, in order."""
 
-
 EPILOGUE = ("conv", "bias_relu")
 """A forward convolution and the epilogue it computes when it has a bias input."""
-
 
 LIBRARY = "library"
 """Node attribute: the library whose kernel replaces the built-in one."""
@@ -666,6 +652,7 @@ def traits_of(
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)
+    # A scalar has no rows, whatever its operation says of others.
     scalar = any(
         axis is not None and not spec.shape
         for axis, spec in zip(axes, (*inputs, *outputs), strict=True)

@@ -106,7 +106,6 @@ class RmsProp:
 
 Optimizer = Sgd | Momentum | Adam | AdaGrad | RmsProp
 
-
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
         "sgd": Sgd(),
@@ -141,6 +140,7 @@ def optimizer_of(choice: Any) -> Optimizer:
     """Return an optimizer from an instance, its name, or its class or factory."""
     if isinstance(choice, str):
         return parse_optimizer(choice)
+    # A class or a factory makes its default; an instance is taken as configured.
     made = choice() if callable(choice) else choice
     if not isinstance(made, Optimizer):
         valid = ", ".join(sorted(OPTIMIZERS))
@@ -223,6 +223,8 @@ class CosineRate:
         """Return the rate of step `step`, counted from 0, of `total_steps`."""
         if step < self.warmup_steps:
             return self.base * _warmup_factor(step, self.warmup_steps)
+        # `final` is reached one step after the last, so that the last step still
+        # learns.
         length = max(1, total_steps - self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / length)
         share = (1 + math.cos(math.pi * done)) / 2
@@ -322,10 +324,8 @@ def _warmup_factor(step: int, warmup_steps: int) -> float:
 DYNAMIC = "dynamic"
 """Name of the dynamic scale with default settings."""
 
-
 _MOST = {"float16": 2.0**15}
 """Largest power of two of a type; 2**127 for all others."""
-
 
 _LEAST = 2.0**-14
 """Least normal number of float16: a gradient that still overflows here is broken."""

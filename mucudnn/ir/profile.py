@@ -99,13 +99,9 @@ class TierPlacement:
     places: Mapping[str, tuple[int, int]]
     used: tuple[int, ...]
 
-    def number(self, storage: str) -> int:
-        """Return the number of the tier of a storage."""
-        return self.places[storage][0]
-
     def of(self, storage: str) -> MemoryTier:
         """Return the tier of a storage."""
-        return self.tiers[self.number(storage)]
+        return self.tiers[self.places[storage][0]]
 
     def names(self, number: int) -> tuple[str, ...]:
         """Return the storages assigned to a tier."""

@@ -109,10 +109,8 @@ class Residency(enum.Enum):
 RECOMPUTED_BACKWARD = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
 """Residencies that rerun a tensor's producers for the backward pass only."""
 
-
 RECOMPUTED = (*RECOMPUTED_BACKWARD, Residency.RECOMPUTE_ALWAYS)
 """Residencies that rerun a tensor's producers."""
-
 
 STATIC, VIRTUAL = "static", "virtual"
 

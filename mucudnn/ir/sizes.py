@@ -32,10 +32,7 @@ _FACTOR = len(str(max(_UNITS.values())))
 def format_bytes(nbytes: int, *beside: int) -> str:
     """Format bytes in the largest binary unit that keeps the number at least one.
 
-    Args:
-        nbytes: Number of bytes.
-        beside: Sizes printed next to it; digits are added until different sizes differ
-            in print.
+    Digits are added until sizes that are printed `beside` differ in print.
     """
     others = {other for other in beside if other != nbytes}
     for digits in (1, 2, 3, 4):

@@ -41,6 +41,7 @@ def _conv(node: Operands, rows: Rows) -> Strip:
     if problem.direction is Direction.BACKWARD_DATA:
         return _conv_transpose(node, rows)
     y = rows.of(problem.y_shape[HEIGHT])
+    # The strip has no padding along the axis: rows beyond the image are read as zeros.
     x = _window(problem).under(y)
     attrs = {**node.attrs, "problem": _row_problem(problem, x[1] - x[0], 0)}
     if problem.direction is Direction.BACKWARD_FILTER:
@@ -69,6 +70,7 @@ def _pool(node: Operands, rows: Rows) -> Strip:
     y = rows.of(node.outputs[0].shape[HEIGHT])
     margin = _counted_margin(node, padding)
     first = y.start * step - padding
+    # Padding that counts in averages is read as zeros; the rest stays padding.
     start = max(first, -margin)
     stop = (y.stop - 1) * step - padding + kernel
     stop = min(stop, node.inputs[0].shape[HEIGHT] + margin)
@@ -118,11 +120,7 @@ def _upsample_grad(node: Operands, rows: Rows, *, border: int) -> Strip:
 def _box(node: Operands, rows: Rows) -> Strip:
     y = rows.of(node.outputs[0].shape[HEIGHT])
     first = node.attrs["starts"][HEIGHT]
-    attrs = {
-        **node.attrs,
-        **_with_height(node, "starts", 0),
-        **_with_height(node, "stops", y.count),
-    }
+    attrs = _with_heights(node, starts=0, stops=y.count)
     return Strip(((first + y.start, first + y.stop),), (y.start, y.stop), attrs)
 
 
@@ -131,19 +129,16 @@ def _pad(node: Operands, rows: Rows) -> Strip:
     y = rows.of(node.outputs[0].shape[HEIGHT])
     before, size = node.attrs["before"][HEIGHT], node.inputs[0].shape[HEIGHT]
     start, stop = min(y.start - before, size - 1), max(y.stop - before, 1)
-    attrs = {
-        **node.attrs,
-        **_with_height(node, "before", 0),
-        **_with_height(node, "after", 0),
-    }
+    attrs = _with_heights(node, before=0, after=0)
     return Strip(((start, stop),), (start + before, stop + before), attrs)
 
 
-def _with_height(node: Operands, name: str, value: int) -> Attributes:
-    """Replace the height of an attribute that has one number per axis."""
-    numbers = list(node.attrs[name])
-    numbers[HEIGHT] = value
-    return {name: tuple(numbers)}
+def _with_heights(node: Operands, **heights: int) -> Attributes:
+    """Replace the heights of attributes that have one number per axis."""
+    attrs = dict(node.attrs)
+    for name, value in heights.items():
+        attrs[name] = (*attrs[name][:HEIGHT], value, *attrs[name][HEIGHT + 1 :])
+    return attrs
 
 
 def drawn_strip(

@@ -65,7 +65,7 @@ class TensorSpec:
             ) from None
 
     def sharing(self, alias: str | None) -> "TensorSpec":
-        """Return a copy that shares another tensor's storage, or has its own."""
+        """Return a copy that shares another tensor's storage; with None, its own."""
         return self._like(self.name, self.role, alias)
 
     def again(self, name: str, alias: str | None) -> "TensorSpec":

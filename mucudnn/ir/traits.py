@@ -39,7 +39,6 @@ class Rows:
 SliceRule = Callable[[Mapping[str, Any], Sequence[TensorSpec], Rows], Mapping[str, Any]]
 """Function from a node's attributes, inputs and rows to the attributes of a slice."""
 
-
 Interval = tuple[int, int]
 """Positions along an axis: first and end (exclusive)."""
 
@@ -194,7 +193,6 @@ class NodeTraits:
 PLAIN = NodeTraits()
 """Traits of an operation that computes its results from its inputs only."""
 
-
 OPAQUE = NodeTraits(recomputable=False, movable=False)
 """Traits of an unknown operation: its results are neither recomputed nor offloaded."""
 
@@ -232,12 +230,10 @@ class Window:
         return start, start + (y.count - 1) * self.stride + self.span
 
     def padded_for(self, x: Rows) -> tuple[Interval, int]:
-        """Return the windows that contain some rows of x, and the strip's padding.
-
-        The padding is the number of rows by which the first window begins above the
-        strip: the least for which all windows that contain one of its rows are covered,
-        at both ends. Windows beyond the image may be among them.
-        """
+        """Return the windows that contain some rows of x, and the strip's padding."""
+        # Padding: rows by which the first window begins above the strip, the least for
+        # which all windows with one of its rows are covered at both ends. Windows
+        # beyond the image may be among them.
         step, reach = self.stride, self.span - 1
         place = x.start + self.padding
         padding = max(0, reach - step + 1)
@@ -251,12 +247,13 @@ class Window:
             padding += step
 
     def holding(self, x: Rows, windows: int) -> Interval:
-        """Return those of `windows` windows that contain some rows of x, at least one.
+        """Return the windows (of `windows`) that contain rows of x, at least one.
 
         The first begins at or above the first of those rows.
         """
         holding = -(-(x.start + self.padding - self.span + 1) // self.stride)
         first = min(holding, (x.start + self.padding) // self.stride)
+        # At least one window, as there are no empty strips.
         first = min(max(first, 0), windows - 1)
         past = min(windows, (x.stop - 1 + self.padding) // self.stride + 1)
         return first, max(first + 1, past)

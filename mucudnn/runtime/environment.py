@@ -70,16 +70,14 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
-    """Open the cache that a tuner's `cache` argument selects.
-
-    For backends that compute nothing, the default is memory only: their times are
-    invented, or recorded already.
-    """
+    """Open the cache that a tuner's `cache` argument selects."""
     if isinstance(choice, BenchmarkCache):
         return choice
     if choice is None:
         return BenchmarkCache()
     if choice is USERS:
+        # Invented or recorded times in the user's cache would be mistaken for measured
+        # ones.
         virtual = backend.name.partition(":")[0] in ("null", "recorded")
         virtual = virtual or isinstance(backend.device, VirtualDevice)
         return BenchmarkCache(None if virtual else default_path())

@@ -39,8 +39,7 @@ def conv1d(
 ) -> Any:
     """Correlate x (N, C, W) with w (K, C // groups, S); see `conv2d`."""
     options = (stride, padding, dilation, groups, layout)
-    signature = ("forward", 1, None, options)
-    return _call(signature, x, w, tuner, out, accumulate, bias)
+    return _call(("forward", 1, None, options), x, w, tuner, out, accumulate, bias)
 
 
 def conv2d(
@@ -71,8 +70,8 @@ def conv2d(
         layout: `NCHW` (channels first) or `NHWC` (channels last).
         tuner: Measures, plans and holds the workspace; if None, one configured by the
             environment and shared by all calls.
-        out: Where the result goes, densely packed; made if not given. It may share
-            memory with `x`, `w` or `bias`: what is overwritten is copied first.
+        out: Densely packed array for the result; made if not given. It may share memory
+            with `x`, `w` or `bias`: operands that it overwrites are copied first.
         accumulate: Add to `out` instead of overwriting it.
 
     Returns:
@@ -85,8 +84,7 @@ def conv2d(
         VerificationError: The tuner verifies, and the results differ.
     """
     options = (stride, padding, dilation, groups, layout)
-    signature = ("forward", 2, None, options)
-    return _call(signature, x, w, tuner, out, accumulate, bias)
+    return _call(("forward", 2, None, options), x, w, tuner, out, accumulate, bias)
 
 
 def conv3d(
@@ -105,8 +103,7 @@ def conv3d(
 ) -> Any:
     """Correlate x (N, C, D, H, W) with w (K, C // groups, T, R, S); see `conv2d`."""
     options = (stride, padding, dilation, groups, layout)
-    signature = ("forward", 3, None, options)
-    return _call(signature, x, w, tuner, out, accumulate, bias)
+    return _call(("forward", 3, None, options), x, w, tuner, out, accumulate, bias)
 
 
 def conv_backward_data(

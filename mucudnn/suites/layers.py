@@ -166,7 +166,7 @@ _MOST_TIMES = 2**31 - 1
 
 
 def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
-    """Read all layers of a CSV file; unnamed ones get its name and their shape.
+    """Read all layers of a CSV file; unnamed layers are named by file and shape.
 
     Raises:
         ValueError: The file is no valid table; names file, line and column.
@@ -244,8 +244,14 @@ def _layer(
         )
     row = {key: cell for key, cell in zip(columns, cells, strict=True) if cell}
     labels = {key: f"column {label!r}" for key, label in columns.items()}
+    text = row.pop("count", "1")
     try:
-        count = _count(row.pop("count", "1"))
+        count = parse_integer(text, least=1, most=_MOST_TIMES)
+    except ValueError:
+        raise ValueError(
+            f"{at}: column 'count' is {text!r}, not an integer from 1 to {_MOST_TIMES}"
+        ) from None
+    try:
         problem = problem_from_fields(
             {key: cell for key, cell in row.items() if key in PROBLEM_KEYS}, labels
         )
@@ -253,15 +259,6 @@ def _layer(
         raise ValueError(f"{at}: {e}") from e
     name = row.get("name") or f"{fallback}:{short_name(problem)}"
     return Layer(name, problem, count)
-
-
-def _count(text: str) -> int:
-    try:
-        return parse_integer(text, least=1, most=_MOST_TIMES)
-    except ValueError:
-        raise ValueError(
-            f"column 'count' is {text!r}, not an integer from 1 to {_MOST_TIMES}"
-        ) from None
 
 
 def _distinct(layers: Sequence[Layer], stem: str) -> tuple[Layer, ...]:

@@ -4,7 +4,7 @@
 budget, `budget="device"` the memory that is free on its device, and `budget="auto"` the
 least memory in which the step is predicted to take at most 5 % longer. The options that
 such a budget needs are chosen here: first none, then offloaded parameters and state,
-then, where results may differ by rounding, slices of the batch.
+then, where results may differ by rounding, slices of the batch and strips of images.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.passes.planning.cutting import AUTO, WHOLE
+from mucudnn.passes.planning.cutting import AUTO, HEIGHT, WHOLE
 from mucudnn.torch.execution.devices import device_of
 from mucudnn.torch.plan_program import (
     LoweredStep,
@@ -47,15 +47,18 @@ class AutomaticBudget:
     Attributes:
         text: The budget as given.
         share: Share of the memory without a budget; None for `auto` and `device`.
-        exact: Whether results must equal those of eager mode, bit for bit.
+        exact: Whether results must equal those of eager mode, bit for bit; None
+            allows rounding only where nothing else fits.
     """
 
     text: str
     share: float | None
-    exact: bool = True
+    exact: bool | None = None
 
     @classmethod
-    def parse(cls, budget: object, *, exact: bool = True) -> "AutomaticBudget | None":
+    def parse(
+        cls, budget: object, *, exact: bool | None = None
+    ) -> "AutomaticBudget | None":
         """Return the budget that a text describes; None for bytes.
 
         Raises:
@@ -117,6 +120,8 @@ class AutomaticBudget:
         found: list[tuple[PlannedProgram, str]] = []
         least: list[int] = []
         for tried, names in self._options(options):
+            if found and self.exact is None and tried.split != options.split:
+                break
             try:
                 program = plan_program(step, tried, limit)
             except PlanningError as e:
@@ -131,7 +136,7 @@ class AutomaticBudget:
             return min(found, key=lambda one: one[0].plan.slowdown)
         if not least:
             raise PlanningError(f"no plan fits the budget {self.text!r}")
-        more = "; exact=False also allows slices of the batch" if self.exact else ""
+        more = "; without exact=True it may run in slices" if self.exact else ""
         raise PlanningError(
             f"the step does not fit the budget {self.text!r}, {exact_bytes(limit)}; "
             f"the least budget that works is {exact_bytes(min(least))}{more}",
@@ -144,11 +149,11 @@ class AutomaticBudget:
         offloading = [False] if options.offload_state else [False, True]
         splits = [options.split]
         if options.split == WHOLE and not options.inductor and not self.exact:
-            splits.append(AUTO)
+            splits += [AUTO, HEIGHT]
         for split in splits:
             for offload in offloading:
                 names = ["offload_state=True"] if offload else []
-                names += ["split='auto'"] if split != options.split else []
+                names += [f"{split=}"] if split != options.split else []
                 yield (
                     replace(
                         options,
@@ -162,7 +167,12 @@ class AutomaticBudget:
         self, step: LoweredStep, options: PlanOptions, most: int
     ) -> tuple[PlannedProgram, str]:
         """Return the plan with the least memory at nearly full speed, and options."""
-        for tried, names in reversed([*self._options(options)]):
+        allowed = [
+            (tried, names)
+            for tried, names in self._options(options)
+            if tried.split == options.split or self.exact is False
+        ]
+        for tried, names in reversed(allowed):
             try:
                 low, high = least_budget(step, tried), most
                 best = plan_program(step, tried, high)

@@ -9,13 +9,23 @@ import torch
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.notebook import html_of
 from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.scheduling.problem import fastest_of, origin
-from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.scheduling.step_plan import (
+    StepPlan,
+    memory_intervals,
+    memory_points,
+)
 from mucudnn.torch.execution.cuda_memory import reserved_line
 
 _SHOWN = 8
 """Names of tensors or operations that are printed."""
+
+_COLUMNS = 60
+"""Width of the printed timeline."""
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,12 @@ class TorchPlan:
         update_peak_bytes: The most that is in use during such an update.
         update_reason: Why it is not planned.
         library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
+        fragmentation_bytes: Bytes that CUDA's allocator reserves beyond the peak, for
+            gaps that no tensor fits into; 0 on the CPU.
         device: The CUDA device that the step runs on; None for the CPU.
         chosen: What a budget that is not in bytes came to, and what it costs.
+        unplanned_bytes: Peak of the whole graph without a budget, in the planner's own
+            bytes; 0 if it is not known.
     """
 
     plan: StepPlan = field(repr=False)
@@ -70,20 +84,36 @@ class TorchPlan:
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")
     library_bytes: int = 0
+    fragmentation_bytes: int = 0
     device: torch.device | None = None
     chosen: tuple[str, ...] = field(repr=False, default=())
+    unplanned_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step, of what the budget counts."""
+        return self._counted(self.plan.peak_bytes)
+
+    def _counted(self, peak: int) -> int:
+        """Return a peak of the planner in bytes that the budget counts."""
         held = 0 if self.own_update is None else self.own_update.persistent
-        passes = self.plan.peak_bytes - self.given_bytes + held
+        passes = peak - self.given_bytes + held
         return max(passes, self.update_peak_bytes) + self.library_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """Most memory that PyTorch's allocator holds for what the budget counts."""
+        return self.peak_bytes + self.fragmentation_bytes
+
+    @property
     def slowdown(self) -> float:
-        """Predicted time over that of every node once, its fastest way, no copies."""
+        """Predicted time over that of every node once, its fastest way, no copies.
+
+        Of a step that was considered in parts: over that of the unbounded step.
+        """
         prediction = self.plan.prediction
+        if self.splitting is not None and self.splitting.unbounded_ms:
+            return prediction.step_ms / self.splitting.unbounded_ms
         fronts = prediction.profile.fronts.items()
         fastest = {name: fastest_of(front).time_ms for name, front in fronts}
         times = {**prediction.profile.node_ms, **fastest}
@@ -118,23 +148,36 @@ class TorchPlan:
         budget = "no budget"
         if bound:
             budget = f"a budget of {format_bytes(*bound, self.peak_bytes)}"
-        leaving, again = self.leaving, self.recomputed
+        offloaded, recomputed = self.leaving, self.recomputed
+        noun, times = (
+            "kernel" if self.kernels else "operation",
+            sum(recomputed.values()),
+        )
         prediction, gap = self.plan.prediction, self.plan.gap
         gap_words = "" if gap is None else f", at most {gap:.1%} above the best plan"
+        before = ""
+        if self.unplanned_bytes:
+            most = self._counted(self.unplanned_bytes)
+            before = f"; {format_bytes(most, self.peak_bytes)} with everything kept"
         lines = [
             *([self.name] if self.name else []),
             *self.chosen,
-            f"peak {format_bytes(self.peak_bytes, *bound)} within {budget}, "
-            f"{format_bytes(self.resident_bytes)} of it resident; "
-            f"{format_bytes(self.given_bytes)} are the caller's",
-            f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "
-            f"without a limit{gap_words}",
-            f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
-            f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
-            f"{len(again)} operations run again: {_some(again)}",
+            f"peak memory: {format_bytes(self.peak_bytes, *bound)} within {budget}"
+            f"{before}",
+            f"time: {prediction.step_ms:.1f} ms predicted, {self.slowdown:.3f} of the "
+            f"time without a limit{gap_words}",
+            f"resident between steps: {format_bytes(self.resident_bytes)}; the caller "
+            f"holds {format_bytes(self.given_bytes)} more",
+            f"offloaded: {_counted(offloaded, 'tensor')}, "
+            f"{format_bytes(prediction.out_bytes)} out and "
+            f"{format_bytes(prediction.in_bytes)} back{_some(offloaded)}",
+            f"recomputed: {_counted(recomputed, noun)}"
+            f"{f', {times} times in all' if times > len(recomputed) else ''}"
+            f"{_some(recomputed)}",
+            *self._timeline(),
         ]
         if prediction.placement is not None:
-            lines.insert(-1, str(prediction.placement))
+            lines.append(str(prediction.placement))
         if self.kernels:
             lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
         if plans := self.convolutions:
@@ -143,17 +186,68 @@ class TorchPlan:
             lines.append(f"{len(plans)} convolutions: {found}")
         if self.own_update is not None:
             lines.append(
-                f"the optimizer makes its update itself, with at most "
-                f"{format_bytes(self.update_peak_bytes)} in use: {self.update_reason}"
+                f"update: eager, after the planned passes, within "
+                f"{format_bytes(self.update_peak_bytes)}: {self.update_reason}"
             )
         if self.device is not None:
             lines.append(
                 f"{format_bytes(self.library_bytes)} of the peak are cuBLAS's "
-                f"workspaces; {reserved_line(self.device)}"
+                f"workspaces; {format_bytes(self.reserved_bytes)} are reserved for it, "
+                f"{format_bytes(self.fragmentation_bytes)} of them for gaps; "
+                f"{reserved_line(self.device)}"
             )
         if self.splitting is not None:
             lines += self.splitting.lines
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: memory over the step, tensor by tensor."""
+        return html_of(self.plan)
+
+    def _timeline(self) -> list[str]:
+        """Draw memory over the step, and when copies and recomputations run."""
+        step_ms = self.plan.prediction.step_ms
+        if not step_ms:
+            return []
+        rows = {"offload": "", "fetch": "", "recompute": ""}
+        runs = {row: [False] * _COLUMNS for row in rows}
+        for lane in self.plan.prediction.lanes:
+            row = {"out": "offload", "in": "fetch"}.get(lane.engine)
+            if row is None and "~" in lane.name:
+                row = "recompute"
+            if row is not None and lane.stop_ms > max(lane.start_ms, 0.0):
+                for column in range(
+                    _column(max(lane.start_ms, 0.0), step_ms),
+                    _column(lane.stop_ms, step_ms) + 1,
+                ):
+                    runs[row][column] = True
+        most = [0] * _COLUMNS
+        now = at = 0
+        for ms, nbytes in memory_points(memory_intervals(self.plan)):
+            column = _column(max(ms, 0.0), step_ms)
+            most[at : column + 1] = [max(m, now) for m in most[at : column + 1]]
+            at, now = column, nbytes
+            most[at] = max(most[at], now)
+        most[at:] = [max(m, now) for m in most[at:]]
+        peak = max(self.plan.peak_bytes, *most)
+        rows["memory"] = "".join(
+            _LEVELS[-(-8 * m // peak) if peak else 0] for m in most
+        )
+        for row, active in runs.items():
+            rows[row] = "".join("▪" if busy else "·" for busy in active)
+        return [
+            f"{row:>9} |{rows[row]}|"
+            for row in ("memory", *runs)
+            if row == "memory" or any(runs[row])
+        ]
+
+
+def _column(ms: float, step_ms: float) -> int:
+    return min(int(_COLUMNS * ms / step_ms), _COLUMNS - 1)
+
+
+def _counted(names: Mapping[str, int], noun: str) -> str:
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
 
 
 def _kind(plan: ConvPlan) -> str:
@@ -163,9 +257,9 @@ def _kind(plan: ConvPlan) -> str:
 
 
 def _some(names: Mapping[str, int]) -> str:
-    """Return the names of the largest few."""
+    """Return the names of the largest few, after a colon; none of nothing."""
     if not names:
-        return "none"
+        return ""
     most = sorted(names, key=lambda name: -names[name])
     more = f" and {len(most) - _SHOWN} more" if len(most) > _SHOWN else ""
-    return ", ".join(most[:_SHOWN]) + more
+    return f": {', '.join(most[:_SHOWN])}{more}"

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
-
 from mucudnn.arguments import check_bool
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.ir.devices import get_device
@@ -31,7 +29,7 @@ from mucudnn.torch.capture.optimizers import with_updates
 from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.costs.measure import estimated, measured
+from mucudnn.torch.costs.measure import KnownCosts, estimated, measured
 from mucudnn.torch.execution.cuda_memory import library_bytes, reserve
 from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
@@ -78,12 +76,6 @@ REFUSALS = (
         faces=("train_step",),
         options=("split", "inductor"),
         reason="whole steps are compiled, and slices run operation by operation",
-        instead="take one of both",
-    ),
-    Refusal(
-        faces=("train_step", "backend"),
-        options=("tuner", "inductor"),
-        reason="compiled code calls PyTorch's own convolutions, in layouts of its own",
         instead="take one of both",
     ),
     Refusal(
@@ -140,6 +132,7 @@ class PlanOptions:
         inductor: Whether the passes are compiled by Inductor, and planned by kernels.
         tiers: Offload targets: their memory, or for a study their forecast of a
             profile; None for the host's memory.
+        together: Bytes of gradients up to which CUDA updates parameters by one call.
     """
 
     costs: Callable[[Lowered], Profile] = measured
@@ -149,6 +142,7 @@ class PlanOptions:
     split: Split = WHOLE
     inductor: bool = False
     tiers: StepTiers | Callable[[Profile], tuple[MemoryTier, ...]] | None = None
+    together: float = 0.0
 
     @classmethod
     def of(
@@ -204,19 +198,24 @@ class LoweredStep:
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
         compiled: Compiles the passes by Inductor, and returns the graph with their
-            kernels as nodes.
+            kernels as nodes; told whether a tuner may plan convolutions.
         planners: What plans it, by options: it is measured once, for all budgets.
         threads: How many threads compute it: autograd's has workspaces of its own.
+        together: Bytes of gradients that may be updated together; 0 to update one
+            tensor at a time.
+        known: Costs of nodes that were measured, for another grouping of updates.
     """
 
     lowered: Lowered
     caller_inputs: Collection[str]
     names: Sequence[str] = ()
-    finish: Callable[[Lowered], Lowered] = lambda lowered: lowered
+    finish: Callable[..., Lowered] = lambda lowered: lowered
     update: EagerUpdate | None = None
-    compiled: Callable[[], Lowered] | None = None
+    compiled: Callable[..., Lowered] | None = None
     planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
     threads: int = 1
+    together: int = 0
+    known: KnownCosts = field(default_factory=KnownCosts, repr=False)
 
     @classmethod
     def of_joint(cls, joint: Joint, own: Sequence[int]) -> "LoweredStep":
@@ -262,15 +261,22 @@ class LoweredStep:
         batch = [tensor for name, tensor in inputs.items() if name.startswith("batch.")]
         finish = partial(with_updates, late=late)
 
-        def compiled() -> Lowered:
+        def compiled(*, tuned: bool) -> Lowered:
             # Inductor is imported where it is used: that takes seconds.
             from mucudnn.torch.inductor.kernel_graph import lower_step
 
             own = len(parts.parameters) + len(parts.buffers)
             with autocast_off():  # casts are in the graph
-                return lower_step(captured, own)
+                return lower_step(captured, own, tuned=tuned)
 
-        return cls(lowered, batch, captured.names, finish, update, compiled)
+        together = 0
+        if captured.updates_many and device_of(lowered.layouts).type == "cuda":
+            together = sum(p.nbytes for p in parts.parameters.values())
+            finish = partial(with_updates, late=late, together=0.0)
+        return cls(
+            *(lowered, batch, captured.names, finish, update, compiled),
+            together=together,
+        )
 
     def planner(self, options: PlanOptions) -> Planner:
         """Return what plans the whole step."""
@@ -281,7 +287,8 @@ class LoweredStep:
             if other is not None:
                 self.planners[key] = replace(other, offload_state=key.offload_state)
             elif options.inductor and self.compiled is not None:
-                self.planners[key] = self._measure(options, self.compiled())
+                tuned = options.choice.tuner is not None
+                self.planners[key] = self._measure(options, self.compiled(tuned=tuned))
             else:
                 self.planners[key] = self._measure(options, self.lowered)
         return self.planners[key]
@@ -289,15 +296,16 @@ class LoweredStep:
     def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
         """Plan the graph, whole or split or compiled, and return what planned it.
 
-        On CUDA the budget includes cuBLAS's workspaces.
+        On CUDA the budget includes cuBLAS's workspaces, and if a plan allows it what
+        the allocator reserves beyond the peak.
 
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
         device = device_of(self.lowered.layouts)
-        held = self.threads * library_bytes(self.lowered, device)
+        held = self.held_bytes(options)
         try:
-            planner, plan = self._plan(options, max(0.0, budget - held))
+            options, planner, plan = self._plan(options, max(0.0, budget - held))
         except PlanningError as e:
             if not held or e.least_bytes is None:
                 raise
@@ -312,12 +320,64 @@ class LoweredStep:
             ) from None
         if device.type != "cuda":
             return planner, plan
-        if torch.cuda.is_available():
-            reserve(device, max(0, plan.peak_bytes - plan.resident_bytes))
-        return planner, replace(plan, budget=budget, library_bytes=held, device=device)
+        on_cuda = partial(replace, budget=budget, library_bytes=held, device=device)
+        if options.costs is not measured:
+            return planner, on_cuda(plan)  # nothing runs
+        # A GPU runs out of reserved memory. If more is reserved than the budget, less
+        # is planned with; where nothing less can be, the first plan stands.
+        first = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
+        found, spare = first, 0.0
+        for _ in range(_REPLANS):
+            excess = found[1].reserved_bytes - budget
+            if excess <= 0:
+                return found
+            spare += excess
+            try:
+                rest = max(0.0, budget - held - spare)
+                planner, plan = self._plan_grouped(options, rest)
+            except PlanningError:
+                break
+            found = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
+        if found[1].reserved_bytes > budget:
+            found = first
+            _reserve(planner, found[1])
+        return found
 
-    def _plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
-        """Plan the graph within what the libraries leave of a budget."""
+    def held_bytes(self, options: PlanOptions) -> int:
+        """Return the bytes of cuBLAS's workspaces; 0 for a step that is not run."""
+        if options.costs is not measured:
+            return 0
+        device = device_of(self.lowered.layouts)
+        return self.threads * library_bytes(self.lowered, device)
+
+    def _plan(
+        self, options: PlanOptions, budget: float
+    ) -> tuple[PlanOptions, Planner, TorchPlan]:
+        """Plan the graph within what the libraries leave of a budget.
+
+        Parameters are updated together as far as that is the fastest. Less together
+        needs less memory, for gradients that wait.
+        """
+        found: tuple[PlanOptions, Planner, TorchPlan] | None = None
+        for share in _SHARES if self.together else (0.0,):
+            grouped = replace(options, together=share * self.together)
+            try:
+                planner, plan = self._plan_grouped(grouped, budget)
+            except PlanningError:
+                if not share and found is None:
+                    raise
+                continue
+            if found is None or _step_ms(plan) < _step_ms(found[2]):
+                found = grouped, planner, plan
+            if not plan.leaving and not plan.recomputed:
+                break  # nothing is gained by smaller groups
+        assert found is not None
+        return found
+
+    def _plan_grouped(
+        self, options: PlanOptions, budget: float
+    ) -> tuple[Planner, TorchPlan]:
+        """Plan the graph with its updates grouped as the options say."""
         if (candidates := self.candidates(options)) is not None:
             return candidates.plan(budget, options.split)
         planner = self.planner(options)
@@ -351,8 +411,14 @@ class LoweredStep:
                 f"steps, where the model's own tensors are on {device}: it works on "
                 "the CPU only; leave it out, and the budget counts them"
             )
-        lowered = self.finish(lowered)
-        profile = options.choice.profile(lowered, options.costs, options.plans)
+        costs = options.costs
+        if self.together:
+            lowered = self.finish(lowered, together=options.together)
+            if costs is measured:
+                costs = partial(measured, known=self.known)
+        else:
+            lowered = self.finish(lowered)
+        profile = options.choice.profile(lowered, costs, options.plans)
         tiers: tuple[MemoryTier, ...] = ()
         if isinstance(options.tiers, StepTiers):
             tiers = options.tiers.measured(device)
@@ -361,6 +427,24 @@ class LoweredStep:
         return Planner(
             lowered, profile, self.caller_inputs, options.offload_state, tiers
         )
+
+
+_SHARES = (1.0, 0.25, 0.0)
+"""Parts of all gradients that are tried as one update."""
+
+
+_REPLANS = 3
+"""Plans that are made to have fewer bytes reserved."""
+
+
+def _step_ms(plan: TorchPlan) -> float:
+    return plan.plan.prediction.step_ms
+
+
+def _reserve(planner: Planner, plan: TorchPlan) -> int:
+    """Reserve the memory of a planned step; return the bytes beyond its peak."""
+    nbytes = max(0, plan.plan.peak_bytes - plan.given_bytes - plan.resident_bytes)
+    return reserve(planner.lowered, plan.plan.schedule, nbytes)
 
 
 @dataclass(frozen=True)
@@ -440,8 +524,7 @@ def least_budget(step: LoweredStep, options: PlanOptions) -> int:
         PlanningError: No budget is enough.
     """
     if options.split == WHOLE:
-        held = library_bytes(step.lowered, device_of(step.lowered.layouts))
-        least = step.planner(options).least_budget() + step.threads * held
+        least = step.planner(options).least_budget() + step.held_bytes(options)
     else:
         try:
             least = step.plan(options, 0)[1].peak_bytes

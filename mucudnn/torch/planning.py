@@ -17,7 +17,7 @@ from mucudnn.ir.sizes import exact_bytes, parse_bytes, refuse_fraction
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.place_step import over_fastest, plan_tiered_step
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.torch.lowering.lowered import Lowered
@@ -132,7 +132,10 @@ class Planner:
         tensors = self.lowered.graph.tensors
         offloaded = sum(rounded(tensors[name].nbytes) for name in plan.schedule.hosted)
         resident = self.resident_bytes - offloaded
-        return TorchPlan(plan, self.caller_bytes, budget, resident)
+        most = unbounded(self.lowered.graph, self.profile).peak_bytes
+        return TorchPlan(
+            plan, self.caller_bytes, budget, resident, unplanned_bytes=most
+        )
 
     def least_budget(self) -> int:
         """Return the least budget in bytes that the graph is planned in."""

@@ -120,6 +120,10 @@ _REPLANS_LOGGED = 3
 """Captures behind the first one, the last of which is logged with its reason."""
 
 
+_COMPILATIONS = 4
+"""Graphs compiled by Inductor, the last of which comes with a warning."""
+
+
 _CHANGES_OF_INPUTS = 2
 """Changes of a Python number after which it is an input of the graph."""
 
@@ -143,7 +147,7 @@ def train_step(
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
     verify: int | None = None,
-    exact: bool = True,
+    exact: bool | None = None,
 ) -> "TrainStep":
     """Compile a model's whole training step under a memory budget.
 
@@ -167,7 +171,7 @@ def train_step(
     to memory of their own, and kernels may round strided memory differently from dense
     memory (the sigmoids of `nn.GRU` do, unless its width is a multiple of 32); the
     gradient of a product (`prod`) is always computed as if the product had zeros; and
-    an optimizer with `fused=True` updates by PyTorch's plain operations.
+    an optimizer with `fused=True` updates CPU models by PyTorch's plain operations.
 
     Args:
         model: The model to train.
@@ -181,7 +185,7 @@ def train_step(
         budget: Bytes, or a size such as "8GiB"; None plans without a limit. A share
             such as "50%" of what the step needs without a limit, "device" for the
             memory that is free, or "auto" for the least memory at a predicted slowdown
-            of at most 5 %; these three choose `offload_state` and, with `exact=False`,
+            of at most 5 %; these three choose `offload_state` and, as `exact` allows,
             `split` where they are needed, and `print(step.plan)` says so.
         tuner: Measures further algorithms and micro-batches for the convolutions; the
             plan uses the fastest that fit. Results then differ from eager mode by
@@ -212,8 +216,8 @@ def train_step(
             runs in eager mode with either.
         inductor: Whether both passes are compiled by PyTorch's Inductor, once for all
             budgets, and planned kernel by kernel. Results are those of `torch.compile`,
-            bit for bit. Where a step cannot be compiled, a warning says why, and it
-            runs operation by operation. CPU only.
+            bit for bit, unless there is a tuner. Where a step cannot be compiled, a
+            warning says why, and it runs operation by operation. CPU only.
         tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
             another process); append `=SIZE` to limit one. Several are filled fastest
             first. Host memory by default.
@@ -226,19 +230,22 @@ def train_step(
             exceeds the budget by what eager mode needs and two copies of the trained
             state. None and 0 compare nothing.
         exact: Whether options that a share, "device" or "auto" chooses must leave
-            results bit for bit as they are.
+            results bit for bit as they are. By default, a share or "device" divides the
+            step, which changes results by rounding, only where nothing else fits.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
-            unknown, `split` or `tuner` is combined with `inductor`, a tier is unknown,
-            or tiers are given without a budget.
+            unknown, `split` is combined with `inductor`, a tier is unknown, or tiers
+            are given without a budget.
         TypeError: An argument has the wrong type.
         UnsupportedError: The model is wrapped for several devices.
     """
     check_parts(model, loss_fn, optimizer)
     check_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
-    automatic = AutomaticBudget.parse(budget, exact=check_bool("exact", exact))
+    automatic = AutomaticBudget.parse(
+        budget, exact=None if exact is None else check_bool("exact", exact)
+    )
     limit = parse_budget(budget) if automatic is None else 0.0
     options = PlanOptions.of(
         "train_step",
@@ -270,10 +277,7 @@ def train_step(
         max_plans=max_plans,
         fallback=fallback,
         verify=verify,
-        exact=tuner is None
-        and split == WHOLE
-        and not inductor
-        and (exact or automatic is None),
+        exact=tuner is None and split == WHOLE and not inductor,
         automatic=automatic,
     )
 
@@ -328,6 +332,7 @@ class TrainStep:
         self._transient_steps = 0  # in a row
         self._eager_steps = 0  # since a step was last captured
         self._captures = 0
+        self._compilations = 0
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
         self._commit = StepCommit(optimizer)
@@ -381,7 +386,8 @@ class TrainStep:
         if not self._verify or (self._steps > 1 and self._steps % self._verify):
             return self._run(variant, batch, given)
         parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
-        checked = VerifiedStep(*parts, exact=self._exact)
+        whole = variant.planned.plan.splitting is None
+        checked = VerifiedStep(*parts, exact=self._exact and whole)
         return checked.run(partial(self._run, variant, batch, given), self._steps)
 
     @property
@@ -588,6 +594,15 @@ class TrainStep:
                 bound = bind_step(program.lowered, schedule, program.copies)
                 plan = replace(program.plan, source=bound.source)
                 found = PlannedStep(key, plan, bound, step.reads.constants)
+                self._compilations += self._options.inductor
+                if self._compilations == _COMPILATIONS:
+                    self._warn(
+                        "compiled",
+                        f"the step was compiled for the {_COMPILATIONS}th time, for "
+                        f"{batch.signature}: every size of a batch is compiled for "
+                        "itself, which takes as long as many steps; pad batches to a "
+                        "few sizes",
+                    )
             return step, found
 
         return self._results.settled(captured, planned)

@@ -6,8 +6,10 @@ Each model is planned at three budgets: its least, its most, and between. Convol
 are PyTorch's own kernels, as the stand-in has no engines of cuDNN.
 """
 
+import functools
 import gc
 import sys
+import tempfile
 import warnings
 
 import torch
@@ -63,51 +65,67 @@ MODELS = {
 }
 
 
-def row(name, share):
-    """Return MiB of the budget, planned, requested, reserved; and calls of a step."""
+def rows(name, cache):
+    """Return a row for each budget: MiB, and calls of a step beside eager mode's."""
     model, loss, batch, optimizer = MODELS[name]()
     own = optimizer(model.parameters())
-    step = mt.train_step(model, loss, own, budget="1KiB", cache=None)
-    least = 0
+    eager = calls_of(functools.partial(eager_step, model, loss, batch, own))
+    plans = functools.partial(mt.train_step, model, loss, own, cache=cache)
     try:
-        step.prepare(*batch)
+        plans(budget="1KiB").prepare(*batch)
     except PlanningError as e:
         least = e.least_bytes
-    most = mt.train_step(model, loss, own, cache=None).prepare(*batch).peak_bytes
-    del step
-    gc.collect()
-    budget = int(least + share * (most - least))
-    step = mt.train_step(model, loss, own, budget=budget, cache=None)
-    step(*batch)
-    step(*batch)
+    most = plans().prepare(*batch).peak_bytes
+    for share in (0.0, 0.4, 1.0):
+        gc.collect()
+        step = plans(budget=int(least + share * (most - least)))
+        calls = calls_of(functools.partial(step, *batch))
+        stats, plan = torch.cuda.memory_stats(), step.plan
+        held = plan.given_bytes
+        planned = plan.peak_bytes + held
+        requested, reserved = (
+            stats[f"{kind}_bytes.all.peak"] for kind in ("requested", "reserved")
+        )
+        gaps = plan.fragmentation_bytes
+        figures = plan.budget + held, planned, gaps, requested, reserved
+        words = [f"{figure / MIB:,.0f}" for figure in figures]
+        ratio = f"{reserved / (planned + gaps):.3f}"
+        yield [name, *words, ratio, *map(str, (*calls, *eager))]
+        del step
+
+
+def eager_step(model, loss, batch, optimizer):
+    x, *others = batch
+    loss(model(x), *others).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def calls_of(run):
+    """Return launches, copies that left, and waits of the host in a steady step."""
+    run(), run()
     with counted() as calls:
-        step(*batch)
-    stats, plan = torch.cuda.memory_stats(), step.plan
-    planned = plan.peak_bytes + plan.given_bytes
-    requested, reserved = (
-        stats[f"{kind}_bytes.all.peak"] for kind in ("requested", "reserved")
-    )
-    syncs = sum(calls[f"{kind}_sync"] for kind in ("stream", "event", "device"))
-    figures = budget + plan.given_bytes, planned, requested, reserved
-    words = [f"{figure / MIB:,.0f}" for figure in figures]
-    launches = calls["launch"] + calls["product"]
-    return [name, *words, f"{reserved / planned:.3f}", str(launches), str(syncs)]
+        run()
+    waits = sum(calls[f"{kind}_sync"] for kind in ("stream", "event", "device", "copy"))
+    return calls["launch"] + calls["product"], waits
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
-    head = "model", "budget", "planned", "requested", "reserved"
-    more = "reserved / planned", "launches", "host waits"
+    head = "model", "budget", "planned", "gaps", "requested", "reserved"
+    more = "reserved / (planned + gaps)", "launches", "waits"
+    more += "launches, eager", "waits, eager"
     print("|", " | ".join((*head, *more)), "|")  # noqa: T201
-    print("| --- |", " --: |" * 7)  # noqa: T201
-    for name in sys.argv[1:] or MODELS:
-        for share in (0.0, 0.4, 1.0):
+    print("| --- |", " --: |" * 10)  # noqa: T201
+    with tempfile.TemporaryDirectory() as cache:
+        for name in sys.argv[1:] or MODELS:
             torch._C._cuda_clearCublasWorkspaces()
             gc.collect()
             torch.cuda.empty_cache()
-            print("|", " | ".join(row(name, share)), "|", flush=True)  # noqa: T201
+            for row in rows(name, cache):
+                print("|", " | ".join(row), "|", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class CpuCopier:
     ) -> CpuTicket:
         self._check()
         if self._state.stopped.is_set():
-            raise BackendError(f"a copy {what} was asked of a closed copier")
+            raise BackendError(f"a copy {what} was requested from a closed copier")
         source, target = _bytes(source), _bytes(target)
         if source.size != target.size:
             raise BackendError(
@@ -208,12 +208,10 @@ def copy_bytes(source: Any, target: Any) -> None:
 
 
 def _release_pages(view: Any) -> None:
-    """Release the pages of a view if it is a memory-mapped file.
-
-    Touched pages of a file count as the process's own memory until the system needs
-    them, so tensors offloaded to a file would stay in memory after all. No data is
-    lost: written pages go to the file, reads come from the file or the page cache.
-    """
+    """Release the pages of a view if it is a memory-mapped file."""
+    # Touched pages of a file count as the process's own memory until the system needs
+    # them, so tensors offloaded to a file would stay in memory after all. No data is
+    # lost: written pages go to the file, reads come from the file or the page cache.
     owner = view
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -439,7 +437,7 @@ class SharedSegment:
         return self._bytes[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """Return two copy threads, which fail once the owner is gone."""
+        """Return two copy threads, which fail once the owner has ended."""
         return CpuCopier(self._copy)
 
     def close(self) -> None:
@@ -489,7 +487,7 @@ def _end(owner: "subprocess.Popen[bytes]") -> None:
 
 
 def own(nbytes: int) -> None:
-    """Own a segment: create it, print its name, and hold it until stdin ends."""
+    """Create a segment, print its name, and hold the segment until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
         signal.signal(number, signal.SIG_IGN)
     segment = SharedMemory(create=True, size=max(1, nbytes))

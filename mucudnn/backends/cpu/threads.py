@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,15 +27,12 @@ _FORK_S = 5.0
 
 @contextmanager
 def as_kernels() -> Iterator[None]:
-    """Run the body with the NumPy settings of a library's kernels, on this thread only.
-
-    NumPy's buffers are short. It copies operands that are not contiguous through
-    buffers of 8192 elements each, which is unaccounted memory. With short buffers it
-    also copies less, because runs longer than a buffer are used directly.
-
-    Warnings are off: infinities and NaNs in a result are an answer, on which loss
-    scaling relies, and some algorithms produce them as intermediates.
-    """
+    """Run the body with the NumPy settings of a library's kernels, on this thread."""
+    # NumPy copies operands that are not contiguous through buffers of 8192 elements
+    # each, which is unaccounted memory. With short buffers it also copies less, because
+    # runs longer than a buffer are used directly.
+    # Warnings are off: infinities and NaNs in a result are an answer, on which loss
+    # scaling relies, and some algorithms produce them as intermediates.
     with np.errstate(all="ignore"):  # restores the size as well
         np.setbufsize(_UFUNC_BUFFER)
         yield
@@ -78,17 +75,15 @@ class _SerialBlas:
         self._saved = []
 
     def before_fork(self) -> None:
-        """Wait, within `_FORK_S`, for other threads' convolutions, and start none.
-
-        OpenBLAS ends its threads before a fork: a product in progress would never be
-        finished, not even in the parent.
-        """
+        """Wait, within `_FORK_S`, for other threads' convolutions, and start none."""
+        # OpenBLAS ends its threads before a fork: a product in progress would never be
+        # finished, not even in the parent.
         changed, me = self._changed.value, threading.get_ident()
         changed.acquire()
         changed.wait_for(lambda: {*self._users} <= {me}, timeout=_FORK_S)
 
     def after_fork(self, *, child: bool) -> None:
-        """Reset the limit in a child, where the threads that set it do not exist."""
+        """Reset the limit in a child, which lacks the threads that set the limit."""
         if child:
             self._users = []
             self._restore()
@@ -152,7 +147,9 @@ class Workers:
             # The pool keeps a submitted task alive until a thread has taken it from
             # its queue, even if cancelled: the task must not reference the operands.
             shared = [drain]
-            futures = [pool.submit(_take_part, shared, i) for i in range(1, crew)]
+            futures = [
+                pool.submit(lambda own, i: own[0](i), shared, i) for i in range(1, crew)
+            ]
             try:
                 drain(0)
             finally:
@@ -170,10 +167,6 @@ class Workers:
         shares = [(i, min(i + step, total)) for i in range(0, total, step)]
         indexed = list(enumerate(shares))
         self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))
-
-
-def _take_part(shared: Sequence[Callable[[int], None]], worker: int) -> None:
-    shared[0](worker)
 
 
 # Matrix products that accumulate into a submatrix, through NumPy's own BLAS library.
@@ -219,19 +212,17 @@ class Product:
 
 
 def numpy_blas() -> list[Any]:
-    """Return the BLAS libraries that NumPy computes with, as `threadpoolctl` objects.
-
-    SciPy and others load a BLAS of their own. If NumPy's package carries a library,
-    only that one is returned, otherwise all that are loaded.
-    """
+    """Return the BLAS libraries that NumPy uses, as `threadpoolctl` objects."""
     found = ThreadpoolController().select(user_api="blas").lib_controllers
+    # SciPy and others load a BLAS of their own: where NumPy's package carries one, only
+    # that counts.
     package = Path(np.__file__).parent
     folders = (package, package.parent / "numpy.libs")
-
-    def is_own(library: Any) -> bool:
-        return any(Path(library.filepath).is_relative_to(at) for at in folders)
-
-    own = [library for library in found if is_own(library)]
+    own = [
+        library
+        for library in found
+        if any(Path(library.filepath).is_relative_to(at) for at in folders)
+    ]
     return own or list(found)
 
 

@@ -52,11 +52,8 @@ def explain(
 ) -> str:
     """Explain a plan, its alternatives, and the gain of larger workspace limits.
 
-    Args:
-        table: Measurements of the convolution.
-        plan: A plan for the table's convolution.
-        workspace_limit: Limit in bytes; by default the plan's own.
-        trial: Validation of the plan, or of the division that lost against the plan.
+    The limit is the plan's own by default. `trial` is the validation of the plan, or of
+    the division that lost against the plan.
     """
     problem = table.problem
     if workspace_limit is None:

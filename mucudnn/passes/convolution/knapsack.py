@@ -33,19 +33,15 @@ from mucudnn.passes.registry import Strategies, name_of
 _EFFORT = (20_000, 100_000)
 """State extensions allowed in each pass that looks for a good incumbent."""
 
-
 _MOST_EFFORT = 8_000_000
 """State extensions after which `merge` stops being exact: a few seconds."""
-
 
 _CLOSED = 1e-9
 """Relative gap to the lower bound at which a selection counts as optimal."""
 
-
 _AROUND = (0.8, 1.25)
 """Further prices for bounding states, relative to the relaxation's price. Any price
 gives a valid bound; these are tighter for states that used little or much capacity."""
-
 
 _SLACK = 1e-12
 """Relative slack when bounds are compared: above the rounding of hundreds of sums."""
@@ -172,12 +168,10 @@ def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
 def merge(
     core: Core, *, effort: int = _EFFORT[-1], most_effort: int = _MOST_EFFORT
 ) -> Selection:
-    """Return the cheapest selection by merging the groups' fronts one after another.
-
-    Each pass truncates fronts to the states with the best bounds, at first narrowly; a
-    better incumbent leaves fewer items to the next, wider pass. A pass that truncated
-    nothing is exact; otherwise the best selection found is returned.
-    """
+    """Return the cheapest selection by merging the groups' fronts one after another."""
+    # Each pass truncates fronts to the states with the best bounds, at first narrowly;
+    # a better incumbent leaves fewer items to the next, wider pass. A pass that
+    # truncated nothing is exact; otherwise the best selection found is returned.
     selection = Selection(core.incumbent, core.closed)
     while not selection.optimal and effort < most_effort:
         effort = min(effort * 8, most_effort)
@@ -234,11 +228,9 @@ def _merge(core: Core, effort: int) -> Selection:
 def _allowed(
     core: Core, open_items: Sequence[Sequence[tuple[int, float, int]]], price: float
 ) -> list[float]:
-    """Return the limit of a state's priced cost after each group.
-
-    A state above it ends above the incumbent, as the remaining groups cost no less than
-    their cheapest items at that price.
-    """
+    """Return the limit of a state's priced cost after each group."""
+    # A state above its limit ends above the incumbent, as the remaining groups cost no
+    # less than their cheapest items at that price.
     cheapest = _suffix_sums(
         min(c + price * w for w, c, _ in items) for items in open_items
     )
@@ -328,24 +320,17 @@ def _suffix_sums(values: Iterable[float]) -> list[float]:
 Solver = Callable[[Core], Selection | None]
 """A solver returns a selection from a core, or None if it found none."""
 
-
 _CAPACITY = 1e4
 
 _DEAREST = 1e6
 
 _MOST_NODES = 20_000
 
-
 _log = logging.getLogger(__name__)
 
 
 def ilp(core: Core, *, most_nodes: int = _MOST_NODES) -> Selection | None:
-    """Solve the knapsack with CBC, as PuLP ships it.
-
-    Returns:
-        The selection, or None (and the reason in the log) if CBC cannot be run or
-        found nothing within the limit.
-    """
+    """Solve the knapsack with CBC, as PuLP ships it; None if that finds nothing."""
     try:
         with warnings.catch_warnings():
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.

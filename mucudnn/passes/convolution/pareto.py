@@ -28,14 +28,9 @@ _MOST_WORK = 1 << 24
 
 
 def check_divisible(batch: int, sizes: int) -> None:
-    """Refuse a batch whose division would take minutes or hours to plan.
+    """Raise `PlanningError` for a batch whose division would take minutes to plan.
 
-    Args:
-        batch: Samples, in units of the greatest common divisor of all sizes.
-        sizes: Number of micro-batch sizes.
-
-    Raises:
-        PlanningError: There are too many samples for this number of sizes.
+    `batch` is in units of the greatest common divisor of all sizes.
     """
     most = min(_MOST_SAMPLES, _MOST_WORK // max(1, sizes))
     if sizes > 1 and batch > most:
@@ -79,8 +74,6 @@ def fastest_undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None
 def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
     """Return the cheapest division within the limit.
 
-    Ties are broken by fewer parts, then by less workspace.
-
     Raises:
         PlanningError: Nothing fits; the message has the smallest feasible limit.
     """
@@ -88,6 +81,7 @@ def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
     sweep.lower(workspace_limit)
     if not sweep.feasible:
         raise no_plan(table, workspace_limit, least_workspace(table))
+    # Of equal costs, the total prefers fewer parts; lower the limit for less workspace.
     total = sweep.total
     while sweep.feasible and sweep.total == total:
         steps = sweep.steps()
@@ -96,11 +90,9 @@ def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
 
 
 def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]:
-    """Return the Pareto front (workspace, cost) of plans within the limit.
+    """Return the Pareto front of plans within the limit, by ascending workspace.
 
-    Returns:
-        Plans with workspaces ascending and costs strictly descending; none if nothing
-        fits.
+    Costs strictly descend. Nothing is returned if nothing fits.
     """
     return tuple(
         ConvPlan(table.problem, found.steps, workspace_limit=workspace_limit)
@@ -139,14 +131,12 @@ def pareto_front(table: PerfTable, workspace_limit: int) -> list[Divided]:
 def pareto_divisions(
     batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
 ) -> list[tuple[AlgoPerf, ...]]:
-    """Return the Pareto front of divisions of `batch` samples, workspaces ascending.
-
-    The limit is lowered to just below the workspace of each optimal division, so there
-    is one dynamic program per point on the front.
-    """
+    """Return the Pareto front of divisions of `batch` samples, workspaces ascending."""
     sweep = _Sweep(batch, rows, launch_overhead_ms)
     if (whole := sweep.undivided()) is not None:
         return whole
+    # The limit is lowered to just below the workspace of each optimal division, so
+    # there is one dynamic program per point on the front.
     falling: list[tuple[int, tuple[AlgoPerf, ...]]] = []
     while sweep.feasible:
         steps, cost = sweep.steps(), sweep.cost

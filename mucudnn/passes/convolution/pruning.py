@@ -18,7 +18,7 @@ that plans that want about the same size share one measurement.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
 from typing import NamedTuple
@@ -30,26 +30,20 @@ from mucudnn.passes.convolution.pareto import division_cost_ms, pareto_divisions
 Point = tuple[str, int]
 """(algorithm, micro-batch size)."""
 
-
 _TOLERANCE = 0.006
 """Relative distance allowed between the measured and the predicted front."""
-
 
 _ODD_SIZE = 0.006
 """Relative penalty of sizes that neither divide the batch nor are multiples of 8."""
 
-
 _OPTIMISM = 0.5
 """Standard deviations by which predictions are optimistic."""
-
 
 _NEIGHBOURS = 3
 """Measurements on either side of a size that correct its law."""
 
-
 _AS_GOOD = 1.3
 """Factor on the least error within which other laws count as fitting."""
-
 
 _MOST_LAWS = 8
 
@@ -82,7 +76,11 @@ def next_measurements(
         Unmeasured points, largest sizes first.
     """
     known = {(perf.algo, perf.batch) for perf in measured}
-    anchors = _anchors(sizes)
+    # Anchors: the whole batch and, per power of two, the first size no smaller.
+    ascending = sorted(sizes)
+    powers = (1 << i for i in range(ascending[-1].bit_length()))
+    anchors = {ascending[bisect_left(ascending, power)] for power in powers}
+    anchors.add(ascending[-1])
     raced = race(tuple(anchors), workspaces, measured, limits=limits)
     wanted = {*raced.points[0]} if raced.points else set()
     if not wanted:
@@ -100,15 +98,6 @@ def next_measurements(
             - {*raced.hopeless}
         )
     return tuple(sorted(wanted, key=lambda point: (-point[1], point[0])))
-
-
-def _anchors(sizes: Sequence[int]) -> set[int]:
-    """Return the whole batch and, per power of two, the first size no smaller."""
-    ascending = sorted(sizes)
-    powers = (1 << i for i in range(ascending[-1].bit_length()))
-    return {ascending[bisect_left(ascending, power)] for power in powers} | {
-        ascending[-1]
-    }
 
 
 def _missing(
@@ -249,7 +238,6 @@ def _fit(points: Sequence[tuple[int, float]], wave: int) -> _Law:
 _HOPELESS = 2.0
 """Factor on another algorithm's time from which an algorithm is hopeless."""
 
-
 _FIRST_SHARE = 8
 """Sizes up to this fraction of the mini-batch are timed before it."""
 
@@ -276,11 +264,7 @@ def race(
 ) -> Race:
     """Return the points to time next; call again with results until none are left.
 
-    Args:
-        sizes: Sizes to time; the largest is the mini-batch.
-        workspaces: Workspace in bytes of every point that may be timed.
-        measured: Results so far, failures included, at these or other sizes.
-        limits: Workspace limits that plans will be requested for.
+    For the arguments see `next_measurements`; `measured` may be at other sizes, too.
     """
     rows = list(measured)
     known = {(row.algo, row.batch) for row in rows}
@@ -313,24 +297,18 @@ def race(
                 and times.most_ms(algo, batch) > enough
             ):
                 uncertain.append(algo)
-    for point in _probes(uncertain, times, sizes):
-        if hopeless.pop(point, None) is not None:
-            wanted.append(point)
+    # Where a start-up time is still unclear, time the size before the mini-batch, too.
+    probe = max((n for n in sizes if n * _FIRST_SHARE <= largest), default=0)
+    for algo in uncertain:
+        own = times.rows_of(algo)
+        unclear = len(own) > 1 and max(own) < probe
+        if unclear and hopeless.pop((algo, probe), None) is not None:
+            wanted.append((algo, probe))
     stages: dict[int, list[Point]] = {}
     for algo, batch in sorted(wanted, key=lambda point: -point[1]):
         stages.setdefault(_stage(batch, first, largest), []).append((algo, batch))
     ordered = tuple(tuple(stages[stage]) for stage in sorted(stages))
     return Race(ordered, hopeless)
-
-
-def _probes(
-    uncertain: Iterable[str], times: "_Times", sizes: Sequence[int]
-) -> Iterator[Point]:
-    """Yield a mid-size point of algorithms whose start-up is still unclear."""
-    probe = max((n for n in sizes if n * _FIRST_SHARE <= max(sizes)), default=0)
-    for algo in uncertain:
-        if len(times.rows_of(algo)) > 1 and max(times.rows_of(algo)) < probe:
-            yield algo, probe
 
 
 def _stage(batch: int, first: Sequence[int], largest: int) -> int:

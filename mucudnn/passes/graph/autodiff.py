@@ -226,16 +226,12 @@ def _conv(tape: Tape, node: Node) -> None:
         (y,) = node.outputs
         dy = tape.emit_within("bias_relu_grad", (y, dy), y, tuple(bias))
 
-    def with_direction(direction: Direction) -> ConvProblem:
-        return replace(problem, direction=direction)
-
-    to_filter = with_direction(Direction.BACKWARD_FILTER)
-    if problem.direction is Direction.FORWARD:
-        tape.emit("conv", (a, dy), w, problem=to_filter)
-        tape.emit("conv", (dy, w), a, problem=with_direction(Direction.BACKWARD_DATA))
-    else:  # a transposed convolution: its input is an output gradient
-        tape.emit("conv", (dy, a), w, problem=to_filter)
-        tape.emit("conv", (dy, w), a, problem=with_direction(Direction.FORWARD))
+    # The input of a transposed convolution is the gradient of an output.
+    forward = problem.direction is Direction.FORWARD
+    to_filter = problem.with_direction(Direction.BACKWARD_FILTER)
+    tape.emit("conv", (a, dy) if forward else (dy, a), w, problem=to_filter)
+    other = Direction.BACKWARD_DATA if forward else Direction.FORWARD
+    tape.emit("conv", (dy, w), a, problem=problem.with_direction(other))
 
 
 def _bias(tape: Tape, node: Node) -> None:
@@ -326,10 +322,6 @@ def _pad(tape: Tape, node: Node) -> None:
     tape.emit("slice", (tape.of(node),), node.inputs[0], starts=before, stops=stops)
 
 
-def _reshape(tape: Tape, node: Node) -> None:
-    tape.reshape(node.inputs[0], tape.of(node))
-
-
 def _mean_squared_error(tape: Tape, node: Node) -> None:
     prediction, target = node.inputs
     inputs = (prediction, target, tape.of(node))
@@ -371,7 +363,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "multiply": _multiply,
         "pad": _pad,
         "relu": _rule("relu_grad", "y0 dy"),
-        "reshape": _reshape,
+        "reshape": lambda tape, node: tape.reshape(node.inputs[0], tape.of(node)),
         "scale": _rule("scale", "dy"),
         "sigmoid": _rule("sigmoid_grad", "y0 dy"),
         "slice": _slice,

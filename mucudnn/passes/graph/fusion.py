@@ -36,10 +36,7 @@ def fuse_elementwise(graph: Graph, offers: Offers | None = None) -> Graph:
 
 
 def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
-    """Fuse bias and ReLU into convolutions.
-
-    A bias whose dtype no kernel takes may be cast to the convolution's, as filters are.
-    """
+    """Fuse bias and ReLU into convolutions."""
     within: dict[str, tuple[Node, str]] = {}  # epilogue -> convolution, dtype of bias
     for node in graph.nodes:
         before = _fusable_producer(graph, node.inputs[0], node) if node.inputs else None
@@ -47,6 +44,8 @@ def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
             continue
         problem, own = before.attrs["problem"], graph.tensors[node.inputs[1]].dtype
         if problem.direction is Direction.FORWARD:
+            # A bias whose dtype no kernel takes may be cast to the convolution's, like
+            # filters.
             kinds = (k for k in (own, problem.dtype) if offers(problem, k))
             if (kind := next(kinds, None)) is not None:
                 within[node.name] = before, kind

@@ -17,21 +17,15 @@ from mucudnn.passes.graph.autodiff import RULES, Tape, fed_by_parameters
 
 def channels_last_nodes(graph: Graph) -> frozenset[str]:
     """Return the nodes with images that support channels last."""
+    tensors = graph.tensors
     return frozenset(
-        node.name for node in graph.nodes if _supports_channels_last(graph, node)
-    )
-
-
-def _supports_channels_last(graph: Graph, node: Node) -> bool:
-    images = _images(graph, node)
-    read = [graph.tensors[name] for name in node.inputs]
-    made = [graph.tensors[name] for name in node.outputs]
-    return (
-        bool(images)
+        node.name
+        for node in graph.nodes
+        if (images := _images(graph, node))
         and channels_last(node.op, images, node.attrs) is not None
         and all(spec.layout == "NCHW" for spec in images)
-        and all(spec.alias is None for spec in made)
-        and all(spec.dtype not in INTEGERS for spec in read)
+        and all(tensors[name].alias is None for name in node.outputs)
+        and all(tensors[name].dtype not in INTEGERS for name in node.inputs)
     )
 
 
@@ -129,21 +123,21 @@ class _LayoutRewriter:
             if own == name:
                 self._first[name] = ""
             else:  # outputs of the graph keep their name and channels first
-                self._turn(name, own, graph.tensors[name])
+                self._transpose(name, own, graph.tensors[name])
 
     def _with_channels_last(self, name: str) -> str:
         if name not in self._last:
             spec = replace(self._graph.tensors[name], role=Role.ACTIVATION)
-            self._last[name] = self._turn(name, name, last(spec, f"{name}:NHWC"))
+            self._last[name] = self._transpose(name, name, last(spec, f"{name}:NHWC"))
         return self._last[name]
 
     def _with_channels_first(self, name: str) -> str:
         if self._first.get(name) == "":
             spec = replace(self._graph.tensors[name], name=f"{name}:NCHW")
-            self._first[name] = self._turn(name, name, spec)
+            self._first[name] = self._transpose(name, name, spec)
         return self._first.get(name, name)
 
-    def _turn(self, of: str, source: str, made: TensorSpec) -> str:
+    def _transpose(self, of: str, source: str, made: TensorSpec) -> str:
         if same_bytes(self._graph.tensors[of]):
             made = replace(made, alias=source)
         self.tensors[made.name] = made
@@ -168,12 +162,12 @@ class LayoutCosts:
     Attributes:
         first: Cost with channels first of each node that supports channels last.
         last: Cost of the same nodes with channels last; infinite if unavailable.
-        turned: Cost of transposing each image once.
+        transposed: Cost of transposing each image once.
     """
 
     first: Mapping[str, float]
     last: Mapping[str, float]
-    turned: Mapping[str, float]
+    transposed: Mapping[str, float]
 
     def of(self, graph: Graph, chosen: frozenset[str]) -> float:
         """Return the cost of a choice of nodes with channels last."""
@@ -182,7 +176,7 @@ class LayoutCosts:
             for name, cost in self.first.items()
         )
         return nodes + sum(
-            self.turned[name]
+            self.transposed[name]
             for name, tied in image_edges(graph, self.first).items()
             if len({member in chosen for member in tied}) > 1
         )
@@ -198,7 +192,7 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
         network.add(SOURCE, name, other - least)
     for image, tied in image_edges(graph, costs.first).items():
         one, two = ("one", image), ("two", image)
-        network.add(one, two, costs.turned[image])
+        network.add(one, two, costs.transposed[image])
         for name in tied:
             network.add(name or SOURCE, one, math.inf)
             network.add(two, name or SOURCE, math.inf)
@@ -208,23 +202,18 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
 def convolutions_last(graph: Graph) -> frozenset[str]:
     """Return all convolutions, and further nodes that minimise transposed bytes."""
     nodes = channels_last_nodes(graph)
-    turned = transposed_bytes(graph)
-    most = 1 + sum(turned.values())
+    transposed = transposed_bytes(graph)
+    most = 1 + sum(transposed.values())
     kinds = {name: graph.by_name[name].traits.convolution for name in nodes}
     first = {name: most if kinds[name] else 0.0 for name in nodes}
-    costs = LayoutCosts(first, dict.fromkeys(nodes, 0.0), turned)
+    costs = LayoutCosts(first, dict.fromkeys(nodes, 0.0), transposed)
     return cheapest_layouts(graph, costs)
 
 
 def with_layout(
     graph: Graph, layout: str, chosen: frozenset[str] | None = None
 ) -> Graph:
-    """Convert a forward graph with channels first to another layout.
-
-    Args:
-        graph: The graph.
-        layout: One of `LAYOUT_CHOICES`.
-        chosen: Nodes with channels last, for `auto`.
+    """Convert a forward graph with channels first; `chosen` are last for `auto`.
 
     Raises:
         ValueError: The layout is unknown, or `auto` without chosen nodes.
@@ -246,10 +235,7 @@ def transposed_bytes(graph: Graph) -> dict[str, float]:
 
 
 def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
-    """Return the nodes that touch each image; "" stands for nodes with a fixed layout.
-
-    Images with a single node are omitted: they are never transposed.
-    """
+    """Return the nodes that touch each image; "" is any node with a fixed layout."""
     found = {}
     for name, spec in graph.tensors.items():
         if not is_image(spec):
@@ -260,6 +246,7 @@ def image_edges(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
         if name in graph.outputs:
             touching.add("")
         tied = {member if member in nodes else "" for member in touching}
+        # An image with a single node is never transposed.
         if len(tied) > 1:
             found[name] = tied
     return found
@@ -281,14 +268,14 @@ class LayoutTrials:
         graph: All trials side by side.
         first: Trial with channels first of each node that supports channels last.
         last: Trial of the same nodes with channels last.
-        turned: Trial of transposing each image with several nodes; None if both
+        transposed: Trial of transposing each image with several nodes; None if both
             layouts have the same bytes.
     """
 
     graph: Graph
     first: Mapping[str, int]
     last: Mapping[str, int]
-    turned: Mapping[str, int | None]
+    transposed: Mapping[str, int | None]
 
     def costs(self, node_ms: Mapping[str, float]) -> LayoutCosts:
         """Return the costs of layouts from the times of the nodes of `graph`."""
@@ -296,20 +283,17 @@ class LayoutTrials:
         for node in self.graph.nodes:
             number = int(node.name.partition(":")[0])
             total[number] = total.get(number, 0.0) + node_ms[node.name]
-        first, other, turned = (
+        first, other, transposed = (
             MappingProxyType({name: total[trial] for name, trial in of.items()})
-            for of in (self.first, self.last, self.turned)
+            for of in (self.first, self.last, self.transposed)
         )
-        return LayoutCosts(first, other, turned)
+        return LayoutCosts(first, other, transposed)
 
 
 def layout_trials(
     graph: Graph, nodes: Collection[str], *, trains: bool
 ) -> LayoutTrials:
-    """Return the trials of a forward graph, with gradients if it is to be trained.
-
-    `nodes` are those that may have channels last.
-    """
+    """Return the trials of `nodes`, with their gradients if the graph is trained."""
     fed = fed_by_parameters(graph) if trains else set()
     trials = _Trials()
     first: dict[str, int] = {}
@@ -321,22 +305,19 @@ def layout_trials(
             one = _with_wanted_gradients(channels_last_graph(graph, node), fed)
             other[node.name] = trials.add(one)
     images = (graph.tensors[name] for name in image_edges(graph, nodes))
-    fed = fed - _weights(graph)
-    turned = {
-        spec.name: None if same_bytes(spec) else trials.add(_transposition(spec, fed))
+    # Gradients of parameters, and of their casts, are not transposed back.
+    weights = {spec.name for spec in graph.with_role(Role.PARAMETER)}
+    for node in graph.nodes:
+        if node.op == "cast" and weights.issuperset(node.inputs):
+            weights.update(node.outputs)
+    transposed = {
+        spec.name: None
+        if same_bytes(spec)
+        else trials.add(_transposition(spec, fed - weights))
         for spec in images
         if spec.layout == "NCHW"
     }
-    return LayoutTrials(trials.graph(), first, other, turned)
-
-
-def _weights(graph: Graph) -> set[str]:
-    """Return parameters and their casts."""
-    found = {spec.name for spec in graph.with_role(Role.PARAMETER)}
-    for node in graph.nodes:
-        if node.op == "cast" and found.issuperset(node.inputs):
-            found.update(node.outputs)
-    return found
+    return LayoutTrials(trials.graph(), first, other, transposed)
 
 
 class _Trials:
@@ -427,7 +408,6 @@ def _signature(one: Graph) -> Hashable:
 
 SOURCE, SINK = "source", "sink"
 
-
 _ROUNDING = 1e-12
 """Residual capacities below this part of the largest capacity are rounding errors."""
 
@@ -452,25 +432,29 @@ class FlowNetwork:
 
         The network is consumed: no other method may be called afterwards.
         """
-        while (depth := self._depths()).get(SINK):
+        while (depth := self._depths(SOURCE)).get(SINK):
             ways = {vertex: list(ends) for vertex, ends in self._residual.items()}
             while self._augment(depth, ways):
                 pass
-        return self._vertices_reaching_sink()
+        return set(self._depths(SINK, backward=True))
 
     def _has_residual(self, start: Hashable, end: Hashable) -> bool:
         return self._residual[start][end] > _ROUNDING * self._largest
 
-    def _depths(self) -> dict[Hashable, int]:
-        """Return the vertices reachable from the source, with their distances."""
-        depth: dict[Hashable, int] = {SOURCE: 0}
-        queue: deque[Hashable] = deque([SOURCE])
+    def _depths(self, root: Hashable, *, backward: bool = False) -> dict[Hashable, int]:
+        """Return the vertices reachable from `root`, with their distances.
+
+        With `backward`, return those that reach it.
+        """
+        depth: dict[Hashable, int] = {root: 0}
+        queue: deque[Hashable] = deque([root])
         while queue:
             vertex = queue.popleft()
-            for end in self._residual[vertex]:
-                if end not in depth and self._has_residual(vertex, end):
-                    depth[end] = depth[vertex] + 1
-                    queue.append(end)
+            for other in self._residual[vertex]:
+                way = (other, vertex) if backward else (vertex, other)
+                if other not in depth and self._has_residual(*way):
+                    depth[other] = depth[vertex] + 1
+                    queue.append(other)
         return depth
 
     def _augment(
@@ -499,14 +483,3 @@ class FlowNetwork:
             self._residual[start][end] -= amount
             self._residual[end][start] += amount
         return True
-
-    def _vertices_reaching_sink(self) -> set[Hashable]:
-        found: set[Hashable] = {SINK}
-        queue: deque[Hashable] = deque([SINK])
-        while queue:
-            vertex = queue.popleft()
-            for start in self._residual[vertex]:
-                if start not in found and self._has_residual(start, vertex):
-                    found.add(start)
-                    queue.append(start)
-        return found

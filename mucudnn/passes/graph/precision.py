@@ -139,7 +139,7 @@ class _Narrowing:
         )
 
     def _is_data(self, node: Node, name: str) -> bool:
-        """Return whether an input has low precision if its node has."""
+        """Return whether an input gets low precision where its node does."""
         spec = self._graph.tensors[name]
         if spec.dtype in INTEGERS:
             return False
@@ -149,8 +149,16 @@ class _Narrowing:
         inputs = tuple(
             self._narrowed(name) if name in data else name for name in node.inputs
         )
+        # The first result has low precision; outputs of the graph keep their names.
         first, *others = node.outputs
-        result = self._result(first, dict(zip(node.inputs, inputs, strict=True)))
+        spec, returned = self._graph.tensors[first], first in self._graph.outputs
+        result = f"{first}:{self._dtype}" if returned else first
+        read = dict(zip(node.inputs, inputs, strict=True))
+        alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
+        narrow = replace(spec, name=result, dtype=self._dtype, alias=alias)
+        self._tensors[result] = narrow
+        self._narrow[first] = result
+        self._native.add(first)
         attrs = dict(node.attrs)
         if node.op == "conv":
             attrs["problem"] = replace(attrs["problem"], dtype=self._dtype)
@@ -162,21 +170,8 @@ class _Narrowing:
                 attrs=MappingProxyType(attrs),
             )
         )
-        if first in self._graph.outputs:
-            self._cast(result, self._graph.tensors[first])
-
-    def _result(self, name: str, read: Mapping[str, str]) -> str:
-        """Declare the first result in low precision; graph outputs keep their names."""
-        spec = self._graph.tensors[name]
-        returned = name in self._graph.outputs
-        own = f"{name}:{self._dtype}" if returned else name
-        alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
-        self._tensors[own] = replace(spec, name=own, dtype=self._dtype, alias=alias)
-        self._narrow[name] = own
-        self._native.add(name)
         if returned:
-            self._wide[name] = name
-        return own
+            self._wide[first] = self._cast(result, spec)
 
     def _narrowed(self, name: str) -> str:
         if name not in self._narrow:
@@ -211,11 +206,7 @@ class _Narrowing:
 
 
 def with_copies_of_parameters(graph: Graph) -> Graph:
-    """Return a training graph whose copies of parameters are state.
-
-    Only copies with the dtype and layout of the parameter's gradient, which are those
-    that products read, become state; others are made in every step.
-    """
+    """Return a training graph whose copies of parameters are state."""
     tensors: dict[str, TensorSpec] = dict(graph.tensors)
     copies: dict[str, CopyOf] = {}
     made_of: dict[str, str] = {}  # cast or transposed tensor -> its parameter
@@ -227,8 +218,13 @@ def with_copies_of_parameters(graph: Graph) -> Graph:
         if w not in graph.gradients:
             continue
         made_of[copy] = w
-        own, computed = (_form(tensors[name]) for name in (w, graph.gradients[w]))
-        if own != _form(tensors[copy]) == computed and copy not in graph.outputs:
+        own, made, computed = (
+            (tensors[name].dtype, tensors[name].layout)
+            for name in (w, copy, graph.gradients[w])
+        )
+        # Only copies in the form of the gradient, which is that of the products'
+        # operand: an update can write these along with the parameter.
+        if own != made == computed and copy not in graph.outputs:
             tensors[copy] = replace(tensors[copy], role=Role.STATE)
             copies[copy] = CopyOf(w)
     remaining = _without(graph, set(copies), set(made_of))
@@ -242,10 +238,6 @@ def with_copies_of_parameters(graph: Graph) -> Graph:
         nodes=remaining,
         initializers=MappingProxyType({**graph.initializers, **copies}),
     )
-
-
-def _form(spec: TensorSpec) -> tuple[str, str]:
-    return spec.dtype, spec.layout
 
 
 def _without(graph: Graph, copies: set[str], made: set[str]) -> tuple[Node, ...]:
@@ -264,7 +256,7 @@ def _without(graph: Graph, copies: set[str], made: set[str]) -> tuple[Node, ...]
 
 
 def copies_of_parameters(graph: Graph) -> dict[str, str]:
-    """Return the copy of each parameter that has one in the state."""
+    """Return the copy, kept as state, of each parameter that has a copy."""
     return {
         how.parameter: name
         for name, how in graph.initializers.items()

@@ -312,13 +312,11 @@ class _Rewriter:
     def _alias(
         self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]
     ) -> str | None:
-        """Return the alias of a result if its node reads these inputs.
-
-        A view of a copy shares the copy's bytes, not the original's.
-        """
+        """Return the alias of a result if its node reads these inputs."""
         alias = spec.alias
         if alias is None:
             return None
+        # A view of a copy shares the copy's bytes, not the original's.
         now = dict(zip(node.inputs, inputs, strict=True))
         if alias in now:
             return now[alias]
@@ -409,11 +407,7 @@ class Saved:
 
 
 def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
-    """Return the forward results that backward nodes read, in order of production.
-
-    Uses of views count as uses of the viewed tensor. Inputs, parameters and state are
-    not included.
-    """
+    """Return the forward results that backward nodes read, in order of production."""
     found = []
     for i, node in enumerate(graph.nodes):
         if node.phase is not Phase.FORWARD:
@@ -422,6 +416,7 @@ def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
             spec = graph.tensors[name]
             if spec.alias is not None or spec.role is not Role.ACTIVATION:
                 continue
+            # By storage: uses of a view count as uses of the viewed tensor.
             uses = graph.reads.get(name, ())
             forward = [p for p in uses if graph.nodes[p].phase is Phase.FORWARD]
             backward = [p for p in uses if graph.nodes[p].phase is not Phase.FORWARD]

@@ -31,7 +31,6 @@ from mucudnn.passes.graph.split_axis import (
     Parts,
     SplitAxis,
     along_batch,
-    along_height,
     asked_of,
     cuttable,
     interleave_slices,
@@ -69,20 +68,11 @@ def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Grap
     return split_along(graph, parts, along_batch(graph, batch))
 
 
-def split_height(graph: Graph, parts: Parts) -> Graph:
-    """Split the nodes of a step along the height of images or the depth of volumes.
-
-    A node has at most as many parts as its smallest image has rows.
-
-    Raises:
-        ValueError: A number of parts is below 1, or the graph has no images.
-        TypeError: A number of parts is not an integer.
-    """
-    return split_along(graph, parts, along_height(graph))
-
-
 def split_along(graph: Graph, parts: Parts, along: SplitAxis) -> Graph:
-    """Split the nodes of a step along an axis."""
+    """Split the nodes of a step along an axis.
+
+    A node has at most as many parts as its smallest tensor has rows.
+    """
     return _Splitter(graph, asked_of(parts), along).run()
 
 
@@ -217,7 +207,14 @@ class Emitter:
             [_ends(cut.node.inputs, strip.inputs) for strip in of_node]
             for cut, of_node in zip(phase, strips, strict=True)
         ]
-        ends = [self._slice_ends(cut) for cut in phase]
+        # The last row (exclusive) of each slice of each result.
+        ends: list[dict[str, list[int]]] = [{} for _ in phase]
+        for cut, found in zip(phase, ends, strict=True):
+            slices = [self._slices.rows(cut.parts, i) for i in range(cut.parts)]
+            for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
+                if axis is not None:
+                    size = self._slices.tensors[name].shape[axis]
+                    found[name] = [rows.of(size).stop for rows in slices]
         for position, index in interleave_slices(reads, ends):
             self._slice(phase[position], index, strips[position][index])
 
@@ -234,16 +231,6 @@ class Emitter:
             mutates = tuple(name for name in node.mutates if name in inputs)
             node = replace(node, inputs=inputs, mutates=mutates)
         self._slices.nodes.append(node)
-
-    def _slice_ends(self, cut: Cut) -> Mapping[str, list[int]]:
-        """Return the last row (exclusive) of each slice of each result."""
-        found = {}
-        for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
-            if axis is not None:
-                size = self._slices.tensors[name].shape[axis]
-                slices = (self._slices.rows(cut.parts, i) for i in range(cut.parts))
-                found[name] = [rows.of(size).stop for rows in slices]
-        return found
 
     def _strip(self, cut: Cut, index: int) -> Strip:
         """Return the rows that a slice of a node reads and computes."""
@@ -330,7 +317,7 @@ class Emitter:
         )
 
     def _total(self, name: str, cut: Cut, index: int, before: str | None) -> str:
-        """Declare the sum up to a slice; up to the last it is the tensor itself."""
+        """Declare the sum up to a slice; the last sum is the tensor itself."""
         total = name if index == cut.parts - 1 else f"{name}@0+{index}"
         self._totals[name] = total
         self._slices.declare(name, total, alias=before)
@@ -519,11 +506,7 @@ class SplitTensors:
     def _copy_halo(
         self, name: str, axis: int, held: str, rows: Interval, phase: Phase
     ) -> tuple[str, Interval]:
-        """Copy halo rows of a neighbouring slice; return the slice if all are needed.
-
-        The copy runs right behind the last node that touched the slice, to free it
-        early.
-        """
+        """Copy halo rows of another slice; return the slice if all rows are needed."""
         count = rows[1] - rows[0]
         if count == self.tensors[held].shape[axis]:
             return held, rows
@@ -533,6 +516,8 @@ class SplitTensors:
             self.tensors[halo] = self._like(name, halo, axis, rows)
             at = len(self.nodes)
             self._join(((held, rows),), halo, axis, 0, phase)
+            # Run the copy right behind the last node that touched the slice, to free it
+            # early.
             while at > self.begun and held not in self.nodes[at - 1].tensors:
                 at -= 1
             if at > self.begun:

@@ -98,20 +98,13 @@ def along_height(graph: Graph) -> SplitAxis:
             "has channels last: give it the layout NCHW"
         )
     any_size = SplitAxis(HEIGHT, 1, 1)
-    splittable = cuttable(graph, any_size)
     heights = set()
-    for node in graph.nodes:
-        how = (
-            split_rule(graph.tensors, node, any_size)
-            if node.name in splittable
-            else None
-        )
-        axes = (
-            zip(node.tensors, (*how.inputs, *how.outputs), strict=True) if how else ()
-        )
-        heights |= {
-            graph.tensors[t].shape[axis] for t, axis in axes if axis is not None
-        }
+    for name in cuttable(graph, any_size):
+        node = graph.by_name[name]
+        if (how := split_rule(graph.tensors, node, any_size)) is not None:
+            axes = zip(node.tensors, (*how.inputs, *how.outputs), strict=True)
+            cut = ((t, axis) for t, axis in axes if axis is not None)
+            heights |= {graph.tensors[t].shape[axis] for t, axis in cut}
     if not heights:
         raise ValueError(
             "the graph has no images, (N, C, *spatial), that can be cut into strips; "
@@ -129,55 +122,41 @@ def batch_of(graph: Graph) -> int:
 
 
 def cuttable(graph: Graph, along: SplitAxis) -> frozenset[str]:
-    """Return the nodes that can be split, whole or decomposed, and depend on the data.
-
-    Tensors derived from weights alone may have as many rows, but not one per sample.
-    """
+    """Return the nodes that depend on the data and can be split, perhaps decomposed."""
+    tensors = graph.tensors
     fed_to_steps = graph.with_role(Role.INPUT, Role.BORROWED)
     carrying = {spec.name for spec in fed_to_steps if along.carries(spec)}
     found = set()
     for node in graph.nodes:
+        # Tensors derived from weights alone may have as many rows, but not one per
+        # sample.
         fed = [name for name in node.inputs if name in carrying]
         if not fed:
             continue
-        how = split_rule(graph.tensors, node, along)
+        how = split_rule(tensors, node, along)
         if how is not None:
             axes = zip(node.inputs, how.inputs, strict=True)
             if any(axis is not None and name in carrying for name, axis in axes):
                 found.add(node.name)
         elif node.traits.decomposition is not None:
             found.add(node.name)
-        carrying.update(_carried(graph, node, fed, how, along))
+        # Which results have rows of the data, too?
+        if along.axis != SAMPLES and how is not None:
+            axes = zip(node.outputs, how.outputs, strict=True)
+            carrying.update(name for name, axis in axes if axis is not None)
+            continue
+        samples = {tensors[name].shape[:1] for name in fed}
+        made = [name for name in node.outputs if tensors[name].shape[:1] in samples]
+        if along.axis != SAMPLES:
+            made = [name for name in made if along.cuts(tensors[name])]
+        carrying.update(made)
     return frozenset(found)
-
-
-def _carried(
-    graph: Graph, node: Node, fed: list[str], how: Batch | None, along: SplitAxis
-) -> set[str]:
-    """Return the results that have rows of the data."""
-    tensors = graph.tensors
-    if along.axis == SAMPLES:
-        lengths = {tensors[name].shape[:1] for name in fed}
-        return {name for name in node.outputs if tensors[name].shape[:1] in lengths}
-    if how is not None:
-        axes = zip(node.outputs, how.outputs, strict=True)
-        return {name for name, axis in axes if axis is not None}
-    samples = {tensors[name].shape[:1] for name in fed}
-    return {
-        name
-        for name in node.outputs
-        if along.cuts(tensors[name]) and tensors[name].shape[:1] in samples
-    }
 
 
 def split_rule(
     tensors: Mapping[str, TensorSpec], node: Node, along: SplitAxis
 ) -> Batch | None:
-    """Return the rule by which a node is split; None if it stays whole.
-
-    Rows of the batch must be contiguous, so the batch is the first axis of dense
-    tensors. Images of a node without halo must all have the same height.
-    """
+    """Return the rule by which a node is split; None if it stays whole."""
     how = along.of(node)
     if how is None or (how.averaged and how.sliced is None):
         return None
@@ -189,6 +168,8 @@ def split_rule(
     ]
     if not cut or not all(_dense(spec) for spec, _ in cut):
         return None
+    # Samples must be contiguous: the batch is the first axis of dense tensors. Images
+    # of a node without halo must all have the same height.
     if along.axis == SAMPLES:
         rows = all(axis == SAMPLES and along.cuts(spec) for spec, axis in cut)
         return how if rows else None
@@ -234,16 +215,11 @@ def interleave_slices(
             for name, stop in reads[position][goals[position] - 1].items():
                 if name in ends:
                     maker, stops = ends[name]
-                    goals[maker] = max(goals[maker], _slices_until(stops, stop))
+                    enough = (n for n, end in enumerate(stops, 1) if end >= stop)
+                    goals[maker] = max(goals[maker], next(enough, len(stops)))
         for position, goal in enumerate(goals):
             yield from ((position, number) for number in range(done[position], goal))
         done = goals
-
-
-def _slices_until(stops: Sequence[int], stop: int) -> int:
-    """Return how many slices cover all rows before `stop`."""
-    enough = (number for number, end in enumerate(stops, 1) if end >= stop)
-    return next(enough, len(stops))
 
 
 # Number of parts of each node such that slices stay below a limit in bytes.
@@ -257,14 +233,11 @@ def _slices_until(stops: Sequence[int], stop: int) -> int:
 Parts = Mapping[str, int] | Callable[[Node], int] | int
 """Number of parts: by node name, by a function of the node, or the same for all."""
 
-
 _WINDOW = 10
 """Shorter stretches of nodes with fewer parts are split like their neighbours."""
 
-
 _WINDOW_OF_STRIPS = 3
 """The same for spatial tiles: fewer parts also mean fewer halo rows read twice."""
-
 
 _OF_STEP = (Role.ACTIVATION, Role.GRADIENT, Role.INPUT)
 
@@ -294,12 +267,19 @@ def parts_by_bytes(
     most = size if most is None else min(size, check_integer("most", most, least=1))
     splittable = cuttable(graph, along)
     sizes = _rows_bytes(graph, splittable, along)
-    needed = [
-        _parts(nbytes, limit, most) if node.name in splittable else 1
-        for node, nbytes in zip(graph.nodes, sizes, strict=True)
-    ]
-    grown = _window_filter(max, needed, window)
-    closed = _window_filter(min, grown, window)
+    needed = [1] * len(graph.nodes)
+    for i, node in enumerate(graph.nodes):
+        while node.name in splittable and needed[i] < most:
+            if sizes[i] / needed[i] <= limit:
+                break
+            needed[i] = min(2 * needed[i], most)
+
+    def windows(values: Sequence[int]) -> Iterator[Sequence[int]]:
+        for i in range(len(values)):
+            yield values[max(0, i - window) : i + window + 1]
+
+    # The greatest and then the least of each window close gaps, and widen nothing.
+    closed = list(map(min, windows(list(map(max, windows(needed))))))
     return {
         node.name: max(needed[i], closed[i])
         for i, node in enumerate(graph.nodes)
@@ -330,13 +310,6 @@ def largest_rows(graph: Graph, along: SplitAxis | None = None) -> int:
     return max(_rows_bytes(graph, cuttable(graph, along), along), default=0)
 
 
-def _parts(size: int, limit: float, most: int) -> int:
-    parts = 1
-    while parts < most and size / parts > limit:
-        parts = min(2 * parts, most)
-    return parts
-
-
 def _rows_bytes(
     graph: Graph, splittable: frozenset[str], along: SplitAxis
 ) -> list[int]:
@@ -357,12 +330,4 @@ def _rows_bytes(
         if node.name in splittable
         else 0
         for node in graph.nodes
-    ]
-
-
-def _window_filter(
-    choose: Callable[[Sequence[int]], int], values: Sequence[int], window: int
-) -> list[int]:
-    return [
-        choose(values[max(0, i - window) : i + window + 1]) for i in range(len(values))
     ]

@@ -111,11 +111,6 @@ class StepGraphs:
         """Graphs of the step, then that for evaluation."""
         return self.steps if self.evaluation is None else (*self.steps, self.evaluation)
 
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the inputs of all graphs of a step."""
-        return sum(s.nbytes for g in self.steps for s in g.with_role(Role.INPUT))
-
 
 def build_step(
     forward: Graph,
@@ -123,13 +118,7 @@ def build_step(
     choices: StepChoices = StepChoices(),
     evaluation: Graph | None = None,
 ) -> StepGraphs:
-    """Build all graphs of a step.
-
-    Args:
-        forward: A network with its loss.
-        recipe: What the step computes.
-        choices: How it computes that.
-        evaluation: The same network for evaluation, with the same names.
+    """Build all graphs of a step from a network, and from its form for evaluation.
 
     Raises:
         ValueError: The graphs do not belong together, a name is unknown, or a number is
@@ -141,7 +130,13 @@ def build_step(
     steps = complete_step(graph, recipe, choices)
     if evaluation is not None:
         evaluation = _rewritten(evaluation, recipe, choices, trains=False)
-        _check_same_network(evaluation, steps[0])
+        for spec in evaluation.with_role(*PERSISTENT):
+            known = steps[0].tensors.get(spec.name)
+            if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"the graph for evaluation is of another network: {spec.name!r} "
+                    f"{spec.shape} is not in the one for training"
+                )
         answers = answers_of(evaluation)
         if answers is not None and answers not in evaluation.outputs:
             evaluation = replace(evaluation, outputs=(*evaluation.outputs, answers))
@@ -184,8 +179,8 @@ def complete_step(
         "gradient_scale": 1.0 if isinstance(scale, DynamicLossScale) else 1 / scale,
         "scaling": scaling,
     }
-    turned = parts == 1 and not recipe.shared_gradients
-    graph = with_computed_gradients(graph, turned=turned)
+    transposed = parts == 1 and not recipe.shared_gradients
+    graph = with_computed_gradients(graph, transposed=transposed)
     if parts > 1:
         return accumulation_graphs(graph, mini_batches=parts, **updates)
     copied = with_copies_of_parameters(graph)
@@ -197,11 +192,9 @@ def complete_step(
 
 
 def can_fuse(forward: Graph, recipe: StepRecipe) -> bool:
-    """Return whether a step without fusion is another step.
-
-    That step may fit a smaller budget: a fused node needs its operands at once, and
-    saves other tensors for its gradient.
-    """
+    """Return whether a step without fusion is another step."""
+    # The other step may fit a smaller budget: a fused node needs its operands at once,
+    # and saves other tensors for its gradient.
     return recipe.fuse and fuse_elementwise(forward) is not forward
 
 
@@ -236,17 +229,6 @@ def check_network(graph: Graph) -> None:
             f"a network to train has the inputs {IMAGE!r} and {LABEL!r}, this one has "
             f"{', '.join(found) or 'none'}"
         )
-
-
-def _check_same_network(evaluation: Graph, training: Graph) -> None:
-    """Check that training has every persistent tensor of evaluation."""
-    for spec in evaluation.with_role(*PERSISTENT):
-        known = training.tensors.get(spec.name)
-        if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
-            raise ValueError(
-                f"the graph for evaluation is of another network: {spec.name!r} "
-                f"{spec.shape} is not in the one for training"
-            )
 
 
 def answers_of(graph: Graph) -> str | None:
@@ -294,8 +276,14 @@ def up_to_answers(forward: Graph) -> Graph:
 
 def draw_rows(graph: Graph, rows: Rows) -> Graph:
     """Return a step that draws the random numbers of a row range of a larger batch."""
-    nodes = tuple(_drawing(graph, node, rows) for node in graph.nodes)
-    return replace(graph, nodes=nodes)
+    nodes = list(graph.nodes)
+    for i, node in enumerate(nodes):
+        how = node.traits.batch
+        if node.traits.random and how is not None and how.sliced is not None:
+            inputs = [graph.tensors[name] for name in node.inputs]
+            attrs = how.sliced(node.attrs, inputs, rows)
+            nodes[i] = replace(node, attrs=MappingProxyType(dict(attrs)))
+    return replace(graph, nodes=tuple(nodes))
 
 
 def decompose(graph: Graph) -> Graph:
@@ -310,12 +298,3 @@ def decompose(graph: Graph) -> Graph:
         tensors.update((spec.name, spec) for spec in between)
         nodes += pieces or (node,)
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
-
-
-def _drawing(graph: Graph, node: Node, rows: Rows) -> Node:
-    how = node.traits.batch
-    if not node.traits.random or how is None or how.sliced is None:
-        return node
-    inputs = [graph.tensors[name] for name in node.inputs]
-    attrs = how.sliced(node.attrs, inputs, rows)
-    return replace(node, attrs=MappingProxyType(dict(attrs)))

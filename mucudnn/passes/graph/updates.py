@@ -36,10 +36,8 @@ from mucudnn.passes.liveness import finished, with_nodes_after
 LEARNING_RATE = "lr"
 """Name of the scalar input with the learning rate."""
 
-
 STEP = "step"
 """Name of the scalar int64 input that counts steps from 0."""
-
 
 When = Literal["early", "late"]
 
@@ -224,7 +222,7 @@ def accumulation_graphs(
         )
     micro = _with_totals(graph)
     scale = gradient_scale / mini_batches
-    totals = MappingProxyType({w: _total(w) for w in graph.gradients})
+    totals = MappingProxyType({w: f"{w}:total" for w in graph.gradients})
     updated = with_updates(
         replace(micro, gradients=totals),
         optimizer,
@@ -237,12 +235,8 @@ def accumulation_graphs(
 
 def updated_by(graph: Graph) -> tuple[str, ...]:
     """Return the tensors that updates read: totals if there are any, else gradients."""
-    totals = ((_total(w), gradient) for w, gradient in graph.gradients.items())
+    totals = ((f"{w}:total", gradient) for w, gradient in graph.gradients.items())
     return tuple(total if total in graph.tensors else g for total, g in totals)
-
-
-def _total(parameter: str) -> str:
-    return f"{parameter}:total"
 
 
 def _with_totals(graph: Graph) -> Graph:
@@ -252,7 +246,7 @@ def _with_totals(graph: Graph) -> Graph:
     ready: dict[int, list[Node]] = {}
     for w, gradient in graph.gradients.items():
         spec = graph.tensors[w]
-        total = TensorSpec(_total(w), spec.shape, spec.dtype, Role.STATE)
+        total = TensorSpec(f"{w}:total", spec.shape, spec.dtype, Role.STATE)
         tensors[total.name] = total
         initializers[total.name] = Constant(0.0)
         node = make_node(
@@ -275,11 +269,9 @@ def _with_totals(graph: Graph) -> Graph:
 
 
 def _with_clearing(graph: Graph) -> Graph:
-    """Clear totals behind the updates, their last readers.
-
-    Totals are filled with zeros, as infinity times zero is not a number. Consecutive
-    updates stay together, so that they may be one launch.
-    """
+    """Clear totals behind the updates, their last readers."""
+    # Fill with zeros instead of multiplying: infinity times zero is not a number.
+    # Consecutive updates stay together, so that they may be one launch.
     tensors = dict(graph.tensors)
     totals = set(graph.gradients.values())
     last = {name: node for node in graph.nodes for name in node.inputs}
@@ -309,17 +301,17 @@ def _clear(tensors: dict[str, TensorSpec], total: str) -> Node:
 # computed gradient instead; it still computes in the parameter's dtype.
 
 
-def with_computed_gradients(graph: Graph, *, turned: bool = True) -> Graph:
+def with_computed_gradients(graph: Graph, *, transposed: bool = True) -> Graph:
     """Return a training graph whose gradients are not cast or transposed back.
 
-    With `turned` a gradient may have another layout than its parameter; it must not if
-    it is added to a total in the parameter's layout.
+    With `transposed` a gradient may have another layout than its parameter; not if it
+    is added to a total in the parameter's layout.
     """
     readers = Counter(name for node in graph.nodes for name in node.inputs)
 
     def converts_back(node: Node) -> bool:
         if node.op == "to_channels_first":
-            return turned
+            return transposed
         return node.op == "cast" and graph.tensors[node.inputs[0]].dtype in LOSS_SCALES
 
     found: dict[str, str] = {}

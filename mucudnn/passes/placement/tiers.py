@@ -105,7 +105,7 @@ class _Filling:
         if best.step_ms <= self._prediction.compute_ms * (1 + _WORTH):
             return best
         for block in blocks[:_MOVES]:
-            tier = best.placement.number(block.name) + 1
+            tier = best.placement.places[block.name][0] + 1
             if tier == len(self._state.tiers):
                 continue
             trial = self.placed(best.order, {**beyond, block.name: tier})

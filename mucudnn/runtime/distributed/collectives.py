@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from mucudnn.errors import BackendUnavailableError, RankLostError
@@ -59,7 +60,7 @@ class Collectives(Protocol):
 
 
 class RanksDifferError(ValueError):
-    """The ranks of a training have different settings; all of them raise it."""
+    """The ranks of a training have different settings; raised on all of them."""
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
@@ -99,11 +100,8 @@ def ending_together(together: Collectives) -> Iterator[None]:
 
 
 def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
-    """Check that all ranks have the same settings.
-
-    Values are compared by their text, so the text must contain everything relevant;
-    functions are compared by their names.
-    """
+    """Check that all ranks have the same settings."""
+    # By text, which must contain everything relevant; functions by their names.
     found = together.all_gather({name: text_of(v) for name, v in settings.items()})
     differing = []
     for name in dict.fromkeys(name for one in found for name in one):
@@ -128,13 +126,13 @@ def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
 _FAILED = 2
 
 
+@dataclass(frozen=True, slots=True)
 class _Request:
-    def __init__(self, request: Any, array: Any) -> None:
-        self._request = request
-        self._array = array
+    request: Any
+    array: Any  # MPI writes to it until the request is complete
 
     def wait(self) -> None:
-        self._request.Wait()
+        self.request.Wait()
 
 
 class MpiCollectives:
@@ -178,11 +176,9 @@ class MpiCollectives:
 
     def abort(self, message: str) -> NoReturn:
         """End all ranks at once, this one too; the caller has reported why."""
+        # Other ranks may be blocked in a collective, where no exception reaches them.
         self._world.Abort(_FAILED)
         os._exit(_FAILED)  # Abort may return before the launcher ends this process
-
-
-# Collective operations that measure how long this process waits in them.
 
 
 class Stopwatch:
@@ -251,11 +247,11 @@ class TimedCollectives:
         self._upstream.abort(message)
 
 
+@dataclass(frozen=True, slots=True)
 class _Timed:
-    def __init__(self, pending: Pending, waited: Stopwatch) -> None:
-        self._pending = pending
-        self._waited = waited
+    pending: Pending
+    waited: Stopwatch
 
     def wait(self) -> None:
-        with self._waited.running():
-            self._pending.wait()
+        with self.waited.running():
+            self.pending.wait()

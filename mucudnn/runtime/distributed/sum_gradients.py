@@ -84,7 +84,7 @@ class _Bucket:
         self.pending = self.together.all_reduce(self.values)
 
     def hand_out(self, place: int, array: Any) -> None:
-        """Wait for the sum and write a gradient to where an update reads it."""
+        """Wait for the sum; write a gradient into the array that an update reads."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
@@ -260,7 +260,7 @@ def meetings_of(graph: Graph) -> tuple[Meeting, ...]:
 def joint_statistics(
     graph: Graph, array: TensorLookup, together: Collectives, share: float
 ) -> NodeHooks:
-    """Return calls around nodes that make batch statistics those of all ranks.
+    """Return calls around nodes that merge batch statistics over all ranks.
 
     For the arguments see `summed_gradients`.
     """
@@ -282,11 +282,10 @@ def joint_statistics(
 def _check_order(
     graph: Graph, meetings: tuple[Meeting, ...], together: Collectives
 ) -> None:
-    """Check that all ranks meet in one order.
-
-    The names of slices may differ between ranks, those of merging nodes may not.
-    """
+    """Check that all ranks meet in one order."""
     merging = {m.position: graph.nodes[m.position].name for m in meetings if m.merges}
+    # Slices may have other names on other ranks; merging nodes have the same
+    # everywhere.
     own = [merging.get(m.position, m.tensors[0]) for m in meetings]
     if any(order != own for order in together.all_gather(own)):
         raise ValueError(
@@ -296,7 +295,7 @@ def _check_order(
 
 
 def _merge(together: Collectives, slices: list[Any]) -> None:
-    """Replace one rank's moments by those of all ranks, in its first slice."""
+    """Merge the moments of all ranks into the first slice of each rank."""
     own, *others = slices
     of_all = np.zeros((together.size, *own.shape), own.dtype)
     of_all[together.rank] = all_moments(slices)

@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from mucudnn.backends.base import Backend, Capture
-from mucudnn.backends.device import Array, Arriving, Buffer, StepIO
+from mucudnn.backends.device import Array, Arriving, Buffer, StepIO, Way
 from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
@@ -30,11 +30,9 @@ from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.arena import arenas
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.tasks import (
-    ByteRange,
     Call,
     Copies,
     HookFactory,
-    NodeHooks,
     Task,
     Watcher,
     batch_launches,
@@ -110,6 +108,7 @@ class Executor:
         self.host_bytes = 0
         self._backend, self._step_io = backend, step_io
         self._graph = schedule.graph
+        # Mapped addresses exist only in the process that mapped them.
         self._process = os.getpid() if layout.pages else None
         # Memory: the arena, copy engines, and slots for offloaded tensors.
         if arena is None:
@@ -132,12 +131,27 @@ class Executor:
         )
         self._watcher = watcher
         tasks = self._program.tasks
-        self._single_calls = [_watched_call(task, watcher) for task in tasks]
-        self._task_of_node = {
-            task.node: task for task in tasks if task.node is not None
-        }
+        self._single_calls = [task.call for task in tasks]
+        if watcher is not None:
+            self._single_calls = [
+                partial(_in_order, (partial(watcher.before, task), task.call))
+                for task in tasks
+            ]
         if around is not None:
-            self._insert_hooks(around(self._graph, self._array_at_node))
+            by_node = {task.node: task for task in tasks}
+
+            def array_at_node(node: str, tensor: str) -> Array:
+                task = by_node[node]
+                return memory.array_in((*task.reads, *task.writes), tensor)
+
+            hooks = around(self._graph, array_at_node)
+            for i, (task, call) in enumerate(
+                zip(tasks, self._single_calls, strict=True)
+            ):
+                before = hooks.before.get(task.node or "", ())
+                after = hooks.after.get(task.node or "", ())
+                if before or after:
+                    self._single_calls[i] = partial(_in_order, (*before, call, *after))
         # Single calls where something runs between them, else as few as possible.
         if watcher is not None or around is not None:
             self._calls = self._single_calls
@@ -154,7 +168,7 @@ class Executor:
         )
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one step and wait; other `feeds` than inputs of the graph are ignored.
+        """Run one step and wait; `feeds` that are no inputs of the graph are ignored.
 
         Returns:
             The graph's outputs as NumPy arrays of their own.
@@ -184,11 +198,9 @@ class Executor:
     def run_timed(
         self, feeds: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Run one step with every node launched and timed separately.
+        """Run one step; return its outputs, and the ms of each node, timed separately.
 
-        Returns:
-            The outputs as `run` returns them, and node -> ms. Views have no time, and
-            waits for copies are not attributed to any node.
+        Views have no time, and waits for copies are not attributed to any node.
         """
         device = self._backend.device
         with self._step(feeds, device.upload):
@@ -217,15 +229,19 @@ class Executor:
         self._refuse_fork()
         with self._copies.of_a_step():
             self._copies.finish()
-            for number, (device, slot) in enumerate(self._live_bytes()):
-                self._copies.start("out", number, device, slot.buffer, slot.link)
+            self._copy_live("out")
         self._is_parked = True
 
-    def _live_bytes(self) -> Iterator[tuple[Buffer, HostSlot]]:
-        """Yield (device bytes, host slot) of tensors live across iterations."""
-        for name in self._live_across:
+    def _copy_live(self, way: Way) -> None:
+        """Copy the tensors that are live across iterations, and wait for the copies."""
+        for number, name in enumerate(self._live_across):
             device = self._memory.bytes_of(self._memory.byte_range(name, 0))
-            yield device, self._host_buffers[name]
+            slot = self._host_buffers[name]
+            ends = device, slot.buffer
+            self._copies.start(
+                way, number, *(ends if way == "out" else ends[::-1]), slot.link
+            )
+        self._copies.finish()
 
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.
@@ -242,51 +258,42 @@ class Executor:
     ) -> Iterator[None]:
         """Prepare and finish one step; `waits`: the host waits for its copies."""
         self._refuse_fork()
+        # A copy of the step before may still use the bytes that inputs are written to.
         for number in self._before_feeding:
             self._copies.wait(number)
         for spec, target in self._feeds:
             upload(fed(spec, feeds), target)
-        self._backend.device.queue()  # bound calls are launched on the current queue
+        # Look the queue up once: bound calls are launched on the one that is current
+        # now.
+        self._backend.device.queue()
         try:
             carries = bool(self._live_across)
             with self._copies.of_a_step(carries=carries, waits=waits):
                 if self._is_parked and carries:
-                    for number, (device, slot) in enumerate(self._live_bytes()):
-                        self._copies.start(
-                            "back", number, slot.buffer, device, slot.link
-                        )
-                    self._copies.finish()
+                    self._copy_live("back")
                     self._is_parked = False
                 if self._watcher is not None:
-                    self._watcher.begin(self._program, self._written())
+                    byte_range, tensors = self._memory.byte_range, self._graph.tensors
+                    inputs = [s.name for s in self._graph.with_role(Role.INPUT)]
+                    written = [byte_range(n, 0) for n in (*inputs, *self._live_across)]
+                    written += [
+                        slot.byte_range(name, tensors[name].nbytes)
+                        for name, slot in self._host_buffers.items()
+                    ]
+                    self._watcher.begin(self._program, tuple(written))
                 yield
         except BaseException:
             self._is_parked = True
             raise
 
     def _refuse_fork(self) -> None:
-        """Raise where the arena is mapped in another process: forks lack it."""
+        """Raise `BackendError` in a fork, which lacks the mapped arena."""
         if self._process is not None and self._process != os.getpid():
             raise BackendError(
                 "the memory of this step is mapped in the process that made it "
                 f"({self._process}), not in one forked from it; make the step in the "
                 "process that runs it"
             )
-
-    def _written(self) -> tuple[ByteRange, ...]:
-        """Return the bytes that are initialized when a step begins."""
-        inputs = [spec.name for spec in self._graph.with_role(Role.INPUT)]
-        tensors = self._graph.tensors
-        return (
-            *(
-                self._memory.byte_range(name, 0)
-                for name in (*inputs, *self._live_across)
-            ),
-            *(
-                h.byte_range(n, tensors[n].nbytes)
-                for n, h in self._host_buffers.items()
-            ),
-        )
 
     def _host_slots(
         self, schedule: Schedule, host: Tiers | None
@@ -305,34 +312,9 @@ class Executor:
         download = self._backend.device.download
         return {name: download(self[name]) for name in self._graph.outputs}
 
-    def _array_at_node(self, node: str, tensor: str) -> Array:
-        """Return a tensor's array at the offset it has while a node runs."""
-        task = self._task_of_node[node]
-        return self._memory.array_in((*task.reads, *task.writes), tensor)
-
-    def _insert_hooks(self, around: NodeHooks) -> None:
-        found: list[Call] = []
-        for task, call in zip(self._program.tasks, self._single_calls, strict=True):
-            node = task.node or ""
-            before, after = around.before.get(node, ()), around.after.get(node, ())
-            alone = not (before or after)
-            found.append(call if alone else partial(_in_order, (*before, call, *after)))
-        self._single_calls = found
-
     def __getitem__(self, tensor: str) -> Array:
         """Return a tensor's array at the end of a step; valid only while live."""
         return self._memory.array(tensor, -1)
-
-
-def _watched_call(task: Task, watcher: Watcher | None) -> Call:
-    if watcher is None:
-        return task.call
-
-    def watched() -> None:
-        watcher.before(task)
-        task.call()
-
-    return watched
 
 
 def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
@@ -401,6 +383,7 @@ def _launches(task: Task) -> bool:
     return task.copy is None and task.waits_for is None
 
 
+@dataclass(slots=True)
 class _Replayed:
     """Launches that are captured as a graph the second time they are called.
 
@@ -409,16 +392,11 @@ class _Replayed:
     done. From then on `otherwise` is called instead, or the launches one by one.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        capture: Capture,
-        otherwise: Callable[[], Sequence[Call]] | None = None,
-    ) -> None:
-        self._calls, self._capture = tuple(calls), capture
-        self._otherwise = otherwise
-        self._graph: Call | None = None
-        self._warm = False
+    _calls: Sequence[Call]
+    _capture: Capture
+    _otherwise: Callable[[], Sequence[Call]] | None = None
+    _graph: Call | None = None
+    _warm: bool = False
 
     def __call__(self) -> None:
         if self._graph is None:

@@ -19,6 +19,7 @@ from mucudnn.passes.placement.layout import Layout
 
 def shared_bytes(layouts: Sequence[Layout]) -> int:
     """Return the bytes of memory for all layouts, in whole chunks if one is mapped."""
+    # The layouts are used in turn, so the largest one decides.
     nbytes = max(layout.nbytes for layout in layouts)
     return rounded(nbytes, max(_chunk_sizes(layouts), default=1))
 
@@ -126,6 +127,8 @@ class Pool:
             raise OutOfMemoryError(self._shortage(name, nbytes))
         offset = reserved = 0
         if nbytes:
+            # Best fit: the smallest sufficient hole leaves the large ones for large
+            # tensors.
             fitting = ((n, at) for at, n in self.holes.items() if n >= nbytes)
             size, offset = min(fitting)
             reserved = min(rounded(nbytes), size)

@@ -52,7 +52,7 @@ from mucudnn.runtime.executor.tiers import HostSlot
 class Memory:
     """Addresses of the tensors of a graph, in an arena or in the persistent state.
 
-    `layout` also has offsets of the parameters and state that are fetched to the arena.
+    `offsets` has the storages in the arena: all but persistent state that is resident.
     """
 
     def __init__(
@@ -66,28 +66,25 @@ class Memory:
         self._device = backend.device
         self._graph = graph
         self._layout = layout
+        self.offsets = layout.offsets
         self._arena = arena
         self._state = state
         self._views: dict[tuple[str, int], Array] = {}
-
-    def in_arena(self, storage: str) -> bool:
-        """Return whether a storage has arena offsets: all but resident state."""
-        return storage in self._layout.offsets
 
     def array(self, name: str, interval: int) -> Array:
         """Return a tensor's view in a residency interval; -1 for the last."""
         spec = self._graph.tensors[name]
         storage = self._graph.storages[name]
-        if not self.in_arena(storage):
+        if storage not in self.offsets:
             array = self._state[storage]
             same = spec.shape == self._graph.tensors[storage].shape
             return array if same else array.reshape(spec.shape)
-        return self._view(name, self._layout.offsets[storage][interval])
+        return self._view(name, self.offsets[storage][interval])
 
     def array_in(self, touched: Iterable[ByteRange], name: str) -> Array:
         """Return a tensor's view among byte ranges that a task touches."""
         storage = self._graph.storages[name]
-        if not self.in_arena(storage):
+        if storage not in self.offsets:
             return self.array(name, 0)
         found = next(part for part in touched if part.storage == storage)
         return self._view(name, found.start)
@@ -101,7 +98,7 @@ class Memory:
 
     def byte_range(self, storage: str, interval: int) -> ByteRange:
         """Return the arena bytes of a storage in a residency interval."""
-        offset = self._layout.offsets[storage][interval]
+        offset = self.offsets[storage][interval]
         return self._part(offset, self._graph.tensors[storage].nbytes, storage)
 
     def scratch(self, node: str, nbytes: int) -> ByteRange | None:
@@ -149,7 +146,11 @@ def bind(binding: Binding) -> Program:
         binder = _Binder(binding, before, total)
         for instruction in binding.schedule.instructions:
             binder.visit(instruction)
-        known, before, total = before, binder.unfinished, binder.count
+        # The next step numbers the copies that this one leaves running below 0.
+        unfinished = (
+            replace(c, number=c.number - binder.count) for c in binder.pending
+        )
+        known, before, total = before, tuple(unfinished), binder.count
     return Program(tuple(binder.tasks), known, total)
 
 
@@ -180,21 +181,20 @@ class _Binder:
         self._total = total
         self._interval = dict.fromkeys(binding.schedule.live_across, 0)
         self._last = {copy.source.storage: copy for copy in before}
-        self._pending = Pending(before)
-
-    @property
-    def unfinished(self) -> tuple[PendingCopy, ...]:
-        """Copies that may run at the end, numbered as of the previous step."""
-        return tuple(replace(c, number=c.number - self.count) for c in self._pending)
+        self.pending = Pending(before)
 
     def visit(self, instruction: Instruction) -> None:
         match instruction:
             case Alloc(name):
                 self._interval[name] = self._interval.get(name, -1) + 1
+                # Inputs are written before the program begins: overwriting would lose
+                # them.
                 fed = self._graph.tensors[name].role is Role.INPUT
                 if not fed or self._interval[name]:
                     self._overwrite(f"Alloc({name})", self._device_bytes(name))
             case Free(name):
+                # Outputs are read behind the last instruction, when they are freed
+                # already.
                 if all(name != self._graph.storages[o] for o in self._graph.outputs):
                     self._overwrite(f"Free({name})", self._device_bytes(name))
             case Compute(name):
@@ -211,9 +211,11 @@ class _Binder:
 
     def _compute(self, node: Node) -> None:
         label = f"Compute({node.name})"
+        # A missing `Wait` is a fault of the schedule: the node would read half a
+        # tensor.
         reads = self._touched(node.inputs)
         for part in reads:
-            for copy in self._pending.writing(part):
+            for copy in self.pending.writing(part):
                 raise ScheduleError(
                     f"{label} reads {part.storage!r} while {copy.label} may be running"
                 )
@@ -225,7 +227,7 @@ class _Binder:
         if scratch is not None:
             writes.append(scratch)
         for part in writes:
-            self._wait(self._pending.touching(part), f"wait before {label}")
+            self._wait(self.pending.touching(part), f"wait before {label}")
         workspace = None
         if scratch is not None:
             workspace = self._memory.bytes_of(scratch)
@@ -261,7 +263,9 @@ class _Binder:
     def _kernel(
         self, node: Node, workspace: Buffer | None
     ) -> tuple[Call, Batchable | None]:
-        """Return the call of a node with a kernel, and how it may be batched."""
+        """Return the call of a node with a kernel, and how to batch the call."""
+        # Kernels know channels-first shapes only: channels-last images are seen as
+        # such.
         kernel = kernel_of(self._binding.backend, node)
         reads, writes, attrs = operands_of(self._graph, node)
         inputs, outputs = map(self._seen, reads), map(self._seen, writes)
@@ -270,12 +274,7 @@ class _Binder:
         return kernel.call(*arguments), joins
 
     def _copy(self, way: Way, storage: str) -> None:
-        """Start a copy after those on other streams that conflict with it.
-
-        A copy waits for copies that write its source, or read or write its target.
-        Copies on one stream run in order, so the last one of each other stream is
-        enough.
-        """
+        """Start a copy after the conflicting copies on other streams."""
         copies, slot = self._binding.copies, self._binding.host[storage]
         stream = f"{way} {slot.link}" if slot.link else way
         device = self._device_bytes(storage)
@@ -287,7 +286,10 @@ class _Binder:
         else:
             label, source, target = f"SwapIn({storage})", host, device
             ends = slot.buffer, array
-        known = [*self._pending.writing(source), *self._pending.touching(target)]
+        # A copy waits for copies that write its source, or read or write its target.
+        # Copies on one stream run in order, so the last one of each other stream is
+        # enough.
+        known = [*self.pending.writing(source), *self.pending.touching(target)]
         earlier = Pending.last_of_each_stream(c for c in known if c.stream != stream)
         after = tuple(c.number for c in earlier)
         tickets = tuple(map(self._ticket, after))
@@ -296,30 +298,28 @@ class _Binder:
         self.tasks.append(
             Task(label, call, None, (source,), (target,), copy=copy, after=after)
         )
-        self._pending.add(copy)
+        self.pending.add(copy)
         self._last[storage] = copy
         self.count += 1
 
     def _wait(self, for_copies: Iterable[PendingCopy], label: str) -> None:
         for copy in Pending.last_of_each_stream(for_copies):
-            if self._pending.has(copy.number):
+            if any(other.number == copy.number for other in self.pending):
                 call = partial(self._binding.copies.wait, self._ticket(copy.number))
                 self.tasks.append(Task(label, call, waits_for=copy.number))
-                self._pending.waited(copy)
+                self.pending.waited(copy)
 
     def _ticket(self, number: int) -> int:
         """Return a copy's number at run time, which is the same in every step."""
         return number if number >= 0 else number + self._total
 
     def _overwrite(self, label: str, part: ByteRange) -> None:
-        """Let a watcher overwrite memory, unless a copy of its contents may run.
-
-        A task that reads the memory without writing it first then computes garbage.
-        """
+        """Let a watcher overwrite memory, unless a copy of its contents may run."""
         watcher = self._binding.watcher
         empty = part.start == part.stop
-        if watcher is None or empty or self._pending.touching(part):
+        if watcher is None or empty or self.pending.touching(part):
             return
+        # A task that reads the memory without writing it first then computes garbage.
         call = partial(watcher.overwrite, self._memory.bytes_of(part))
         self.tasks.append(Task(label, call, writes=(replace(part, storage=""),)))
 
@@ -339,7 +339,7 @@ class _Binder:
 
     def _touched(self, names: Iterable[str]) -> list[ByteRange]:
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
-        return [self._device_bytes(s) for s in storages if self._memory.in_arena(s)]
+        return [self._device_bytes(s) for s in storages if s in self._memory.offsets]
 
 
 def ways_to_run(

@@ -20,7 +20,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class NodeHooks:
-    """Calls before and after those of nodes.
+    """Additional calls before and after the calls of nodes.
 
     Attributes:
         before: Node -> calls before it.
@@ -70,6 +70,7 @@ class ByteRange:
         """Return whether both ranges have a byte in common."""
         if self.space != other.space:
             return False
+        # Tensors at different mapped addresses may share chunks: compare those instead.
         if not (self.pieces or other.pieces):
             return self.start < other.stop and other.start < self.stop
         return any(
@@ -108,10 +109,6 @@ class Pending:
     def add(self, copy: PendingCopy) -> None:
         """Add a copy that was started."""
         self._copies.append(copy)
-
-    def has(self, number: int) -> bool:
-        """Return whether a copy may still be running."""
-        return any(copy.number == number for copy in self._copies)
 
     def waited(self, done: PendingCopy) -> None:
         """Remove a copy that was waited for, and earlier ones on its stream."""
@@ -231,6 +228,7 @@ def batchable(
     """Describe how a node is batched with others; None if its kernel cannot be."""
     if kernel.run_batched is None:
         return None
+    # All updates set the same overflow flag to the same value: no conflict.
     flags = {node.inputs[i] for i in kernel.flags}
     storages = graph.storages
     reads = frozenset(storages[t] for t in node.inputs if t not in flags)
@@ -295,17 +293,15 @@ class Copies:
         after: Sequence[int],
         link: int = 0,
     ) -> Call:
-        """Return a call that starts copy `number` after the copies `after`.
-
-        Everything that does not depend on the step is prepared once, and again for a
-        new copier.
-        """
+        """Return a call that starts copy `number` after the copies `after`."""
         tickets, latest, stream = self._tickets, self._latest, (way, link)
         copiers = self._copiers
         made: list[tuple[Copier, Start]] = []
 
         def start() -> None:
             copier = copiers.get(link) or self._opened(link)
+            # After an error the copier is another one, for which the copy is prepared
+            # anew.
             if not made or made[0][0] is not copier:
                 made[:] = [(copier, copier.prebind(way, source, target))]
             behind = [tickets[i][1] for i in after if i in tickets]
@@ -349,20 +345,17 @@ class Copies:
             raise
 
     def settle(self) -> None:
-        """Make the compute stream wait for all copies.
-
-        The last copy of each stream is enough, as copies of one stream run in order.
-        """
+        """Make the compute stream wait for all copies."""
+        # The last copy of each stream is enough, as copies of one stream run in order.
         for copier, ticket in self._latest.values():
             copier.wait(ticket)
         self._tickets.clear()
         self._latest.clear()
 
     def finish(self) -> None:
-        """Wait on the host for all copies, those in captured graphs included.
-
-        A captured graph still copies after the engine it was captured from was closed.
-        """
+        """Wait on the host for all copies, those in captured graphs included."""
+        # A captured graph still copies after the engine that it was captured from was
+        # closed.
         for link in self._used:
             self._opened(link).finish()
         self._tickets.clear()

@@ -340,6 +340,8 @@ class OpenTiers:
 
     def of(self, placed: PlacedStep) -> Tiers | None:
         """Return the tiers of a step; None if it offloads nothing."""
+        # A step without a placement keeps everything on the device or in plain host
+        # memory.
         placement = placed.plan.prediction.placement
         return None if placement is None else Tiers(self._tiers, placement)
 

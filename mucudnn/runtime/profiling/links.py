@@ -34,8 +34,6 @@ LINK_BYTES = 64 << 20
 
 _COPIES = 64
 
-_NAME = "the memory for measuring"
-
 
 class ColdBench:
     """Times kernels and copies in a pool, which is empty between two calls."""
@@ -96,11 +94,7 @@ class ColdBench:
             return tuple(self._median(call) for call in bind_calls(views, scratch))
 
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
-        """Return the rates to the host and from it, in bytes a millisecond.
-
-        A pool smaller than `nbytes` makes several copies in a row, from and to
-        different bytes of the host, to amortize launch overhead and avoid cache hits.
-        """
+        """Return the rates to the host and from it, in bytes a millisecond."""
         size = min(nbytes, self._pool.nbytes)
         if size == 0:
             raise OutOfMemoryError(
@@ -109,6 +103,8 @@ class ColdBench:
         spec = TensorSpec("the link's buffer", (size,), "uint8")
         with self._held(WorkingSet((), spec)) as buffer:
             self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
+            # A smaller pool copies several times in a row, from and to different bytes
+            # of the host, to amortize launches and avoid cache hits.
             copies = min(_COPIES, -(-nbytes // size))
             host = HostTier(self._device, copies * size)
             return link_rates(self._device, buffer, host)
@@ -140,6 +136,7 @@ class ColdBench:
         device = self._device
         run()
         samples: list[float] = []
+        # Writing a large buffer evicts the operands, as other nodes of a step would.
         nbytes = min(EVICTING_BYTES, self._pool.largest_hole)
         spec = TensorSpec("the evicting buffer", (nbytes,), "uint8")
         with self._held(WorkingSet((), spec)) as buffer:
@@ -162,17 +159,14 @@ def cold_bench(
     pool's size in bytes; None does not.
     """
     bound = max(sizes) + EVICTING_BYTES if memory is None else memory
-    useful = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
-    with closing(_pool(backend.device, useful, bound)) as pool:
-        yield ColdBench(backend, pool, rule)
-
-
-def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
-    """Allocate a pool of the first size that fits the device, plus evicting bytes."""
-    for nbytes in sizes:
+    pool, name = None, "the memory for measuring"
+    *larger, least = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
+    for nbytes in (*larger, least):
         with suppress(OutOfMemoryError):
-            return Pool(device, min(bound, nbytes + EVICTING_BYTES), _NAME)
-    return Pool(device, sizes[-1], _NAME)
+            pool = Pool(backend.device, min(bound, nbytes + EVICTING_BYTES), name)
+            break
+    with closing(pool or Pool(backend.device, least, name)) as opened:
+        yield ColdBench(backend, opened, rule)
 
 
 def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]:
@@ -184,6 +178,7 @@ def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]
     copier = tier.copier(device)
 
     def out() -> None:
+        # Copies of a queue run in order, so waiting for the last one is enough.
         copier.wait([copier.out(buffer, host) for host in hosts][-1])
 
     def back() -> None:

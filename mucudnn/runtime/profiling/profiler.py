@@ -54,7 +54,13 @@ def profile(
     backend = tuner.backend
     workspaces = kernel_workspaces(backend, graph)
     sets = working_sets(graph, workspaces)
-    _check_room(sets, memory)
+    node, needed = max(sets, key=lambda pair: pair[1].pool_bytes, default=(None, None))
+    if memory is not None and node and needed and needed.pool_bytes > memory:
+        raise OutOfMemoryError(
+            f"node {node.name!r} ({node.op}) cannot be timed within "
+            f"{exact_bytes(memory)}: it uses {needed} at once; "
+            f"{needed.pool_bytes} bytes are the least"
+        )
     counter = itertools.count(1)
 
     def done(node: Node) -> None:
@@ -135,19 +141,6 @@ def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
     ]
 
 
-def _check_room(sets: Sequence[tuple[Node, WorkingSet]], memory: int | None) -> None:
-    """Raise `OutOfMemoryError` early where a node does not fit."""
-    if memory is None or not sets:
-        return
-    node, needed = max(sets, key=lambda pair: pair[1].pool_bytes)
-    if needed.pool_bytes > memory:
-        raise OutOfMemoryError(
-            f"node {node.name!r} ({node.op}) cannot be timed within "
-            f"{exact_bytes(memory)}: it uses {needed} at once; "
-            f"{needed.pool_bytes} bytes are the least"
-        )
-
-
 def _fronts(
     tuner: Tuner,
     graph: Graph,
@@ -173,11 +166,9 @@ def _fronts(
 
 
 def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPlan, ...]:
-    """Scale plans to their times within a step.
-
-    The tuner times repeated kernels with their operands in the caches. The fastest plan
-    was also timed cold; the others are scaled by the same ratio.
-    """
+    """Scale plans to their times within a step."""
+    # The tuner times repeated kernels with their operands in the caches; the fastest
+    # plan was also timed cold. Scale the others by the same ratio.
     known = _fastest(front).time_ms
     if measured is None or not known:
         return tuple(front)

@@ -67,7 +67,7 @@ _FRESH_S = 60.0
 
 
 class Entries:
-    """Entries of a file; those unused for the longest are evicted.
+    """Entries of a file; the least recently used are evicted.
 
     Args:
         file: File that holds them.

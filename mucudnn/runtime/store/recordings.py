@@ -11,6 +11,7 @@ of those has a Pareto front of divisions, computed as on the recorded machine.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ from mucudnn.backends.recorded import RecordedConv, read_file
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole, write_whole
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.fleet import StepTable
-from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import aligned_batches, pareto_plans
 from mucudnn.recording_format import (
@@ -119,27 +120,25 @@ def record_run(
     return len(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class RecordedFronts:
     """Pareto fronts of convolutions from one device's recorded measurements."""
 
-    def __init__(
-        self,
-        device: str,
-        conv: RecordedConv,
-        *,
-        split_alignment: int = 1,
-        numerics: Numerics | None = None,
-    ) -> None:
-        self.device = device
-        self._conv = conv
-        self._split_alignment = split_alignment
-        self._numerics = numerics or Numerics()
+    device: str
+    conv: RecordedConv
+    split_alignment: int = 1
+    numerics: Numerics | None = None
 
     def table(self, problem: ConvProblem) -> PerfTable:
         """Return the rows at all sizes that can be part of the mini-batch."""
-        known = [n for n in self._conv.sizes(problem) if n <= problem.batch]
-        sizes = aligned_batches(problem, known, self._split_alignment)
-        rows = [row for n in sizes for row in self._accepted(problem, n)]
+        known = [n for n in self.conv.sizes(problem) if n <= problem.batch]
+        rows, accepted = [], self.numerics or Numerics()
+        for size in aligned_batches(problem, known, self.split_alignment):
+            micro, whole = problem.with_batch(size), size == problem.batch
+            for algo, _ in self.conv.algorithms(micro):
+                traits = self.conv.traits(micro, algo)
+                if accepted.refusal(traits, whole=whole) is None:
+                    rows.append(self.conv.row(micro, algo))
         rows.sort(key=lambda row: (-row.batch, row.algo))
         return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)
 
@@ -153,15 +152,6 @@ class RecordedFronts:
         }
         return {problem: front for problem, front in found.items() if front}
 
-    def _accepted(self, problem: ConvProblem, batch: int) -> list[AlgoPerf]:
-        micro, whole = problem.with_batch(batch), batch == problem.batch
-        refusal = self._numerics.refusal
-        return [
-            self._conv.row(micro, algo)
-            for algo, _ in self._conv.algorithms(micro)
-            if refusal(self._conv.traits(micro, algo), whole=whole) is None
-        ]
-
 
 def read_fronts(
     files: Sequence[str], problems: Iterable[ConvProblem]
@@ -174,7 +164,18 @@ def read_fronts(
     wanted = tuple(dict.fromkeys(problems))
     recordings = [read_file(file) for file in files]
     names = dict.fromkeys(name for r in recordings for name in r.environments)
-    all_of = [_of_device(name, recordings) for name in names]
+    all_of = []
+    for name in names:
+        alignments: dict[str, int] = {}
+        measurements = []
+        for recording in recordings:
+            alignments |= recording.alignments
+            measurements += [m for m in recording.measurements if m.fingerprint == name]
+        conv, alignment = (
+            RecordedConv(VirtualDevice(name), measurements),
+            alignments.get(name, 1),
+        )
+        all_of.append(RecordedFronts(name, conv, split_alignment=alignment))
     useful = [one for one in all_of if one.fronts(wanted)]
     where = ", ".join(map(str, files))
     if not useful:
@@ -190,16 +191,6 @@ def read_fronts(
             f"{where}: measured on {devices}, but a step runs on one device"
         )
     return useful[0]
-
-
-def _of_device(name: str, recordings: Iterable[Recording]) -> RecordedFronts:
-    alignments: dict[str, int] = {}
-    measurements = []
-    for recording in recordings:
-        alignments |= recording.alignments
-        measurements += [m for m in recording.measurements if m.fingerprint == name]
-    conv = RecordedConv(VirtualDevice(name), measurements)
-    return RecordedFronts(name, conv, split_alignment=alignments.get(name, 1))
 
 
 _MOST_BYTES = 1 << 24

@@ -134,12 +134,10 @@ class RecordFile:
             self._db.close()
 
     def before_fork(self) -> None:
-        """Close the file, as a child must not inherit SQLite's locks and state.
-
-        Waits a few seconds for a thread in an operation, but no longer, as that thread
-        may be waiting for another process.
-        """
+        """Close the file, as a child must not inherit SQLite's locks and state."""
         lock = self._lock.value
+        # Wait for a thread in an operation, but only seconds: that thread may itself be
+        # waiting for another process.
         if not lock.acquire(timeout=_FORK_S):
             return
         self._notice_fork()
@@ -149,7 +147,7 @@ class RecordFile:
             self._at_rest = True
 
     def after_fork(self, *, child: bool) -> None:
-        """Release the lock in the parent; a child makes a lock of its own."""
+        """Release the lock in the parent; a child makes a new lock."""
         if self._held and not child:
             self._held.pop().release()
 
@@ -158,19 +156,20 @@ class RecordFile:
             self._db.close()
 
     def _notice_fork(self) -> None:
-        """Give a forked process a connection of its own, as SQLite demands."""
+        """Open a new connection in a forked process, as SQLite demands."""
         if self._pid == os.getpid():
             return
         rested = bool(self._held)
         self._pid, self._held, self._at_work = os.getpid(), [], False
         if self._at_rest or self._closed or (rested and self._path is None):
             return
+        # Kept without being closed: closing it here would act on the parent's files.
         self._inherited.append(self._db)
         self._db = in_memory()
         self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
-        """Connect to the file, setting aside whatever is unusable in its place.
+        """Connect to the file; an unusable file of that name is set aside.
 
         `found` is damage that was already found in the file.
         """
@@ -191,6 +190,7 @@ class RecordFile:
                     self._db.close()
                     self._db = db
                     return
+                # Another process has the damaged file open: try again, each time later.
                 time.sleep(0.01 * 2**attempt)
         self._fall_back(file, problem)
 
@@ -202,6 +202,8 @@ class RecordFile:
         )
         try:
             empty = is_empty(db)
+            # A read-only folder cannot hold a write-ahead log, but the rows can be
+            # read.
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("PRAGMA journal_mode = WAL")
             if empty:
@@ -214,6 +216,8 @@ class RecordFile:
             if not empty:
                 check_contents(db)
             self.checked_since = checked_since(db)
+            # A power cut may lose the last rows, which are measured again, but not the
+            # file.
             db.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             db.close()
@@ -309,11 +313,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _is_damage(error: Exception | None) -> bool:
-    """Return whether the contents are at fault, not the disk or the permissions.
-
-    The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
-    the name of a column, by Python's own error.
-    """
+    """Return whether the contents are at fault, not the disk or the permissions."""
+    # The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
+    # the name of a column, by Python's own error.
     if isinstance(error, UnicodeDecodeError):
         return True
     if not isinstance(error, sqlite3.DatabaseError):
@@ -323,11 +325,8 @@ def _is_damage(error: Exception | None) -> bool:
 
 
 def warn(message: str, stacklevel: int = 4) -> None:
-    """Log a message, and issue it as a `CacheWarning` `stacklevel` frames above.
-
-    File names that are not UTF-8 contain surrogates, which logs cannot write, so these
-    are escaped.
-    """
+    """Log a message, and issue it as a `CacheWarning` `stacklevel` frames above."""
+    # Names of files that are not UTF-8 contain surrogates, which logs cannot write.
     message = message.encode(errors="backslashreplace").decode()
     logger.warning(message)
     warnings.warn(message, CacheWarning, stacklevel=stacklevel)
@@ -354,12 +353,10 @@ _LOCK_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, under which databases in it are opened and renamed.
-
-    A folder that cannot be locked, or stays locked for seconds, is used without: the
-    conflict that the lock prevents is rare. Windows needs no lock, as it refuses to
-    rename a file in use.
-    """
+    """Hold the folder's lock, under which databases in it are opened and renamed."""
+    # A folder that cannot be locked, or stays locked for seconds, is used without: the
+    # conflict that the lock prevents is rare. Windows needs no lock, as it refuses to
+    # rename a file in use.
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             with contextlib.suppress(OSError):

@@ -114,15 +114,10 @@ def is_empty(db: sqlite3.Connection) -> bool:
 def add_missing(db: sqlite3.Connection) -> None:
     """Create the tables that older files lack; altered tables stay as they are."""
     for table in _ADDED:
-        if not has_table(db, table):
+        if not _create_statements(db, table):
             db.execute(SCHEMA[table].replace("TABLE", "TABLE IF NOT EXISTS", 1))
             if table == "checked":
                 db.execute(_SINCE, (time.time(),))
-
-
-def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Return whether the database has a table of this name."""
-    return bool(_create_statements(db, name))
 
 
 def check_tables(db: sqlite3.Connection) -> None:
@@ -156,29 +151,26 @@ def checked_since(db: sqlite3.Connection) -> float:
     Infinity for a file of an older version that cannot be written, as no row has one; 0
     where the time is unreadable, so that all rows are checked.
     """
-    if not has_table(db, "checked"):
+    if not _create_statements(db, "checked"):
         return math.inf
     found = db.execute("SELECT since FROM checked WHERE id = 0").fetchone()
     return found[0] if found and isinstance(found[0], float) else 0.0
 
 
 def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    """Copy the sound rows of a possibly damaged database; return their number.
-
-    A damaged page ends a query, so tables are read from both ends.
-    """
+    """Copy the sound rows of a possibly damaged database; return their number."""
     target.execute(_SINCE, (since := checked_since(source),))
     layers = {key: names for key, *names in _rows(source, "layer", _LAYER, 1)}
     target.executemany(PUT_LAYER, (n for n in layers.values() if len(n) == 2))
     count = 0
     for table in TABLES:
-        if not has_table(source, table.name):
+        if not _create_statements(source, table.name):
             continue
         found = _rows(source, table.name, ("layer", *table.columns), table.keys + 1)
         named = [(*layers[layer], *row) for layer, *row in found if layer in layers]
         sound = [row for row in named if table.is_sound(row, since)]
         count += target.executemany(table.insert("OR IGNORE"), sound).rowcount
-    if has_table(source, "entries"):
+    if _create_statements(source, "entries"):
         columns = "rowid", "kind", "key", "value", "used_at"
         for _, *entry in _rows(source, "entries", columns, 1):
             with contextlib.suppress(ValueError):
@@ -189,7 +181,7 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
 
 
 def seal_entry(kind: str, key: str, data: bytes) -> bytes:
-    """Return the data of an entry behind a checksum of it and its key."""
+    """Return the data of an entry, prefixed by a checksum of key and data."""
     return hashlib.sha256(f"{kind}\0{key}\0".encode() + data).digest() + data
 
 
@@ -218,6 +210,7 @@ def _rows(
 
 
 def _create_statements(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
+    """Return the statement that created a table; nothing if there is none."""
     query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
     return db.execute(query, (table,)).fetchall()
 
@@ -271,6 +264,7 @@ class Table(Generic[T]):
         """Return a row (fingerprint, problem, columns) with its checksum."""
         if _STAMP not in self.columns:
             return (*row[:-1], f"{row[-1]}{_MARK}{self._checksum(row):x}")
+        # The stamp's lowest bits, 16 ms, hold the checksum: the schema needs no column.
         at = 2 + self.columns.index(_STAMP)
         bits = _bits(row[at]) & ~_CHECKSUM | self._checksum(row)
         (stamp,) = struct.unpack(">d", struct.pack(">Q", bits))
@@ -288,11 +282,9 @@ class Table(Generic[T]):
         return stamp < since or _bits(stamp) & _CHECKSUM == self._checksum(row)
 
     def _checksum(self, row: Sequence[Any]) -> int:
-        """Return the checksum of all columns but the stamp.
-
-        Integers count as floats, as SQLite may return either.
-        """
+        """Return the checksum of all columns but the stamp."""
         stamp = 2 + self.columns.index(_STAMP) if _STAMP in self.columns else -1
+        # Integers count as floats, as SQLite may return either of them.
         values = [
             _bits(v) & ~_CHECKSUM
             if i == stamp
@@ -335,10 +327,8 @@ def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
 
 
 def _layer_at(key: object) -> LayerAt:
-    """Return a convolution as a cached function of its batch size.
-
-    Files have many rows per layer.
-    """
+    """Return a convolution as a cached function of its batch size."""
+    # Files have many rows of a layer: decode its problem once.
     text: str = decode("problem", str, key)
     return functools.cache(problem_from_key(text, 1).with_batch)
 
@@ -357,16 +347,10 @@ def _measurement(
 
 
 def _verdict(
-    layer_of: _LayerOf,
-    fingerprint: object,
-    key: object,
-    batch: object,
-    signature: object,
-    ratio: object,
-    _: object,
+    layer_of: _LayerOf, fingerprint: object, key: object, *values: object
 ) -> Verdict:
-    data = {"batch": batch, "signature": signature, "ratio": ratio}
-    where = f"{fingerprint!r}, {signature!r}"
+    data = dict(zip(("batch", "signature", "ratio"), values, strict=False))
+    where = f"{fingerprint!r}, {data['signature']!r}"
     return decode_verdict(where, fingerprint, layer_of(key), data)
 
 

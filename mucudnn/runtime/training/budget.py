@@ -4,6 +4,7 @@ The budget covers parameters, state, activations and workspaces. Tensors are off
 to host memory, or to other tiers where some are named.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class MemoryBudget:
         tiers: Offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`; append `=SIZE` to
             limit one. Several are filled fastest first. Host memory if none are given.
         measured: Existing profile of the step, if any.
-        found: Existing plan of the step by that profile, if any; its decisions about
+        plan: Existing plan of the step by that profile, if any; its decisions about
             tensors are kept.
     """
 
@@ -49,7 +50,7 @@ class MemoryBudget:
     disk: Path | None
     tiers: tuple[TierChoice, ...]
     measured: Profile | None = field(repr=False)
-    found: StepPlan | None = field(repr=False)
+    plan: StepPlan | None = field(repr=False)
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class MemoryBudget:
         disk: Path | str | None = None,
         tiers: str | TierChoice | Sequence[str | TierChoice] = (),
         measured: Profile | None = None,
+        plan: StepPlan | None = None,
         found: StepPlan | None = None,
     ) -> None:
         """Validate all fields.
@@ -75,7 +77,11 @@ class MemoryBudget:
         if measured is not None:
             check_type("measured", measured, Profile, "a Profile of the step")
         if found is not None:
-            check_type("found", found, StepPlan, "a StepPlan of the step")
+            text = "MemoryBudget(found=) is deprecated; the argument is called `plan`"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            plan = found
+        if plan is not None:
+            check_type("plan", plan, StepPlan, "a StepPlan of the step")
         chosen = parse_tiers(tiers)
         if disk is not None:
             short = (TierChoice("disk", str(check_path("disk", disk))),)
@@ -93,10 +99,15 @@ class MemoryBudget:
             "disk": None if disk is None else check_path("disk", disk),
             "tiers": chosen,
             "measured": measured,
-            "found": found,
+            "plan": plan,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def found(self) -> StepPlan | None:
+        """Deprecated name of `plan`."""
+        return self.plan
 
     @classmethod
     def of(
@@ -124,5 +135,6 @@ class MemoryBudget:
                 "budget must be a MemoryBudget, or a size in bytes or as text such as "
                 f"'1.5GiB', got {budget!r}"
             ) from None
+        # A budget of 0.5 or 8 was meant as a share, or in GiB.
         refuse_fraction(found.nbytes, f"budget={budget!r}")
         return found

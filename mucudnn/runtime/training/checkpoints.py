@@ -101,6 +101,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_arrays(path, checkpoint.arrays, header)
+            # A crash of the system may undo a rename until its folder is flushed.
             flush_folder(self.folder)
         except OSError as e:
             raise CheckpointError(
@@ -189,14 +190,12 @@ class Checkpoints:
                 )
 
     def _delete_old(self, newest: int) -> None:
-        """Delete outdated checkpoints and the partial files of a crash.
-
-        A file of a later step was damaged (otherwise training would have resumed from
-        it) and is deleted too; one of another version is kept.
-        """
+        """Delete outdated checkpoints and the partial files of a crash."""
         steps = self._steps(_SUFFIX)
         others = [step for step in steps if _of_other_version(self._path(step))]
         ours = sorted(s for s in steps if s <= newest and s not in others)
+        # A file of a later step was damaged, or training would have resumed from it: it
+        # goes, too. One of another version stays.
         kept = [*ours[-self._keep :], *others]
         with contextlib.suppress(OSError):
             for step in steps:
@@ -242,10 +241,8 @@ def _of_other_version(path: Path) -> bool:
 
 
 def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
-    """Raise `_OtherVersionError` where a file states an unknown schema.
-
-    The checksum is not considered, as other versions may compute it differently.
-    """
+    """Raise `_OtherVersionError` where a file states an unknown schema."""
+    # Without verifying the checksum, which other versions may compute differently.
     schema = header.get("schema", known)
     if type(schema) is int and schema == known:
         return
@@ -256,8 +253,6 @@ def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
     )
 
 
-# Read and write named arrays in a safetensors file with checksums.
-#
 # Every reader of the format can read the arrays. The file's metadata has one additional
 # text, `mucudnn`: a JSON object of the writer's header, with the checksum of every
 # tensor (type and shape included) and one of the object itself. The first version wrote
@@ -265,7 +260,6 @@ def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
 
 
 _KEY = "mucudnn"
-
 
 T = TypeVar("T")
 
@@ -282,6 +276,7 @@ def write_arrays(
         array = np.asarray(value)
         native = array.dtype.newbyteorder("=")
         dense[name] = array.astype(native, order="C", copy=False)
+    # The file format has no checksums, and a damaged weight would train on.
     checksums = {name: _checksum(array) for name, array in dense.items()}
     body = {**header, "tensors": checksums}
     text = json.dumps({"crc32": seal(body), **body})
@@ -302,7 +297,9 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arrays of a file, verified by its header's checksums if any."""
-    arrays = _read_with(path, _tensors)
+    arrays = _read_with(
+        path, lambda file: {n: file.get_tensor(n) for n in [*file.keys()]}
+    )
     if header is None:
         return arrays
     stated = _sealed(path, header).get("tensors")
@@ -361,11 +358,6 @@ def _json_object(path: Path, text: str | bytes) -> dict[str, Any]:
 def _checksum(array: Any) -> int:
     kind = zlib.crc32(f"{array.dtype.name} {array.shape}".encode())
     return zlib.crc32(array.reshape(-1).view(np.uint8), kind)
-
-
-def _tensors(file: Any) -> dict[str, Any]:
-    names = file.keys()
-    return {name: file.get_tensor(name) for name in names}
 
 
 def _read_with(path: Path, read: Callable[[Any], T]) -> T:

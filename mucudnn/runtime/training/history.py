@@ -199,12 +199,17 @@ def _read(checkpoint: Checkpoint) -> Resumption:
             f"epochs: reports of {len(numbers)} epochs, not of the {position.epoch} "
             "before this one, in order"
         )
+    found: dict[str, tuple[float, float]] = {}
+    for i, row in enumerate(list_of("races", races)):
+        where = f"races[{i}]"
+        race = decode_race(where, "", {**object_of(where, row), "measured_at": 0.0})
+        found[race.raced] = race.times_ms
     return Resumption(
         position,
         reports,
         decode("device", str, device),
         tuple(_plan(i, plan) for i, plan in enumerate(list_of("plans", plans))),
-        dict(_race(i, race) for i, race in enumerate(list_of("races", races))),
+        found,
     )
 
 
@@ -226,13 +231,6 @@ def _decoded(where: str, kind: Any, data: object) -> Any:
     return kind(**values)
 
 
-def _race(index: int, data: object) -> tuple[str, tuple[float, float]]:
-    where = f"races[{index}]"
-    row = {**object_of(where, data), "measured_at": 0.0}
-    found = decode_race(where, "", row)
-    return found.raced, found.times_ms
-
-
 def _plan(index: int, data: object) -> ConvPlan:
     where = f"plans[{index}]"
     try:
@@ -247,8 +245,6 @@ def _plan(index: int, data: object) -> ConvPlan:
     return plan
 
 
-# Log entries of a training, and log files with a line per entry.
-#
 # A line is written as soon as its entry is available, so a killed run loses at most the
 # current line. A resumed training repeats some steps; their old lines are removed
 # first.
@@ -285,38 +281,8 @@ class LogEntry:
         return self.step < at.steps or (self.step == at.steps and self.kind == STEP)
 
 
-def step_entry(at: Position, result: StepResult, ms: float) -> LogEntry:
-    """Return the entry of the step that ended at a position and took `ms`."""
-    return LogEntry(
-        STEP,
-        at.steps,
-        at.epoch + 1,
-        loss=result.loss,
-        accuracy=result.correct / max(1, result.labels),
-        images_per_s=result.images / ms * 1e3 if ms else 0.0,
-        learning_rate=result.learning_rate,
-    )
-
-
-def evaluation_entry(at: Position, found: Evaluation) -> LogEntry:
-    """Return the entry of an evaluation at a position."""
-    return LogEntry(
-        EVALUATION,
-        at.steps,
-        at.epoch + 1,
-        test_loss=found.loss,
-        test_accuracy=found.accuracy,
-    )
-
-
-def epoch_entry(steps: int, report: EpochReport) -> LogEntry:
-    """Return the entry of an epoch that ended after `steps` steps of all."""
-    return LogEntry(EPOCH, steps, **{**asdict(report), "epoch": report.epoch + 1})
-
-
 OnEntry = Callable[[LogEntry], None]
 """Called with every entry."""
-
 
 _NAMES = tuple(field.name for field in fields(LogEntry))
 _SUFFIXES = (".csv", ".jsonl", ".ndjson")
@@ -406,24 +372,20 @@ class LogFile:
         return json.dumps(finite, allow_nan=False) + "\n"
 
     def _entry(self, line: str) -> LogEntry:
-        if self._is_csv:
-            return _read_csv(line)
-        values = json.loads(line)
-        return LogEntry(**{name: values[name] for name in _NAMES})
+        if not self._is_csv:
+            values = json.loads(line)
+            return LogEntry(**{name: values[name] for name in _NAMES})
+        (words,) = csv.reader([line])
+        kind, step, epoch, *numbers = words
+        read = dict(zip(_NAMES[3:], numbers, strict=True))
+        figures = {name: float(word) for name, word in read.items() if word}
+        return LogEntry(kind, int(step), int(epoch), **figures)
 
 
 def _write_csv(values: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
-
-
-def _read_csv(line: str) -> LogEntry:
-    (words,) = csv.reader([line])
-    kind, step, epoch, *numbers = words
-    read = dict(zip(_NAMES[3:], numbers, strict=True))
-    figures = {name: float(word) for name, word in read.items() if word}
-    return LogEntry(kind, int(step), int(epoch), **figures)
 
 
 def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:

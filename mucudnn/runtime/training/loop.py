@@ -7,7 +7,7 @@ the current epoch.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from mucudnn.arguments import check_function, check_integer, check_type
@@ -17,14 +17,15 @@ from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.processes import deferred_interrupt
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
 from mucudnn.runtime.training.history import (
+    EPOCH,
+    EVALUATION,
+    STEP,
     EpochReport,
+    LogEntry,
     OnEntry,
     Position,
-    epoch_entry,
-    evaluation_entry,
     race_rows,
     read_resumption,
-    step_entry,
 )
 from mucudnn.runtime.training.stepping import (
     Epochs,
@@ -46,10 +47,8 @@ class Batches(Epochs, Protocol):
 OnStep = Callable[[Position, EpochReport | None], None]
 """Called after every step, and after every epoch with its report."""
 
-
 Handover = tuple[Trainer, Batches, Batches | None]
 """A new trainer with the state of the current one, and its training and test data."""
-
 
 Between = Callable[[], Handover | None]
 """Called between epochs; returns a trainer that takes over, None to keep this one."""
@@ -141,7 +140,7 @@ def fit(
         dict(words or {}),
         progress or (lambda *_: None),
         log or (lambda _: None),
-        None if eval_every is None else test,
+        test if eval_every else None,
         eval_every or 1,
     )
     if resume is not None:
@@ -168,31 +167,22 @@ def fit(
     return tuple(run.reports)
 
 
+@dataclass(slots=True)
 class _Run:
     """Mutable state of one call of `fit`."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints | None,
-        words: Mapping[str, Any],
-        progress: OnStep,
-        log: OnEntry,
-        test: Batches | None,
-        eval_every: int,
-    ) -> None:
-        self.at = Position()
-        self.reports: list[EpochReport] = []
-        self.trainer = trainer
-        self._checkpoints = checkpoints
-        self._words = words
-        self._progress = progress
-        self._log = log
-        self._test = test
-        self._eval_every = eval_every
-        self._tested: tuple[int, Evaluation] | None = None
-        self._saved: Position | None = None
-        self._pending: tuple[StepResult, Event, Event] | None = None
+    trainer: Trainer
+    checkpoints: Checkpoints | None
+    words: Mapping[str, Any]
+    progress: OnStep
+    log: OnEntry
+    test: Batches | None
+    eval_every: int
+    at: Position = field(default_factory=Position)
+    reports: list[EpochReport] = field(default_factory=list)
+    _tested: tuple[int, Evaluation] | None = None
+    _saved: Position | None = None
+    _pending: tuple[StepResult, Event, Event] | None = None
 
     def epoch(
         self,
@@ -201,11 +191,7 @@ class _Run:
         every: int | None,
         interrupted: Callable[[], bool],
     ) -> bool:
-        """Take the steps of the epoch; return whether all of them were taken.
-
-        A pending result is read after the next step is launched, so that the device
-        never idles.
-        """
+        """Take the steps of the epoch; return whether all of them were taken."""
         device = self.trainer.backend.device
         self._evaluate()  # the run to resume from may have stopped before this
         if self.at.batch == len(batches):
@@ -214,12 +200,14 @@ class _Run:
         for batch in batches.epoch(self.at.epoch, self.at.batch):
             result = self.trainer.step(*image_and_label(batch))
             stop = device.record()
+            # Read a result only after the next step is launched, so that the device
+            # never idles.
             self._read_pending()
             self._pending = result, start, stop
             start = stop
             launched = self.at.steps + 1
             due = every is not None and launched % every == 0
-            tested = self._test is not None and launched % self._eval_every == 0
+            tested = self.test is not None and launched % self.eval_every == 0
             if due or tested or launched >= limit or result.ready:
                 self._read_pending()
             if interrupted():
@@ -250,8 +238,17 @@ class _Run:
             )
         ms = self.trainer.backend.device.elapsed_ms(start, stop)
         self.at = self.at.after(result, ms)
-        self._progress(self.at, None)
-        self._log(step_entry(self.at, result, ms))
+        self.progress(self.at, None)
+        self._log(
+            STEP,
+            loss=result.loss,
+            accuracy=result.correct / max(1, result.labels),
+            images_per_s=result.images / ms * 1e3 if ms else 0.0,
+            learning_rate=result.learning_rate,
+        )
+
+    def _log(self, kind: str, **figures: float | None) -> None:
+        self.log(LogEntry(kind, self.at.steps, self.at.epoch + 1, **figures))
 
     def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
         """Evaluate and report the epoch; move to the next if this one is whole."""
@@ -262,37 +259,39 @@ class _Run:
             tested = self.trainer.evaluate(test)
         report = self.at.report(tested)
         self.reports.append(report)
-        self._progress(self.at, report)
-        self._log(epoch_entry(self.at.steps, report))
+        self.progress(self.at, report)
+        figures = asdict(report)
+        del figures["epoch"]  # entries count epochs from 1
+        self._log(EPOCH, **figures)
         if whole:
             self.at = Position(epoch=self.at.epoch + 1, steps=self.at.steps)
 
     def _evaluate(self) -> bool:
         """Evaluate if that is due at this step; return whether it was."""
-        due = self.at.batch > 0 and self.at.steps % self._eval_every == 0
-        if self._test is None or not due:
+        due = self.at.batch > 0 and self.at.steps % self.eval_every == 0
+        if self.test is None or not due:
             return False
-        found = self.trainer.evaluate(self._test)
+        found = self.trainer.evaluate(self.test)
         self._tested = self.at.steps, found
-        self._log(evaluation_entry(self.at, found))
+        self._log(EVALUATION, test_loss=found.loss, test_accuracy=found.accuracy)
         return True
 
     def hand_over(self, other: Handover) -> tuple[Batches, Batches | None]:
         """Continue with another trainer; return its training and test data."""
         self.trainer, batches, test = other
-        self._test = None if self._test is None else test
+        self.test = None if self.test is None else test
         return batches, test
 
     def save(self) -> None:
-        if self._checkpoints is None or self._saved == self.at:
+        if self.checkpoints is None or self._saved == self.at:
             return
         whole = [r for r in self.reports if r.epoch < self.at.epoch]
         races = race_rows(self.trainer.races)
-        self._checkpoints.save(
+        self.checkpoints.save(
             Checkpoint(
                 step=self.at.steps,
                 arrays=self.trainer.state.save(),
-                words=self._words,
+                words=self.words,
                 progress={
                     "position": asdict(self.at),
                     "epochs": [asdict(report) for report in whole],

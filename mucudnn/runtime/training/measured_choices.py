@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,9 +43,7 @@ from mucudnn.runtime.executor.program import ways_to_run
 from mucudnn.runtime.profiling.links import ColdBench, cold_bench
 from mucudnn.runtime.profiling.profiler import OnNode, profile
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.planned_steps import (
-    Plans,
-)
+from mucudnn.runtime.training.planned_steps import Plans
 from mucudnn.runtime.training.sizes import WorkingSet, size_profile
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -53,44 +51,30 @@ from mucudnn.runtime.tuning.tuner import Tuner
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Layouts:
     """Stores a network's images channels first, channels last, or mixed.
 
     `layout` is one of `LAYOUT_CHOICES`; the other arguments are for measuring `auto`.
     """
 
-    def __init__(
-        self,
-        layout: str,
-        tuner: Tuner,
-        budget: MemoryBudget | None,
-        progress: OnNode | None,
-    ) -> None:
-        self._layout = check_choice("layout", layout, LAYOUT_CHOICES)
-        self._tuner, self._budget, self._progress = tuner, budget, progress
+    layout: str
+    tuner: Tuner
+    budget: MemoryBudget | None
+    progress: OnNode | None
+
+    def __post_init__(self) -> None:
+        check_choice("layout", self.layout, LAYOUT_CHOICES)
 
     def __call__(self, graph: Graph, trains: bool) -> Graph:
         """Return a forward graph, which has its channels first, in the layout.
 
         Where `auto` cannot be measured within the budget, channels stay first.
         """
-        if self._layout != AUTO:
-            return with_layout(graph, self._layout)
-        trials = layout_trials(graph, self._possible(graph), trains=trains)
-        memory = None if self._budget is None else self._budget.nbytes
-        try:
-            times = profile(
-                self._tuner, trials.graph, memory=memory, progress=self._progress
-            )
-        except OutOfMemoryError as e:
-            logger.warning("layouts are not compared, channels come first: %s", e)
-            return with_layout(graph, AUTO, frozenset())
-        fastest = cheapest_layouts(graph, trials.costs(times.node_ms))
-        return with_layout(graph, AUTO, fastest)
-
-    def _possible(self, graph: Graph) -> frozenset[str]:
-        """Return nodes that can run channels last, gradients included."""
-        conv = self._tuner.backend.conv
+        if self.layout != AUTO:
+            return with_layout(graph, self.layout)
+        # Nodes that can run channels last, gradients included.
+        conv = self.tuner.backend.conv
         last = with_channels_last(graph, nodes := channels_last_nodes(graph))
         without = {
             node.name
@@ -99,7 +83,17 @@ class Layouts:
             for way in Direction
             if not conv.algorithms(node.attrs["problem"].with_direction(way))
         }
-        return nodes - without
+        trials = layout_trials(graph, nodes - without, trains=trains)
+        memory = None if self.budget is None else self.budget.nbytes
+        try:
+            times = profile(
+                self.tuner, trials.graph, memory=memory, progress=self.progress
+            )
+        except OutOfMemoryError as e:
+            logger.warning("layouts are not compared, channels come first: %s", e)
+            return with_layout(graph, AUTO, frozenset())
+        fastest = cheapest_layouts(graph, trials.costs(times.node_ms))
+        return with_layout(graph, AUTO, fastest)
 
 
 Times = tuple[float, float]
@@ -114,6 +108,7 @@ Times = tuple[float, float]
 # are cached with all measurements.
 
 
+@dataclass(frozen=True)
 class EpilogueRace:
     """Times convolutions with fused and with separate bias and ReLU, once each.
 
@@ -121,24 +116,15 @@ class EpilogueRace:
     added to `used`.
     """
 
-    def __init__(
-        self,
-        tuner: Tuner,
-        budget: MemoryBudget | None = None,
-        plans: Plans | None = None,
-        used: dict[str, Times] | None = None,
-    ) -> None:
-        self._tuner, self._budget, self._plans = tuner, budget, plans or {}
-        self._wins: dict[tuple[ConvProblem, str], bool] = {}
-        self._used = {} if used is None else used
+    tuner: Tuner
+    budget: MemoryBudget | None = None
+    plans: Plans | None = None
+    used: dict[str, Times] = field(default_factory=dict)
+    _wins: dict[tuple[ConvProblem, str], bool] = field(default_factory=dict)
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
-        """Return whether a fused kernel exists and is not slower.
-
-        If there is no fused kernel for the timed plan, there may be one for another
-        plan, so the answer is yes; without one, separate kernels run anyway.
-        """
-        epilogues = self._tuner.backend.epilogues
+        """Return whether a fused kernel exists and is not slower."""
+        epilogues = self.tuner.backend.epilogues
         if epilogues is None or not epilogues.offers(problem, bias):
             return False
         key = problem, bias
@@ -157,29 +143,30 @@ class EpilogueRace:
                         for step in plan.steps
                     ],
                 }
-                measure = partial(self.times, problem, bias)
-                used = self._used
-                times = raced_once(self._tuner, raced, used, used, measure)
+                measure, used = partial(self.times, problem, bias), self.used
+                times = raced_once(self.tuner, raced, used, used, measure)
+            # Without a fused kernel for the timed plan there may be one for another
+            # plan: say yes, as without one, separate kernels run anyway.
             self._wins[key] = times is None or times[0] <= times[1]
         return self._wins[key]
 
     def _plan(self, problem: ConvProblem) -> ConvPlan | None:
         try:
-            return self._plans.get(problem) or self._tuner.plan([problem])[0]
+            return (self.plans or {}).get(problem) or self.tuner.plan([problem])[0]
         except PlanningError:  # planning the graph reports it in more detail
             return None
 
     def times(self, problem: ConvProblem, bias: str) -> Times | None:
-        """Return the times in one call and in two, in ms.
+        """Return the times of one fused and of two separate calls, in ms.
 
         None where only one of them can be run or measured.
         """
         plan = self._plan(problem)
         if plan is None:
             return None
-        memory = None if self._budget is None else self._budget.nbytes
+        memory = None if self.budget is None else self.budget.nbytes
         needed, graph = _operands(plan, bias)
-        backend = self._tuner.backend
+        backend = self.tuner.backend
 
         def both(bench: ColdBench) -> tuple[float, ...]:
             return bench.calls_ms(
@@ -215,25 +202,20 @@ def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
 # profiling use its kernel.
 
 
+@dataclass(frozen=True)
 class LibraryRace:
     """Times our kernel and the library's of each node that has both, once.
 
     The times by which choices were made are added to `used`.
     """
 
-    def __init__(
-        self,
-        tuner: Tuner,
-        budget: MemoryBudget | None = None,
-        used: dict[str, Times] | None = None,
-    ) -> None:
-        self._tuner, self._backend = tuner, tuner.backend
-        self._memory = None if budget is None else budget.nbytes
-        self._used = {} if used is None else used
+    tuner: Tuner
+    budget: MemoryBudget | None = None
+    used: dict[str, Times] = field(default_factory=dict)
 
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with nodes marked where the library is faster."""
-        library = self._backend.library_kernels
+        library = self.tuner.backend.library_kernels
         if library is None:
             return graph
         nodes = tuple(
@@ -245,15 +227,13 @@ class LibraryRace:
         return replace(graph, nodes=nodes)
 
     def wins(self, graph: Graph, node: Node) -> bool:
-        """Return whether the library computes a node, and faster.
-
-        The library cannot overwrite its input, where our kernel may, and no other
-        kernel of ours recomputes its result bit for bit. So within a budget, nodes
-        planned with either stay ours.
-        """
-        library, traits = self._backend.library_kernels, node.traits
+        """Return whether the library computes a node, and faster."""
+        library, traits = self.tuner.backend.library_kernels, node.traits
+        # The library cannot overwrite its input, where our kernel may, and no other
+        # kernel of ours recomputes its result bit for bit: within a budget, such nodes
+        # stay ours.
         saving = bool(traits.overwrites) or traits.recompute_as is not None
-        if library is None or (saving and self._memory is not None):
+        if library is None or (saving and self.budget is not None):
             return False
         if not library.offers(graph, node):
             return False
@@ -268,7 +248,7 @@ class LibraryRace:
             "shared": [storages.index(storage) for storage in storages],
         }
         measure = partial(self.times, graph, node)
-        times = raced_once(self._tuner, raced, library.times_ms, self._used, measure)
+        times = raced_once(self.tuner, raced, library.times_ms, self.used, measure)
         return times is not None and times[1] < times[0]
 
     def times(self, graph: Graph, node: Node) -> Times | None:
@@ -276,9 +256,10 @@ class LibraryRace:
 
         None without room, and where the library refuses the node meanwhile.
         """
-        backend, library = self._backend, self._backend.library_kernels
+        backend, library = self.tuner.backend, self.tuner.backend.library_kernels
         if library is None:
             return None
+        memory = None if self.budget is None else self.budget.nbytes
         scratch = backend.kernels[node.op].workspace(*operands_of(graph, node))
         size = WorkingSet.of_node(graph, node, scratch).pool_bytes
         theirs = with_library(graph.tensors, node, library.name)
@@ -288,7 +269,7 @@ class LibraryRace:
             return ours_ms, bench.node_ms(graph, theirs, scratch)
 
         otherwise = f"{node.name} is not timed by {library.name}"
-        times = timed_within(backend, size, self._memory, otherwise, both)
+        times = timed_within(backend, size, memory, otherwise, both)
         if times is None or not library.offers(graph, node):
             return None
         logger.info(
@@ -307,7 +288,6 @@ class LibraryRace:
 
 _RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 
-
 T = TypeVar("T")
 
 
@@ -320,13 +300,10 @@ def raced_once(
 ) -> Times | None:
     """Return the times of two implementations, measured once by any process.
 
-    Args:
-        tuner: Its cache stores the times, by device and `raced`.
-        raced: Everything that determines the times; JSON values, others by their text.
-        known: Times measured by this process, in addition to the cache; new ones are
-            added.
-        used: Times by which a trainer's choices were made; new ones are added.
-        measure: Times both; None if that is impossible, which is not cached.
+    The tuner's cache stores them, by device and `raced`: everything that determines the
+    times, as JSON values. Times are added to `known`, those of this process, and to
+    `used`, by which a trainer chooses. `measure` returns None where timing is
+    impossible, which is not cached.
     """
     key = json.dumps(dict(raced), sort_keys=True, default=str)
     cache, fingerprint = tuner.cache, tuner.backend.device.fingerprint
@@ -365,6 +342,7 @@ def timed_within(
 # Split a step into slices of the batch or strips: as configured, or by measurement.
 
 
+@dataclass(slots=True)
 class SplitChooser:
     """Splits a training graph, and records the decision.
 
@@ -381,26 +359,22 @@ class SplitChooser:
         segments: The nodes that run in parts.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        tuner: Tuner,
-        budget: MemoryBudget | None,
-        *,
-        order: str | Order,
-        progress: OnNode | None,
-    ) -> None:
-        check_split(split)
-        self.decision: SplitDecision | None = None
-        self.profile: Profile | None = None
-        self.plan: StepPlan | None = None
-        self.segments: tuple[Segment, ...] = ()
-        self._split, self._tuner, self._budget = split, tuner, budget
-        self._order, self._progress = order, progress
+    split: Split
+    tuner: Tuner
+    budget: MemoryBudget | None
+    order: str | Order
+    progress: OnNode | None
+    decision: SplitDecision | None = None
+    profile: Profile | None = None
+    plan: StepPlan | None = None
+    segments: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
 
     def __call__(self, graph: Graph, complete: Complete) -> Graph:
         """Return the graph in parts, or unchanged."""
-        cutting, budget = cutting_of(graph, self._split), self._budget
+        cutting, budget = cutting_of(graph, self.split), self.budget
         if cutting is None:
             if budget is None:
                 return graph
@@ -408,25 +382,21 @@ class SplitChooser:
             unmeasured: list[OutOfMemoryError | PlanningError] = []
 
             def costs(step: Graph) -> Profile | None:
+                tuner, progress = self.tuner, self.progress
                 try:
-                    return profile(
-                        self._tuner,
-                        step,
-                        memory=budget.nbytes,
-                        progress=self._progress,
-                    )
+                    return profile(tuner, step, memory=budget.nbytes, progress=progress)
                 except (OutOfMemoryError, PlanningError) as e:
                     unmeasured.append(e)
                     return None
 
             step = SplitStep(
                 graph,
-                lambda graph: ordered(self._order, complete(graph)),
+                lambda graph: ordered(self.order, complete(graph)),
                 costs,
                 partial(_request_within, budget),
             )
             try:
-                self.decision = plan_splitting(step, self._split)
+                self.decision = plan_splitting(step, self.split)
             except PlanningError as e:
                 if e.least_bytes is not None or not unmeasured:
                     raise
@@ -442,6 +412,7 @@ class SplitChooser:
 
 
 def _request_within(budget: MemoryBudget, graph: Graph, costs: Profile) -> StepRequest:
+    # Convolution plans are fixed per node only after the step was split.
     dynamic = budget.convolutions == "fixed"
     return StepRequest(
         graph,

@@ -64,7 +64,14 @@ class StateStore(Mapping[str, Array]):
         initializers: dict[str, Initializer | CopyOf] = {}
         self._copies: dict[str, str] = {}
         for graph in graphs:
-            self._declare(graph)
+            for spec in graph.with_role(*PERSISTENT):
+                known = self._specs.setdefault(spec.name, spec)
+                if known != spec:
+                    raise ValueError(
+                        f"{spec.name} is {known.role.value} {known.dtype} "
+                        f"{known.shape} in one graph, {spec.role.value} {spec.dtype} "
+                        f"{spec.shape} in another"
+                    )
             initializers |= graph.initializers
             self._copies |= copies_of_parameters(graph)
         self._hosted = frozenset(hosted).intersection(self._specs)
@@ -96,15 +103,6 @@ class StateStore(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._arrays)
 
-    def _declare(self, graph: Graph) -> None:
-        for spec in graph.with_role(*PERSISTENT):
-            known = self._specs.setdefault(spec.name, spec)
-            if known != spec:
-                raise ValueError(
-                    f"{spec.name} is {known.role.value} {known.dtype} {known.shape} in "
-                    f"one graph, {spec.role.value} {spec.dtype} {spec.shape} in another"
-                )
-
     def _on_host(self, tiers: Tiers | None) -> dict[str, Buffer]:
         specs = [spec for spec in self._specs.values() if spec.name in self._hosted]
         if not specs:
@@ -121,8 +119,9 @@ class StateStore(Mapping[str, Array]):
         else:
             self._device.upload(value, self._arrays[name])
         if (copy := self._copies.get(name)) is not None:
-            turned = self._specs[copy].layout != self._specs[name].layout
-            value = np.moveaxis(value, 1, -1) if turned else value
+            # The low-precision copy may be stored channels last.
+            transposed = self._specs[copy].layout != self._specs[name].layout
+            value = np.moveaxis(value, 1, -1) if transposed else value
             self._write(copy, value.astype(self._arrays[copy].dtype, order="C"))
 
     def _without_copies(self) -> list[str]:
@@ -142,7 +141,7 @@ class StateStore(Mapping[str, Array]):
     def load(
         self, values: Mapping[str, Any], names: Iterable[str] | None = None
     ) -> None:
-        """Overwrite tensors by those of the same names; by default all."""
+        """Overwrite tensors by values of the same names; by default all."""
         wanted = self._without_copies() if names is None else list(names)
         known = frozenset(wanted)
         missing = [name for name in wanted if name not in values]
@@ -197,6 +196,7 @@ def _layout(specs: Any) -> tuple[dict[str, int], int]:
 
 
 def _initial_value(spec: TensorSpec, how: Initializer, seed: int) -> Any:
+    # A stream of its own for each tensor: another layer does not change the others.
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match how:
         case Constant(value):

@@ -40,13 +40,12 @@ from mucudnn.runtime.tuning.tuner import Tuner
 _ROUNDS = 4
 """Maximum number of planning rounds, each with the previous plans measured."""
 
-
 _HARDLY_SLOWER = 1.1
 """Slowdown by refined times up to which residencies are kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedStep:
+class _BoundedStep:
     """A graph to place within a budget.
 
     Attributes:
@@ -74,12 +73,31 @@ class BoundedStep:
         chunks = None
         if self.placement != STATIC:
             chunks = mapping_costs(self.tuner.backend, self._nbytes)
-        costs = self._costs(progress)
+        # A profile that the budget brings along counts if it is of this graph.
+        costs, known = self.budget.measured, self.budget.plan
+        if costs is None or costs.node_ms.keys() != {n.name for n in self.graph.nodes}:
+            costs, known = self._measured(progress), None
         if chunks is not None:
             costs = replace(costs, mapping_costs=chunks)
         request = self._request(costs)
         try:
-            return self._refined(request)
+            placed = self._place(request, known)
+            # Place the step again with the chosen plans measured.
+            times: dict[ConvPlan, float] = {}
+            for _ in range(0 if self.plans is not None else _ROUNDS - 1):
+                chosen = placed.plans.values()
+                if all(plan in times for plan in chosen):
+                    break
+                better = refine(
+                    self.tuner, request.profile, chosen, times, memory=self._nbytes
+                )
+                request = replace(request, profile=better)
+                most_ms = _HARDLY_SLOWER * placed.plan.prediction.step_ms
+                try:
+                    placed = self._place(request, placed.plan, most_ms)
+                except PlanningError:  # keep the last plan that fits
+                    break
+            return self._with_input_buffers(request, placed)
         except PlanningError as e:
             advised = self._advised(e)
             if advised is e:
@@ -94,6 +112,7 @@ class BoundedStep:
         if self.hosted is None or self.placement == STATIC or mapper is None:
             return nbytes
         specs = self.graph.with_role(*PERSISTENT)
+        # Graphs share the mapped chunks, so only a whole number of them is of use.
         stays = sum(rounded(s.nbytes) for s in specs if s.name not in self.hosted)
         return nbytes - max(0, nbytes - stays) % mapper.chunk_bytes
 
@@ -113,11 +132,8 @@ class BoundedStep:
             placement=STATIC if profile.mapping_costs is None else self.placement,
         )
 
-    def _costs(self, progress: OnNode | None) -> Profile:
-        """Return the given profile if it is of this graph, or measure one."""
-        given = self.budget.measured
-        if given is not None and self._is_of(given):
-            return given
+    def _measured(self, progress: OnNode | None) -> Profile:
+        """Measure the graph; an error names the bytes that suffice for all of it."""
         final = in_place(self.graph)
         try:
             return profile(self.tuner, final, memory=self._nbytes, progress=progress)
@@ -128,32 +144,10 @@ class BoundedStep:
             words = exact_bytes(least + self.beside)
             raise type(e)(f"{e}; for all of the step {words} will do") from e
 
-    def _refined(self, request: StepRequest) -> PlacedStep:
-        """Place the step, then again with the chosen plans measured."""
-        placed = self._place_first(request)
-        times: dict[ConvPlan, float] = {}
-        for _ in range(0 if self.plans is not None else _ROUNDS - 1):
-            chosen = placed.plans.values()
-            if all(plan in times for plan in chosen):
-                break
-            better = refine(
-                self.tuner, request.profile, chosen, times, memory=self._nbytes
-            )
-            request = replace(request, profile=better)
-            try:
-                placed = self._place_refined(request, placed)
-            except PlanningError:  # keep the last plan that fits
-                break
-        return self._with_input_buffers(request, placed)
-
     def _with_input_buffers(
         self, request: StepRequest, placed: PlacedStep
     ) -> PlacedStep:
-        """Shrink the step to make room for input buffers, if that is faster.
-
-        Without such buffers, a step begins by fetching its inputs. Inputs and fetched
-        tensors share a link in either case.
-        """
+        """Shrink the step to make room for input buffers, if that is faster."""
         arriving = sum(spec.nbytes for spec in self.graph.with_role(Role.INPUT))
         left = request.budget - arriving
         asked = self.tuner.backend.step_io is not None and self.hosted is None
@@ -162,43 +156,37 @@ class BoundedStep:
         less = request.within(left)
         with suppress(PlanningError):
             other = place_step(less, _with_known_residency(less, placed.plan))
+            # Without buffers, a step begins by fetching its inputs; with them, inputs
+            # and fetched tensors share a link.
             rate, found = request.profile.in_bytes_per_ms, other.plan.prediction
             ms = max(found.step_ms, (found.in_bytes + arriving) / rate)
             if ms <= placed.plan.prediction.step_ms + arriving / rate:
                 return other
         return placed
 
-    def _place_refined(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
-        """Place the step with refined times; search anew if it became slower."""
-        known = placed.plan
-        if request.policy == PLANNED and not self.tiers:
+    def _place(
+        self,
+        request: StepRequest,
+        known: StepPlan | None = None,
+        most_ms: float | None = None,
+    ) -> PlacedStep:
+        """Place a step with a known plan's residencies, or with new ones.
+
+        The known ones are kept up to `most_ms`; beyond, the search starts from them.
+        """
+        if self.tiers:
+            return place_tiered_step(request, self.tiers, self.state)
+        if known is not None and request.policy == PLANNED:
             with suppress(PlanningError):
                 plan = _with_known_residency(request, known)
-                if plan.prediction.step_ms <= _HARDLY_SLOWER * known.prediction.step_ms:
+                if most_ms is None or plan.prediction.step_ms <= most_ms:
                     return place_step(request, plan)
-            request = replace(request, seed=known.residency)
-        return self._place(request)
-
-    def _place_first(self, request: StepRequest) -> PlacedStep:
-        """Place the step by the plan that the budget brings along, or by a new one."""
-        found, measured = self.budget.found, self.budget.measured
-        if found is None or measured is None or not self._is_of(measured):
-            return self._place(request)
-        if request.policy == PLANNED and not self.tiers:
-            with suppress(PlanningError):
-                return place_step(request, _with_known_residency(request, found))
-        return self._place(request)
-
-    def _is_of(self, profile: Profile) -> bool:
-        return {node.name for node in self.graph.nodes} == profile.node_ms.keys()
-
-    def _place(self, request: StepRequest) -> PlacedStep:
-        if not self.tiers:
-            return place_step(request)
-        return place_tiered_step(request, self.tiers, self.state)
+            if most_ms is not None:
+                request = replace(request, seed=known.residency)
+        return place_step(request)
 
     def _advised(self, error: PlanningError) -> PlanningError:
-        """Return the error with bytes that suffice for measuring and others, too."""
+        """Return the error with bytes that suffice to measure, and for other state."""
         least = measuring_bytes(self.tuner.backend, in_place(self.graph))
         if self.budget.convolutions == "fastest":  # more memory may change the fastest
             least = max(least, self._least_by_sizes())
@@ -218,6 +206,7 @@ class BoundedStep:
 
     def _least_by_sizes(self) -> int:
         """Return an upper bound of the required bytes, by sizes alone."""
+        # A budget of 0 is always refused, and the refusal names the least one.
         sizes = size_profile(self.tuner, in_place(self.graph))
         try:
             place_step(self._request(sizes).within(0))
@@ -236,8 +225,6 @@ Plans = Mapping[ConvProblem, ConvPlan]
 """Problem -> its plan."""
 
 
-# From graphs to placed steps: costs, planning request, arena offsets.
-#
 # With a budget, graphs are measured. Without one, everything stays on the device and
 # only sizes matter: the same path with a profile of sizes and unlimited memory.
 #
@@ -270,32 +257,10 @@ def place_steps(
     """
     if budget is None:
         known = plan_convolutions(tuner, tuple(graphs), plans)
-        found = [
-            resident_step(tuner, graph, order, known, placement) for graph in graphs
-        ]
-    else:
-        found = _within_budget(
-            tuner, graphs, budget, first, order, plans, progress, placement
+        return _with_kernels(
+            tuner,
+            [resident_step(tuner, graph, order, known, placement) for graph in graphs],
         )
-    for plan in dict.fromkeys(p for placed in found for p in placed.plans.values()):
-        restore_plans(tuner.backend, tuner.cache, plan)
-    return found
-
-
-def _within_budget(
-    tuner: Tuner,
-    graphs: Sequence[Graph],
-    budget: MemoryBudget,
-    first: int,
-    order: str | Order,
-    plans: Plans | None,
-    progress: OnNode | None,
-    placement: str,
-) -> list[PlacedStep]:
-    """Place graphs within a budget, the deciding one first.
-
-    If that one is mapped in chunks, the others share its chunks; if not, none is.
-    """
     # Persistent state is allocated once for all graphs.
     sizes = {
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
@@ -316,24 +281,35 @@ def _within_budget(
             fixed = plans_by_node(final, plan_convolutions(tuner, (final,), plans))
         mine = budget
         if graph is not graphs[first]:
-            mine = replace(budget, measured=None, found=None)
-        return BoundedStep(
+            mine = replace(budget, measured=None, plan=None)
+        return _BoundedStep(
             *(tuner, final, mine, beside, hosted, fixed, placement),
             tiers=tiers,
             state=state,
         ).placed(progress)
 
-    # The first graph decides what is host-resident; the others follow.
+    # The first graph decides what is host-resident, and whether tensors are mapped in
+    # chunks; the others follow, as they share the state and the chunks.
     decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
     placement = STATIC if decided.layout.pages is None else VIRTUAL
     offloaded, state = decided.plan.prediction.placement, None
     if offloaded is not None:
         state = place_state(decided.schedule, offloaded.tiers)
-    return [
-        decided if i == first else within(graph, hosted, placement, state)
-        for i, graph in enumerate(graphs)
-    ]
+    return _with_kernels(
+        tuner,
+        [
+            decided if i == first else within(graph, hosted, placement, state)
+            for i, graph in enumerate(graphs)
+        ],
+    )
+
+
+def _with_kernels(tuner: Tuner, steps: list[PlacedStep]) -> list[PlacedStep]:
+    """Return placed steps with their execution plans loaded, before a step runs."""
+    for plan in dict.fromkeys(p for placed in steps for p in placed.plans.values()):
+        restore_plans(tuner.backend, tuner.cache, plan)
+    return steps
 
 
 def resident_step(
@@ -362,6 +338,7 @@ def resident_step(
             )
         )
 
+    # One launch updates all parameters, but keeps all gradients alive until then.
     found, last = placed(graph), updates_last(graph)
     ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
     kernels = (tuner.backend.kernels.get(op) for op in ops)
@@ -375,11 +352,7 @@ def resident_step(
 def plan_convolutions(
     tuner: Tuner, graphs: tuple[Graph, ...], plans: Plans | None = None
 ) -> Plans:
-    """Plan every distinct convolution of some graphs.
-
-    Graphs are planned together, as they may share a total workspace. Existing plans are
-    kept where they are within the tuner's limit.
-    """
+    """Plan every distinct convolution of some graphs."""
     problems = dict.fromkeys(
         node.attrs["problem"]
         for graph in graphs
@@ -394,6 +367,7 @@ def plan_convolutions(
         for problem, plan in (plans or {}).items()
         if problem in problems and plan.workspace <= limit
     }
+    # Plan all of them together, as they may share a total workspace.
     missing = [problem for problem in problems if problem not in known]
     made = dict(zip(missing, tuner.plan(missing), strict=True)) if missing else {}
     return MappingProxyType(known | made)

@@ -52,7 +52,7 @@ PER_RANK, SYNCHRONISED = "per_rank", "synchronised"
 
 
 class Ranks:
-    """The ranks of a training, seen from one of them; without others, a no-op.
+    """The ranks of a training, seen from one rank; a no-op for a single process.
 
     Args:
         together: Collective operations of the ranks; None if there is one process.
@@ -95,13 +95,11 @@ class Ranks:
             check_alike(self._together, settings)
 
     def plan_until_cached(self, tuner: Tuner, plan: Callable[[], T]) -> T:
-        """Plan a step by measurements in the ranks' caches, not by own new ones.
-
-        Ranks that share a cache measure the same kernels at once, and the cache keeps
-        the rows of the last one. A later training plans by those rows. To have the same
-        plan and the same bits here, all ranks plan again until none of them has
-        measured.
-        """
+        """Plan a step by measurements in the ranks' caches, until no rank measures."""
+        # Ranks that share a cache measure the same kernels at once, and the cache keeps
+        # the rows of the last one. A later training plans by those rows. To have the
+        # same plan and the same bits here, all ranks plan again until none of them has
+        # measured.
         while True:
             cache = tuner.cache
             before = cache.writes
@@ -129,18 +127,14 @@ class Ranks:
                 raise
             raise min(e, refused, key=_sufficient_bytes) from None
 
-    def part(
-        self, split: Callable[[Graph, Complete], Graph]
-    ) -> Callable[[Graph, Complete], Graph]:
-        """Return a function that splits a training graph of this rank's rows.
-
-        Splitting decomposes normalizations that it cuts. All others are decomposed
-        afterwards, so that planners see them whole.
-        """
+    def part(self, split: Split) -> Split:
+        """Return a function that splits a training graph of this rank's rows."""
         if self._together is None:
             return split
 
         def cut(graph: Graph, complete: Complete) -> Graph:
+            # Splitting decomposes the normalizations that it cuts; decompose all others
+            # afterwards, so that planners see them whole.
             found = split(draw_rows(graph, self._rows), complete)
             return decompose(found) if self._synchronised else found
 
@@ -195,13 +189,11 @@ class Ranks:
         )
 
     def begin(self, state: Callable[[], StateStore], step: int, rate: float) -> None:
-        """Begin a step: reset the waiting time.
-
-        Before the first step, the ranks compare step number, learning rate and weights,
-        which may come from different seeds, files or checkpoints.
-        """
+        """Begin a step: reset the waiting time."""
         if self._together is None:
             return
+        # Before the first step, compare step number, learning rate and weights, which
+        # may come from different seeds, files or checkpoints.
         if not self._begun:
             store = state()
             weights = digest_of(store.save([name])[name] for name in self._weights)
@@ -232,12 +224,9 @@ def _sufficient_bytes(error: PlanningError | OutOfMemoryError) -> float:
 
 
 def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:
-    """Describe a network: its nodes, its weights, and their initial values.
-
-    Batch sizes may differ between ranks, so numbers equal to a rank's batch size are
-    masked.
-    """
+    """Describe a network: its nodes, its weights, and their initial values."""
     own = re.compile(rf"\b({'|'.join(map(str, {*batches, sum(batches)}))})\b")
+    # Batch sizes may differ between ranks: mask numbers that equal one of them.
     found: dict[str, object] = {"outputs": graph.outputs}
     for node in graph.nodes:
         attrs = {name: text_of(value) for name, value in node.attrs.items()}

@@ -13,7 +13,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.errors import PlanningError
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
-from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import ALIGNMENT, rounded
@@ -61,11 +61,6 @@ class WorkingSet:
     def pool_bytes(self) -> int:
         """Bytes of a pool that holds all tensors."""
         return sum(rounded(spec.nbytes, ALIGNMENT) for spec in self.tensors)
-
-    def within_a_step(self) -> "WorkingSet":
-        """Return the working set without persistent tensors."""
-        kept = tuple(spec for spec in self.operands if spec.role not in PERSISTENT)
-        return WorkingSet(kept, self.workspace)
 
     def __str__(self) -> str:
         return largest_first({spec.name: spec.nbytes for spec in self.tensors})
@@ -144,6 +139,7 @@ def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
     front = pareto_plans(PerfTable(problem, tuple(rows)), _NO_LIMIT)
     if not front:
         raise PlanningError(f"no algorithm is usable for {problem}")
+    # The row with the most workspace might turn out to be the fastest: assume so.
     most = max(rows, key=lambda row: row.workspace)
     if most.workspace <= front[0].workspace:
         return front[:1]

@@ -33,10 +33,6 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import step_io_of
 from mucudnn.runtime.training.parameters import StateStore
 
-# Evaluate and run a network on any number of images.
-#
-# Inputs of evaluation and training are validated here before anything runs.
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -94,9 +90,7 @@ class Evaluator:
         check_batches("batches", batches)
         loss, correct, labels = 0.0, 0, 0
         for images, wanted in map(image_and_label, batches.epoch(0)):
-            found = self._evaluate_batch(
-                as_images(images), as_labels(wanted, self._classes)
-            )
+            found = self._evaluate(as_images(images), as_labels(wanted, self._classes))
             loss += found.loss * found.labels
             correct += found.correct
             labels += found.labels
@@ -125,7 +119,7 @@ class Evaluator:
             found[begin : begin + len(rows)] = results[self._answers][: len(rows)]
         return found
 
-    def _evaluate_batch(self, images: Any, labels: Any) -> Evaluation:
+    def _evaluate(self, images: Any, labels: Any) -> Evaluation:
         size, full = len(images), self._batch
         rest = self._graph.tensors[LABEL].shape[1:]
         if list(images.shape[1:]) != self._image or labels.shape != (size, *rest):
@@ -135,6 +129,8 @@ class Evaluator:
             )
         if size >= full:
             return self._figures(images, labels)
+        # Loss and accuracy of a batch of copies alone are subtracted from those of the
+        # padded batch.
         filled, first = self._padded_indices(size), np.zeros(full, int)
         padded = self._figures(images[filled], labels[filled])
         alone = self._figures(images[first], labels[first])
@@ -224,9 +220,6 @@ def _array(name: str, values: Any) -> Any:
         raise TypeError(f"{name} must be an array or even lists of numbers: {e}") from e
 
 
-# Run the graphs of a trainer in turn in one arena.
-
-
 _PART = 40
 """Bits of the step number; parts but the last count above, for different masks."""
 
@@ -281,6 +274,7 @@ class SharedArena:
                 "hand over the weights by save_weights and load_weights"
             )
         executor = self._executors[index]
+        # Another graph overwrites the arena: bring the state in it to the host first.
         if self._current is not executor:
             self.park()
         self._current = executor
@@ -365,6 +359,7 @@ class Stepper:
         for part in range(self._parts):
             last = part == self._parts - 1
             rows = slice(part * size, (part + 1) * size)
+            # Parts draw different masks: all but the last count steps far above.
             feeds = {
                 IMAGE: cast(self._graph, IMAGE, images[rows]),
                 LABEL: cast(self._graph, LABEL, labels[rows]),
@@ -372,19 +367,6 @@ class Stepper:
                 STEP: np.array(number + (0 if last else part + 1 << _PART)),
             }
             yield (self._last if last else 0), feeds
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Allocated memory of a trainer.
-
-    Attributes:
-        nbytes: Bytes of both and of input buffers.
-    """
-
-    state: StateStore
-    arena: SharedArena
-    nbytes: int
 
 
 def allocate_step_memory(
@@ -395,8 +377,8 @@ def allocate_step_memory(
     seed: int,
     replay: bool,
     around: HookFactory | None,
-) -> StepMemory:
-    """Allocate the memory that placed steps need.
+) -> tuple[StateStore, SharedArena, int]:
+    """Return state, arena, and the bytes of both and of input buffers.
 
     The last training step decides about offloading. `seed` is that of the weights.
     """
@@ -407,26 +389,21 @@ def allocate_step_memory(
         backend.device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
     )
     held = shared_bytes([p.layout for p in placed]) + state.nbytes
-    step_io, staged = step_io_of(backend, budget, held, graphs.input_bytes)
+    inputs = sum(s.nbytes for g in graphs.steps for s in g.with_role(Role.INPUT))
+    step_io, staged = step_io_of(backend, budget, held, inputs)
     arena = SharedArena(backend, placed, state, tiers, replay, around, step_io)
-    return StepMemory(state, arena, held + staged)
-
-
-# The result of a step, read on demand, as a device may still be computing it.
+    return state, arena, held + staged
 
 
 class StepResult:
     """Loss and correct answers of one step, computed before the weights changed.
 
-    Reading either waits for the step to finish; a caller that does not read them can
-    launch the next step meanwhile.
+    Reading either waits for the step to finish; meanwhile the next can be launched.
 
     Attributes:
         labels: Number of labels: one per image, or one per pixel.
         images: Number of images.
         learning_rate: Learning rate of the step.
-
-    `found` waits for loss and correct answers; `ready` returns whether that is needed.
     """
 
     __slots__ = ("_found", "_ready", "images", "labels", "learning_rate")
@@ -474,11 +451,9 @@ class StepResult:
         return known_result, self._values()
 
     def __repr__(self) -> str:
-        return (
-            f"StepResult(loss={self.loss!r}, correct={self.correct!r}, "
-            f"labels={self.labels!r}, images={self.images!r}, "
-            f"learning_rate={self.learning_rate!r})"
-        )
+        names = ("loss", "correct", "labels", "images", "learning_rate")
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"StepResult({shown})"
 
 
 def known_result(
@@ -496,7 +471,6 @@ def known_result(
 
 _REMEMBERED = 101
 
-
 T = TypeVar("T")
 
 
@@ -507,11 +481,11 @@ def warm_median_ms(times_ms: Iterable[float]) -> float:
 
 
 class StepTimes:
-    """Times steps, and keeps the most recent ones."""
+    """Times steps, and keeps the 101 most recent ones."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._marks: deque[tuple[Event, Event]] = deque(maxlen=_REMEMBERED)
+        self._marks: deque[tuple[Event, Event]] = deque(maxlen=101)
 
     @property
     def median_ms(self) -> float:

@@ -165,6 +165,7 @@ class Trainer:
         settings = {
             name: v for name, v in locals().items() if name not in _PER_RANK_ARGUMENTS
         }
+        # A tuner that is made here is closed when planning is done; a given one is not.
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
@@ -181,6 +182,7 @@ class Trainer:
         for graph in (training,) if evaluation is None else (training, evaluation):
             check_network(graph)
         if together is not None:
+            # An update that ran early would use gradients that are not summed yet.
             check_together(tuner)
             update_when = "late"
         optimizer = optimizer_of(optimizer)
@@ -220,7 +222,7 @@ class Trainer:
             self.budget = budget
             if budget is not None and chooser.profile is not None:
                 self.budget = replace(
-                    budget, measured=chooser.profile, found=chooser.plan
+                    budget, measured=chooser.profile, plan=chooser.plan
                 )
             self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
             return graphs, place_steps(
@@ -249,9 +251,9 @@ class Trainer:
         self.graph = graphs.steps[-1]
         self.placed = None if budget is None else placed[len(graphs.steps) - 1]
         how = seed, replay, self._ranks.around
-        memory = allocate_step_memory(self.backend, graphs, placed, budget, *how)
-        self._state, self._arena = memory.state, memory.arena
-        self.peak_bytes = memory.nbytes
+        self._state, self._arena, self.peak_bytes = allocate_step_memory(
+            self.backend, graphs, placed, budget, *how
+        )
         self._weights = graphs.weights
         self._stepper = Stepper(graphs, self._arena)
         tested, take = graphs.evaluation, partial(self._arena.take, -1)

@@ -33,9 +33,6 @@ from mucudnn.runtime.store.measurements import BenchmarkCache
 
 logger = logging.getLogger(__name__)
 
-_ADDING = "+="
-"""Suffix of the name of a plan that accumulates into its output."""
-
 _Operands = tuple[Array, Array, Array]
 
 _EPSILON = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
@@ -143,7 +140,7 @@ class BoundPlan:
         """
         device = self._device
         if out is None and not accumulate:
-            out = self._new_output()
+            out = device.view(device.allocate(self._nbytes), 0, self._out)
             a, b = device.dense(a), device.dense(b)
         else:
             check_out(device, self._out, out, accumulate)
@@ -175,11 +172,9 @@ class BoundPlan:
         return out
 
     def _fall_back(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
-        """Switch to the largest smaller plan whose workspace can be allocated.
-
-        Returns the runner and its workspace together, as another thread may fall back
-        further in the meantime.
-        """
+        """Switch to the largest smaller plan whose workspace can be allocated."""
+        # Return the runner with its workspace: another thread may fall back further
+        # meanwhile.
         while True:
             plan = runner.plan
             others = [p for p in self._smaller(plan) if p.workspace < plan.workspace]
@@ -203,8 +198,7 @@ class BoundPlan:
         self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
     ) -> None:
         """Compute the remaining samples, undivided and with the least workspace."""
-        whole = self.plan.problem
-        done = failure.done
+        whole, done = self.plan.problem, failure.done
         problem = whole.with_batch(whole.batch - done)
         window = slice(done, whole.batch)
         if whole.direction is Direction.BACKWARD_FILTER:
@@ -237,9 +231,6 @@ class BoundPlan:
                 return algo
         return None
 
-    def _new_output(self) -> Array:
-        return self._device.view(self._device.allocate(self._nbytes), 0, self._out)
-
     def _verifier(
         self, plan: ConvPlan, a: Array, b: Array, added_to: Array
     ) -> Callable[[Array], None]:
@@ -266,7 +257,7 @@ class BoundPlan:
 
         with np.errstate(all="ignore"):
             scale = largest(a) * largest(b).max() * math.sqrt(terms)
-        expected = self._new_output()
+        expected = device.view(device.allocate(self._nbytes), 0, self._out)
         if added_to is not None:
             scale = np.maximum(scale, largest(added_to))
             expected = device.dense(added_to, copy=True)
@@ -332,6 +323,7 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
     texts, fingerprint = backend.plan_serializer, backend.device.fingerprint
     if texts is None:
         return
+    # Parts of a filter gradient but the first add, which may be another kernel.
     adds_up = plan.problem.direction is Direction.BACKWARD_FILTER
     kernels = dict.fromkeys(
         (step.batch, step.algo, adds_up and window.start > 0)
@@ -339,7 +331,7 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
     )
     for batch, algo, add in kernels:
         problem = plan.problem.with_batch(batch)
-        name = f"{algo}{_ADDING}" if add else algo
+        name = f"{algo}+=" if add else algo
         known = cache.get_plan_text(fingerprint, problem, name)
         if known is not None:
             try:

@@ -118,15 +118,15 @@ class ChildTimer:
         """Return the row of one algorithm; the end of the child is a failed row."""
         nbytes, rule = request.workspaces[algo], request.limits.rule
         single = replace(request, workspaces={algo: nbytes}, best_ms=best_ms)
-        ordinary_s = (rule.budget_ms + 2 * request.expected(algo)) / 1e3
+        ordinary_s = (rule.budget_ms + 2 * request.expected_ms.get(algo, 0.0)) / 1e3
         with self._lock.value:
             try:
                 child = self._begin({"measure": single.to_message()})
                 answer = child.hear(self._hang_s + ordinary_s)
             except ChildEndedError as e:
-                said = self._child[0].said
+                stderr = self._child[0].stderr_tail
                 self.close()
-                logger.warning("%s: the process %s: %s", algo, e, said)
+                logger.warning("%s: the process %s: %s", algo, e, stderr)
                 error = f"the measuring process {e} while running it"
                 return row_of(self.backend, request.micro_batch, algo, nbytes, error)
             except BaseException:  # Ctrl-C, too: messages would be out of step
@@ -169,16 +169,18 @@ class ChildTimer:
                 child.say(message)
                 child.hear(_START_S)
             except ChildEndedError as e:
-                said = self._child[0].said
+                stderr = self._child[0].stderr_tail
                 self.close()
                 attempt += 1
                 if attempt == _FALSE_STARTS:
                     raise BackendUnavailableError(
                         f"backend {name!r} cannot measure in a process of its own, "
                         f"which {e} {attempt} times in a row before it began; it said: "
-                        f"{said or 'nothing'}; {_REMEDY}"
+                        f"{stderr or 'nothing'}; {_REMEDY}"
                     ) from e
-                logger.warning("the measuring process %s before it began: %s", e, said)
+                logger.warning(
+                    "the measuring process %s before it began: %s", e, stderr
+                )
             else:
                 return child
 
@@ -196,6 +198,7 @@ class Child:
     """A running child process, started with `arguments`."""
 
     def __init__(self, *arguments: str) -> None:
+        # `-P`: the current folder must not shadow modules that the child imports.
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         command = [sys.executable or "", "-P", "-c", _START, path, *arguments]
         pipe = subprocess.PIPE
@@ -224,7 +227,7 @@ class Child:
 
     @property
     def usable(self) -> bool:
-        """True if the child runs and was started by this process, not by its parent."""
+        """True if the child runs and was started by this process, not before a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
@@ -233,7 +236,7 @@ class Child:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """The last lines that the child wrote to stderr."""
         lines = self._tail.decode(errors="replace").split("\n")
         return "\n".join([line for line in lines if line.strip()][-_TAIL_LINES:])
@@ -262,11 +265,9 @@ class Child:
         return message
 
     def end(self) -> None:
-        """Kill the child if it still runs, and release its pipes and threads.
-
-        A fork of the parent only closes its own pipe ends: the child is not its to
-        kill, and it does not have the threads.
-        """
+        """Kill the child if it still runs, and release its pipes and threads."""
+        # A fork of the parent only closes its own ends of the pipes: the child is not
+        # its to kill, and it does not have the threads.
         if self._owner == os.getpid():
             self._process.kill()
             try:

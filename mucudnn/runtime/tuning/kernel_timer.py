@@ -83,15 +83,8 @@ class SizeRequest:
         """The convolution at the size to time."""
         return self.problem.with_batch(self.batch)
 
-    def expected(self, algo: str) -> float:
-        """Return the estimated milliseconds of one run; 0 if unknown."""
-        return self.expected_ms.get(algo, 0.0)
-
     def to_message(self) -> Message:
-        """Encode as plain values for another process, maybe of another machine.
-
-        The deadline is in seconds since 1970, as other clocks differ.
-        """
+        """Encode as plain values for another process, maybe of another machine."""
         return {
             "problem": problem_to_dict(self.problem),
             "batch": self.batch,
@@ -100,6 +93,7 @@ class SizeRequest:
             "expected_ms": dict(self.expected_ms),
             "rule": dataclasses.asdict(self.limits.rule),
             "memory_limit": self.limits.memory_limit,
+            # Seconds since 1970: other clocks differ between processes.
             "until": time.time() + self.limits.left_s,
         }
 
@@ -140,14 +134,12 @@ class KernelTimer(Protocol):
 def measure_size(
     timer: KernelTimer, request: SizeRequest, on_row: Callable[[AlgoPerf], None]
 ) -> None:
-    """Time the algorithms of a request in turn; pass each row to `on_row`.
-
-    An algorithm that is expected to miss the deadline is not started.
-    """
+    """Time the algorithms of a request in turn; pass each row to `on_row`."""
     best_ms, limits = request.best_ms, request.limits
     for algo, nbytes in request.workspaces.items():
-        needed_s, left_s = _LEAST_RUNS * request.expected(algo) / 1e3, limits.left_s
-        if left_s > needed_s:
+        needed_s = _LEAST_RUNS * request.expected_ms.get(algo, 0.0) / 1e3
+        # Start nothing that is expected to miss the deadline.
+        if (left_s := limits.left_s) > needed_s:
             perf = timer.time(request, algo, best_ms)
         else:
             reason = "the time limit was reached"
@@ -228,10 +220,8 @@ class LocalTimer:
 
         result: Timing | str
         try:
-            if (
-                self.backend.plan_serializer is not None
-            ):  # the first run builds the plan
-                run()
+            if self.backend.plan_serializer is not None:
+                run()  # builds the plan, which is not timed
             result = measure(
                 run,
                 self.backend.device,
@@ -261,6 +251,7 @@ class LocalTimer:
         except OutOfMemoryError:  # drop the larger buffers of earlier kernels
             self.release()
             self._grow(request.micro_batch, nbytes, limit)
+        # Smaller sizes view the beginning of the buffers.
         view = self.backend.device.view
         pairs = zip(self._operands, specs, strict=True)
         a, b, out = (view(buffer, 0, spec) for buffer, spec in pairs)

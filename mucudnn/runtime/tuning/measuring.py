@@ -94,6 +94,8 @@ class Measuring:
                 missing = [p for p in dict.fromkeys(problems) if p not in found]
                 self._check(missing)
                 begun = self.clock()
+                # One device measures problem by problem; workers need all of them to be
+                # busy.
                 groups = [[p] for p in missing] if self.workers is None else [missing]
                 for group in filter(None, groups):
                     if time_limit_s is None:
@@ -116,7 +118,7 @@ class Measuring:
     def _known(
         self, problems: Sequence[ConvProblem], limits: LimitRange
     ) -> dict[ConvProblem, PerfTable]:
-        """Return the kept tables that serve these limits as well."""
+        """Return the kept tables that cover these limits."""
         known = ((p, self._tables[p]) for p in problems if p in self._tables)
         return {p: table for p, (served, table) in known if served.covers(limits)}
 
@@ -137,11 +139,7 @@ class Measuring:
         limits: MeasureLimits,
         workspace: LimitRange,
     ) -> dict[ConvProblem, PerfTable]:
-        """Measure problems and keep complete tables; failures are rows.
-
-        Problems that differ in N only share rows, so they are measured one after
-        another, the largest N first.
-        """
+        """Measure problems and keep complete tables; failures are rows."""
 
         def filler_of(problem: ConvProblem) -> TableFiller:
             backend, pruning = self.backends[0], Pruning.NONE
@@ -175,6 +173,8 @@ class Measuring:
             for problem in problems:
                 done[problem] = self._fill_here(filler_of(problem))
         else:
+            # Problems that differ only in N share rows: measure them in sequence, the
+            # largest N first.
             layers: dict[ConvProblem, list[ConvProblem]] = {}
             for problem in sorted(problems, key=lambda p: -p.batch):
                 layers.setdefault(problem.with_batch(1), []).append(problem)

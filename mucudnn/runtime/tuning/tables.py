@@ -8,7 +8,7 @@ reason and is not cached.
 import enum
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.backends.base import Backend
@@ -85,6 +85,8 @@ class TableFiller:
         self._rows: dict[Point, AlgoPerf] = {}
         for batch in reversed(self._sizes):
             self._list_algorithms(batch, numerics)
+        # Rows at any size tell which algorithms are likely to win, so those are timed
+        # first.
         self._hints: dict[str, list[AlgoPerf]] = {}
         for perf in cache.get_all(self._fingerprint, self._problem):
             self._hints.setdefault(perf.algo, []).append(perf)
@@ -105,15 +107,23 @@ class TableFiller:
         Without it, rounds are the stages of a race, which leave out more.
         """
         while points := self._wanted(staged=not probe):
-            sizes = self._by_size(points)
-            if probe and not self._knows:
+            by_batch: dict[int, list[str]] = {}
+            for algo, batch in points:
+                by_batch.setdefault(batch, []).append(algo)
+            knows = bool(self._hints or self._times())
+            batches = sorted(by_batch, reverse=True)
+            if not knows:
+                batches = [*batches[-1:], *batches[:-1]]
+            self._total = len(self._rows) + len(self._left)
+            sizes = [(batch, by_batch[batch]) for batch in batches]
+            if probe and not knows:
                 yield sizes[:1]
                 sizes = sizes[1:]
             if sizes:
                 yield sizes
 
     def request(self, batch: int, algos: Sequence[str]) -> SizeRequest:
-        """Return the request to time algorithms at one size, by what is known now."""
+        """Return the request to time algorithms at one size, with the times so far."""
         with self._lock:
             times = self._times()
             expected = {algo: self._expected_ms(algo, batch) for algo in algos}
@@ -162,16 +172,24 @@ class TableFiller:
 
     def _list_algorithms(self, batch: int, numerics: Numerics) -> None:
         conv, micro = self.backend.conv, self._problem.with_batch(batch)
+        excluded = dict(conv.excluded(micro))
         for algo, nbytes in conv.algorithms(micro):
             traits = conv.traits(micro, algo)
             refusal = numerics.refusal(traits, whole=batch == self._problem.batch)
             if refusal is not None:
-                self._rows[algo, batch] = _excluded(algo, batch, refusal)
+                excluded.setdefault(algo, refusal)
                 continue
             self._workspaces[algo, batch] = nbytes
             self._traits[algo, batch] = traits
-        for algo, reason in conv.excluded(micro):
-            self._rows[algo, batch] = _excluded(algo, batch, reason)
+        for algo, reason in excluded.items():
+            self._rows[algo, batch] = AlgoPerf(
+                algo=algo,
+                batch=batch,
+                time_ms=math.inf,
+                workspace=0,
+                error=reason,
+                samples=0,
+            )
 
     def _wanted(self, *, staged: bool) -> Sequence[Point]:
         """Return the points of the next round, or of all stages of a race."""
@@ -205,21 +223,6 @@ class TableFiller:
             limits=self._workspace,
         )
 
-    def _by_size(self, points: Iterable[Point]) -> list[tuple[int, Sequence[str]]]:
-        by_batch: dict[int, list[str]] = {}
-        for algo, batch in points:
-            by_batch.setdefault(batch, []).append(algo)
-        batches = sorted(by_batch, reverse=True)
-        if not self._knows:
-            batches = [*batches[-1:], *batches[:-1]]
-        self._total = len(self._rows) + len(self._left)
-        return [(batch, by_batch[batch]) for batch in batches]
-
-    @property
-    def _knows(self) -> bool:
-        """True if an algorithm was timed at any batch size."""
-        return bool(self._hints or self._times())
-
     def _times(self) -> list[AlgoPerf]:
         return [perf for perf in self._rows.values() if perf.error is None]
 
@@ -235,9 +238,3 @@ class TableFiller:
         nearest = min(known, key=lambda perf: abs(perf.batch - batch))
         expected: float = nearest.time_ms * batch / nearest.batch
         return expected
-
-
-def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:
-    return AlgoPerf(
-        algo=algo, batch=batch, time_ms=math.inf, workspace=0, error=reason, samples=0
-    )

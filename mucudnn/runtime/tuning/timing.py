@@ -94,22 +94,18 @@ def measure(
 ) -> Timing:
     """Time `run` on `device` until the rule is satisfied or the deadline passes.
 
-    Args:
-        run: Launches the kernel once.
-        device: Device whose clock is read.
-        rule: Decides when to stop.
-        deadline: Time on `clock`; afterwards the samples so far are final, and without
-            any the warm-up counts.
-        best_ms: Fastest time of the other kernels so far.
-        clock: Clock in seconds, for the deadline only; `time.monotonic` if None.
+    After the deadline, in seconds on `clock`, the samples so far are final; without
+    any, the warm-up counts. `best_ms` is the fastest time of other kernels so far.
     """
     clock = clock or time.monotonic
     warm = _sample(run, device)
     samples: list[float] = []
     if clock() + warm / 1e3 >= deadline:  # the next run would end too late
         return Timing(warm, 0.0, 0)
+    # Far behind the best: one cold run is all that this kernel is worth.
     if warm > rule.hopeless * best_ms:
         return Timing(warm, 0.0, 1)
+    # A slow kernel varies little: one warm run replaces the cold one.
     if warm > rule.budget_ms:
         return Timing.of([_sample(run, device)])
     while not rule.enough(samples):
@@ -131,7 +127,7 @@ def measure_together(
     deadline: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
-    """Time several runs in turn, A B A B …, so that drift affects all alike.
+    """Time several runs in turn, A B A B …, so that drift affects all equally.
 
     Each is timed `min_samples` times, whatever the budget: one run each would decide at
     random. There are two exceptions, after one round over the budget: every run of one,

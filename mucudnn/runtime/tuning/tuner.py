@@ -160,6 +160,8 @@ class Tuner:
             lock=self._lock,
         )
         # How plans are proved and run.
+        # The cache is passed as a function: `close` drops it, and a later use reopens
+        # it.
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
         self._validates, self._replay = validate, replay
         if isinstance(verify, bool):
@@ -362,6 +364,8 @@ class Tuner:
             return ready
         with self._lock.value:
             if (ready := self.bound.get(problem)) is None:
+                # Another thread may have planned the problem while this one waited for
+                # the lock.
                 (ready,) = map(self.adopt, self.plan([problem]))
             return ready
 

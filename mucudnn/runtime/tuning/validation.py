@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.recorded import recording_of
@@ -57,23 +57,19 @@ class ValidatedPlan:
         return self.undivided_ms / self.planned_ms if self.planned_ms else math.inf
 
 
+@dataclass(frozen=True)
 class Validator:
     """Runs divided plans as a whole, in turn with their undivided baselines."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        cache: Callable[[], BenchmarkCache],
-        rule: StoppingRule,
-        memory_limit: float,
-    ) -> None:
-        self._backend = backend
-        self._fingerprint = backend.device.fingerprint
-        self._recording = recording_of(backend)
-        self._cache = cache
-        self._rule = rule
-        self._memory_limit = memory_limit
-        self._used: dict[tuple[ConvProblem, str], float] = {}
+    backend: Backend
+    cache: Callable[[], BenchmarkCache]
+    rule: StoppingRule
+    memory_limit: float
+    _used: dict[tuple[ConvProblem, str], float] = field(default_factory=dict)
+
+    @property
+    def _fingerprint(self) -> str:
+        return self.backend.device.fingerprint
 
     def accept_if_faster(self, plan: ConvPlan, table: PerfTable) -> ConvPlan:
         """Return the plan, or its undivided baseline if that was not beaten.
@@ -117,7 +113,12 @@ class Validator:
                 noise_ms = max(ours.noise_ms, theirs.noise_ms)
                 rejected = not planned_ms < baseline_ms - noise_ms
                 ratio = REJECTED if rejected else planned_ms / baseline_ms
-                self._store(plan, undivided, ratio, remember=ours.samples > 0)
+                if recording_of(self.backend) is None:  # a replay runs nothing
+                    problem, plans = plan.problem, signature(plan, undivided)
+                    self._used[problem, plans] = ratio
+                    if ours.samples > 0:
+                        cache = self.cache()
+                        cache.put_verdict(self._fingerprint, problem, plans, ratio)
             if rejected:
                 chosen, planned_ms = undivided, baseline_ms
         return ValidatedPlan(
@@ -140,9 +141,9 @@ class Validator:
 
         Where the first is a `challenger`, long runs stop once it is not the fastest.
         """
-        backend = self._backend
+        backend = self.backend
         workspace = max(plan.workspace for plan in plans)
-        a, b, out = operands(backend, plans[0].problem, workspace, self._memory_limit)
+        a, b, out = operands(backend, plans[0].problem, workspace, self.memory_limit)
         scratch = backend.device.allocate(workspace)
 
         def call(plan: ConvPlan) -> Callable[[], None]:
@@ -152,7 +153,7 @@ class Validator:
         return measure_together(
             [call(plan) for plan in plans],
             backend.device,
-            self._rule,
+            self.rule,
             launches=[len(plan.steps) for plan in plans],
             challenger=challenger,
             deadline=time.monotonic() + time_limit_s,
@@ -175,7 +176,7 @@ class Validator:
         """Return the ratio that a recording or the cache has, or None."""
         ratio, plans = self._recorded(plan, baseline), signature(plan, baseline)
         if ratio is None:
-            cache = self._cache()
+            cache = self.cache()
             ratio = cache.get_verdict(self._fingerprint, plan.problem, plans)
             if ratio is not None:
                 self._used[plan.problem, plans] = ratio
@@ -183,26 +184,14 @@ class Validator:
 
     def _recorded(self, plan: ConvPlan, baseline: ConvPlan) -> float | None:
         """Return the ratio in the backend's recording, or None."""
-        if self._recording is None:
+        recording = recording_of(self.backend)
+        if recording is None:
             return None
         plans = signature(plan, baseline)
-        ratio = self._recording.verdict(plan.problem, plans)
+        ratio = recording.verdict(plan.problem, plans)
         if ratio is not None:
             self._used[plan.problem, plans] = ratio
         return ratio
-
-    def _store(
-        self, plan: ConvPlan, baseline: ConvPlan, ratio: float, *, remember: bool
-    ) -> None:
-        """Store a verdict, in the cache as well if `remember`.
-
-        A backend that replays a recording runs nothing, so nothing is stored.
-        """
-        if self._recording is None:
-            plans = signature(plan, baseline)
-            self._used[plan.problem, plans] = ratio
-            if remember:
-                self._cache().put_verdict(self._fingerprint, plan.problem, plans, ratio)
 
 
 def fastest_undivided(table: PerfTable, workspace_limit: int) -> ConvPlan | None:

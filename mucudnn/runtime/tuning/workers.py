@@ -96,7 +96,7 @@ class Workers:
         self._isolation = Isolation(True)
 
     def fill(self, chains: Sequence[Iterator[Round]]) -> None:
-        """Measure the rounds of all chains, those of each chain one after another.
+        """Measure the rounds of all chains; rounds of one chain run in sequence.
 
         On every exit, Ctrl-C included, finished rows are kept.
 
@@ -114,12 +114,24 @@ class Workers:
             self._first = {chain for chain in chains if self._open.get(chain)}
             self._send()
             while self._sent:
-                for future in self._wait():
+                limits = next(iter(self._sent.values())).request.limits
+                seconds = None
+                if math.isfinite(limits.deadline):
+                    seconds = max(0.0, limits.left_s) + _LATE_S
+                done, late = self._await(self._sent, seconds, FIRST_COMPLETED)
+                if not done:  # workers are too late: do without all of them
+                    for future in late:
+                        future.cancel()
+                for future in [f for f in self._sent if f in (done or late)]:
                     self._receive(future)
                 if not (self._first and self._sent):
                     self._send()
         except BaseException:
-            self._give_up()
+            # Keep the finished rows, and cancel all other tasks.
+            for future, sent in self._sent.items():
+                if not future.cancel() and future.done():
+                    with contextlib.suppress(Exception):  # the original one is raised
+                        self._keep(future.result(timeout=0), sent)
             raise
         finally:
             self._isolation.close()
@@ -139,6 +151,8 @@ class Workers:
             return sent.request.micro_batch.flops * len(sent.request.workspaces)
 
         while self._ready:
+            # Longest first, so that no worker begins a long task when the others are
+            # done.
             self._ready.sort(key=flops)
             sent = self._ready.pop()
             if (future := self._submitted(sent)) is None:
@@ -176,19 +190,6 @@ class Workers:
                 f"the executor takes no tasks: {e}; give one that is open"
             ) from e
 
-    def _wait(self) -> Sequence[Future[Message]]:
-        """Return finished futures, or all cancelled ones if workers are too late."""
-        limits = next(iter(self._sent.values())).request.limits
-        seconds = None
-        if math.isfinite(limits.deadline):
-            seconds = max(0.0, limits.left_s) + _LATE_S
-        done, late = self._await(self._sent, seconds, FIRST_COMPLETED)
-        if done:
-            return [future for future in self._sent if future in done]
-        for future in late:
-            future.cancel()
-        return list(late)
-
     def _receive(self, future: Future[Message]) -> None:
         sent = self._sent.pop(future)
         try:
@@ -225,14 +226,6 @@ class Workers:
         measure_size(timer, sent.request, sent.filler.keep)
         timer.release()
 
-    def _give_up(self) -> None:
-        """Keep the finished rows and cancel all other tasks."""
-        for future, sent in self._sent.items():
-            if future.cancel() or not future.done():
-                continue
-            with contextlib.suppress(Exception):  # the original error is being raised
-                self._keep(future.result(timeout=0), sent)
-
 
 def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
     """Raise `ValueError` where rows of one device do not apply to the other."""
@@ -245,11 +238,8 @@ def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
 
 @contextlib.contextmanager
 def process_pool(workers: int) -> Iterator[Executor]:
-    """Yield a pool of measuring processes on this machine, which ignore Ctrl-C.
-
-    The processes are spawned, not forked, as a device's context does not survive a
-    fork.
-    """
+    """Yield a pool of measuring processes on this machine, which ignore Ctrl-C."""
+    # Spawned, not forked: a device's context does not survive a fork.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_ignore_interrupts
@@ -282,7 +272,7 @@ _station = PerProcess(_Station)
 
 
 def answer(message: Message) -> Message:
-    """Time the requested algorithms on this process's device, unless it is another."""
+    """Time the requested algorithms, if this process's device is of that model."""
     where = f"{platform.node()}, process {os.getpid()}"
     station, rows = _station.value, list[AlgoPerf]()
     try:

@@ -107,11 +107,12 @@ class Joint:
 
         return self._marked(lower(self.module, phase_of))
 
-    def compiled(self, own: Sequence[int]) -> Lowered:
+    def compiled(self, own: Sequence[int], *, tuned: bool) -> Lowered:
         """Compile the graph by Inductor, and lower it with the kernels as nodes.
 
         Args:
             own: Inputs that are parameters or buffers.
+            tuned: Whether a tuner may plan its convolutions.
 
         Raises:
             NotCompiledError: It cannot be compiled; says why.
@@ -131,7 +132,7 @@ class Joint:
         graph = self.module.graph
         inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
         tensors = [n for n in inputs if isinstance(tensor_in(n), torch.Tensor)]
-        kernels = KernelGraph()
+        kernels = KernelGraph(tuned)
         names = lower_passes(
             Passes(
                 [n for n in graph.nodes if n.op == "call_function"],

@@ -21,6 +21,11 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.torch.capture.many_tensor_updates import (
+    Merger,
+    fused_in_place,
+    fused_targets,
+)
 from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 
@@ -109,8 +114,13 @@ def swapped(
 
 
 def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn off kernels over many tensors: each is updated once its gradient exists."""
-    return {key: False for key in ("foreach", "fused") if key in group}
+    """Turn off kernels over many tensors: each is updated once its gradient exists.
+
+    Fused kernels of CUDA stay: `record_fused` records them tensor by tensor.
+    """
+    on_cuda = all(parameter.is_cuda for parameter in group["params"])
+    keys = ("foreach",) if group.get("fused") and on_cuda else ("foreach", "fused")
+    return {key: False for key in keys if key in group}
 
 
 def _lent(key: str, value: Any) -> Any:
@@ -323,13 +333,17 @@ def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 # values.
 
 
-def with_updates(lowered: Lowered, late: frozenset[str]) -> Lowered:
+def with_updates(
+    lowered: Lowered, late: frozenset[str], together: float | None = None
+) -> Lowered:
     """Return the step with its new values stored in its inputs.
 
     Args:
         lowered: The step; its results are those to return, and then for each input the
             input itself or its new value.
         late: Inputs that are written after the backward pass.
+        together: Bytes of gradients up to which parameters are updated by one call;
+            None for an operation of its own for each tensor.
     """
     count = len(lowered.results) - len(lowered.inputs)
     stores = {
@@ -342,7 +356,12 @@ def with_updates(lowered: Lowered, late: frozenset[str]) -> Lowered:
     nodes, tensors = writer.written()
     made = {name for node in nodes for name in node.outputs}
     asked = tuple(dict.fromkeys(r for r in returned if r in made))
-    ordered = _ordered(lowered.graph, nodes, stores, late)
+    merger = None
+    if together is not None:
+        readers = Counter(name for node in nodes for name in node.inputs)
+        results = frozenset((*returned, *stores.values()))
+        merger = Merger(writer.calls, tensors, lowered.layouts, readers, results)
+    ordered = _ordered(lowered.graph, nodes, stores, late, merger, together or 0.0)
     graph = Graph(MappingProxyType(tensors), ordered, asked)
     return replace(lowered, graph=graph, calls=writer.calls, results=returned)
 
@@ -365,6 +384,7 @@ class _Writer:
 
     def written(self) -> tuple[list[Node], dict[str, TensorSpec]]:
         """Return all nodes, in a valid order, and all tensors."""
+        self._update_fused()
         copied = [pair for pair in self._stores.items() if not self._overwrites(*pair)]
         tensors = dict(self._graph.tensors)
         for value, target in self._in_place.items():
@@ -373,11 +393,27 @@ class _Writer:
         return nodes + [self._copy(*pair) for pair in copied], tensors
 
     def _node(self, node: Node) -> Node:
-        target = self._in_place.get(node.outputs[0]) if node.outputs else None
-        if target is None:
+        targets = [self._in_place[n] for n in node.outputs if n in self._in_place]
+        if not targets:
             return node
-        inputs = dict.fromkeys((*node.inputs, target))
-        return replace(node, op="store", inputs=tuple(inputs), mutates=(target,))
+        inputs = dict.fromkeys((*node.inputs, *targets))
+        return replace(node, op="store", inputs=tuple(inputs), mutates=tuple(targets))
+
+    def _update_fused(self) -> None:
+        """Have fused updates write their operands, unless these are read later."""
+        graph, layouts = self._graph, self._lowered.layouts
+        for position, node in enumerate(graph.nodes):
+            targets = fused_targets(self.calls[node.name], node.inputs)
+            pairs = list(zip(node.outputs, targets, strict=False))
+            if targets and all(
+                self._stores.get(target) == value
+                and self._times[value] == 1
+                and layouts[value] == layouts[target]
+                and max(self._read[graph.storages[target]]) <= position
+                for value, target in pairs
+            ):
+                self._in_place.update(pairs)
+                self.calls[node.name] = fused_in_place(self.calls[node.name])
 
     def _copy(self, target: str, value: str) -> Node:
         name = f"store.{target}"
@@ -390,6 +426,8 @@ class _Writer:
 
     def _overwrites(self, target: str, value: str) -> bool:
         """Compute a value, and its sole operands, in place; return False if unsafe."""
+        if self._in_place.get(value) == target:
+            return True
         if self._times[value] > 1 or not self._may(target, value):
             return False
         found: str | None = value
@@ -436,8 +474,14 @@ def _ordered(
     nodes: Sequence[Node],
     stores: Mapping[str, str],
     late: frozenset[str],
+    merger: Merger | None,
+    together: float,
 ) -> tuple[Node, ...]:
-    """Move updates right behind the last node that they depend on."""
+    """Move updates right behind the last node that they depend on.
+
+    With a merger, updates wait for those of other parameters, for so many bytes of
+    gradients, and are merged.
+    """
     main = [node for node in nodes if node.phase is not Phase.UPDATE]
     rest = [node for node in nodes if node.phase is Phase.UPDATE]
     at = {node.name: i for i, node in enumerate(main)}
@@ -462,10 +506,40 @@ def _ordered(
     for sink in sorted(sinks, key=lambda node: anchors[node.name]):
         behind.setdefault(anchors[sink.name], []).extend(_with(sink, before, seen))
     last = [x for n in rest for x in _with(n, before, seen)]
+    if merger is not None:
+        nbytes = {n: graph.tensors[n].nbytes for node in main for n in node.outputs}
+        behind = {
+            anchor: merger.merged(updates, before)
+            for anchor, updates in _collected(behind, nbytes, together).items()
+        }
     found = list(behind.get(-1, ()))
     for i, node in enumerate(main):
         found += (node, *behind.get(i, ()))
     return (*found, *last)
+
+
+def _collected(
+    behind: Mapping[int, Sequence[Node]], nbytes: Mapping[str, int], together: float
+) -> dict[int, list[Node]]:
+    """Return updates by the node that they follow, with some moved behind a later node.
+
+    Args:
+        behind: Updates by the position of the last node that they depend on.
+        nbytes: Bytes of each tensor of the passes.
+        together: Most bytes of gradients that are read by the updates of one position.
+    """
+    found: dict[int, list[Node]] = {}
+    waiting: list[Node] = []
+    last, waiting_bytes = -1, 0
+    for anchor in sorted(behind):
+        read = {n for node in behind[anchor] for n in node.inputs if n in nbytes}
+        new_bytes = sum(nbytes[name] for name in read)
+        if waiting and waiting_bytes + new_bytes > together:
+            found[last], waiting, waiting_bytes = waiting, [], 0
+        waiting += behind[anchor]
+        waiting_bytes += new_bytes
+        last = anchor
+    return {**found, last: waiting} if waiting else found
 
 
 def _before(

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
 from mucudnn.torch.capture.reads import ReadRecorder
 from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
@@ -229,6 +230,10 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             # PyTorch would turn numbers into tensors by writes in place.
             lengths = map(torch.as_tensor, args[2:4])
             return func(*args[:2], *lengths, *args[4:], **kwargs)
+        if func in FUSED:
+            return record_fused(func, args, kwargs)
+        if func is torch._foreach_add_:  # steps of fused optimizers
+            return [tensor.add_(*args[1:], **kwargs) for tensor in args[0]]
         if func in _VALUES:
             raise UnsupportedError(
                 f"the step calls {func.__name__}{line_now()}: it gives values to "

@@ -26,6 +26,7 @@ from mucudnn.errors import MucudnnError, UnsupportedError
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults, StepFakes
 from mucudnn.torch.capture.guards import DecidingShapes, Decision
+from mucudnn.torch.capture.many_tensor_updates import updates_many
 from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
     plain_checkpoints,
@@ -73,6 +74,7 @@ class CapturedStep:
         gradients: If the update is not part of the graph, the parameters whose
             gradients are the last results before the placeholders' new values, and with
             a scaler an empty name, for whether some entry is not finite. Else None.
+        updates_many: Whether eager mode updates many tensors by one call.
     """
 
     module: torch.fx.GraphModule
@@ -84,6 +86,7 @@ class CapturedStep:
     decisions: Sequence[Decision] = ()
     made: Sequence[StateKey] = ()
     gradients: Sequence[str] | None = None
+    updates_many: bool = False
 
 
 @exclusive_capture()
@@ -167,6 +170,7 @@ def capture_step(
         tuple(shapes.decisions),
         tuple(tracer.made),
         None if settings.recorded else tuple(tracer.left),
+        settings.recorded and updates_many(optimizer),
     )
 
 

@@ -283,10 +283,8 @@ def _undominated(plans: Sequence[ConvPlan]) -> tuple[ConvPlan, ...]:
 
 def _random_tensor(layout: Layout) -> torch.Tensor:
     """Return a tensor of normally distributed numbers in a layout."""
-    spans = zip(layout.shape, layout.stride, strict=True)
-    count = 1 + sum((size - 1) * stride for size, stride in spans)
-    flat = torch.empty(count, dtype=layout.dtype, device=layout.device).normal_()
-    return flat.as_strided(layout.shape, layout.stride)
+    whole = replace(layout, shape=(layout.extent,), stride=(1,)).empty().normal_()
+    return whole.as_strided(layout.shape, layout.stride)
 
 
 # Convolution nodes of a lowered graph as our problems, and the calls that run plans.

@@ -7,7 +7,7 @@ step. So a step can be planned on a machine that could not run it without a plan
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
 from mucudnn.torch import internals
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND
-from mucudnn.torch.costs.meters import Meter, meter_of
+from mucudnn.torch.costs.meters import Links, Meter, meter_of
 from mucudnn.torch.execution.copies import bytes_of
 from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.program import generator_of
@@ -58,8 +58,27 @@ _HEAVIEST = 4
 """Distinct nodes that run for a step while copies beside it are measured."""
 
 
-def measured(lowered: Lowered) -> Profile:
+@dataclass(frozen=True)
+class KnownCosts:
+    """Costs that were measured for one form of a graph, and serve another.
+
+    Attributes:
+        times: Times in ms by `call_key`.
+        scratch: Bytes of scratch memory by `call_key`.
+        links: Rates of copies; at most one entry.
+    """
+
+    times: dict[Any, float] = field(default_factory=dict)
+    scratch: dict[Any, int] = field(default_factory=dict)
+    links: list[Links] = field(default_factory=list)
+
+
+def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
     """Measure every distinct node alone, and copies to and from the host.
+
+    Args:
+        lowered: The graph.
+        known: What was measured before, which is not measured again; it is added to.
 
     Raises:
         UnsupportedError: A result has another layout or storage than in the graph, or
@@ -73,9 +92,16 @@ def measured(lowered: Lowered) -> Profile:
     ones: dict[Any, Node] = {}
     for name, key in keys.items():
         ones.setdefault(key, graph.by_name[name])
+    known = known or KnownCosts()
     with torch.no_grad(), autocast_off():
-        times, scratch = costs_of(lowered, ones)
-        links = meter.links(partial(_heaviest, lowered, ones, keys, times))
+        new = {key: node for key, node in ones.items() if key not in known.times}
+        times, scratch = costs_of(lowered, new)
+        known.times.update(times)
+        known.scratch.update(scratch)
+        if not known.links:
+            heaviest = partial(_heaviest, lowered, ones, keys, known.times)
+            known.links.append(meter.links(heaviest))
+    times, scratch, (links,) = known.times, known.scratch, known.links
     return Profile(
         node_ms={
             node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS

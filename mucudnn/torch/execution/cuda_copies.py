@@ -85,6 +85,9 @@ class StreamCopies:
         self._slots: dict[Hashable, StreamOffloadedStorage] | None = (
             {} if reuse else None
         )
+        # An event is created once where copies are made by one thread at a time: a wait
+        # is for what was recorded last before it, so the event can be recorded again.
+        self._ready: Any = None
         self._streams: tuple[Any, Any] | None = None
         self._pending: set[Any] = set()
 
@@ -149,12 +152,17 @@ class StreamCopies:
         The event of the compute stream is recorded before the copy stream is made
         current: an event of the copy stream itself would be no wait at all.
         """
-        stream.wait_event(self._cuda.current_stream(self._device).record_event())
+        current = self._cuda.current_stream(self._device)
+        ready = current.record_event(self._ready)
+        stream.wait_event(ready)
         if after is not None:
             stream.wait_event(after)
             self._pending.discard(after)  # a wait for this copy includes that one
         with self._cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        done = stream.record_event()
+        reuses = self._slots is not None
+        if reuses:
+            self._ready = ready
+        done = stream.record_event(after if reuses else None)
         self._pending.add(done)
         return done

@@ -6,10 +6,13 @@ A plan counts the bytes of tensors and of scratch memory. Three things come on t
 * Workspaces of cuBLAS stay allocated, one for each thread and stream that has computed
   a product. `library_bytes` measures one; plans count it as a part of the budget.
 * Blocks that measuring has left. `reserve` gives them back to the driver.
-* Segments that are too small for the next tensor. `reserve` allocates one block of the
-  plan's size and frees it: the tensors of a step are then cut from one segment. This
-  costs nothing in a step, and other code may use the block between two steps, which a
-  `torch.cuda.MemPool` of the plan's own would prevent.
+* Free blocks that are too small for the next tensor, so that the allocator asks the
+  driver for another segment. `reserve` allocates one block of the plan's size and frees
+  it: the tensors of a step are then cut from one segment. All allocations of the step
+  are made in it once, without its kernels, which tells how much more is needed.
+
+This costs nothing in a step, and other code may use the block between two steps, which
+a `torch.cuda.MemPool` of the plan's own would prevent.
 """
 
 from collections.abc import Iterator
@@ -17,7 +20,10 @@ from types import TracebackType
 
 import torch
 
+from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.scheduling.problem import origin
+from mucudnn.torch.execution.devices import device_of
 from mucudnn.torch.lowering.lowered import Lowered
 
 _CURRENT = "requested_bytes.all.current"
@@ -45,17 +51,67 @@ def library_bytes(lowered: Lowered, device: torch.device) -> int:
     return max(0, int(after - before - sum(tensor.nbytes for tensor in made)))
 
 
-def reserve(device: torch.device, nbytes: int) -> None:
-    """Give what is unused back to the driver, and reserve one block of so many bytes.
+def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
+    """Reserve the memory of a step, and find out how much it needs beyond its peak.
+
+    Args:
+        lowered: The step.
+        schedule: Its instructions.
+        nbytes: The most bytes of tensors and scratch memory that the step allocates.
+
+    Returns:
+        Bytes that the allocator has to reserve beyond these.
 
     Raises:
         torch.OutOfMemoryError: The device does not have them.
     """
+    device = device_of(lowered.layouts)
+    before = _reserve_block(device, nbytes)
+    live = {}
+    for name, size in _allocations(lowered, schedule):
+        if size:
+            live[name] = torch.empty(size, dtype=torch.uint8, device=device)
+        else:
+            live.pop(name, None)
+    live.clear()
+    gaps = max(0, int(torch.cuda.memory_reserved(device)) - before - nbytes)
+    if gaps:  # the first step reserves what its own order of allocations needs
+        _reserve_block(device, nbytes)
+    torch.cuda.reset_peak_memory_stats(device)
+    return gaps
+
+
+def _reserve_block(device: torch.device, nbytes: int) -> int:
+    """Reserve one block of so many bytes; return the bytes reserved before.
+
+    What is unused goes back to the driver first.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    del block
-    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return int(before)
+
+
+def _allocations(lowered: Lowered, schedule: Schedule) -> list[tuple[str, int]]:
+    """Return the allocations of a step on the device in order; 0 bytes frees one."""
+    graph, kept = schedule.graph, set(schedule.resident)
+    on_cuda = {
+        name
+        for name in graph.tensors
+        if lowered.layouts[origin(name)].device.type == "cuda" and name not in kept
+    }
+    found: list[tuple[str, int]] = []
+    for step in schedule.instructions:
+        match step:
+            case Alloc(name) if name in on_cuda:
+                found.append((name, graph.tensors[name].nbytes))
+            case Free(name) if name in on_cuda:
+                found.append((name, 0))
+            case Compute(node) if nbytes := schedule.workspaces.get(node, 0):
+                scratch = f"scratch of {node}"
+                found += (scratch, nbytes), (scratch, 0)
+    return found
 
 
 def reserved_line(device: torch.device) -> str:

@@ -12,10 +12,12 @@ captured step are kept, no step has to run for its kernels to be recorded, and
 
 Kernels are compiled without in-place results and without reuse of buffers. They are
 functions then, which may run again, and the planner decides who overwrites whom.
-New values of buffers are results of the forward half; the plan stores them at its end.
+Loops over large buffers are kernels of their own, see `_separate_loops`. New values of
+buffers are results of the forward half; the plan stores them at its end.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +25,21 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.ir import NonOwningLayout
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
+
+_LARGE = 1 << 17
+"""Bytes that a kernel's loops read and write from which on no other loop joins them."""
 
 SETTINGS: Mapping[str, Any] = {
     "inplace_buffers": False,
@@ -47,6 +54,8 @@ SETTINGS: Mapping[str, Any] = {
     "graph_partition": False,
     "triton.cudagraphs": False,
     "profiler_mark_wrapper_call": False,
+    # Without effect, but part of the key by which compiled graphs are cached.
+    "profile_bandwidth_regex": f"loops of {_LARGE} bytes, parts together",
 }
 """Settings under which the wrapper is a plain list of functional kernels."""
 
@@ -157,6 +166,7 @@ def compile_joint(
             V.set_fake_mode(mode),
             torch.no_grad(),
             config.patch(dict(SETTINGS)),
+            _separate_loops(),
         ):
             with mode, enable_python_dispatcher():
                 forward, backward = partition_fn(
@@ -198,6 +208,34 @@ def compile_joint(
             f"Inductor cannot compile the step: {type(e).__name__}: {text}"
         ) from e
     return CompiledStep(forward_half, backward_half, results)
+
+
+@contextmanager
+def _separate_loops() -> Iterator[None]:
+    """Have Inductor write loops over large buffers as kernels of their own.
+
+    On the CPU it writes all loops between two calls of PyTorch's functions as one C++
+    function: the statistics of a batch norm and the ReLU behind it, or new layouts of
+    all weights. To run one of them again would run all, and all results would be there
+    at once. Apart they have the same bits, and cost a call each. Small loops stay
+    together, and so do those that write parts of one buffer, as `cat` has them: apart,
+    none of them could run again.
+    """
+
+    def ready_to_flush(self: Any) -> bool:
+        nodes = self.kernel_group.scheduled_nodes
+        if self._ready_to_flush or not nodes:
+            return bool(self._ready_to_flush)
+        touched = sum(node.get_read_write_buffers_sizes() for node in nodes)
+        is_part = isinstance(nodes[-1].node.maybe_get_layout(), NonOwningLayout)
+        return touched >= _LARGE and not is_part
+
+    before = CppScheduling.ready_to_flush
+    CppScheduling.ready_to_flush = ready_to_flush
+    try:
+        yield
+    finally:
+        CppScheduling.ready_to_flush = before
 
 
 def _names(results: Sequence[Any]) -> list[str | None]:

@@ -5,7 +5,7 @@ training step, whose update stays operation by operation, each behind its gradie
 `capture.joint` takes those of AOTAutograd's joint graph, which has no update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -54,12 +54,18 @@ class KernelGraph:
         layouts: Their layouts.
         nodes: Nodes in the order of the wrappers' lines.
         calls: Call of each node.
+        tuned: Whether a tuner may plan convolutions, which are calls of PyTorch's then:
+            one for the gradient of images, one for those of parameters.
+        compiled: Passes that were compiled, by `Passes.key`: the names of their inputs,
+            and their code.
     """
 
+    tuned: bool = False
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
+    compiled: dict[Any, tuple[list[str], CompiledStep]] = field(default_factory=dict)
     _seen: dict[Any, Any] = field(default_factory=dict)
     _steps: int = 0
 
@@ -113,7 +119,7 @@ class KernelGraph:
         if unknown:
             layouts.update(self._seen_results(line))
         for value, layout in layouts.items():
-            sizes[value] = _extent(layout) * layout.dtype.itemsize
+            sizes[value] = layout.extent * layout.dtype.itemsize
         overwrites: tuple[int, ...] = ()
         if not changed.intersection((*line.operands, *line.results)):
             line, overwrites = self._overwriting(line, sizes)
@@ -122,37 +128,58 @@ class KernelGraph:
                 value, (sizes[value],), "uint8", Role.ACTIVATION
             )
             self.layouts[value] = layouts[value]
+        traits = NodeTraits(
+            overwrites=overwrites,
+            expensive=line.heavy,
+            random=line.random,
+            recomputable=line.pure
+            and phase is Phase.FORWARD
+            and changed.isdisjoint(line.results),
+            # What several kernels write parts of leaves behind its last forward use.
+            movable=phase is Phase.FORWARD or changed.isdisjoint(line.results),
+        )
+        for suffix, call, results in self._calls(line, bool(overwrites)):
+            self.calls[name + suffix] = call
+            self.nodes.append(
+                Node(
+                    name + suffix,
+                    line.name,
+                    tuple(line.operands),
+                    tuple(results),
+                    phase=phase,
+                    mutates=tuple(line.changes),
+                    traits=traits,
+                )
+            )
+
+    def _calls(
+        self, line: KernelLine, in_place: bool
+    ) -> Iterator[tuple[str, Call, Sequence[str]]]:
+        """Yield the calls of a line, each with a suffix of its name and its results."""
+        convolution = line.convolution
+        if convolution is not None and self.tuned:
+            if convolution.results == (None,):
+                yield "", convolution, line.results
+                return
+            made = dict(zip(convolution.results, line.results, strict=True))
+            for suffix, group in ((".images", (0,)), (".filters", (1, 2))):
+                if mine := tuple(path for path in made if path in group):
+                    mask = [i in mine for i in range(3)]
+                    args = (*convolution.args[:-1], mask)
+                    call = replace(convolution, args=args, results=mine)
+                    yield suffix, call, [made[path] for path in mine]
+            return
         single = len(line.results) == 1
-        integer = 0 if line.kernel is None else self._integer(line)
-        self.calls[name] = Call(
+        call = Call(
             line.function,
             tuple(map(Operand, range(len(line.operands)))),
             _NO_KWARGS,
             (None,) if single else tuple(range(len(line.results))),
             random=line.random,
-            into=line.into if overwrites else None,
-            integer=integer,
+            into=line.into if in_place else None,
+            integer=0 if line.kernel is None else self._integer(line),
         )
-        again = line.pure and phase is Phase.FORWARD
-        traits = NodeTraits(
-            overwrites=overwrites,
-            expensive=line.heavy,
-            random=line.random,
-            recomputable=again and changed.isdisjoint(line.results),
-            # What several kernels write parts of leaves behind its last forward use.
-            movable=phase is Phase.FORWARD or changed.isdisjoint(line.results),
-        )
-        self.nodes.append(
-            Node(
-                name,
-                line.name,
-                tuple(line.operands),
-                tuple(line.results),
-                phase=phase,
-                mutates=tuple(line.changes),
-                traits=traits,
-            )
-        )
+        yield "", call, line.results
 
     def _seen_results(self, line: KernelLine) -> dict[str, Layout]:
         """Return the layouts of results that a function of PyTorch's allocates.
@@ -227,7 +254,7 @@ class KernelGraph:
     def _sample(self, value: str, integer: int = 0) -> torch.Tensor:
         """Return a tensor like a value: random, with bytes that hold `integer`."""
         layout = self.layouts[value]
-        flat = torch.zeros(_extent(layout), dtype=layout.dtype, device=layout.device)
+        flat = torch.zeros(layout.extent, dtype=layout.dtype, device=layout.device)
         generator = torch.Generator().manual_seed(len(self._seen))
         if layout.dtype.is_floating_point:
             drawn = torch.rand(flat.shape, generator=generator)
@@ -274,13 +301,6 @@ class KernelGraph:
         return name
 
 
-def _extent(layout: Layout) -> int:
-    """Return the number of elements from the first of a storage to the last."""
-    sizes = zip(layout.shape, layout.stride, strict=True)
-    last = sum((n - 1) * step for n, step in sizes)
-    return 0 if 0 in layout.shape else 1 + layout.offset + last
-
-
 @dataclass(frozen=True)
 class Passes:
     """The operations of a forward and a backward pass.
@@ -316,6 +336,30 @@ class Passes:
             values[node] = node.target(*args, **kwargs)
         return [values[node] for node in (*self.forward, *self.backward)]
 
+    def key(self, layouts: Sequence[Layout]) -> Any:
+        """Return a key that is equal for passes of equal code.
+
+        Args:
+            layouts: Layouts of inputs and gradients.
+        """
+        nodes = (*self.inputs, *self.gradients, *self.nodes)
+        places = {node: f"%{i}" for i, node in enumerate(nodes)}
+
+        def place_of(node: torch.fx.Node) -> str:
+            return places.get(node, str(node.name))
+
+        return (
+            *layouts,
+            tuple(map(place_of, self.forward)),
+            tuple(map(place_of, self.backward)),
+            tuple(places[n] for n in nodes if n in self.visible),
+            tuple(places[n] for n in nodes if n in self.static),
+            *(
+                (n.target, repr(torch.fx.map_arg((n.args, dict(n.kwargs)), place_of)))
+                for n in self.nodes
+            ),
+        )
+
 
 def lower_passes(
     passes: Passes, graph: KernelGraph, made: Mapping[torch.fx.Node, str]
@@ -336,14 +380,17 @@ def lower_passes(
     ]
     for device in {layout.device for layout in layouts}:
         check_compiler(device)
-    joint = traced_joint(passes, layouts, len(passes.gradients))
-    names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
-    step = compile_joint(
-        joint,
-        len(passes.forward),
-        [i for i, node in enumerate(passes.forward) if node in passes.visible],
-        [i for i, node in enumerate(passes.inputs) if node in passes.static],
-    )
+    if (key := passes.key(layouts)) not in graph.compiled:
+        joint = traced_joint(passes, layouts, len(passes.gradients))
+        names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
+        step = compile_joint(
+            joint,
+            len(passes.forward),
+            [i for i, node in enumerate(passes.forward) if node in passes.visible],
+            [i for i, node in enumerate(passes.inputs) if node in passes.static],
+        )
+        graph.compiled[key] = names, step
+    names, step = graph.compiled[key]
     for node, layout in zip(first, layouts, strict=True):
         if node not in made and node.name not in graph.tensors:
             nbytes = tensor_of(node).untyped_storage().nbytes()
@@ -372,17 +419,18 @@ def tensor_of(node: torch.fx.Node) -> torch.Tensor:
 # A captured step: its passes become kernels, its update stays as it is.
 
 
-def lower_step(captured: CapturedStep, own: int) -> Lowered:
+def lower_step(captured: CapturedStep, own: int, *, tuned: bool) -> Lowered:
     """Compile a captured step's passes, and lower it with their kernels as nodes.
 
     Args:
         captured: The step.
         own: Number of its first placeholders that are parameters and buffers.
+        tuned: Whether a tuner may plan its convolutions.
 
     Raises:
         NotCompiledError: It cannot be compiled; says why.
     """
-    kernels, made = KernelGraph(), dict[torch.fx.Node, str]()
+    kernels, made = KernelGraph(tuned), dict[torch.fx.Node, str]()
     passes = _passes_of(captured, own)
     for both in passes:
         made.update(lower_passes(both, kernels, made))
@@ -466,9 +514,8 @@ def joined(
 def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     """Find the forward and backward passes of a captured step, in order.
 
-    There are several of each where gradients are accumulated. Each pair is compiled on
-    its own; as the pairs are equal, Inductor finds the kernels of the first in its
-    cache. Sums of their gradients stay operations, as in a loop over a compiled model:
+    There are several of each where gradients are accumulated; equal pairs are compiled
+    once. Sums of their gradients stay operations, as in a loop over a compiled model:
     compiled, a product and a sum would become one product that rounds otherwise.
 
     Raises:

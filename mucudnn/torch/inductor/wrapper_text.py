@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mucudnn.torch.inductor.compiling import CompiledHalf
-from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
+from mucudnn.torch.lowering.lowered import Call, Layout, NotCompiledError, Operand
 
 _ALLOCATE = "empty_strided_cpu"
 _VIEW = "reinterpret_tensor"
@@ -64,6 +64,8 @@ class KernelLine:
         heavy: Whether it is a product or a convolution.
         kernel: The C++ kernel; None for a function of PyTorch's.
         pointers: Value of each of the kernel's parameters.
+        convolution: The line as a call of PyTorch's convolution or its gradient; None
+            if it is another one.
     """
 
     name: str
@@ -78,6 +80,7 @@ class KernelLine:
     pointers: Sequence[str | None]
     function: Callable[..., Any]
     into: Callable[..., Any] | None = None
+    convolution: Call | None = None
     remade: "Callable[[Sequence[str]], KernelLine] | None" = field(
         default=None, repr=False
     )
@@ -238,6 +241,7 @@ class _Reader:
         random = torch.Tag.nondeterministic_seeded in tags
         layouts = {v: self._layout(v) for v in made}
         heavy = kernel is None and any(w in name for w in ("conv", "mm", "attention"))
+        convolution = _convolution(call, operands, tuple(items) or (None,))
 
         def line(made: Sequence[str]) -> KernelLine:
             """Return the line with its results in this order."""
@@ -261,6 +265,7 @@ class _Reader:
                 pointers=pointers,
                 function=functions[0],
                 into=functions[1] if made else None,
+                convolution=convolution,
                 remade=line,
             )
 
@@ -353,6 +358,39 @@ def unknown(statement: ast.AST) -> NotCompiledError:
         f"a line of Inductor's is not known to PyTorch {torch.__version__}'s reader: "
         f"{text[:160]}"
     )
+
+
+_CONVOLUTIONS = {
+    "extern_kernels.convolution": torch.ops.aten.convolution.default,
+    "torch.ops.aten.convolution_backward.default": (
+        torch.ops.aten.convolution_backward.default
+    ),
+}
+
+
+def _convolution(
+    call: ast.Call, operands: Sequence[str], results: tuple[int | None, ...]
+) -> Call | None:
+    """Return a line as a call of PyTorch's convolution; None if it reads views."""
+    function: Any = _CONVOLUTIONS.get(ast.unparse(call.func))
+    if function is None:
+        return None
+    named = {k.arg: k.value for k in call.keywords}
+    arguments: list[Any] = []
+    for i, argument in enumerate(function._schema.arguments):
+        given = call.args[i] if i < len(call.args) else named.get(argument.name)
+        match given:
+            case ast.Name(value) if value in operands:
+                arguments.append(Operand(operands.index(value)))
+                continue
+            case None:
+                return None
+        try:
+            value = ast.literal_eval(given)
+        except ValueError:
+            return None
+        arguments.append(list(value) if isinstance(value, tuple) else value)
+    return Call(function, tuple(arguments), {}, results)
 
 
 def _identifiers(text: str) -> list[str]:

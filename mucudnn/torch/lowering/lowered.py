@@ -59,6 +59,13 @@ class Layout:
             tensor.is_neg(),
         )
 
+    @property
+    def extent(self) -> int:
+        """Number of elements from the first of a storage to the last of the tensor."""
+        sizes = zip(self.shape, self.stride, strict=True)
+        last = sum((n - 1) * step for n, step in sizes)
+        return 0 if 0 in self.shape else 1 + self.offset + last
+
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a tensor with the conjugate and negative flags."""
         if self.conjugate:

@@ -158,7 +158,10 @@ class SplitCandidates:
         plan = chosen.plan
         if planner.tiers:
             plan = planner.plan_request(chosen.request)
-        return planner, replace(planner.describe(plan, budget), splitting=found)
+        described = replace(planner.describe(plan, budget), splitting=found)
+        if chosen.parts > 1:  # its graph is not the whole step's
+            described = replace(described, unplanned_bytes=0)
+        return planner, described
 
     def step(self, request: Callable[[Planner], StepRequest]) -> SplitStep:
         """Return the candidates as the passes plan them.

@@ -158,7 +158,7 @@ class _Views:
 
 
 def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
-    """Return one array as such a view; raise ValueError if it does not fit."""
+    """View a stored array as (first, channels, *spatial); raise ValueError if wrong."""
     last = len(spec.shape) - 1
     stored = array
     first, *spatial, channels = spec.shape

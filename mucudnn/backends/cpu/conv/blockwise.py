@@ -359,10 +359,12 @@ class Blockwise:
         accumulate: bool,
     ) -> None:
         """Write (or add) w (G, D, terms) @ patches of (N, G, C, …) to (N, G, D, …)."""
-        blocks, tiling = self._cut(source)
-        samples, rows = self._shares(
-            source.shape[0], len(tiling), w.shape[1], len(buffers)
-        )
+        (blocks, tiling), gather, last = self._cut(source), self._gather, self._last
+        # An item of work: some samples of a tile, and some rows if these are too few.
+        batch, crew = source.shape[0], len(buffers)
+        samples = list(cuts(batch, min(_SAMPLES, -(-batch // crew))))
+        enough = len(samples) * len(tiling) >= crew
+        rows = list(cuts(w.shape[1], w.shape[1] if enough else -(-w.shape[1] // crew)))
 
         def work(worker: int, item: tuple[slice, int, slice]) -> None:
             n, index, d = item
@@ -372,7 +374,7 @@ class Blockwise:
                 out = as_matrix(dest[(n, groups, d, *tile)], 1, self._rank)
                 add = accumulate
                 for block in blocks.of_groups(groups):
-                    patches = self._patches(source[n], block, tile, own)
+                    patches = PatchBlock(source[n], gather, block, tile, own, last=last)
                     filters = w[None, groups, d, block.columns]
                     step = _adding(filters, patches.matrix, out, own[2], add)
                     for i in range(out.shape[0]):
@@ -381,13 +383,13 @@ class Blockwise:
                     add = True
 
         items = itertools.product(samples, range(len(tiling)), rows)
-        workers.each(items, work, at_most=len(buffers))
+        workers.each(items, work, at_most=crew)
 
     def _sum_filters(
         self, x: Any, dy: Any, dw: Any, buffers: Sequence[Any], workers: Workers
     ) -> None:
         """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, terms)."""
-        blocks, tiling = self._cut(x)
+        (blocks, tiling), gather, last = self._cut(x), self._gather, self._last
         every = [b for groups in blocks.groups for b in blocks.of_groups(groups)]
         rows = list(cuts(dw.shape[1], -(-dw.shape[1] // len(buffers))))
         if len(every) >= len(buffers):
@@ -401,7 +403,7 @@ class Blockwise:
                 errors = as_matrix(
                     dy[(slice(None), block.groups, k, *tile)], 1, self._rank
                 )
-                patches = self._patches(x, block, tile, own)
+                patches = PatchBlock(x, gather, block, tile, own, last=last)
                 across = patches.matrix.transpose(0, 1, 3, 2)
                 step = _adding(errors, across, target, own[2], True)
                 for i in range(x.shape[0]):
@@ -460,19 +462,6 @@ class Blockwise:
     def _parts(self, buffer: Any) -> list[Any]:
         starts = itertools.accumulate(self._sizes, initial=0)
         return [buffer[start:stop] for start, stop in itertools.pairwise(starts)]
-
-    def _shares(
-        self, batch: int, tiles: int, rows: int, crew: int
-    ) -> tuple[list[slice], list[slice]]:
-        """Return the ranges of samples and of rows that make one item of work."""
-        samples = list(cuts(batch, min(_SAMPLES, -(-batch // crew))))
-        enough = len(samples) * tiles >= crew
-        return samples, list(cuts(rows, rows if enough else -(-rows // crew)))
-
-    def _patches(
-        self, source: Any, block: Block, tile: Sequence[slice], buffers: Sequence[Any]
-    ) -> PatchBlock:
-        return PatchBlock(source, self._gather, block, tile, buffers, last=self._last)
 
     def _additions(
         self, dx: Any, block: Block, tile: Sequence[slice], planes: Any

@@ -354,11 +354,9 @@ class ChunkTransform:
         self._forward(0, self.image[None], ())
 
     def inverse(self, accumulate: bool) -> None:
-        """Transform back, into (or onto) the image.
-
-        The tables include the inverse's factors; those of the first axis also the
-        factor 2 for conjugate frequencies.
-        """
+        """Transform back, into (or onto) the image."""
+        # The tables include the inverse's factors; those of the first axis also the
+        # factor 2 for conjugate frequencies.
         for i, window in enumerate(self.plan.windows[0]):
             self._inverse(0, self.image[None], window, (i,), accumulate)
 

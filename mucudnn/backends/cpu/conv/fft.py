@@ -289,7 +289,8 @@ class Spectral:
             for at in (axis.x_at, axis.y_at, axis.w_at)
         ]
         spectra, scratch = (self._x.spectrum, self._y.spectrum), (nworkers, each)
-        basis, kernel = products.basis(), products.filter(nworkers)
+        basis = (products.frequencies, 2, math.prod(p.w_shape[2:])), p.dtype
+        kernel = products.filter(nworkers)
         return [basis, *spectra, (scratch, "uint8"), *tables, kernel]
 
     def _fill_tables(self, tables: Sequence[Any]) -> None:
@@ -381,16 +382,6 @@ class Products:
             other = (block, 4 * min(self.rows, _ROWS) * channels)
         return [(block, 2, self._weights), other]
 
-    def _blocks(self) -> range:
-        return range(0, self.frequencies, self._block)
-
-    def _slice(self, start: int) -> slice:
-        return slice(start, min(start + self._block, self.frequencies))
-
-    def basis(self) -> Region:
-        """Region of the DFT of every tap."""
-        return (self.frequencies, 2, self._taps), self.problem.dtype
-
     def filter(self, nworkers: int) -> Region:
         """Return the region of the reordered filter or of the workers' gradients."""
         if self.problem.direction is Direction.BACKWARD_FILTER:
@@ -417,10 +408,9 @@ class Products:
         """Compute Y = X conj(W), or X = Y W for dx; `w` is stored densely."""
         self._gather(workers, w, taps)
 
-        def work(worker: int, start: int) -> None:
+        def work(worker: int, block: slice) -> None:
             spectrum, products = carve(scratch[worker], self.scratch())
-            block = self._slice(start)
-            part = spectrum[: block.stop - start]
+            part = spectrum[: block.stop - block.start]
             rows = basis[block].reshape(-1, self._taps)
             np.matmul(rows, taps, out=part.reshape(-1, self._weights))
             for row in range(0, self.rows, _ROWS):
@@ -429,12 +419,15 @@ class Products:
 
         workers.each(self._blocks(), work)
 
-    def _gather(self, workers: Workers, w: Any, taps: Any) -> None:
-        """Copy a filter to (taps, groups, channels summed over, other channels).
+    def _blocks(self) -> list[slice]:
+        """Return the blocks of frequencies."""
+        count, size = self.frequencies, self._block
+        return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
-        BLAS takes the right-hand matrix of a product much faster if its rows are
-        contiguous, and copying the taps is cheaper than copying their spectra.
-        """
+    def _gather(self, workers: Workers, w: Any, taps: Any) -> None:
+        """Copy a filter to (taps, groups, channels summed over, other channels)."""
+        # BLAS takes the right-hand matrix of a product much faster if its rows are
+        # contiguous, and copying the taps is cheaper than copying their spectra.
         groups, (K, C) = self.problem.groups, self.problem.w_shape[:2]
         K //= groups
         if self._channels_last:
@@ -478,22 +471,19 @@ class Products:
     def gradient(
         self, workers: Workers, basis: Any, xs: Any, ys: Any, sums: Any, scratch: Any
     ) -> None:
-        """Compute W = X conj(Y), transformed back, as one partial sum per worker.
-
-        The fixed assignment of blocks to workers makes the result deterministic.
-        """
+        """Compute W = X conj(Y), transformed back, as one partial sum per worker."""
         blocks = self._blocks()
         sums[...] = 0
 
         def work(worker: int, start: int, stop: int) -> None:
             spectrum, rotated, share = carve(scratch[worker], self.scratch())
-            for first in blocks[start:stop]:
-                block = self._slice(first)
-                count = block.stop - first
+            for block in blocks[start:stop]:
+                count = block.stop - block.start
                 arrays = spectrum[:count], rotated[:count], share
                 self._correlate(basis[block], xs[block], ys[block], arrays)
                 np.add(sums[worker], share.reshape(-1), out=sums[worker])
 
+        # A fixed assignment of blocks to workers makes the result deterministic.
         workers.ranges(len(blocks), work)
 
     def _correlate(self, basis: Any, x: Any, y: Any, arrays: Sequence[Any]) -> None:

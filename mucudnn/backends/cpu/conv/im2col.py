@@ -9,7 +9,7 @@ with the filter taps that reach it (so no multiplication by inserted zeros).
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,30 +132,6 @@ def overlap(
         inner.append(slice(start, stop))
         outer.append(slice(start - r.start, stop - r.start))
     return tuple(inner), tuple(outer)
-
-
-def read_windows(
-    source: Any,
-    axes: Sequence[Axis],
-    tile: Sequence[slice],
-    padded: Callable[[Sequence[int]], Any],
-) -> Any:
-    """Return a view (…, *taps, *outs of the tile) of `source` or a zero-padded copy.
-
-    `tile` has explicit bounds. `padded` returns a buffer (…, *spatial) of a spatial
-    shape for the copy, or None if it does not fit; then None is returned if padding is
-    read.
-    """
-    reads = [axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)]
-    sizes = source.shape[-len(axes) :]
-    if all(r.start >= 0 and r.stop <= n for r, n in zip(reads, sizes, strict=True)):
-        return tap_windows(source, axes, tile, (0,) * len(axes))
-    if (copy := padded([len(r) for r in reads])) is None:
-        return None
-    have, want = overlap(reads, sizes)
-    copy[...] = 0
-    np.copyto(copy[(..., *want)], source[(..., *have)])
-    return tap_windows(copy, axes, tile, [-r.start for r in reads])
 
 
 def tap_windows(
@@ -327,18 +303,26 @@ class Patches:
         Returns: A matrix (groups, reduction, pixels); reduction is (channel, *tap) or,
             channels last, (*tap, channel); pixels are (sample, *output).
         """
-        rank = len(self._axes)
-
-        def padded(spatial: Sequence[int]) -> Any:
-            last = self._last
-            return padded_buffer(buffers[0], source.shape, spatial, channels_last=last)
-
-        windows = read_windows(source, self._axes, tile, padded)
+        axes, rank = self._axes, len(self._axes)
+        spans = zip(axes, tile, strict=True)
+        reads = [axis.reads(t.start, t.stop) for axis, t in spans]
+        have, want = overlap(reads, source.shape[-rank:])
+        offset, last = [0] * rank, self._last
+        if any(
+            part.stop - part.start < len(r) for part, r in zip(have, reads, strict=True)
+        ):
+            # Windows reach into the padding: read them from a zero-padded copy.
+            lengths = [len(r) for r in reads]
+            copy = padded_buffer(buffers[0], source.shape, lengths, channels_last=last)
+            copy[...] = 0
+            np.copyto(copy[(..., *want)], source[(..., *have)])
+            source, offset = copy, [-r.start for r in reads]
+        windows = tap_windows(source, axes, tile, offset)
         taps = tuple(range(3, 3 + rank))
         outs = tuple(range(3 + rank, 3 + 2 * rank))
-        reduction = (*taps, 2) if self._last else (2, *taps)
+        reduction = (*taps, 2) if last else (2, *taps)
         ordered = windows.transpose(1, *reduction, 0, *outs)
-        return packed(ordered, 1 + rank, buffers[1], by_column=self._last)
+        return packed(ordered, 1 + rank, buffers[1], by_column=last)
 
 
 def padded_buffer(

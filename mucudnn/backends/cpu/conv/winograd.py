@@ -151,10 +151,7 @@ def _correlate(
 def _sum_apart(
     plan: "Plan", x: "Tiles", dy: "Tiles", dw: Filter, _: Any, workers: Workers
 ) -> None:
-    """Sum the transformed filter's gradient over the tiles, one part per worker.
-
-    The result does not depend on which worker takes a part: sums belong to the part.
-    """
+    """Sum the transformed filter's gradient over the tiles, one part per worker."""
 
     def work(_: int, part: int) -> None:
         own = part
@@ -169,6 +166,7 @@ def _sum_apart(
                 dw.add(part, [own])
             own = plan.crew + part
 
+    # The result does not depend on which worker takes a part: sums belong to the part.
     workers.each(range(plan.crew), work)
     dw.add(0, range(1, plan.crew), workers)
 
@@ -344,10 +342,7 @@ class Plan:
         return self.values * rows * self.samples * self.columns * image.channels
 
     def scratch_items(self, *, adding: bool) -> tuple[int, int]:
-        """Return the items of the two scratch arrays of one worker.
-
-        If `adding`, they also hold a piece of the result before it is added.
-        """
+        """Return the items of the two scratch arrays of one worker."""
         tiles = [max(b - a for a, b in ranges) for ranges in self.ranges]
         needs = [[0], [0]]
         for image in (self.source, self.result):
@@ -446,11 +441,9 @@ def _images(
 
 
 def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
-    """Return the m of F(m, 3) with the least arithmetic; the smaller one on a tie.
-
-    In three dimensions this is always the smallest: errors multiply with every axis.
-    """
+    """Return the m of F(m, 3) with the least arithmetic; the smaller one on a tie."""
     choices = sorted(MINIMAL)
+    # In three dimensions always the smallest: errors multiply with every axis.
     if len(result) == 3:
         return choices[0]
     k, c_per_group = problem.w_shape[:2]
@@ -519,7 +512,7 @@ class Tiles:
         analyse(pictures, bands, self._plan.minimal.points, values, scratch)
 
     def write(self, block: Block, piece: Piece, worker: int, *, add: bool) -> None:
-        """Transform back, over the image or added to it."""
+        """Transform a piece back, and write it to the image or add it."""
         pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]
         points = self._plan.minimal.points

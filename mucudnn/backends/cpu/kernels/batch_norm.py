@@ -101,7 +101,7 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
-    """Compute the term's gradient, dy where y is not 0, and the others."""
+    """Compute the gradients of the term (dy where y is not 0), x, gamma and beta."""
     x, dy, y, *parameters = call.inputs
     dterm, *others = call.outputs
 
@@ -124,12 +124,12 @@ Moments = tuple[Any, Any, Any]
 
 
 def batch_norm_sums(call: KernelCall) -> None:
-    """Compute (count, mean, sum of squares about it) of each channel, (3, C)."""
+    """Compute count, mean, and squares about the mean of each channel, (3, C)."""
     moments(call, as_ncs(call.inputs[0]), call.outputs[0])
 
 
 def moments(call: KernelCall, x: Any, stats: Any) -> None:
-    """Write count, mean and sum of squares about it of the channels of (N, C, S)."""
+    """Write count, mean, and squares about the mean of the channels of (N, C, S)."""
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
@@ -216,7 +216,7 @@ def all_moments(slices: Sequence[Any]) -> Moments:
 
 
 def merged_moments(one: Moments, other: Moments) -> Moments:
-    """Merge two (count, mean, squares about it) (Chan, Golub and LeVeque, 1983)."""
+    """Merge two moments (Chan, Golub and LeVeque, 1983)."""
     count = one[0] + other[0]
     gap = other[1] - one[1]
     mean = one[1] + gap * (other[0] / count)
@@ -224,13 +224,11 @@ def merged_moments(one: Moments, other: Moments) -> Moments:
 
 
 def _mask_above(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
-    """Compute `out = dy` where `scaled` exceeds the threshold, else 0.
-
-    Overwrites `scaled`. The floating-point difference has the sign of the exact one,
-    and is +0 for equal numbers, as no threshold is -0. Its sign bit is spread over the
-    word. NaN may or may not pass: its channel's gradient is NaN anyway.
-    """
+    """Compute `out = dy` where `scaled` exceeds the threshold, else 0."""
     kind = f"i{scaled.itemsize}"
+    # Overwrite `scaled`. The floating-point difference has the sign of the exact one,
+    # and is +0 for equal numbers, as no threshold is -0. Its sign bit is spread over
+    # the word. NaN may or may not pass: its channel's gradient is NaN anyway.
     np.subtract(threshold, scaled, out=scaled)
     mask = scaled.view(kind)
     np.right_shift(mask, 8 * scaled.itemsize - 1, out=mask)

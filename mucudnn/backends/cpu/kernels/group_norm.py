@@ -26,7 +26,7 @@ Part = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Views of the arrays of one operation as `shape`, (N, groups, channels of one, S).
+    """Views of an operation's arrays as `shape`: (N, groups, channels of a group, S).
 
     `affine` is the shape of gamma and beta, with an axis for the samples; with `last`
     arrays are (N, S, C).
@@ -134,7 +134,7 @@ def group_norm_grad(call: KernelCall) -> None:
 
 
 def group_norm_sums(call: KernelCall) -> None:
-    """Compute (count, mean, sum of squares about it) of each group, (3, N, groups)."""
+    """Compute count, mean, and squares about the mean of each group, (3, N, groups)."""
     (x,), (stats,) = call.inputs, call.outputs
     moments(call, x.reshape(1, stats[0].size, -1), stats.reshape(len(stats), -1))
 
@@ -255,33 +255,29 @@ def affine_grads(
                 betas = betas + np.add.reduce(dy[part], axis=0, keepdims=True)
             else:
                 gammas = gammas + np.vecdot(normal, dy[part]).sum(axis=0)
-                betas = betas + _pixel_sums(dy[part]).sum(axis=0)
+                ones = np.ones(dy.shape[3], dy.dtype)
+                betas = betas + np.matmul(dy[part], ones).sum(axis=0)
         place = grouped.affine_part((slice(0, 1), *inner))
         dgamma[place] = np.reshape(gammas, dgamma[place].shape)
         dbeta[place] = np.reshape(betas, dbeta[place].shape)
 
-    call.share(_affine_parts(grouped, x.itemsize), block)
-
-
-def _affine_parts(grouped: Grouped, itemsize: int) -> list[Part]:
-    """Split (groups, channels, S); pixels that share gamma stay together."""
+    # Split (groups, channels, S); pixels that share gamma stay together.
     _, groups, channels, S = grouped.shape
-    elements = BLOCK_BYTES // itemsize
-    if grouped.affine[3] == S:
-        few = max(1, elements // min(grouped.shape[0], _SAMPLES))
-        return tiles((groups, channels, S), few)
-    rows = tiles((groups, channels), max(1, elements // (S * grouped.shape[0])))
-    return [(*part, slice(0, S)) for part in rows]
-
-
-def _pixel_sums(part: Any) -> Any:
-    return np.matmul(part, np.ones(part.shape[3], part.dtype))
+    elements = BLOCK_BYTES // x.itemsize
+    if per_element:
+        few = max(1, elements // min(samples, _SAMPLES))
+        parts = tiles((groups, channels, S), few)
+    else:
+        rows = tiles((groups, channels), max(1, elements // (S * samples)))
+        parts = [(*part, slice(0, S)) for part in rows]
+    call.share(parts, block)
 
 
 def _row_sums(part: Any) -> Any:
-    """Return the sums of (n, groups) in float64."""
+    """Return the sums of (n, groups) in float64; a product with ones is fastest."""
     if part.shape[3] > 1:
-        return np.add.reduce(_pixel_sums(part), axis=2, dtype=np.float64)
+        sums = np.matmul(part, np.ones(part.shape[3], part.dtype))
+        return np.add.reduce(sums, axis=2, dtype=np.float64)
     ones = np.ones(part.shape[2], part.dtype)
     return np.matmul(part[..., 0], ones).astype(np.float64)
 

@@ -80,13 +80,10 @@ def shared(total: int, limit: int) -> int:
 
 
 def even(total: int, limit: int, unit: int = 1) -> int:
-    """Return the size of a portion: `total`, or one of an even number of portions.
-
-    An even number lets two workers finish together. A portion is at most `limit`, and a
-    multiple of `unit`.
-    """
+    """Return the size of a portion: `total`, or one of an even number of portions."""
     if total <= limit:
         return max(1, total)
+    # An even number of portions lets two workers finish together.
     count = -(-total // limit)
     portion = -(-total // (count + count % 2))
     return min(max(1, limit), -(-portion // unit) * unit)

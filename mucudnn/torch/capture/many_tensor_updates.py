@@ -1,0 +1,446 @@
+"""Updates of many tensors by one call, as `foreach` and `fused` optimizers run them.
+
+An optimizer is captured tensor by tensor (`optimizers.py`), so that a gradient can be
+freed as soon as its parameter is updated. On CUDA every operation of every parameter
+would then be a launch of its own. `merged` joins operations that do not depend on each
+other into calls of `torch._foreach_*`, and fused updates into calls of
+`torch._fused_*`. How many parameters are updated together is the planner's choice:
+their gradients are in memory at the same time.
+
+A group of one tensor calls the same kernels as a group of a hundred, so that the choice
+never changes numbers.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.functional_utils import from_fun
+
+from mucudnn.ir.graph import Node
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.torch.lowering.lowered import Call, Layout, Number, Operand
+
+_aten = torch.ops.aten
+
+FUSED: Mapping[Any, Any] = {
+    torch._fused_sgd_: _aten._fused_sgd_,
+    torch._fused_adam_: _aten._fused_adam_,
+    torch._fused_adamw_: _aten._fused_adamw_,
+}
+"""Functions that fused optimizers call -> operators."""
+
+
+def updates_many(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether eager mode updates many tensors of an optimizer by one call.
+
+    PyTorch's optimizers do so on CUDA devices unless `foreach` is off.
+    """
+    return all(
+        group.get("fused") or group.get("foreach", False) is not False
+        for group in optimizer.param_groups
+    )
+
+
+# Capture of fused updates: one call for each parameter, without writes in place.
+
+
+def record_fused(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Record a call of `torch._fused_*` for lists of tensors, tensor by tensor."""
+    packet = FUSED[function]
+    tensor_lr = isinstance(kwargs["lr"], torch.Tensor)
+    operator = packet.tensor_lr if tensor_lr else packet.default
+    written = _written_lists(operator)
+    pure = functional_fused(operator)
+    for i in range(len(args[0])):
+        mine = [values[i : i + 1] for values in args]
+        targets = [t for place in written for t in mine[place]]
+        for target, value in zip(targets, pure(*mine, **kwargs), strict=True):
+            # A `copy_` would be an operation of the graph.
+            target.replace_(from_fun(value))
+            target.commit_update()
+            target.sync()
+
+
+def _written_lists(operator: Any) -> list[int]:
+    """Return the positions of the lists that a fused operator updates.
+
+    Gradients are declared as written for the sake of a scale, which is never given.
+    """
+    return [
+        place
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "grads"
+    ]
+
+
+@functools.cache
+def functional_fused(operator: Any) -> Any:
+    """Define the form of a fused operator that returns new tensors.
+
+    Its results are the updated tensors of the first list, then of the next.
+    """
+    schema = operator._schema
+    given = str(schema).partition("(")[2].rpartition(") -> ")[0]
+    given = re.sub(r"\(\w!\)", "", given)
+    # A scalar may be computed from a tensor of the graph; a float may not.
+    given = given.replace("float lr", "Scalar lr")
+    name = f"functional{schema.name.partition('::')[2]}{schema.overload_name}"
+    library = torch.library.Library("mucudnn", "FRAGMENT")
+    library.define(f"{name}({given}) -> Tensor[]")
+    written = _written_lists(operator)
+
+    def computed(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        given = list(args)
+        for place in written:
+            given[place] = [tensor.clone() for tensor in given[place]]
+        operator(*given, **kwargs)
+        return [tensor for place in written for tensor in given[place]]
+
+    def described(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return [torch.empty_like(t) for place in written for t in args[place]]
+
+    library.impl(name, computed, "CompositeExplicitAutograd")
+    library.impl(name, described, "Meta")
+    _LIBRARIES.append(library)
+    found = getattr(torch.ops.mucudnn, name).default
+    _OPERATORS[found] = operator
+    return found
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Definitions end with the object that has made them."""
+
+_OPERATORS: dict[Any, Any] = {}
+"""Functional form -> the fused operator."""
+
+
+def fused_targets(call: Call, inputs: Sequence[str]) -> list[str]:
+    """Return the tensors that a fused update writes, in the order of its results.
+
+    Empty for any other call.
+    """
+    operator = _OPERATORS.get(call.function)
+    if operator is None:
+        return []
+    return [
+        inputs[operand.index]
+        for place in _written_lists(operator)
+        for operand in call.args[place]
+    ]
+
+
+def fused_in_place(call: Call) -> Call:
+    """Return the call of a fused update that writes its operands."""
+    return replace(call, function=_fused(_OPERATORS[call.function]))
+
+
+@functools.cache
+def _fused(operator: Any) -> Callable[..., Any]:
+    """Return a function that runs a fused operator, and returns what it has written."""
+    written = _written_lists(operator)
+
+    def fused(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        operator(*args, **kwargs)
+        return [tensor for place in written for tensor in args[place]]
+
+    fused.__qualname__ = f"fused({operator})"  # plans are stored by name
+    _IN_PLACE[fused] = len(written)
+    return fused
+
+
+_IN_PLACE: dict[Any, int] = {}
+"""Function that `_fused` has made -> how many lists of tensors it writes at most."""
+
+
+# Merging of operations on single tensors.
+
+
+_UNARY = {
+    _aten.sqrt.default: "sqrt",
+    _aten.neg.default: "neg",
+    _aten.abs.default: "abs",
+    _aten.sign.default: "sign",
+    _aten.reciprocal.default: "reciprocal",
+}
+_BINARY = {
+    _aten.add.Tensor: "add",
+    _aten.sub.Tensor: "sub",
+    _aten.mul.Tensor: "mul",
+    _aten.div.Tensor: "div",
+    _aten.maximum.default: "maximum",
+}
+_LERP = {_aten.lerp.Scalar: "lerp"}
+_PRODUCTS = {_aten.addcmul.default: "addcmul", _aten.addcdiv.default: "addcdiv"}
+_COPY = {_aten.copy_.default: "copy"}
+_NAMES: Mapping[Any, str] = {**_UNARY, **_BINARY, **_LERP, **_PRODUCTS, **_COPY}
+"""Operator -> its name among `torch._foreach_*`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor among the arguments of a call."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """An operation that may be one of many in a call.
+
+    Attributes:
+        node: The node.
+        args: Its arguments, with tensors by name.
+        kwargs: Its keyword arguments.
+        in_place: Whether it writes its first operand.
+    """
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    in_place: bool
+
+
+class Merger:
+    """Merges updates that are ready at the same time.
+
+    Args:
+        calls: Call of each node; those of merged nodes are added.
+        tensors: Every tensor; results that overwrite an operand become aliases.
+        layouts: Layout of each tensor.
+        readers: Number of nodes that read a tensor.
+        results: Tensors that the step returns or stores.
+    """
+
+    def __init__(
+        self,
+        calls: dict[str, Call],
+        tensors: dict[str, TensorSpec],
+        layouts: Mapping[str, Layout],
+        readers: Mapping[str, int],
+        results: frozenset[str],
+    ) -> None:
+        self._calls = calls
+        self._tensors = tensors
+        self._layouts = layouts
+        self._readers = readers
+        self._results = results
+
+    def merged(
+        self, nodes: Sequence[Node], before: Mapping[str, Sequence[Node]]
+    ) -> list[Node]:
+        """Return the nodes of some updates, merged where they are alike.
+
+        Args:
+            nodes: In a valid order.
+            before: The nodes that each one depends on.
+        """
+        # Nodes on one level of the longest paths never depend on each other.
+        level: dict[str, int] = {}
+        alone: dict[int, list[Node]] = {}
+        groups: dict[int, dict[Hashable, list[_Member]]] = {}
+        made: set[str] = set()
+        for node in nodes:
+            waits = (level.get(n.name, -1) for n in before[node.name])
+            at = level[node.name] = 1 + max(waits, default=-1)
+            member = self._member(node)
+            key = self._key(member)
+            if key is None:
+                alone.setdefault(at, []).append(node)
+            else:
+                member = self._overwriting(member, made)
+                mine = groups.setdefault(at, {})
+                mine.setdefault((key, member.in_place), []).append(member)
+            made.update(node.outputs)
+        found: list[Node] = []
+        for at in range(1 + max(level.values(), default=-1)):
+            found += alone.get(at, ())
+            found += map(self._joined, groups.get(at, {}).values())
+        return found
+
+    def _member(self, node: Node) -> _Member:
+        call = self._calls[node.name]
+        args, kwargs = _named((call.args, dict(call.kwargs)), node.inputs)
+        return _Member(node, args, kwargs, in_place=bool(node.mutates))
+
+    def _overwriting(self, member: _Member, made: set[str]) -> _Member:
+        """Have a result overwrite an operand of updates that nothing else reads."""
+        first = member.args[0]
+        if member.in_place or not isinstance(first, _Tensor):
+            return member
+        (result,) = member.node.outputs
+        if (
+            first.name not in made
+            or self._tensors[first.name].alias is not None
+            or self._readers.get(first.name, 0) != 1
+            or first.name in self._results
+            or self._layouts[first.name] != self._layouts[result]
+        ):
+            return member
+        self._tensors[result] = replace(self._tensors[result], alias=first.name)
+        node = replace(member.node, mutates=(first.name,))
+        return replace(member, node=node, in_place=True)
+
+    def _owner(self, name: str) -> str:
+        while (alias := self._tensors[name].alias) is not None:
+            name = alias
+        return name
+
+    def _key(self, member: _Member) -> Hashable:
+        """Return what members of one call have in common; None if it stays alone."""
+        node, call = member.node, self._calls[member.node.name]
+        if call.function in _IN_PLACE:
+            kinds = tuple(
+                tuple(self._kind(t.name) for t in values) for values in member.args
+            )
+            return call.function, kinds, tuple(sorted(member.kwargs.items(), key=str))
+        name = _NAMES.get(call.function)
+        if name is None or not isinstance(member.args[0], _Tensor):
+            return None
+        if len(node.outputs) > 1 or any(
+            self._tensors[n].alias is not None and not node.mutates
+            for n in node.outputs
+        ):
+            return None
+        # What is written has to be the first operand, as `torch._foreach_*_` writes it.
+        first = self._owner(member.args[0].name)
+        written = (*node.mutates, *node.outputs) if node.mutates else ()
+        if any(self._owner(name) != first for name in written):
+            return None
+        tensors = [a for a in member.args if isinstance(a, _Tensor)]
+        shapes = {self._layouts[t.name].shape for t in tensors}
+        rest = tuple(
+            self._kind(a.name) if isinstance(a, _Tensor) else "number"
+            for a in member.args
+        )
+        options = {k: v for k, v in member.kwargs.items() if k != "value"}
+        if name in ("add", "sub") and rest[1:] == ("number",) and options:
+            return None
+        if len(shapes) > 1:
+            # One factor of all tensors, such as a clipped norm's.
+            if name not in ("mul", "div") or self._layouts[tensors[1].name].shape:
+                return None
+            rest += (tensors[1].name,)
+        return name, rest, tuple(sorted(options.items(), key=str))
+
+    def _kind(self, name: str) -> Hashable:
+        layout = self._layouts[name]
+        return layout.dtype, layout.device
+
+    def _joined(self, members: Sequence[_Member]) -> Node:
+        """Return one node for several members; add its call."""
+        inputs: dict[str, int] = {}
+        for member in members:
+            for name in member.node.inputs:
+                inputs.setdefault(name, len(inputs))
+        first = members[0]
+        call = self._calls[first.node.name]
+        if call.function in _IN_PLACE:
+            new, outputs = self._joined_fused(members, call, inputs)
+        else:
+            new = self._joined_foreach(members, call, inputs)
+            outputs = tuple(n for member in members for n in member.node.outputs)
+        mutates = dict.fromkeys(n for member in members for n in member.node.mutates)
+        name = first.node.name
+        self._calls[name] = new
+        return Node(
+            name,
+            "store" if mutates else str(new.function.__qualname__),
+            tuple(inputs),
+            outputs,
+            phase=first.node.phase,
+            mutates=tuple(mutates),
+        )
+
+    def _joined_fused(
+        self, members: Sequence[_Member], call: Call, inputs: Mapping[str, int]
+    ) -> tuple[Call, tuple[str, ...]]:
+        lists = zip(*(member.args for member in members), strict=True)
+        args = tuple(
+            [_bound(t, inputs) for values in of for t in values] for of in lists
+        )
+        kwargs = {k: _bound(v, inputs) for k, v in members[0].kwargs.items()}
+        # Results are those of the first list, then of the next.
+        count = len(members)
+        outputs = tuple(n for member in members for n in member.node.outputs)
+        each = len(members[0].node.outputs)
+        places = tuple(j * count + i for i in range(count) for j in range(each))
+        return Call(call.function, args, kwargs, places), outputs
+
+    def _joined_foreach(
+        self, members: Sequence[_Member], call: Call, inputs: Mapping[str, int]
+    ) -> Call:
+        name = _NAMES[call.function]
+        columns = list(zip(*(member.args for member in members), strict=True))
+        tensors = [c for c in columns if isinstance(c[0], _Tensor)]
+        args: list[Any] = [[_bound(t, inputs) for t in column] for column in tensors]
+        kwargs = {
+            k: _bound(v, inputs) for k, v in members[0].kwargs.items() if k != "value"
+        }
+        numbers = next((c for c in columns if not isinstance(c[0], _Tensor)), None)
+        kind = "default" if call.function in _UNARY or name == "copy" else "List"
+        if call.function in _PRODUCTS:
+            numbers = tuple(member.kwargs.get("value", 1) for member in members)
+        if numbers is not None and name != "copy":
+            same = all(number == numbers[0] for number in numbers)
+            kind = "Scalar" if same else "ScalarList"
+            bound = [_bound(number, inputs) for number in numbers]
+            args.append(bound[0] if same else bound)
+        elif len(tensors) == 2 and self._is_factor(tensors):
+            kind, args[1] = "Tensor", args[1][0]
+        in_place = members[0].in_place
+        packet = getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}")
+        function = getattr(packet, kind)
+        run = _foreach(function) if in_place else function
+        outputs = sum(len(member.node.outputs) for member in members)
+        return Call(run, tuple(args), kwargs, tuple(range(outputs)))
+
+    def _is_factor(self, tensors: Sequence[Sequence[_Tensor]]) -> bool:
+        """Return whether the second operands are one number in a tensor."""
+        (one, *_), (other, *_) = tensors
+        return self._layouts[one.name].shape != self._layouts[other.name].shape
+
+
+@functools.cache
+def _foreach(function: Any) -> Callable[..., Any]:
+    """Return a function that writes a list of tensors, and returns the list."""
+
+    def foreach(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        function(tensors, *args, **kwargs)
+        return tensors
+
+    foreach.__qualname__ = f"foreach({function})"  # plans are stored by name
+    return foreach
+
+
+def _named(value: Any, inputs: Sequence[str]) -> Any:
+    """Return arguments with tensors by name; the inverse of `_bound`."""
+    match value:
+        case Operand(index):
+            return _Tensor(inputs[index])
+        case Number(function, args):
+            return Number(function, _named(args, inputs))
+        case dict():
+            return {key: _named(item, inputs) for key, item in value.items()}
+        case list() | tuple():
+            return tuple(_named(item, inputs) for item in value)
+        case _:
+            return value
+
+
+def _bound(value: Any, inputs: Mapping[str, int]) -> Any:
+    """Return an argument with tensors as operands."""
+    match value:
+        case _Tensor(name):
+            return Operand(inputs[name])
+        case Number(function, args):
+            return Number(function, tuple(_bound(item, inputs) for item in args))
+        case tuple():
+            return [_bound(item, inputs) for item in value]
+        case _:
+            return value
