@@ -1,5 +1,9 @@
 """How far plans are from a bound that no plan beats: ten networks, five budgets each.
 
+Beside our plan are those of five rivals under the same budget: checkpointing every
+block, some blocks or all but expensive operations, offloaded checkpoints, and PyTorch's
+knapsack.
+
 Whole steps, estimated for an H200. Budgets lie between the least that works and what
 the step takes with all the memory it could use. The bound is a relaxation's: where it
 is not reached, either the plan could be faster or the bound is too low.
@@ -11,6 +15,7 @@ some of the networks, and adds their rows to those that a file has, after each.
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -19,8 +24,14 @@ from typing import Any
 from bench.machine import describe
 from bench.split_steps import step
 from bench.table import render
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
+from mucudnn.passes.planning.plan_step import (
+    minimum_budget,
+    plan_step,
+    try_technique,
+    unbounded,
+)
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["run", "table"]
 
@@ -38,6 +49,15 @@ MODELS = {
     "vgg16": 256,
 }
 """Network -> batch."""
+
+RIVALS = (
+    "checkpoint_blocks",
+    "checkpoint_some_blocks",
+    "selective_checkpointing",
+    "offload_checkpoints",
+    "knapsack",
+)
+"""Policies of which the slowdown is given, too; null where they do not fit."""
 
 SHARES = (0.05, 0.15, 0.3, 0.5, 0.7)
 """Of the bytes between the least budget and what a step takes without any."""
@@ -72,6 +92,7 @@ def _rows(model: str, batch: int) -> list[dict[str, Any]]:
         budget = least + int(share * (free.peak_bytes - least))
         begun = process_time()
         plan = plan_step(request.within(budget))
+        seconds = process_time() - begun
         found.append(
             {
                 "model": model,
@@ -81,10 +102,22 @@ def _rows(model: str, batch: int) -> list[dict[str, Any]]:
                 "slowdown": plan.prediction.step_ms / free.prediction.step_ms,
                 "gap": plan.gap or 0.0,
                 "scheduler": plan.scheduler,
-                "planning_cpu_s": process_time() - begun,
+                "planning_cpu_s": seconds,
+                "rivals": {
+                    policy: _slowdown(
+                        replace(request, policy=policy, budget=budget), free
+                    )
+                    for policy in RIVALS
+                },
             }
         )
     return found
+
+
+def _slowdown(request: StepRequest, free: StepPlan) -> float | None:
+    """Return the slowdown of a policy under a budget; None if it does not fit."""
+    step_ms = try_technique(request).step_ms
+    return None if step_ms is None else step_ms / free.prediction.step_ms
 
 
 def main(arguments: list[str]) -> int:

@@ -326,3 +326,9 @@ def test_no_advice_in_terabytes():
     assert "of p100: " in result.stderr
     assert "take a smaller --batch or --image" in result.stderr
     assert "TiB" not in result.stderr
+
+
+def test_an_image_larger_than_the_device_is_refused_before_planning():
+    result = run("resnet18", "--image", "3x9999999x9999999", "--device", "h200")
+    assert result.exit_code == ExitCode.NOTHING_FITS
+    assert "images alone take more than the 131.3 GiB of h200" in result.stderr

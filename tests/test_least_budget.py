@@ -20,6 +20,7 @@ from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning import place_step as placing
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import (
+    budget_for_slowdown,
     least_budget_above,
     minimum_budget,
     plan_step,
@@ -176,3 +177,24 @@ def test_what_never_works_is_given_up():
         raise PlanningError("never", least_bytes=budget + 1)
 
     assert least_budget_above(0, PlanningError("never"), attempt) is None
+
+
+@given(
+    st.integers(1, 1 << 40),
+    st.integers(0, 1 << 40),
+    st.floats(1, 3),
+    st.floats(1, 4),
+)
+def test_a_budget_for_a_slowdown_is_enough_and_hardly_less_is_not(
+    least, room, slowdown, slowest
+):
+    most = least + room
+
+    def slowdown_at(budget):
+        assert least <= budget <= most
+        return 1 + (slowest - 1) * (most - budget) / max(1, room)
+
+    found = budget_for_slowdown(slowdown, least, most, slowdown_at)
+    assert slowdown_at(found) <= slowdown or found == most
+    if found > least:
+        assert slowdown_at(max(least, found - max(1, room // 64))) > slowdown

@@ -15,11 +15,11 @@ from mucudnn.passes.registry import Strategies, name_of
 ROOT = Path(mucudnn.__file__).parent
 
 TABLES = {
-    ("mucudnn.strategies", "POLICIES", "names"): 9,
+    ("mucudnn.strategies", "POLICIES", "names"): 14,
     ("mucudnn.strategies", "SCHEDULERS", "names"): 3,
     ("mucudnn.strategies", "PLANNERS", "names"): 5,
     ("mucudnn.strategies", "ORDERS", "names"): 3,
-    ("mucudnn.passes.residency.policies", "POLICIES", "table"): 9,
+    ("mucudnn.passes.residency.policies", "POLICIES", "table"): 14,
     ("mucudnn.passes.scheduling", "SCHEDULERS", "table"): 3,
     ("mucudnn.passes.microbatch", "PLANNERS", "table"): 5,
     ("mucudnn.passes.microbatch", "BATCH_POLICIES", "table"): 3,

@@ -21,14 +21,20 @@ from mucudnn.passes.residency import (
     policy_names,
     saved_tensors,
 )
+from mucudnn.passes.residency.policies import block_ends
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 
 NAMES = {
+    "checkpoint_blocks",
+    "checkpoint_some_blocks",
     "cost_based",
     "keep_all",
+    "knapsack",
     "lru",
+    "offload_checkpoints",
     "paging",
+    "selective_checkpointing",
     "superneurons",
     "superneurons_memory",
     "superneurons_speed",
@@ -101,12 +107,15 @@ def test_a_chain_needs_nothing_that_is_not_there(data):
 
 @examples(60)
 @given(data=st.data(), name=st.sampled_from(sorted(NAMES)))
-def test_policies_speak_of_saved_tensors_only(data, name):
+def test_policies_speak_of_saved_tensors_and_results_of_blocks_only(data, name):
     graph = data.draw(training_graphs())
     step = StepRequest(graph, data.draw(profiles(graph)), data.draw(st.floats(0, 1e6)))
     found = POLICIES.resolve(name)(step)
     groups = {EVERYTHING, PERSISTENTS}
-    assert set(found) <= {s.name for s in saved_tensors(graph)} | groups
+    allowed = {s.name for s in saved_tensors(graph)} | groups
+    if "checkpoint" in name:
+        allowed |= block_ends(graph)
+    assert set(found) <= allowed
     assert all(isinstance(choice, Residency) for choice in found.values())
 
 
@@ -149,6 +158,47 @@ def test_superneurons_offloads_checkpoints_and_computes_the_rest_again():
             assert (choice is Residency.OFFLOAD) == moved
             assert moved or choice in modes
     assert any(graph.producers[name].traits.expensive for name in names)
+
+
+def test_checkpointing_keeps_results_of_blocks_and_recomputes_the_rest():
+    graph = training_graph(MODELS["resnet18"](2))
+    ends = block_ends(graph)
+    assert len(ends) == 8
+    assert {graph.producers[name].op for name in ends} <= {"add", "relu"}
+    step = step_of(graph, 0.0)
+    names = {s.name for s in saved_tensors(graph) if s.producer.remakes(s.name)}
+    for policy, choice in (
+        ("checkpoint_blocks", Residency.KEEP),
+        ("offload_checkpoints", Residency.OFFLOAD),
+        ("checkpoint_some_blocks", Residency.KEEP),
+    ):
+        found = POLICIES.resolve(policy)(step)
+        assert {n for n, r in found.items() if r is not Residency.RECOMPUTE} == ends
+        assert all(found[name] is choice for name in ends)
+        assert found.keys() | ends == names | ends
+    again = POLICIES.resolve("selective_checkpointing")(step)
+    kept = names - {n for n, r in again.items() if r is Residency.RECOMPUTE}
+    assert {graph.producers[name].op for name in kept} == {"conv"}
+    assert POLICIES.resolve("knapsack")(step).keys() == names
+
+
+def test_a_network_without_joins_is_divided_into_segments():
+    graph = training_graph(MODELS["vgg16"](2))
+    saved = len(saved_tensors(graph))
+    assert 2 < len(block_ends(graph)) < saved / 2
+
+
+@pytest.mark.parametrize("policy", ["knapsack", "checkpoint_some_blocks"])
+def test_checkpointing_recomputes_no_more_than_a_budget_asks_for(policy):
+    graph = training_graph(MODELS["resnet18"](2))
+    total = sum(s.nbytes for s in graph.tensors.values())
+    decide = POLICIES.resolve(policy)
+    counts = [
+        sum(r is Residency.RECOMPUTE for r in decide(step_of(graph, b)).values())
+        for b in (0.0, total / 4, total / 2, 2 * total)
+    ]
+    assert counts[0] >= counts[1] >= counts[2] >= counts[3] == 0
+    assert counts[0] > counts[2]
 
 
 def test_cost_based_moves_nothing_where_everything_fits():

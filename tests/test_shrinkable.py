@@ -12,12 +12,13 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.placement.fit_to_arena import fit_to_arena
+from mucudnn.passes.placement.fit_to_arena import _Arena, _trimmed, fit_to_arena
 from mucudnn.passes.placement.layout import lives_of
 from mucudnn.passes.placement.packing import Shrinkable, place_shrinkable
 from mucudnn.passes.planning.place_step import _CUTS
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
+from mucudnn.passes.residency.policies import lru
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.problem import state_bytes
 from mucudnn.passes.scheduling.schedulers import Clock, earliest_ends, latest_starts
@@ -144,3 +145,24 @@ def overlap_free(schedule, layout):
             if other_low >= high:
                 break
             assert last < begin or end < first, (low, other_low)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_placements_are_judged_by_the_time_of_the_placed_step(grows):
+    graph = with_updates(training_graph(get_model("resnet20")(32)), Momentum())
+    free = StepRequest(graph, estimate(graph, "h200"))
+    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
+    request = free.within((least + most) // 2)
+    plan = plan_residency(request, lru(request))
+    nodes = plan.schedule.graph.nodes
+    clock = Clock([plan.profile.node_ms[node.name] for node in nodes])
+    nbytes = 2 * int(request.budget)
+    arena = _Arena(plan, _trimmed(plan, clock, 0.5), nbytes, grows=grows)
+    places = next(place_shrinkable(arena.shrinkables, nbytes, clock))
+    placed = arena.placed(places)
+    assert arena.step_ms(places) == pytest.approx(placed.plan.prediction.step_ms)
+    assert placed.layout.nbytes <= nbytes
+    if grows:  # there is room for the fastest plans of all convolutions
+        fastest = unbounded(graph, free.profile).plans
+        times = {name: placed.plans[name].time_ms for name in fastest}
+        assert times == {name: p.time_ms for name, p in fastest.items()}

@@ -109,6 +109,23 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert study.max_batch(caught.value.least_bytes) >= 1
 
 
+def test_a_budget_for_a_slowdown_is_fast_enough():
+    study = study_of("mlp", device=H200)
+    found = study.budget_for(slowdown=1.05)
+    assert study.least_budget <= found <= study.unlimited_bytes
+    assert study.plan(found).slowdown <= 1.05
+    with pytest.raises(ValueError, match="slowdown"):
+        study.budget_for(0.9)
+
+
+def test_throughput_is_predicted_up_to_the_largest_batch():
+    study = study_of("mlp", device=H200)
+    budget = study.unlimited_bytes
+    found = study.throughput(budget)
+    assert max(found) == study.max_batch(budget)
+    assert all(rate > 0 for rate in found.values())
+
+
 def test_less_memory_costs_no_less_time():
     study = study_of("mlp")
     budgets = list(study.curve)

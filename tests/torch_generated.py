@@ -988,6 +988,10 @@ def figures_of(seed: int) -> dict[str, Any]:
     }
 
 
+_PROGRESS_EVERY = 20
+"""Programs between two lines of progress."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torch_generated")
     parser.add_argument("--programs", type=int, default=100)
@@ -1001,6 +1005,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(given.jobs) as pool:
         for found in pool.map(figures_of, seeds, chunksize=4):
             totals["programs"] += 1
+            if totals["programs"] % _PROGRESS_EVERY == 0:
+                write(f"... {totals['programs']} programs\n")
+                sys.stdout.flush()
             if "broken" in found:
                 totals["broken"] += 1
                 write(f"seed {found['seed']}: {found['broken']}\n  {found['recipe']}\n")

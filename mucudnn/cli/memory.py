@@ -347,6 +347,17 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
     asked_more = settings["max_batch"] or settings["min_budget"]
     spec = _step(ctx, model, settings)
+    if device != _CPU and (image := settings["image"]) is not None:
+        sides = image * 2 if len(image) == 1 else image
+        nbytes = 4 * spec.batch * math.prod(sides)
+        if nbytes > (most := int(get_device(device).memory.value)):
+            click.echo(
+                "mucudnn: error: no technique fits the step, as its images alone take "
+                f"more than the {format_bytes(most)} of {device}: take a smaller "
+                "--batch or --image",
+                err=True,
+            )
+            ctx.exit(ExitCode.NOTHING_FITS)
     split = settings["split"]
     if split is None:
         split = "auto" if settings["inference"] and device != _CPU else "none"

@@ -271,22 +271,22 @@ def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
     return sum(int(getattr(getattr(n, "node", None), "hint", n) or 0) for n in sizes)
 
 
+_BACKENDS = ("generic", "cuda", "cuda", "cuda", "mkldnn", "mkldnn", "mkldnn")
+_PRODUCTS = ("all", "matmul", "conv", "rnn", "matmul", "conv", "rnn")
+
+
 def float32_precisions() -> str:
     """Return how float32 products are computed, by every setting that decides it.
 
     PyTorch has two interfaces of these settings. Reading the older one raises where the
     newer one was used, and the public newer one has no way to ask for all backends.
     """
-    read = torch._C._get_fp32_precision_getter
-    places = (
-        *(("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
-        *(("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-    )
     try:
         older = str(torch._C._get_float32_matmul_precision())
     except RuntimeError:
         older = ""
-    return "/".join((older, *(str(read(*place)) for place in places)))
+    read = torch._C._get_fp32_precision_getter
+    return "/".join((older, *map(read, _BACKENDS, _PRODUCTS)))
 
 
 def allows_tf32(products: Literal["conv", "matmul"]) -> bool:

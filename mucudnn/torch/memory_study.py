@@ -32,7 +32,11 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import html_of
 from mucudnn.passes.planning.cutting import WHOLE, Split, SplitStep
-from mucudnn.passes.planning.plan_step import DescribedStep, largest_batch_within
+from mucudnn.passes.planning.plan_step import (
+    DescribedStep,
+    budget_for_slowdown,
+    largest_batch_within,
+)
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.runtime.profiling.links import forecast_tiers
@@ -68,6 +72,8 @@ from mucudnn.torch.planning import Planner, parse_budget
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
+_BATCH_SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Batches of which the throughput is predicted, as shares of the largest."""
 
 
 def memory(
@@ -213,6 +219,38 @@ class MemoryStudy:
         least, most = self.least_budget, self.unlimited_bytes
         budgets = [round(least + share * (most - least)) for share in _SHARES]
         found = {budget: self.plan(budget).slowdown for budget in budgets}
+        return MappingProxyType(found)
+
+    def budget_for(self, slowdown: float = 1.05) -> int:
+        """Return about the least budget that costs no more than a slowdown.
+
+        Args:
+            slowdown: Predicted time over that of the step without a limit.
+
+        Raises:
+            ValueError: The slowdown is less than 1.
+        """
+        return budget_for_slowdown(
+            slowdown,
+            self.least_budget,
+            self.unlimited_bytes,
+            lambda budget: self.plan(budget).slowdown,
+        )
+
+    def throughput(self, budget: float | str) -> Mapping[int, float]:
+        """Return the predicted samples per second within a budget, by batch size.
+
+        The largest batch is the last one, and often not the fastest.
+
+        Raises:
+            PlanningError: Not even a batch of one fits.
+            ValueError: There is no axis that all tensors of the example share.
+        """
+        limit, most = parse_budget(budget), self.max_batch(budget)
+        found = {}
+        for size in sorted({math.ceil(share * most) for share in _BATCH_SHARES}):
+            plan = plan_program(self._at(size), self._options, limit).plan
+            found[size] = 1e3 * size / plan.plan.prediction.step_ms
         return MappingProxyType(found)
 
     def max_batch(self, budget: float | str) -> int:

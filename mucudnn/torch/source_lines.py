@@ -59,6 +59,14 @@ def line_of_traceback(traceback: TracebackType | None) -> str:
     return found
 
 
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether an error was raised by a line of the user's own code."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is None or _is_user_file(traceback.tb_frame.f_code.co_filename)
+
+
 def line_now() -> str:
     """Return the innermost user line that is running, or ""."""
     frame: FrameType | None = sys._getframe(1)

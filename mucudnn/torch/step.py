@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
@@ -473,6 +474,11 @@ class TrainStep:
             raise UnsupportedError(
                 "a step is called where gradients are off, as within torch.no_grad(); "
                 "call it outside"
+            )
+        if any(map(is_lazy, self._model.parameters())):
+            raise UnsoundCaptureError(
+                "the model has lazy parameters, whose shapes its first call decides; "
+                "call it once on a batch before the first step"
             )
         self._take_floats()
         while True:

@@ -6,10 +6,11 @@ a few nodes earlier, makes room for other tensors.
 """
 
 import bisect
-import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
+from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Compute, Schedule
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import Layout, PlacedStep, lives_of
@@ -17,6 +18,7 @@ from mucudnn.passes.placement.packing import (
     Place,
     Shrinkable,
     improve_places,
+    in_period,
     place_shrinkable,
 )
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, shifted
@@ -28,24 +30,51 @@ _TOLERATED = 0.005
 """Relative slowdown of a placement at which the search stops."""
 
 
-_LINK_SHARES = (0.5, 1.0)
+_LINK_SHARES = (0.5, 1.0, 0.25)
 """Assumed shares of the link rate when intervals are trimmed to the time of their
-copies: a lower rate leaves longer intervals."""
+copies: a lower rate leaves longer intervals, which hide copies better and are harder to
+place."""
 
 
-def fit_to_arena(plan: StepPlan, arena_bytes: int) -> PlacedStep | None:
+def fit_to_arena(
+    plan: StepPlan, arena_bytes: int, *, grows: bool = False
+) -> PlacedStep | None:
     """Return the step in the fastest layout found; None if there is none.
 
     Resident parameters and state are not part of the arena.
+
+    Args:
+        plan: The planned step.
+        arena_bytes: Size of the arena.
+        grows: Whether to reserve the least workspaces only and to grow them into the
+            gaps that tensors leave.
     """
     times = plan.profile.node_ms
     clock = Clock([times[node.name] for node in plan.schedule.graph.nodes])
+    good_enough = (1 + _TOLERATED) * plan.prediction.step_ms
+    best: tuple[float, _Arena, Sequence[Place]] | None = None
+    # 1. The first placements of intervals trimmed to each share of the link rate.
     for share in _LINK_SHARES:
-        wanted = _trimmed(plan, clock, share)
-        found = _fastest(plan, clock, wanted, arena_bytes)
-        if found is not None:
-            return found
-    return None
+        # Copies are trimmed to the planned times of convolutions, even if smaller
+        # workspaces are reserved: otherwise they would be late for grown ones.
+        arena = _Arena(plan, _trimmed(plan, clock, share), arena_bytes, grows=grows)
+        for places in place_shrinkable(arena.shrinkables, arena_bytes, clock):
+            now = arena.step_ms(places)
+            if best is None or now < best[0]:
+                best = now, arena, places
+            if now <= good_enough:
+                return arena.placed(places)
+    if best is None:
+        return None
+    # 2. Copies wait for shortened intervals: place these earlier, and others after.
+    _, arena, fastest = best
+    better = improve_places(
+        arena.shrinkables, arena_bytes, clock, fastest, arena.step_ms
+    )
+    for fastest in better:
+        if arena.step_ms(fastest) <= good_enough:
+            break
+    return arena.placed(fastest)
 
 
 def shortest(plan: StepPlan) -> StepPlan:
@@ -63,46 +92,67 @@ def shortest(plan: StepPlan) -> StepPlan:
     return plan.with_intervals(found)
 
 
-def _fastest(
-    plan: StepPlan,
-    clock: Clock,
-    wanted: Sequence[ResidencyInterval],
-    arena_bytes: int,
-) -> PlacedStep | None:
-    """Return the fastest layout found for the wanted intervals."""
-    n = clock.count
-    shrinkables = [_shrinkable(interval, n) for interval in wanted]
-    shrinkables += [
-        Shrinkable(rounded(plan.schedule.workspaces[node.name]), at, at, at, at)
-        for at, node in enumerate(plan.schedule.graph.nodes)
-        if plan.schedule.workspaces.get(node.name, 0)
-    ]
-    good_enough = (1 + _TOLERATED) * plan.prediction.step_ms
+class _Arena:
+    """The intervals and workspaces of a step that are to be placed in an arena.
 
-    def placed_at(places: Sequence[Place]) -> StepPlan:
-        pairs = zip(wanted, shrinkables, places, strict=False)
-        return plan.with_intervals([_shortened_to(*pair, n) for pair in pairs])
+    Attributes:
+        shrinkables: What is placed: the intervals, then the workspaces.
+    """
 
-    def step_ms(places: Sequence[Place]) -> float:
-        return placed_at(places).prediction.step_ms
+    def __init__(
+        self,
+        plan: StepPlan,
+        wanted: Sequence[ResidencyInterval],
+        nbytes: int,
+        *,
+        grows: bool,
+    ) -> None:
+        self._plan, self._wanted, self._nbytes = plan, wanted, nbytes
+        self._grows = grows
+        self._reserved = with_least_workspaces(plan) if grows else plan
+        self._nodes = plan.schedule.graph.nodes
+        workspaces = self._reserved.schedule.workspaces
+        self.shrinkables = [_shrinkable(i, len(self._nodes)) for i in wanted]
+        self.shrinkables += [
+            Shrinkable(rounded(workspaces[node.name]), at, at, at, at)
+            for at, node in enumerate(self._nodes)
+            if workspaces.get(node.name, 0)
+        ]
 
-    best: Sequence[Place] = ()
-    least = math.inf
-    for places in place_shrinkable(shrinkables, arena_bytes, clock):
-        if (now := step_ms(places)) < least:
-            best, least = places, now
-        if now <= good_enough:
-            break
-    if not best:
-        return None
-    if least > good_enough:
-        # Copies wait for shortened intervals: place these earlier, and others after.
-        more = improve_places(shrinkables, arena_bytes, clock, best, step_ms)
-        for best in more:
-            if step_ms(best) <= good_enough:
-                break
-    found = placed_at(best)
-    return PlacedStep(found, _layout(found, shrinkables, best))
+    def step_ms(self, places: Sequence[Place]) -> float:
+        """Return the predicted time of a placement, with grown workspaces."""
+        plans = self._grown_plans(places) if self._grows else self._plan.plans
+        return self._plan.step_ms_of(self._intervals(places), plans)
+
+    def placed(self, places: Sequence[Place]) -> PlacedStep:
+        """Return the step of a placement."""
+        found = self._reserved.with_intervals(self._intervals(places))
+        placed = PlacedStep(found, _layout(found, self.shrinkables, places))
+        return grow_workspaces(placed, self._nbytes) if self._grows else placed
+
+    def _intervals(self, places: Sequence[Place]) -> list[ResidencyInterval]:
+        count = len(self._nodes)
+        pairs = zip(self._wanted, self.shrinkables, places, strict=False)
+        return [_shortened_to(*pair, count) for pair in pairs]
+
+    def _grown_plans(self, places: Sequence[Place]) -> dict[str, ConvPlan]:
+        """Return the convolution plans that `grow_workspaces` would choose."""
+        fronts = self._plan.profile.fronts
+        spans = (
+            (span, (place.offset, place.offset + interval.nbytes))
+            for interval, place in zip(self._wanted, places, strict=False)
+            if interval.nbytes
+            for span in in_period(place.start, place.stop, len(self._nodes))
+        )
+        found = dict(self._plan.plans)
+        occupied = _occupied(spans, range(len(self._nodes)))
+        for node, taken in zip(self._nodes, occupied, strict=True):
+            if node.name in fronts:
+                _, size = _largest_gap(taken, self._nbytes)
+                fits = [p for p in fronts[node.name] if rounded(p.workspace) <= size]
+                if fits:
+                    found[node.name] = fastest_of(fits)
+        return found
 
 
 def _trimmed(plan: StepPlan, clock: Clock, share: float) -> list[ResidencyInterval]:
@@ -211,22 +261,39 @@ def _occupied_at_nodes(
     schedule: Schedule, layout: Layout
 ) -> Iterator[tuple[str, list[Extent]]]:
     """Yield every node with the occupied extents of the arena while it runs."""
-    begins: dict[int, list[Extent]] = {}
-    ends: dict[int, list[Extent]] = {}
-    for name, lives in lives_of(schedule).items():
-        nbytes = rounded(schedule.graph.tensors[name].nbytes)
-        for offset, (first, last) in zip(layout.offsets[name], lives, strict=True):
-            begins.setdefault(first, []).append((offset, offset + nbytes))
-            ends.setdefault(last + 1, []).append((offset, offset + nbytes))
-    taken: list[Extent] = []
-    for at in range(-1, len(schedule.instructions)):
-        for extent in ends.get(at, ()):
-            taken.pop(bisect.bisect_left(taken, extent))
-        for extent in begins.get(at, ()):
-            bisect.insort(taken, extent)
+    spans = (
+        (life, (offset, offset + rounded(schedule.graph.tensors[name].nbytes)))
+        for name, lives in lives_of(schedule).items()
+        for offset, life in zip(layout.offsets[name], lives, strict=True)
+    )
+    moments = range(-1, len(schedule.instructions))
+    for at, taken in zip(moments, _occupied(spans, moments), strict=True):
         instruction = schedule.instructions[at] if at >= 0 else None
         if isinstance(instruction, Compute):
             yield instruction.node, taken
+
+
+def _occupied(
+    spans: Iterable[tuple[tuple[int, int], Extent]], moments: Iterable[int]
+) -> Iterator[list[Extent]]:
+    """Yield the occupied extents at every moment, by ascending offset.
+
+    Args:
+        spans: First and last moment of each extent.
+        moments: Consecutive moments.
+    """
+    begins: dict[int, list[Extent]] = defaultdict(list)
+    ends: dict[int, list[Extent]] = defaultdict(list)
+    for (first, last), extent in spans:
+        begins[first].append(extent)
+        ends[last + 1].append(extent)
+    taken: list[Extent] = []
+    for at in moments:
+        for extent in ends[at]:
+            taken.pop(bisect.bisect_left(taken, extent))
+        for extent in begins[at]:
+            bisect.insort(taken, extent)
+        yield taken
 
 
 def _largest_gap(taken: Sequence[Extent], end: int) -> tuple[int, int]:

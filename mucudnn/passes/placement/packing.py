@@ -515,8 +515,8 @@ class _Attempt:
         self._limit = limit
         self._clock = clock
         self._period = period = clock.count
-        self._whole = [_in_period(b.start, b.stop, period) for b in intervals]
-        self._core = [_in_period(b.needed, b.last, period) for b in intervals]
+        self._whole = [in_period(b.start, b.stop, period) for b in intervals]
+        self._core = [in_period(b.needed, b.last, period) for b in intervals]
 
     def __call__(
         self, order: Sequence[int], hopeless: float
@@ -541,7 +541,7 @@ class _Attempt:
                 if missing > hopeless:
                     break
             else:
-                ranges = _in_period(place.start, place.stop, self._period)
+                ranges = in_period(place.start, place.stop, self._period)
                 occupied.take(place.offset, interval.nbytes, ranges)
         return found, left
 
@@ -624,7 +624,7 @@ class _Occupied:
         ]
 
 
-def _in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
+def in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
     """Wrap a range of positions into one period."""
     if last - first + 1 >= period:
         return ((0, period - 1),)

@@ -270,9 +270,8 @@ def _placed(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     # Workspaces get the gaps that tensors leave. Where these are too small for the
     # planned ones, workspaces are placed like tensors.
     tried = [virtual]
-    minimal = [_with_minimal_workspaces(request, plan)] if request.grows else []
-    for form in (*minimal, plan):
-        if (found := fit_to_arena(form, arena)) is not None:
+    for grows in (True, False) if request.grows else (False,):
+        if (found := fit_to_arena(plan, arena, grows=grows)) is not None:
             static = _with_grown_workspaces(request, found)
             tried.append(static)
             if _step_ms(static) <= (1 + _HARDLY) * plan.prediction.step_ms:

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
@@ -301,6 +302,38 @@ def largest_batch_within(
         else:
             high, need = middle, found
     return low
+
+
+_FINEST = 64
+"""Parts of the range of useful budgets to which a budget for a slowdown is found."""
+
+
+def budget_for_slowdown(
+    slowdown: float, least: int, most: int, slowdown_at: Callable[[int], float]
+) -> int:
+    """Return about the least budget in which a step is no slower than wanted.
+
+    The range is bisected, as slowdowns hardly ever grow with the budget. The result is
+    a budget whose plan was seen to be fast enough.
+
+    Args:
+        slowdown: Wanted time relative to the step without a budget, at least 1.
+        least: The minimum feasible budget.
+        most: A budget that does not slow down the step.
+        slowdown_at: Plans the step within a budget and returns the slowdown.
+    """
+    check_number("slowdown", slowdown, 1.0)
+    low, high = least, most
+    finest = (most - least) // _FINEST
+    if least >= most or slowdown_at(least) <= slowdown:
+        return least
+    while high - low > max(1, finest):
+        middle = (low + high) // 2
+        if slowdown_at(middle) <= slowdown:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from mucudnn.passes.residency import (
     Saved,
     saved_tensors,
 )
-from mucudnn.passes.residency.policies import POLICIES, decide
+from mucudnn.passes.residency.policies import POLICIES, decide, joins_branches
 
 Change = Sequence[tuple[str, Residency]]
 """New residencies of some tensors."""
@@ -167,21 +167,8 @@ def total_bytes(group: Iterable[Candidate]) -> int:
 
 
 def _ends(graph: Graph, candidates: Sequence[Candidate]) -> list[str]:
-    joints = [c.saved.name for c in candidates if _joins(graph, c.saved.name)]
+    joints = [c.saved.name for c in candidates if joins_branches(graph, c.saved.name)]
     return joints or [c.saved.name for c in candidates if c.checkpoint]
-
-
-def _joins(graph: Graph, tensor: str) -> bool:
-    """Return whether a tensor is the join of branches, or overwrites it in place."""
-    node = graph.producers[tensor]
-    while not node.traits.joins_branches:
-        if not node.traits.overwrites or node.traits.expensive:
-            return False
-        source = node.inputs[node.traits.overwrites[0]]
-        if source not in graph.producers:
-            return False
-        node = graph.producers[source]
-    return True
 
 
 _OF_GROUPS = {

@@ -10,12 +10,14 @@ step to the first use in the next.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Residency
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.rematerialize import (
     Saved,
     is_checkpoint,
@@ -236,6 +238,148 @@ def _kept_bytes(step: PolicyInput) -> float:
     return max(0.0, step.budget - resident - most)
 
 
+# Checkpointing, as it is done by hand for deep models.
+#
+# A block ends at a sum (or another join) of a branch that began some nodes before, such
+# as a residual connection. Networks without joins are divided into segments, as many
+# as the square root of the number of their activations (Chen et al. 2016).
+
+
+_FAR = 8
+"""Distance of two operands' producers from which a node joins branches."""
+
+_WORTH = 1e-5
+"""Fraction of a step's activations below which results are no ends of blocks."""
+
+
+def checkpoint_blocks(step: PolicyInput) -> Mapping[str, Residency]:
+    """Keep the results of blocks and recompute everything else."""
+    return _checkpointed(step, block_ends(step.graph), Residency.KEEP)
+
+
+def offload_checkpoints(step: PolicyInput) -> Mapping[str, Residency]:
+    """Offload the results of blocks and recompute everything else."""
+    return _checkpointed(step, block_ends(step.graph), Residency.OFFLOAD)
+
+
+def selective_checkpointing(step: PolicyInput) -> Mapping[str, Residency]:
+    """Keep results of matrix products, attention and convolutions; recompute others.
+
+    This is the default of operator-level selective checkpointing in PyTorch.
+    """
+    saved = saved_tensors(step.graph)
+    kept = frozenset(s.name for s in saved if s.producer.traits.expensive)
+    return _checkpointed(step, kept, Residency.KEEP)
+
+
+def checkpoint_some_blocks(step: PolicyInput) -> Mapping[str, Residency]:
+    """Checkpoint every n-th block, as few as fit (torchtitan's per-layer option)."""
+    ends = block_ends(step.graph)
+    found = _checkpointed(step, ends, Residency.KEEP)
+    blocks: list[list[Saved]] = [[]]
+    for saved in saved_tensors(step.graph):
+        blocks[-1].append(saved)
+        if saved.name in ends:
+            blocks.append([])
+    sizes = [sum(s.nbytes for s in block if s.name in found) for block in blocks]
+    room = _kept_bytes(step) - max(sizes)
+    if sum(sizes) <= room + max(sizes):
+        return {}
+    for every in (4, 3, 2):
+        if sum(n for i, n in enumerate(sizes) if (i + 1) % every) <= room:
+            again = itertools.chain(*blocks[every - 1 :: every])
+            some = {saved.name for saved in again}
+            return {n: r for n, r in found.items() if n in some or n in ends}
+    return found
+
+
+def knapsack(step: PolicyInput) -> Mapping[str, Residency]:
+    """Keep what takes the longest to recompute per byte, as much as fits.
+
+    This is PyTorch's `activation_memory_budget`, at the fraction that the budget has
+    room for beside the largest working set and the results of one block.
+    """
+    graph, profile = step.graph, step.profile
+    everything = _checkpointed(step, frozenset(), Residency.KEEP)
+    tensors = [s for s in saved_tensors(graph) if s.name in everything]
+    names = {saved.name for saved in saved_tensors(graph)}
+    most = largest = 0
+    ends = block_ends(graph)
+    for saved in tensors:
+        most = saved.nbytes if saved.name in ends else most + saved.nbytes
+        largest = max(largest, most)
+    total, room = sum(s.nbytes for s in tensors), _kept_bytes(step)
+    if total <= room:
+        return {}
+
+    def ms_per_byte(saved: Saved) -> float:
+        again = recompute_ms(graph, profile, saved.name, names.__contains__)
+        return again / max(1, saved.nbytes)
+
+    room -= largest
+    for saved in sorted(tensors, key=ms_per_byte, reverse=True):
+        if saved.nbytes <= room:
+            room -= saved.nbytes
+            del everything[saved.name]
+    return everything
+
+
+def block_ends(graph: Graph) -> frozenset[str]:
+    """Return the results of blocks; see above."""
+    saved = [s.name for s in saved_tensors(graph)]
+    if joins := [name for name in saved if joins_branches(graph, name)]:
+        return frozenset(joins)
+    # Operations of other frameworks do not say that they join branches.
+    forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
+    specs = {t: graph.tensors[t] for node in forward for t in node.outputs}
+    sizes = {
+        name: spec.nbytes
+        for name, spec in specs.items()
+        if spec.alias is None and spec.role is Role.ACTIVATION
+    }
+    least = _WORTH * sum(sizes.values())
+    big = {name for name, nbytes in sizes.items() if nbytes > least}
+    for node in forward:
+        read = {graph.storages[t] for t in node.inputs} & big
+        made = [graph.positions[graph.producers[t].name] for t in read]
+        if node.traits.view or node.traits.expensive or not made:
+            continue
+        if max(made) - min(made) >= _FAR:
+            joins += (t for t in node.outputs if t in big)
+    segments = [name for name in saved if name in big]
+    return frozenset(joins or segments[:: math.isqrt(len(segments)) or 1])
+
+
+def joins_branches(graph: Graph, tensor: str) -> bool:
+    """Return whether a tensor is the join of branches, or overwrites it in place."""
+    node = graph.producers[tensor]
+    while not node.traits.joins_branches:
+        if not node.traits.overwrites or node.traits.expensive:
+            return False
+        source = node.inputs[node.traits.overwrites[0]]
+        if source not in graph.producers:
+            return False
+        node = graph.producers[source]
+    return True
+
+
+def _checkpointed(
+    step: PolicyInput, ends: frozenset[str], choice: Residency
+) -> dict[str, Residency]:
+    """Return a choice for some tensors, and recompute all others that can be."""
+    graph = step.graph
+    found = {
+        name: choice
+        for name in graph.tensors
+        if name in ends and name not in graph.immovable
+    }
+    for saved in saved_tensors(graph):
+        node = saved.producer
+        if saved.name not in ends and node.recomputable and node.remakes(saved.name):
+            found[saved.name] = Residency.RECOMPUTE
+    return found
+
+
 PLANNED = "planned"
 """Policy that searches, starting from all other policies."""
 
@@ -256,6 +400,11 @@ POLICIES: Strategies[ResidencyPolicy] = Strategies(
         lru,
         paging,
         cost_based,
+        checkpoint_blocks,
+        checkpoint_some_blocks,
+        selective_checkpointing,
+        offload_checkpoints,
+        knapsack,
     ),
     group="mucudnn.policies",
     reserved=(ALL, PLANNED, VDNN_DYN),

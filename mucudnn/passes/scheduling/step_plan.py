@@ -92,6 +92,20 @@ class StepPlan:
         prediction = simulate(schedule, profile)
         return replace(self, schedule=schedule, plans=plans, prediction=prediction)
 
+    def step_ms_of(
+        self, intervals: Sequence[ResidencyInterval], plans: Mapping[str, ConvPlan]
+    ) -> float:
+        """Return the predicted time with other residency intervals and plans."""
+        profile, graph = self.profile, self.schedule.graph
+        node_ms = [
+            plans[n.name].time_ms if n.name in plans else profile.node_ms[n.name]
+            for n in graph.nodes
+        ]
+        moved = {i.storage for i in intervals if i.copied_in or i.copied_out}
+        nbytes = {name: graph.tensors[name].nbytes for name in moved}
+        rates = profile.out_bytes_per_ms, profile.in_bytes_per_ms
+        return step_ms(intervals, node_ms, nbytes, rates, profile.copy_slowdown_ms)
+
     def _peak(
         self, intervals: Sequence[ResidencyInterval], workspaces: Mapping[str, int]
     ) -> int:

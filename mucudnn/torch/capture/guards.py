@@ -26,6 +26,7 @@ from mucudnn.torch.capture.python_state import (
     Kind,
     Read,
     contents_of,
+    dict_of_class,
     is_alike,
     shown,
 )
@@ -107,8 +108,9 @@ class StateGuards:
 
     def failed(self) -> str:
         """Return which state has changed, and how; empty if none has."""
-        versions = list(map(dict_version, self._dicts))
-        if versions != self._versions and (reason := self._changed_entries()):
+        # A version only grows, so that equal sums are equal versions.
+        total = sum(map(dict_version, self._dicts))
+        if total != self._total and (reason := self._changed_entries()):
             return reason
         try:
             if self._holds():
@@ -141,6 +143,7 @@ class StateGuards:
                 self._changes[id(held)] += 1
             self._versions[i] = version
             recompile |= self._changes[id(held)] >= _CHANGES_OF_DICT
+        self._total = sum(version or 0 for version in self._versions)
         if recompile:
             self._compile()
         return ""
@@ -155,17 +158,27 @@ class StateGuards:
         """Divide the state into dicts with a version and all other state."""
         entries: dict[int, list[Read]] = {}
         others = []
+        holders: dict[int, Any] = {}
         for read in self._reads:
-            held = id(read.holder)
-            if _is_versioned(read) and self._changes[held] < _CHANGES_OF_DICT:
+            holder = read.holder
+            if read.kind is Kind.CLASS:
+                holder = dict_of_class(holder)
+            held = id(holder)
+            if _is_versioned(read, holder) and self._changes[held] < _CHANGES_OF_DICT:
                 entries.setdefault(held, []).append(read)
+                holders[held] = holder
             else:
                 others.append(read)
+        # A length alone is compared faster than a version.
+        for held in [k for k, v in entries.items() if _are_sizes(v)]:
+            others += entries.pop(held)
+            del holders[held]
         known = dict(zip(map(id, self._dicts), self._versions, strict=True))
         self._entries = list(entries.values())
-        self._dicts = [reads[0].holder for reads in self._entries]
+        self._dicts = list(holders.values())
         # None until the entries were compared, as dicts may have changed since a read.
         self._versions = [known.get(held) for held in entries]
+        self._total = -1
         self._holds = _compiled(others, self._by_value)
 
 
@@ -173,12 +186,18 @@ _CHANGES_OF_DICT = 2
 """Changes of a dict after which its entries are compared at every step."""
 
 
-def _is_versioned(read: Read) -> bool:
+def _is_versioned(read: Read, holder: Any) -> bool:
     """Return whether state is unchanged while the version of its holder is."""
     if read.kind is Kind.CONTENTS:  # the order of an OrderedDict has no version
-        return bool(read.value) and type(read.holder) is dict
-    entry = read.kind is Kind.ENTRY or (read.kind is Kind.SIZE and read.value)
-    return bool(entry) and type(read.holder) in (dict, defaultdict, OrderedDict)
+        return bool(read.value) and type(holder) is dict
+    entry = read.kind in (Kind.ENTRY, Kind.CLASS) or (
+        read.kind is Kind.SIZE and read.value
+    )
+    return bool(entry) and type(holder) in (dict, defaultdict, OrderedDict)
+
+
+def _are_sizes(reads: Sequence[Read]) -> bool:
+    return all(read.kind is Kind.SIZE for read in reads)
 
 
 def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
@@ -190,6 +209,8 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
     hooked: dict[str, list[Any]] = {}  # by attribute: tensors without such hooks
     objects: list[Any] = []
     types: list[Any] = []
+    sized: list[Any] = []
+    sizes: list[int] = []
 
     def name(value: Any) -> str:
         if id(value) not in names:
@@ -210,7 +231,8 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
             objects.append(holder)
             types.append(value)
         elif kind is Kind.SIZE:
-            terms.append(f"len({name(holder)}) == {value}")
+            sized.append(holder)
+            sizes.append(value)
         elif kind is Kind.ENTRY and value is MISSING:
             terms.append(f"{key!r} not in {name(holder)}")
         elif (
@@ -236,6 +258,8 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
     terms.append(f"not any({name(empty)})")
     for key, holders in hooked.items():
         terms.append(f"not any(map({name(operator.attrgetter(key))}, {name(holders)}))")
+    if sized:
+        terms.append(f"list(map(len, {name(sized)})) == {name(sizes)}")
     if objects:
         now = f"map(type, {name(objects)})"
         terms.append(f"all(map({name(operator.is_)}, {now}, {name(types)}))")

@@ -6,6 +6,7 @@ later step, and a planned step writes what it changes through them.
 
 import collections
 import enum
+import gc
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,12 @@ def contents_of(container: Any, _: Any = None) -> tuple[Any, ...]:
     return tuple(base.__iter__(container))
 
 
+def dict_of_class(cls: type) -> dict[str, Any]:
+    """Return the dict of a class itself, of which Python shows a view only."""
+    (held,) = gc.get_referents(vars(cls))
+    return held  # type: ignore[no-any-return]
+
+
 def _refill(container: Any, contents: Sequence[Any]) -> None:
     if isinstance(container, types.MappingProxyType):
         return  # nobody can write through it
@@ -140,6 +147,8 @@ def _cache_state(function: Any, _: Any = None) -> Any:
 
 
 def _random_state(holder: Any, _: Any = None) -> Any:
+    if isinstance(holder, np.random.BitGenerator):
+        return holder.state
     if isinstance(holder, np.random.Generator):
         return holder.bit_generator.state
     if holder is np.random or isinstance(holder, np.random.RandomState):
@@ -150,6 +159,9 @@ def _random_state(holder: Any, _: Any = None) -> Any:
 
 def set_random_state(holder: Any, state: Any) -> None:
     """Set a generator of random numbers to a state that `Read.now` has returned."""
+    if isinstance(holder, np.random.BitGenerator):
+        holder.state = state
+        return
     if isinstance(holder, np.random.Generator):
         holder.bit_generator.state = state
     elif holder is np.random or isinstance(holder, np.random.RandomState):

@@ -22,6 +22,7 @@ not compared by value: parameters, buffers and batches are inputs of the graph, 
 other tensor is a constant of it that is read whenever the step runs.
 """
 
+import abc
 import builtins
 import collections
 import datetime
@@ -29,9 +30,11 @@ import decimal
 import dis
 import enum
 import functools
+import importlib.util
 import logging
 import operator
 import os
+import pathlib
 import random
 import re
 import sys
@@ -55,6 +58,7 @@ from mucudnn.torch.capture.python_state import (
     Missing,
     Read,
     contents_of,
+    dict_of_class,
     is_alike,
     set_random_state,
     shown,
@@ -86,15 +90,43 @@ _STILL = (
 
 _UNSEEN_MODULES = (
     "torch", "pybind11_builtins", "weakref", "importlib", "_frozen_importlib", "typing",
-    "threading", "logging", "warnings", "functools", "contextlib", "inspect", "abc",
-    "_weakref", "mucudnn", "numpy", "_thread", "concurrent",
+    "threading", "logging", "warnings", "inspect", "abc", "_weakref", "mucudnn",
+    "numpy", "_thread", "concurrent",
 )  # fmt: skip
 """Packages whose objects are not looked into: their state decides no result."""
+
+_UNSEEN_OF_TORCH = re.compile(
+    r"torch(\..*)?\._|torch\.(fx|library|jit|cuda|overrides|utils|autograd|export|"
+    r"compiler|profiler|distributed|backends|futures|package|ops)\b"
+)
+"""Modules of PyTorch whose objects are not looked into: tracing, graphs, kernels."""
 
 _TELLS_TIME = frozenset({"time", "secrets", "uuid", "select", "socket"})
 """Modules whose functions return something else at every call."""
 
-_LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input)
+_ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
+    "os": frozenset({"getcwd", "listdir", "read", "scandir", "stat", "urandom"}),
+    os.path.__name__: frozenset(
+        {"exists", "getmtime", "getsize", "isdir", "isfile", "islink", "lexists"}
+    ),
+    "datetime": frozenset({"now", "today", "utcnow"}),
+    "importlib": frozenset({"import_module"}),
+    "inspect": frozenset({"currentframe", "stack"}),
+    "numpy": frozenset({"fromfile", "genfromtxt", "load", "loadtxt"}),
+    "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
+    "random": frozenset({"Random", "SystemRandom"}),
+    "sys": frozenset({"_getframe"}),
+    "torch": frozenset({"load"}),
+}
+"""Functions of libraries that read what no note shows, by module."""
+
+_ASKS_FILES = _ASKS_OUTSIDE[os.path.__name__] | {
+    "glob", "is_dir", "is_file", "iterdir", "open", "read_bytes", "read_text", "rglob",
+    "stat",
+}  # fmt: skip
+"""Methods of `pathlib.Path` that read what no note shows."""
+
+_LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input, __import__)
 """Builtins that reach state which no note shows."""
 
 _READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt"})
@@ -191,6 +223,8 @@ class ReadRecorder:
         self._namespaces: list[types.ModuleType] = []
         self._reasons: list[str] = []
         self._opaque = ""
+        self.in_update = False  # of the optimizer, whose groups and state are lent
+        self._users: dict[type, frozenset[str]] = {}  # classes, and their attributes
         self._paused = True
         self._foreign: set[int | None] = set()
         self._structure: list[tuple[dict[str, Any], dict[str, Any], str]] = []
@@ -236,9 +270,9 @@ class ReadRecorder:
         for cls, own in self._classes.items():
             for name, value in own.items():
                 if value is MISSING:
-                    delattr(cls, name)
+                    type.__delattr__(cls, name)
                 else:
-                    setattr(cls, name, value)
+                    type.__setattr__(cls, name, value)
         self._classes.clear()
 
     # -- results
@@ -246,6 +280,11 @@ class ReadRecorder:
     def effects(self) -> list[Effect]:
         """Return what the step has changed so far, places it reads first."""
         self._paused = True
+        for cls, names in self._users.items():
+            for name in self._vars_of(cls).keys() - names:
+                label = f"{cls.__name__}.{name}"
+                read = Read(Kind.CLASS, cls, name, MISSING, label)
+                self._reads.setdefault((id(cls), name), read)
         places = [
             read
             for at, read in (*self._reads.items(), *self._written.items())
@@ -269,10 +308,17 @@ class ReadRecorder:
         read = set(map(id, self._reads.values()))
         reasons = [_reason(e) for e in effects if id(e.place) in read]
         # A generator that was not drawn from decides nothing.
-        reads = tuple(r for r in self._reads.values() if r.kind is not Kind.GENERATOR)
+        reads = [r for r in self._reads.values() if r.kind is not Kind.GENERATOR]
+        for cls in self._users:
+            held = dict_of_class(cls)
+            label = f"the number of attributes of class {cls.__name__}"
+            reads.append(Read(Kind.SIZE, held, None, len(held), label))
+            for name in _NOTING & held.keys():
+                label = f"{cls.__name__}.{name}"
+                reads.append(Read(Kind.CLASS, cls, name, held[name], label))
         constants = tuple(self._constants.values())
         first = next(iter((*self._reasons, *reasons)), "")
-        return Reads(reads, tuple(effects), constants, first)
+        return Reads(tuple(reads), tuple(effects), constants, first)
 
     def put_back(self, *, with_plain: bool = True) -> None:
         """Give all noted state the value that it had before the step.
@@ -309,6 +355,14 @@ class ReadRecorder:
             label = f"the value of a tensor{line_now()}"
             read = Read(Kind.ASKED, tensor, function, value, label)
             self._reads.setdefault(key, read)
+
+    def lasts_one_run(self, reason: str) -> None:
+        """Note why the capture is valid for one run only."""
+        self._reasons.append(reason)
+
+    def take_operation(self, name: str) -> None:
+        """Note what the gradient of an operation, such as "my::op", may read."""
+        self._take(torch._library.custom_ops.OPDEFS.get(name), name)
 
     def check_effects(self, effects: Sequence[Effect]) -> None:
         """Refuse effects that cannot be had again after a run of the captured step.
@@ -355,6 +409,8 @@ class ReadRecorder:
         self._alive += [obj, held]
         self._take_class(type(obj))
         label = f"{type(obj).__name__}.{name}"
+        if isinstance(obj, pathlib.Path) and name in _ASKS_FILES:
+            self._reasons.append(f"it calls {name}(){line_now()}")
         if held is not None:
             if self._is_part(obj, held, name):
                 return
@@ -366,7 +422,7 @@ class ReadRecorder:
                 self._take(value, label)
                 return
         for base in type(obj).__mro__:
-            value = base.__dict__.get(name, MISSING)
+            value = self._vars_of(base).get(name, MISSING)
             if value is not MISSING and base is not object:
                 self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
                 if isinstance(value, types.MemberDescriptorType):
@@ -374,8 +430,6 @@ class ReadRecorder:
                 self._take(value, f"{base.__name__}.{name}")
             if value is not MISSING:
                 break
-            if not _is_library(base):
-                self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
 
     def _is_part(self, obj: Any, held: Any, name: str) -> bool:
         """Return whether an attribute is checked with the tensors of the step."""
@@ -384,7 +438,15 @@ class ReadRecorder:
                 return True  # lists of its parameters: here, of those that are lent
             parts = [held[kind] for kind in _STRUCTURE if kind in held]
             return name in _STRUCTURE or any(name in part for part in parts)
-        return isinstance(obj, torch.optim.Optimizer) and name in _OPTIMIZER_PARTS
+        if not isinstance(obj, torch.optim.Optimizer) or name not in _OPTIMIZER_PARTS:
+            return False
+        if not self.in_update and name == "state":
+            self._refuse("the optimizer's state, which the passes read,")
+        for group in held[name] if not self.in_update and name != "_opt_called" else ():
+            for key in group:
+                label = f"{key!r} of a group of the optimizer"
+                self._take(self._note(Kind.ENTRY, group, key, label), label)
+        return True
 
     def _write(self, obj: Any, name: str) -> None:
         """Note an attribute before it is written."""
@@ -394,6 +456,10 @@ class ReadRecorder:
         key = id(obj if held is None else held), name
         if id(obj) not in self._seen or key in self._written or key in self._reads:
             return  # an object of the step's own, or noted
+        for base in type(obj).__mro__:
+            if (descriptor := self._vars_of(base).get(name)) is not None:
+                self._take(descriptor, f"{base.__name__}.{name}")
+                break
         if self._is_part(obj, held, name):
             return
         where = (Kind.SLOT, obj) if held is None else (Kind.ENTRY, held)
@@ -445,33 +511,44 @@ class ReadRecorder:
         own = {name: vars(cls).get(name, MISSING) for name in noting}
         try:
             for name, function in noting.items():
-                setattr(cls, name, function)
+                type.__setattr__(cls, name, function)  # whatever its metaclass says
         except TypeError:
             return  # a class of C: its objects are looked at by `_take`
         self._classes[cls] = own
 
+    def _vars_of(self, cls: type) -> dict[str, Any]:
+        """Return a class's own attributes, without the methods that note reads."""
+        if (own := self._classes.get(cls)) is None:
+            return dict(vars(cls))
+        both = {**vars(cls), **own}
+        return {name: value for name, value in both.items() if value is not MISSING}
+
     def _take_class(self, cls: type) -> None:
-        """Note a class: its data, and the methods that operators call."""
+        """Note everything in a class: `super()`, operators and others look it up."""
         if ("class", id(cls)) in self._seen:
             return
         self._seen.add(("class", id(cls)))
         if type(cls) is not type:
             self._take_class(type(cls))
         for base in cls.__mro__:
-            if base is object or _is_library(base) or _is_unseen(base):
+            if base in self._users or _is_library(base) or _is_unseen(base):
                 continue
-            label = f"the name of class {base.__name__}"
-            self._note(Kind.SLOT, base, "__name__", label)
-            # Operators look methods up in the class itself, past `__getattribute__`.
-            for name in _OPERATORS:
-                self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
-            for name, value in list(vars(base).items()):
+            held = self._vars_of(base)
+            self._users[base] = frozenset(held)
+            self._note(
+                Kind.SLOT, base, "__name__", f"the name of class {base.__name__}"
+            )
+            if isinstance(base, abc.ABCMeta):  # as `register` changes isinstance()
+                label = "the classes that are registered as others (abc)"
+                read = Read(Kind.ASKED, abc, _registered, _registered(), label)
+                self._reads.setdefault((id(abc), "registered"), read)
+            for name, value in held.items():
                 label = f"{base.__name__}.{name}"
-                if name[:2] == "__":
-                    if isinstance(value, types.FunctionType):
-                        self._take(value, label)
-                elif not isinstance(value, _CALLED):
+                if name not in _NOTING:
                     self._note(Kind.CLASS, base, name, label)
+                dunder = name[:2] == "__"  # operators call these, past any note
+                runs = isinstance(value, types.FunctionType)
+                if runs if dunder else not isinstance(value, _CALLED):
                     self._take(value, label)
 
     def _take_parameter(self, parameter: torch.Tensor, name: str) -> None:
@@ -487,8 +564,11 @@ class ReadRecorder:
 
     def _take(self, value: Any, label: str) -> None:
         """Note what a value consists of that the step has reached."""
-        kind = type(value)
-        if isinstance(value, _STILL) or kind is object or value is MISSING:
+        kind: Any = type(value)
+        if kind in weakref.ProxyTypes:
+            value = weakref.ref(value.__init__.__self__)
+            kind = type(value)
+        if kind is object or (_is_still(kind) and isinstance(value, _STILL)):
             return
         if isinstance(value, torch.Tensor):
             if id(value) not in self._inputs and not _is_traced(value):
@@ -509,7 +589,8 @@ class ReadRecorder:
         elif isinstance(value, staticmethod | classmethod):
             self._take(value.__func__, label)
         elif isinstance(value, property):
-            self._take(value.fget, label)
+            for accessor in (value.fget, value.fset, value.fdel):
+                self._take(accessor, label)
         elif isinstance(value, types.MethodType):
             self._take(value.__func__, label)
             self._take(value.__self__, label)
@@ -538,13 +619,18 @@ class ReadRecorder:
             self._take_class(value)
             for base in value.__mro__:  # the step may make objects of it
                 if not _is_library(base) and not _is_unseen(base):
-                    for method in list(vars(base).values()):
+                    for method in self._vars_of(base).values():
                         if isinstance(method, _METHODS):
                             self._take(method, f"a method of {base.__name__}")
+        elif isinstance(value, torch.library.CustomOpDef):
+            for function in (value._backward_fn, value._setup_context_fn):
+                self._take(function, label)
         elif isinstance(value, np.ndarray):
             self._array(value, label)
         elif isinstance(value, types.SimpleNamespace):
             self._contents(value.__dict__, label)
+        elif isinstance(value, random.SystemRandom):
+            self._reasons.append(f"it draws from {label}")
         elif isinstance(value, _RANDOM):
             self._note(Kind.GENERATOR, value, set_random_state, label)
         elif isinstance(value, functools._lru_cache_wrapper):
@@ -624,7 +710,9 @@ class ReadRecorder:
                 self._note_written((Kind.CELL, id(cell)), Kind.CELL, cell, None, what)
             else:
                 self._take(self._note(Kind.CELL, cell, None, what), what)
+        around, names = function.__globals__, _names_in(code)
         if is_library_file(code.co_filename):
+            self._library_function(around, names)
             return
         self._note(Kind.SLOT, function, "__code__", f"the code of {name}")
         self._note(Kind.SLOT, function, "__doc__", f"the text of {name}")
@@ -632,7 +720,6 @@ class ReadRecorder:
         self._take(self._note(Kind.SLOT, function, "__defaults__", what), what)
         self._take(self._note(Kind.SLOT, function, "__kwdefaults__", what), what)
         self._contents(function.__dict__, f"an attribute of {name}")
-        around, names = function.__globals__, _names_in(code)
         texts, where = names.texts, line_of_function(code)
         if "cache_info" in texts:  # a capture empties the caches that it fills
             self._refuse(f"{name} reads the state of a cache{where}")
@@ -649,27 +736,68 @@ class ReadRecorder:
                 if value in _LOOKS_ANYWHERE:
                     self._reasons.append(f"it calls {name}(){where}")
             self._take(value, f"global {name!r}")
-            if isinstance(value, types.ModuleType):
-                self._namespace(value, names, where)
+            self._namespace(value, names, where)
         for cell in function.__closure__ or ():
-            module = Read(Kind.CELL, cell, None, None, "").now()
-            if isinstance(module, types.ModuleType):
-                self._namespace(module, names, where)
+            value = Read(Kind.CELL, cell, None, None, "").now()
+            self._namespace(value, names, where)
+            if "super" in names.loaded and isinstance(value, type):
+                self._inherited(value, texts)
+        for level, name in names.imported:
+            self._imported("." * level + name, around, names, where)
 
-    def _namespace(self, module: types.ModuleType, names: "_Names", where: str) -> None:
+    def _library_function(self, around: dict[str, Any], names: "_Names") -> None:
+        """Note functions of PyTorch by which one of its layers computes."""
+        for name in names.loaded:
+            module = around.get(name)
+            if module is torch or module is nn.functional:
+                self._namespace(module, names, "")
+
+    def _inherited(self, cls: type, texts: Iterable[str]) -> None:
+        """Note what `super()` may find in a class's bases that are of a library."""
+        for base in cls.__mro__[1:-1]:
+            if base not in self._users:
+                for name in (self._vars_of(base).keys() & texts) - _NOTING:
+                    self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
+
+    def _imported(
+        self, name: str, around: dict[str, Any], names: "_Names", where: str
+    ) -> None:
+        """Note what a function imports when it runs."""
+        parts = importlib.util.resolve_name(name, around.get("__package__")).split(".")
+        for i in range(len(parts)):
+            module = sys.modules.get(".".join(parts[: i + 1]))
+            if module is None:
+                self._reasons.append(f"it imports {name}{where}")
+                return
+            self._take(module, name)
+            self._namespace(module, names, where)
+
+    def _namespace(
+        self, module: Any, names: "_Names", where: str, *, inner: bool = False
+    ) -> None:
         """Note the names of a module that a code may take."""
+        if isinstance(module, type) and issubclass(module, datetime.date):
+            module = datetime
+        if not isinstance(module, types.ModuleType):
+            return
         held = vars(module)
         named = [text for text in names.texts if text in held and text[:2] != "__"]
         for text in names.strings - held.keys():  # as `getattr` may look for them
             self._note(Kind.ENTRY, held, text, f"{module.__name__}.{text}")
         if module.__name__ in _TELLS_TIME and any(callable(held[n]) for n in named):
             self._reasons.append(f"it uses {module.__name__}.{named[0]}{where}")
+        if asking := _ASKS_OUTSIDE.get(module.__name__, frozenset()) & names.texts:
+            self._reasons.append(f"it calls {min(asking)}(){where}")
         if module is os and {"environ", "getenv"} & names.texts:
             self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
         for name in named:
             label = f"{module.__name__}.{name}"
             value = self._note(Kind.ENTRY, held, name, label)
-            if not _is_unseen(module) and module is not os:
+            if isinstance(value, torch.library.CustomOpDef):
+                self._take(value, label)
+            elif isinstance(value, types.ModuleType) and _is_asked(value) and not inner:
+                self._namespace(value, names, where, inner=True)
+            elif not _is_unseen(module) and module is not os:
                 self._take(value, label)
 
     def _watch_namespace(self, module: types.ModuleType) -> None:
@@ -716,12 +844,8 @@ def _key_of(kind: Kind, holder: Any, key: Any) -> Any:
     return (id(holder), key) if kind in _NAMED else (kind, id(holder))
 
 
-_OPERATORS = (
-    "__call__", "__len__", "__bool__", "__eq__", "__hash__", "__iter__", "__next__",
-    "__getitem__", "__contains__", "__getattr__", "__index__", "__float__", "__int__",
-    "__add__", "__radd__", "__mul__", "__rmul__", "__enter__", "__exit__",
-)  # fmt: skip
-"""Methods that a class may be given later, and that are then called in its place."""
+_NOTING = frozenset({"__getattribute__", "__setattr__", "__delattr__", "__init__"})
+"""Methods of classes that the recorder replaces while a step is captured."""
 
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 
@@ -739,7 +863,12 @@ _WEAK_CONTAINERS = (
 _KEPT_ALIVE = (type(None), nn.Module, torch.optim.Optimizer, torch.Tensor)
 """Types whose objects a step holds anyway, so that references to them do not die."""
 
-_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+_RANDOM = (
+    random.Random,
+    np.random.BitGenerator,
+    np.random.Generator,
+    np.random.RandomState,
+)
 
 
 @dataclass(frozen=True)
@@ -752,6 +881,7 @@ class _Names:
         free_stored: Free variables that it writes and does not read.
         texts: Every name by which it may take an attribute.
         strings: Those of them that are strings in the code.
+        imported: Modules that it imports: how many packages up, and the name.
     """
 
     loaded: tuple[str, ...]
@@ -759,14 +889,20 @@ class _Names:
     free_stored: frozenset[str]
     texts: frozenset[str]
     strings: frozenset[str]
+    imported: frozenset[tuple[int, str]]
 
 
 @functools.cache
 def _names_in(code: types.CodeType) -> _Names:
     found: dict[str, dict[str, None]] = collections.defaultdict(dict)
     texts, strings = set(code.co_names), set()
+    imported: set[tuple[int, str]] = set()
+    before: list[Any] = [None, None]  # operands of the last two instructions
     for instruction in dis.get_instructions(code):
         found[instruction.opname][instruction.argval] = None
+        if instruction.opname == "IMPORT_NAME":
+            imported.add((before[0], instruction.argval))
+        before = [before[1], instruction.argval]
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             strings.add(constant)
@@ -774,6 +910,7 @@ def _names_in(code: types.CodeType) -> _Names:
             inner = _names_in(constant)
             texts |= inner.texts
             strings |= inner.strings
+            imported |= inner.imported
             found["LOAD_GLOBAL"] |= dict.fromkeys(inner.loaded)
             found["STORE_GLOBAL"] |= dict.fromkeys(inner.stored)
             found["STORE_DEREF"] |= dict.fromkeys(inner.free_stored)
@@ -791,13 +928,24 @@ def _names_in(code: types.CodeType) -> _Names:
         ),
         frozenset(texts | strings),
         frozenset(strings),
+        frozenset(imported),
     )
+
+
+def _registered(_: Any = None) -> Any:
+    return abc.get_cache_token()
+
+
+def _is_asked(module: types.ModuleType) -> bool:
+    return module.__name__ in _ASKS_OUTSIDE
 
 
 def _is_unseen(value: Any) -> bool:
     """Return whether a class, module or function is of a package not looked into."""
     module = value if isinstance(value, types.ModuleType) else None
     name = module.__name__ if module else getattr(value, "__module__", None)
+    if isinstance(value, type) and (name or "").startswith("torch."):
+        return _UNSEEN_OF_TORCH.match(name or "") is not None
     package = (name or "").partition(".")[0]
     return package in _UNSEEN_MODULES or package in torch_packages()
 
@@ -817,7 +965,14 @@ def _is_python_class(kind: type) -> bool:
     if not heap:
         return False
     bases = [base for base in kind.__mro__ if not base.__flags__ & (1 << 9)]
-    return all(base in _SEEN_BASES or issubclass(base, BaseException) for base in bases)
+    seen = (*_SEEN_BASES, *_STILL)
+    return all(base in seen or issubclass(base, BaseException) for base in bases)
+
+
+@functools.cache
+def _is_still(kind: Any) -> bool:
+    """Return whether a class is no user's own, which may add state to a still one."""
+    return _is_library(kind) or not kind.__flags__ & (1 << 9)
 
 
 _SEEN_BASES = (object, *CONTAINERS, int, float, complex, str, bytes, type)

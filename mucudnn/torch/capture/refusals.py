@@ -28,10 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
-from mucudnn.torch.capture.reads import ReadRecorder
+from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
 from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
 from mucudnn.torch.lowering.lower import CHECKS, DENSE
-from mucudnn.torch.source_lines import line_now, line_of_traceback
+from mucudnn.torch.source_lines import (
+    is_raised_by_user,
+    line_now,
+    line_of_traceback,
+)
 
 _NAMESPACES = {
     "c10d": "a collective of torch.distributed",
@@ -58,6 +62,8 @@ _KINDS = (
 _VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
 """Functions that pass run-time values to Python."""
 
+_SET_DATA = torch.Tensor.data.__set__
+
 _DATA_DEPENDENT = (
     "its result has as many elements as the data say; keep the shape, with torch.where "
     "or a mask to multiply with, or do it outside of the step"
@@ -68,13 +74,18 @@ _OUTSIDE = "a distribution was given a value outside of what it takes"
 
 
 class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
-    """Checks every operation before it is recorded."""
+    """Checks every operation before it is recorded.
+
+    Args:
+        recorder: Notes what gradients of users' operations read.
+    """
 
     supports_higher_order_operators = True  # so that they are refused here
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: ReadRecorder) -> None:
         super().__init__()
         self._state = torch.get_rng_state()
+        self._recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -90,6 +101,8 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         reason = self._reason(func, args, kwargs)
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        if func.namespace not in ("aten", "prims"):
+            self._recorder.take_operation(func._schema.name)
         if func in CHECKS:
             return _recorded_check(func, args, kwargs)
         if func is torch.ops.aten.bernoulli.p:
@@ -230,6 +243,11 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             # PyTorch would turn numbers into tensors by writes in place.
             lengths = map(torch.as_tensor, args[2:4])
             return func(*args[:2], *lengths, *args[4:], **kwargs)
+        if func == _SET_DATA:
+            raise UnsoundCaptureError(
+                f"the step gives a tensor other data{line_now()}; change it in place, "
+                "within torch.no_grad()"
+            )
         if func in FUSED:
             return record_fused(func, args, kwargs)
         if func is torch._foreach_add_:  # steps of fused optimizers
@@ -276,6 +294,11 @@ def saying_where() -> Iterator[None]:
                 f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)}, "
                 "or an operation like it that runs functions of its own; wrap it by "
                 "torch.library.custom_op, with register_fake and register_autograd"
+            ) from e
+        if isinstance(e, NotImplementedError) and not is_raised_by_user(e):
+            raise UnsoundCaptureError(
+                "the step calls what cannot be captured"
+                f"{line_of_traceback(e.__traceback__)}: {e}; do it outside of the step"
             ) from e
         if "data is not allocated yet" not in str(e):
             raise

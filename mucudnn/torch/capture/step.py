@@ -50,6 +50,7 @@ from mucudnn.torch.capture.step_tensors import (
     root_of,
 )
 from mucudnn.torch.execution.devices import autocast_off
+from mucudnn.torch.source_lines import storage_of
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -159,6 +160,7 @@ def capture_step(
     finally:
         shapes.release_inputs()
     reads = recorder.finish(tracer.effects)
+    _check_trained(module, optimizer, parts)
     tracer.averages.written(module.graph)
     return CapturedStep(
         module,
@@ -172,6 +174,35 @@ def capture_step(
         None if settings.recorded else tuple(tracer.left),
         settings.recorded and updates_many(optimizer),
     )
+
+
+def _check_trained(
+    module: torch.fx.GraphModule, optimizer: torch.optim.Optimizer, parts: StepParts
+) -> None:
+    """Refuse a step that uses a tensor which only the optimizer has.
+
+    Raises:
+        UnsoundCaptureError: The optimizer would update it in eager mode; the graph has
+            no gradient of it.
+    """
+    known = set(map(id, parts.parameters.values()))
+    others = {
+        storage_of(parameter): f"parameter {j} of the optimizer's group {i}"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+        if id(parameter) not in known and parameter.requires_grad
+    }
+    constants = (
+        getattr(module, n.target) for n in module.graph.find_nodes(op="get_attr")
+    )
+    for value in (*constants, *parts.buffers.values()) if others else ():
+        found = isinstance(value, torch.Tensor) and others.get(storage_of(value))
+        if found:
+            raise UnsoundCaptureError(
+                f"the step uses {found}, which is none of the model's; give the model "
+                "every tensor that is trained (torch.nn.Parameter), or have it in a "
+                "loss that is a module"
+            )
 
 
 class _Tracer:
@@ -217,7 +248,7 @@ class _Tracer:
         # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
         functions = StepFunctions(self.averages, self.recorder)
-        with FunctionalTensorMode(), RefusedOperations(), functions:
+        with FunctionalTensorMode(), RefusedOperations(self.recorder), functions:
             mine = [to_fun(tensor) for tensor in flat]
             results = self._step(mine, functions)
             for tensor in mine:
@@ -251,9 +282,15 @@ class _Tracer:
             self.root, places_of(self.root, leaves | buffers)
         )
         with _lent(self._settings.floats, floats):
+            batch = list(given)
+            for tensor, real in zip(batch, self.batch.tensors, strict=True):
+                if vars(real):
+                    vars(tensor).update(vars(real))
+                    self.recorder.lasts_one_run("it is given tensors with attributes")
             with modules:
-                loss, gradients = self._passes(leaves, list(given), scale)
+                loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
+            self.recorder.in_update = True
             tensors = Tensors(parameters, state, rates, scale)
             lent = parameters | buffers
             functions.stand_ins = {key: lent[name] for key, name in named.items()}

@@ -1,11 +1,13 @@
 """The tensors of a step: batch, parameters, buffers, state; and its settings."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C._dynamo.guards import dict_version
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -50,7 +52,9 @@ class Batch:
         plain = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)
         flat, form = pytree.tree_flatten((plain, dict(kwargs)))
         for leaf in flat:
-            if not isinstance(leaf, (torch.Tensor, *_DECIDED)):
+            if isinstance(leaf, torch.Tensor):
+                check_tensor("the batch", leaf)
+            elif not isinstance(leaf, _DECIDED):
                 raise TypeError(
                     f"a batch has a {type(leaf).__name__}; tensors are wanted, such as "
                     "step(x, y), step((x1, x2), y) or step(**batch): a number that "
@@ -100,6 +104,34 @@ class Batch:
         rows = [list(row) for row in zip(*cut, strict=True)]
         even = size % count == 0
         return [(row, count if even else size / row[0].shape[0]) for row in rows]
+
+
+def check_tensor(of: str, tensor: torch.Tensor, *, hooks: bool = False) -> None:
+    """Refuse a tensor whose meaning would be lost.
+
+    Raises:
+        UnsupportedError: Its class computes in its own way, or it has hooks that may
+            not have any.
+    """
+    kind: Any = type(tensor)
+    if kind is not torch.Tensor and _computes_itself(kind):
+        raise UnsupportedError(
+            f"{of} has a {kind.__name__}, a class of tensors with a "
+            "__torch_function__ of its own; give a plain one, "
+            "tensor.as_subclass(torch.Tensor)"
+        )
+    if not hooks and tensor.requires_grad and tensor._backward_hooks:
+        raise UnsupportedError(
+            f"{of} has a tensor with a hook, which would not run: a step gives batches "
+            "no gradients; remove it, or have a hook of a module"
+        )
+
+
+@functools.cache
+def _computes_itself(kind: Any) -> bool:
+    """Return whether a class of tensors has a `__torch_function__` of its own."""
+    own = (b for b in kind.__mro__ if "__torch_function__" in vars(b))
+    return bool(next(own).__module__.partition(".")[0] != "torch")
 
 
 def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -278,6 +310,8 @@ def root_of(
                 "operations cannot be seen; take the one that torch.jit was given"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not is_lazy(tensor):
+            check_tensor(f"{name} of the model", tensor, hooks=True)
         if is_traceable_wrapper_subclass(tensor):
             raise UnsupportedError(
                 f"{name} of the model is a {type(tensor).__name__}, a tensor that is "
