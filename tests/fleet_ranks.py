@@ -547,6 +547,69 @@ def compiled(rank):
     }
 
 
+def layers(rank):
+    """Sharded layers, eager and compiled one by one under a budget for all."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import mucudnn.torch as mt
+    from bench.torch.peak import real_peak
+
+    nn = torch.nn
+
+    class Block(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+        def forward(self, x):
+            return x + super().forward(x)
+
+    def trained(budget):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        planned = budget and mt.compile_layers(model, budget=budget, cache=None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(rank)
+        losses = []
+
+        def step():
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+
+        for look in (False, True):
+            x = torch.randn(512, 64)
+            optimizer.zero_grad()
+            peak = real_peak(step) if look else step()
+            optimizer.step()
+        shards = sum(p.to_local().nbytes for p in model.parameters())
+        # The batch is the caller's; the loss and what it reads are behind the layers.
+        peak += shards - 3 * x.nbytes
+        sums = [float(p.full_tensor().double().sum()) for p in model.parameters()]
+        return losses, sums, peak, planned.peak_bytes if planned else 0
+
+    eager = trained(None)
+    budget = int(0.7 * eager[2])
+    x = torch.empty(512, 64, device="meta")
+    model = nn.Sequential(*(Block() for _ in range(4))).to("meta")
+    size = torch.distributed.get_world_size()
+    forecast = mt.memory(
+        *(model, lambda y, _: y.square().mean(), (x, x)),
+        torch.optim.SGD(model.parameters(), 0.1),
+        device="h100",
+        mesh=(size,),
+    )
+    return {
+        "eager": eager,
+        "planned": trained(budget),
+        "budget": budget,
+        "forecast": forecast.unlimited_bytes - 2 * x.nbytes,
+    }
+
+
 def everything(rank):
     """Several trainings in one group: starting one takes longer than they do."""
     return {
@@ -562,6 +625,7 @@ def everything(rank):
 SCENARIOS = {
     "everything": lambda rank, folder: everything(rank),
     "compiled": lambda rank, folder: compiled(rank),
+    "layers": lambda rank, folder: layers(rank),
     "conventions": lambda rank, folder: conventions(rank),
     "killed-inside": lambda rank, folder: dying(rank, folder, die_at=4, inside=True),
     "residual": lambda rank, folder: trained("residual", rank),

@@ -30,7 +30,7 @@ TORCH = {
 }
 """Run by tests of their own, where there is PyTorch."""
 
-RANKS = {"torch_distribute"}
+RANKS = {"torch_distribute", "torch_sharded"}
 """Several processes each: run where ranks are tested."""
 
 SLOW = ("replace_a_convolution", "train_resnet20", "train_digits")

@@ -79,8 +79,12 @@ def test_a_sum_is_over_when_whoever_did_it_has_let_go_of_the_tensor():
 
 
 @pytest.mark.slow
-def test_the_example_runs_under_torchrun(tmp_path):
-    example = Path(__file__).parent.parent / "examples" / "torch_distribute.py"
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("torch_distribute", "shares ("), ("torch_sharded", "4 layers within ")],
+)
+def test_the_example_runs_under_torchrun(name, said, tmp_path):
+    example = Path(__file__).parent.parent / "examples" / f"{name}.py"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -94,7 +98,7 @@ def test_the_example_runs_under_torchrun(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr
-    assert "shares (" in done.stdout
+    assert said in done.stdout
     assert "loss " in done.stdout
 
 
@@ -182,6 +186,15 @@ def test_compiled_models_of_several_buckets_or_sharded_train_as_eager_ones(tmp_p
         assert ["gradients of a planned step stay" in w for w in result["warned"]] == [
             True
         ]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_layers_share_one_budget_and_keep_it(size, tmp_path):
+    for found in ranks("layers", size, tmp_path):
+        (*eager, most, _), (*planned, real, peak) = found["eager"], found["planned"]
+        assert planned == eager  # losses and parameters, bit for bit
+        assert real <= peak <= found["budget"] < most
+        assert found["forecast"] == pytest.approx(most, rel=0.03)
 
 
 @pytest.mark.slow

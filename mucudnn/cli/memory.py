@@ -66,6 +66,7 @@ _CPU = "cpu"
 _BATCH = 32
 _CPU_BATCH = 4
 _ALL = "all"
+MOST_GPUS = 1 << 20
 
 _OF_BEST = ("trace_file", "snapshot_file")
 """Options for files about the best step."""
@@ -107,6 +108,17 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "cpu is measured; all others are estimated from published figures.",
         _devices,
         default="h200",
+    ),
+    option(
+        "--gpus N",
+        "Plan one of so many GPUs that train a PyTorch model together, and compare "
+        "1 to 1,024 of them; MODEL's batch is that of one.",
+        count(1, MOST_GPUS),
+    ),
+    option(
+        "--shard WAY",
+        "How they do: fsdp2, or ddp, which shards nothing; by default fsdp2.",
+        click.Choice(("fsdp2", "ddp")),
     ),
     option(
         "--recording FILE",
@@ -285,7 +297,10 @@ def _step(
     inference = settings["inference"]
     usual = 1 if inference else _CPU_BATCH if device == _CPU else _BATCH
     with bad_input():
-        step = torch_step(ctx, model, batch, device)
+        gpus, shard = settings["gpus"], settings["shard"]
+        if shard is not None and gpus is None:
+            raise BadInputError("--shard says how several GPUs train: give --gpus")
+        step = torch_step(ctx, model, batch, device, gpus, shard or "fsdp2")
         made = network(model) if step is None else model
     if step is not None:
         if inference:
@@ -297,6 +312,11 @@ def _step(
         if settings["precision"] is not None:
             raise BadInputError("PyTorch computes as the model does: no --precision")
         return step
+    if gpus is not None:
+        raise BadInputError(
+            f"--gpus is for a PyTorch model, not {model}; `mucudnn fleet` divides the "
+            "batches of our networks among devices"
+        )
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
         batch=batch or usual,

@@ -207,7 +207,12 @@ _OTHERS = ("image", "optimizer", "order", "recordings")
 
 
 def torch_step(
-    ctx: click.Context, name: str, batch: int | None, device: str
+    ctx: click.Context,
+    name: str,
+    batch: int | None,
+    device: str,
+    gpus: int | None = None,
+    shard: Any = "fsdp2",
 ) -> DescribedStep | None:
     """Return the step of a PyTorch model; None if the name means something else."""
     made = _torch_parts(ctx, name, batch)
@@ -217,7 +222,9 @@ def torch_step(
 
     logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
     try:
-        step = memory(*made, device=device).described(batch)
+        mesh = () if gpus is None else (gpus,)
+        study = memory(*made, device=device, mesh=mesh, shard=shard)
+        step = study.described(batch)
         step.graph()  # capture now, so that its errors are reported here
     except Exception as e:  # models may raise anything
         raise BadInputError(f"{name}: {located(e)}") from e

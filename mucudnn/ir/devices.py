@@ -6,12 +6,14 @@ comparing policies with each other; they do not predict the time on a device.
 """
 
 import difflib
+import math
 import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
 from mucudnn.arguments import check_type
 from mucudnn.ir.profile import ChunkCosts
@@ -50,6 +52,7 @@ class AssumedEfficiency:
         memory: Share of the memory bandwidth in bandwidth-bound kernels.
         link: Share of a link's nominal one-way rate in large copies.
         launch_ms: Overhead of every kernel launch.
+        latency_ms: Latency of a message between devices.
         chunks: Costs of mapping memory in the granularity of today's GPUs, each chunk
             with a driver call of its own to set access.
     """
@@ -59,6 +62,7 @@ class AssumedEfficiency:
     memory: float = 0.75
     link: float = 0.80
     launch_ms: float = 0.005
+    latency_ms: float = 0.005
     chunks: ChunkCosts = _CHUNKS
 
 
@@ -77,6 +81,8 @@ class DeviceFigures:
         memory: Bytes of device memory.
         d2h: Bytes per second to the host in large copies.
         h2d: Bytes per second from the host in large copies.
+        peers: Bytes per second to another device of the node, in one direction.
+        network: Bytes per second to other nodes, in one direction, for each device.
         tensor_cores: Peak operations per second on tensor cores without sparsity, by
             the operands' type, `tf32` for float32 ones. Their kernels want channels
             last: channels-first images are transposed on their way in and out.
@@ -88,6 +94,8 @@ class DeviceFigures:
     memory: Figure
     d2h: Figure
     h2d: Figure
+    peers: Figure
+    network: Figure
     tensor_cores: Mapping[str, float] = field(default_factory=dict)
 
     def rates(self, dtype: str, *, tf32: bool = False) -> Mapping[bool, float]:
@@ -104,6 +112,32 @@ class DeviceFigures:
     def peak(self, dtype: str, *, tf32: bool = False) -> float:
         """Return the highest peak for products of a type; single precision if none."""
         return max(self.rates(dtype, tf32=tf32).values(), default=self.flops.value)
+
+    def gather_ms(self, nbytes: int, ranks: int) -> float:
+        """Return the time in which devices gather, or reduce and scatter, these bytes.
+
+        Each passes on all but its own share around a ring (Patarasuk and Yuan, 2009).
+        Between nodes, rings leave a node by all of its ports at once. Latencies are
+        those of a tree.
+
+        Args:
+            nbytes: Bytes of all devices together.
+            ranks: Number of devices, eight in a node.
+        """
+        rate = self.peers.value
+        if ranks > _PER_NODE:
+            rate = min(rate, _PER_NODE * self.network.value)
+        moved = nbytes * (ranks - 1) / ranks
+        return 1e3 * moved / rate + ASSUMED.latency_ms * math.ceil(math.log2(ranks))
+
+    def exchange_sources(self) -> Mapping[str, str]:
+        """Describe the links between devices and their sources in words."""
+        return {
+            "to its peers": f"{self.peers.value / 1e9:g} GB/s, {self.peers.source}",
+            "to other nodes": f"{self.network.value / 1e9:g} GB/s for each of "
+            f"{_PER_NODE} in a node, {self.network.source}",
+            "messages": f"assumed: {1e3 * ASSUMED.latency_ms:g} µs",
+        }
 
     def sources(self) -> Mapping[str, str]:
         """Describe each figure and its source in words."""
@@ -132,19 +166,25 @@ class DeviceFigures:
         }
 
 
+_PER_NODE = 8
+"""Devices in a node."""
+
+_EDR = {"nominal_gb_per_s": 12.5, "source": "InfiniBand EDR, 100 Gb/s a device"}
+
+
+def _rate(link: Mapping[str, Any]) -> Figure:
+    """Return the rate of a link, of a nominal one the assumed share."""
+    if (gb_per_s := link.get("nominal_gb_per_s")) is None:
+        return Figure(link["gb_per_s"] * 1e9, link["source"])
+    what = f"(assumed) of {gb_per_s:g} GB/s a direction, {link['source']}"
+    return Figure(gb_per_s * ASSUMED.link * 1e9, f"{ASSUMED.link:.0%} {what}")
+
+
 def _read_devices() -> Mapping[str, DeviceFigures]:
     text = files("mucudnn.ir").joinpath("devices.toml").read_text("utf-8")
     found: dict[str, DeviceFigures] = {}
     for row in tomllib.loads(text)["device"]:
-        source, link = row["source"], row["link"]
-        if (gb_per_s := link.get("nominal_gb_per_s")) is None:
-            rate = Figure(link["gb_per_s"] * 1e9, link["source"])
-        else:
-            what = f"(assumed) of {gb_per_s:g} GB/s a direction, {link['source']}"
-            # Only the nominal rate is published for this link: assume the usual share
-            # of it.
-            reached = gb_per_s * ASSUMED.link * 1e9
-            rate = Figure(reached, f"{ASSUMED.link:.0%} {what}")
+        source, rate = row["source"], _rate(row["link"])
         nbytes = row["gib"] * _GIB if "gib" in row else row["gb"] * 1e9
         cores = {
             dtype: 1e12 * tflops
@@ -158,6 +198,8 @@ def _read_devices() -> Mapping[str, DeviceFigures]:
             memory=Figure(nbytes, source),
             d2h=rate,
             h2d=rate,
+            peers=_rate(row.get("peers", row["link"])),
+            network=_rate(row.get("network", _EDR)),
             tensor_cores=MappingProxyType(cores),
         )
     return MappingProxyType(found)

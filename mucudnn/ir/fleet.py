@@ -181,3 +181,25 @@ class Fleet:
     def alone(self, rank: int) -> "Fleet":
         """Return the fleet of a single rank."""
         return Fleet((self.ranks[rank],))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """A way of training one model on equal devices, as estimated.
+
+    Attributes:
+        gpus: Number of devices.
+        way: `ddp` or `fsdp2`, or `one` device; with ` + plan` for offload and
+            recomputation within a device's memory, or `none fits`.
+        peak_bytes: Peak memory of a device; the least possible if none fits.
+        step_ms: Time of a step; 0 if none fits.
+        samples_per_s: Samples of all devices in a second.
+        waits_ms: Time of a step in which computation waits for collectives.
+    """
+
+    gpus: int
+    way: str
+    peak_bytes: int
+    step_ms: float = 0.0
+    samples_per_s: float = 0.0
+    waits_ms: float = 0.0

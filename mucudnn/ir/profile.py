@@ -37,6 +37,8 @@ class Profile:
         recompute_ms: Node -> time of the node that recomputes its first result, if that
             is not a plain copy; otherwise the node's own time applies.
         mapping_costs: Costs of mapping memory; None if the device cannot map memory.
+        network_ms: Collective -> its time on the network, beside computation. Its first
+            reader waits for it; `node_ms` has the time that computation takes for it.
     """
 
     node_ms: Mapping[str, float]
@@ -48,6 +50,7 @@ class Profile:
     copy_overhead_ms: float = 0.0
     recompute_ms: Mapping[str, float] = field(default_factory=dict)
     mapping_costs: ChunkCosts | None = None
+    network_ms: Mapping[str, float] = field(default_factory=dict)
 
     def recompute_ms_of(self, node: str) -> float:
         """Return the time to recompute a node's first result."""

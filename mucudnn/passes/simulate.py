@@ -10,7 +10,7 @@ step counts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mucudnn.ir.graph import Phase
+from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.profile import MemoryTier, Profile, TierPlacement
 from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
 
@@ -24,7 +24,7 @@ class Lane:
     """One operation of an engine.
 
     Attributes:
-        engine: `compute`, `out` or `in`.
+        engine: `compute`, `network`, `out` or `in`.
         name: Name of the node or storage.
         start_ms: Start time.
         stop_ms: End time.
@@ -52,7 +52,8 @@ class Prediction:
             step, the period from one step's end of compute to the next.
         compute_ms: Sum of the nodes' times.
         stalls_ms: Stalls of compute by cause: `operand` (prefetches), `memory`
-            (offloads), and `copies` (slowdown by copies), if there is any.
+            (offloads), and, if there are any, `copies` (slowdown by copies) and
+            `network` (collectives).
         out_bytes: Offloaded bytes.
         in_bytes: Prefetched bytes.
         lanes: All operations, in program order.
@@ -143,23 +144,30 @@ class _Engines:
         self._free = dict.fromkeys(self._links.rates, 0.0)
         self._offloaded: dict[str, float] = {}  # end of the last copy to the host
         self._done: dict[str, tuple[str, float]] = {}  # last copy: cause of stall, end
+        self._nodes = schedule.graph.by_name if profile.network_ms else {}
+        self._network_free = 0.0
+        self._arrived: dict[str, float] = {}  # result of a collective -> its end
 
     @property
     def all_done(self) -> float:
         """Time at which compute and all copies are done."""
-        return max(self.now, *self._free.values())
+        return max(self.now, self._network_free, *self._free.values())
 
     def run(self) -> list[Lane]:
         """Simulate one step; return its timeline."""
         self.stalls = {"operand": 0.0, "memory": 0.0}
         if self._profile.copy_slowdown_ms(1.0):
             self.stalls["copies"] = 0.0
+        if self._nodes:
+            self.stalls["network"] = 0.0
         self.moved = {"out": 0, "in": 0}
         lanes = []
         for instruction in self._program:
             match instruction:
                 case Compute(name):
                     ms = self._profile.node_ms[name]
+                    if self._nodes:
+                        lanes += self._exchange(self._nodes[name])
                     lanes.append(Lane("compute", name, self.now, self.now + ms))
                     self.now += ms
                 case SwapOut(name):
@@ -177,6 +185,19 @@ class _Engines:
                     self.stalls[cause] += max(0.0, done - self.now)
                     self.now = max(self.now, done)
         return lanes
+
+    def _exchange(self, node: Node) -> list[Lane]:
+        """Start a node that is a collective; let another wait for those it reads."""
+        ready = max((self._arrived.get(t, 0.0) for t in node.inputs), default=0.0)
+        ms = self._profile.network_ms.get(node.name)
+        if ms is None:
+            self.stalls["network"] += max(0.0, ready - self.now)
+            self.now = max(self.now, ready)
+            return []
+        start = max(self.now, ready, self._network_free)
+        self._network_free = start + ms
+        self._arrived.update(dict.fromkeys(node.outputs, start + ms))
+        return [Lane("network", node.name, start, start + ms)]
 
     def _copy(self, engine: str, name: str, after: float) -> Lane:
         nbytes = self._tensors[name].nbytes

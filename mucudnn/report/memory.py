@@ -57,6 +57,8 @@ def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
         tables.append(_curve(study))
     if study.min_budget or study.max_batch:
         tables.append(_limits(study))
+    if study.scaling:
+        tables.append(_scaling(study))
     return tuple(tables)
 
 
@@ -159,6 +161,27 @@ def _curve(study: MemoryStudy) -> Table:
     whole = study.unbounded.peak_bytes
     columns = ("policy", *(f">{bytes_text(b)} ({b / whole:.0%})" for b in budgets))
     return Table("slowdown under smaller budgets", columns, rows)
+
+
+def _scaling(study: MemoryStudy) -> Table:
+    """Return the fastest way that fits, by number of devices."""
+    rows = tuple(
+        (
+            str(row.gpus),
+            row.way,
+            bytes_text(row.peak_bytes),
+            ms_text(row.step_ms) if row.samples_per_s else NOTHING,
+            f"{row.samples_per_s:.4g}" if row.samples_per_s else NOTHING,
+            ms_text(row.waits_ms) if row.samples_per_s else NOTHING,
+        )
+        for row in study.scaling
+    )
+    columns = ("GPUs", "best", ">peak of each", ">step ms", ">samples/s", ">waits ms")
+    title = (
+        f"the fastest way within {budget_text(study)} of each GPU, "
+        f"{study.spec.batch} samples on each"
+    )
+    return Table(title, columns, rows)
 
 
 def _limits(study: MemoryStudy) -> Table:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
+from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.tensor import Role
@@ -223,6 +224,7 @@ class MemoryTrials:
         self._curve: list[PolicyResult] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
+        self._scaling: tuple[ScalingRow, ...] = ()
 
     def run(self, *, curve: bool, max_batch: bool, min_budget: bool) -> MemoryStudy:
         """Run all trials; Ctrl-C ends them with the results so far."""
@@ -243,6 +245,9 @@ class MemoryTrials:
                 self._find_max_batches()
             if curve:
                 self._try_budgets()
+            if isinstance(self._spec, DescribedStep) and self._spec.scaling:
+                self._say("other numbers of devices", 0, 1)
+                self._scaling = tuple(self._spec.scaling(self._budget))
         except KeyboardInterrupt:
             interrupted = True
         return MemoryStudy(
@@ -263,6 +268,7 @@ class MemoryTrials:
             max_batch=self._max_batch,
             min_budget=self._min_budget,
             splitting=self._splitting,
+            scaling=self._scaling,
             interrupted=interrupted,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from mucudnn.ir.channels_last import AUTO
 from mucudnn.ir.conv import Ints
 from mucudnn.ir.devices import device_name, get_device
+from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.profile import MemoryTier, Profile
@@ -156,6 +157,8 @@ class MemoryStudy:
         min_budget: Policy -> minimum feasible budget, if requested.
         splitting: Decision whether to split the step within the budget; None if not
             requested or nothing fits.
+        scaling: The fastest way that fits for several numbers of devices, of a step
+            on more than one.
         interrupted: Whether Ctrl-C ended the study early.
     """
 
@@ -176,6 +179,7 @@ class MemoryStudy:
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     splitting: SplitDecision | None = None
+    scaling: tuple[ScalingRow, ...] = ()
     interrupted: bool = False
 
     @property
@@ -255,7 +259,11 @@ class MemoryStudy:
             "min_budget_bytes": dict(self.min_budget),
             "splitting": None if self.splitting is None else self.splitting.to_json(),
             "interrupted": self.interrupted,
-        }
+        } | (
+            {"scaling": list(map(dataclasses.asdict, self.scaling))}
+            if self.scaling
+            else {}
+        )
 
     _repr_html_ = html_of
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ShareSampler as ShareSampler,
         distribute as distribute,
     )
+    from mucudnn.torch.distributed.layers import compile_layers as compile_layers
     from mucudnn.torch.hints.partitioner import (
         HintedPartitioner as HintedPartitioner,
         partitioner as partitioner,
@@ -46,6 +47,7 @@ _HOMES = {
     "conv.backend": ("cpu_backend",),
     "conv.context": ("convolutions",),
     "distributed.distribute": ("Distribution", "ShareSampler", "distribute"),
+    "distributed.layers": ("compile_layers",),
     "hints.partitioner": ("HintedPartitioner", "partitioner"),
     "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
@@ -66,6 +68,7 @@ __all__ = [
     "TrainStep",
     "backend",
     "checkpoint_contexts",
+    "compile_layers",
     "convolutions",
     "cpu_backend",
     "distribute",

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
@@ -32,7 +33,7 @@ from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
-from mucudnn.torch.execution.bound_step import Halves, bind_halves, runner_of
+from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
 from mucudnn.torch.internals import (
     aot_compiled,
     break_reasons,
@@ -208,24 +209,34 @@ class CompileBackend:
     Args:
         budget: Bytes for all graphs of one model.
         options: How graphs are planned.
+        planned: Plans a graph within a budget, and returns its peak memory, too.
     """
 
-    def __init__(self, budget: float, options: PlanOptions | None = None) -> None:
+    def __init__(
+        self,
+        budget: float,
+        options: PlanOptions | None = None,
+        planned: "GraphPlanner | None" = None,
+    ) -> None:
         self._budget = SharedBudget(budget)
         self._options = PlanOptions() if options is None else options
+        self._plan = _plan_graph if planned is None else planned
+        self._under_way = 0
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
-        self._warned = False
+        self._warned = self._warned_of_copies = False
         self._plans: list[TorchPlan] = []
+        self._saved: dict[str, dict[int, StorageWeakRef]] = {}
         self._reasons_before = break_reasons()
         self._warned_of_eager = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy budget and options; a copy plans for itself."""
-        return functools.partial(CompileBackend, options=self._options), (
-            self._budget.budget,
+        made = functools.partial(
+            CompileBackend, options=self._options, planned=self._plan
         )
+        return made, (self._budget.budget,)
 
     @property
     def plans(self) -> list[TorchPlan]:
@@ -353,31 +364,75 @@ class CompileBackend:
             with outside_of_tracing():
                 step = LoweredStep.of_joint(parts, own)
 
-                def plan(budget: float) -> PlannedProgram:
+                def plan(budget: float) -> tuple[PlannedProgram, int]:
                     try:
-                        return plan_program(step, self._options, budget)
+                        return self._plan(step, self._options, budget)
                     except NotCompiledError as e:
                         message = f"{source.name} runs operation by operation: {e}"
                         warnings.warn(message, stacklevel=2)
                     options = replace(self._options, inductor=False)
-                    return plan_program(step, options, budget)
+                    return self._plan(step, options, budget)
 
-                program = self._budget.plan(source, plan)
+                program, peak = self._budget.plan(source, plan)
                 schedule = program.plan.plan.schedule
                 halves = bind_halves(
                     program.lowered, schedule, parts.count, program.copies
                 )
+            if own and self._plan is _plan_graph and math.isfinite(self._budget.budget):
+                saved = self._saved.setdefault(source.function, {})
+                call = functools.partial(self._watch, source.name, saved)
+                halves = replace(halves, watch=Watch(parts.position(own[0]), call))
             self._planned[key] = halves
             code = f"{halves.forward.source}\n{halves.backward.source}"
             found = replace(program.plan, source=code, name=source.name)
             self._plans.append(found)
             _log.info("%s", found)
-            self._budget.note(source, found.peak_bytes)
+            self._budget.note(source, peak)
             message = self._budget.exceeded_by_models(source)
             if message and not self._warned:
                 self._warned = True
                 warnings.warn(message, stacklevel=2)
         return self._planned[key]
+
+    def _watch(
+        self,
+        name: str,
+        saved: dict[int, StorageWeakRef],
+        parameter: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> None:
+        """Warn, once, if a graph is under way with the parameters of several layers.
+
+        Args:
+            name: The graph.
+            saved: Storage of a parameter -> a saved tensor of the last run with it.
+            parameter: One of the parameters of this run.
+            tensor: One of its saved tensors.
+        """
+        layer = StorageWeakRef(parameter.untyped_storage()).cdata
+        for other in [key for key, ref in saved.items() if ref.expired()]:
+            del saved[other]
+        saved[layer] = StorageWeakRef(tensor.untyped_storage())
+        if len(saved) > 1 and not self._warned_of_copies:
+            self._warned_of_copies = True
+            warnings.warn(
+                f"{name} is the graph of several equal layers that are under way at "
+                "once, and the budget counts one of them; "
+                "mt.compile_layers(layers, budget=...) counts every layer",
+                stacklevel=2,
+            )
+
+
+GraphPlanner = Callable[[LoweredStep, PlanOptions, float], tuple[PlannedProgram, int]]
+"""Plans a graph within a budget; returns it with the peak memory that it stands for."""
+
+
+def _plan_graph(
+    step: LoweredStep, options: PlanOptions, budget: float
+) -> tuple[PlannedProgram, int]:
+    """Plan a graph that is under way once."""
+    program = plan_program(step, options, budget)
+    return program, program.plan.peak_bytes
 
 
 def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:

@@ -15,7 +15,8 @@ without data have made-up ones, on the CPU.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -25,6 +26,7 @@ import torch
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import device_name, get_device
+from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
@@ -49,6 +51,14 @@ from mucudnn.torch.capture.step_tensors import (
     scheduled_floats,
 )
 from mucudnn.torch.costs.measure import estimated, measured
+from mucudnn.torch.distributed.ranks import (
+    COUNTS,
+    ONE,
+    Ranks,
+    Shard,
+    check_mesh,
+    on_ranks,
+)
 from mucudnn.torch.optimizer_update import EagerUpdate, check_room
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.plan_program import (
@@ -77,6 +87,8 @@ def memory(
     offload_state: bool = False,
     split: Split = WHOLE,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
+    mesh: Sequence[int] = (),
+    shard: Shard = "fsdp2",
 ) -> "MemoryStudy":
     """Study the memory of a training step on a device that need not be there.
 
@@ -103,16 +115,22 @@ def memory(
         tiers: Offload targets, as `train_step` takes them. Append `@RATE` in bytes a
             second to one whose link is not to be measured or taken from published
             figures.
+        mesh: Number of devices that train together, such as (8,), eight in a node; by
+            default one. Then everything is of one of them, the example is its share of
+            the batch, and collectives take time by published link rates.
+        shard: How they do: "fsdp2" shards parameters, gradients and state, a unit for
+            each numbered submodule such as `layers.3`; "ddp" shards nothing.
 
     Raises:
-        ValueError: The device is not known, `accumulate` less than one, or a split or a
-            tier none.
+        ValueError: The device is not known, `accumulate` less than one, a split or a
+            tier none, or the mesh none that can be studied.
         TypeError: Something is of another type.
         UnsupportedError: The step cannot be captured; says why. Or there is no room
             here to measure the optimizer's update.
     """
     if device != _CPU:
         device = device_name(device)
+    ranks = check_mesh(mesh, shard, device, split)
     settings = StepSettings(accumulate)
     options = PlanOptions.of("memory", offload_state=offload_state, split=split)
     if choices := parse_tiers(tiers):
@@ -120,7 +138,8 @@ def memory(
         options = replace(options, tiers=forecast)
     step = DatalessStep.of(model, loss_fn, example, optimizer)
     settings = replace(settings, floats=scheduled_floats(step.optimizer))
-    return MemoryStudy(step, type(model).__name__, device, settings, options)
+    title = type(model).__name__
+    return MemoryStudy(step, title, device, settings, options, Ranks(ranks, shard))
 
 
 class MemoryStudy:
@@ -134,6 +153,7 @@ class MemoryStudy:
         device: Where it would run.
         settings: How gradients are accumulated, scaled and clipped.
         options: How it is planned; costs are the device's.
+        ranks: The devices that train together.
     """
 
     def __init__(
@@ -143,8 +163,10 @@ class MemoryStudy:
         device: str,
         settings: StepSettings = PLAIN,
         options: PlanOptions | None = None,
+        ranks: Ranks = ONE,
     ) -> None:
         self._step = step
+        self._ranks = ranks
         self._title = title
         self._device = device
         self._settings = settings
@@ -177,6 +199,19 @@ class MemoryStudy:
         """
         limit = parse_budget(budget)
         return plan_program(self._at(None), self._options, limit).plan
+
+    def on(self, mesh: Sequence[int], shard: Shard = "fsdp2") -> "MemoryStudy":
+        """Return the study of the same step on another number of devices.
+
+        Raises:
+            ValueError: The mesh is none that can be studied.
+        """
+        ranks = check_mesh(mesh, shard, self._device, self._options.split)
+        found = copy(self)
+        for name in ("least_budget", "unlimited_bytes", "curve"):
+            found.__dict__.pop(name, None)
+        found._ranks = Ranks(ranks, shard)
+        return found
 
     @cached_property
     def curve(self) -> Mapping[int, float]:
@@ -252,10 +287,14 @@ class MemoryStudy:
         figures = (
             {"times": "measured on this machine's CPU, every operation alone"}
             if self._device == _CPU
-            else get_device(self._device).sources()
+            else dict(get_device(self._device).sources())
         )
+        title, size = self._title, self._step.size
+        if several := self._ranks != ONE:
+            title = f"{title} on one of {self._ranks.count} by {self._ranks.shard}"
+            figures |= get_device(self._device).exchange_sources()
         return DescribedStep(
-            title=self._title,
+            title=title,
             batch=batch or self._step.size,
             image=tuple(self._step.example.tensors[0].shape[1:]),
             parameters=self._step.parameters,
@@ -264,7 +303,56 @@ class MemoryStudy:
             figures=figures,
             request=lambda size: self._request(self._at(size)),
             in_parts=partial(self._in_parts, batch),
+            scaling=self.scaling if several and batch in (None, size) else None,
         )
+
+    def scaling(
+        self, budget: float | str | None = None, counts: Sequence[int] = COUNTS
+    ) -> list[ScalingRow]:
+        """Return the fastest way to train on several numbers of devices.
+
+        Ways are DistributedDataParallel, FSDP2 and, where neither fits, FSDP2 with
+        offload and recomputation within the budget. Every device has a batch of the
+        example's size.
+
+        Args:
+            budget: Bytes of a device; by default all of its memory.
+            counts: Numbers of devices; by default 1 to 1,024.
+        """
+        if budget is None:
+            budget = get_device(self._device).memory.value
+        limit, found = parse_budget(budget), []
+        for count in counts:
+            rows = list(self._ways(count, limit))
+            fitting = [row for row in rows if row.peak_bytes <= limit]
+            found.append(max(fitting or rows[-1:], key=lambda r: r.samples_per_s))
+        return found
+
+    def _ways(self, count: int, limit: float) -> Iterator[ScalingRow]:
+        """Yield the ways to train on a number of devices; the planned one if needed."""
+
+        def row(way: str, plan: TorchPlan) -> ScalingRow:
+            prediction = plan.plan.prediction
+            return ScalingRow(
+                gpus=count,
+                way=way if count > 1 else way.replace("fsdp2", "one"),
+                peak_bytes=plan.peak_bytes,
+                step_ms=prediction.step_ms,
+                samples_per_s=1e3 * count * self._step.size / prediction.step_ms,
+                waits_ms=prediction.stalls_ms.get("network", 0.0),
+            )
+
+        whole = self.on((count,))
+        rows = [row("fsdp2", whole.plan())]
+        if count > 1:
+            rows.append(row("ddp", self.on((count,), "ddp").plan()))
+        yield from rows
+        if any(row.peak_bytes <= limit for row in rows):
+            return
+        try:
+            yield row("fsdp2 + plan", whole.plan(limit))
+        except PlanningError as e:
+            yield ScalingRow(gpus=count, way="none fits", peak_bytes=e.least_bytes or 0)
 
     def hinted(
         self,
@@ -318,8 +406,19 @@ class MemoryStudy:
         most = plan_program(step, whole).plan.peak_bytes
         return (least_budget(step, whole) + most) // 2
 
-    @exclusive_capture()
     def _at(self, size: int | None) -> LoweredStep:
+        """Return the step of one of the devices at a batch size."""
+        step = self._captured(size)
+        if self._ranks.count == 1:
+            return step
+        model, figures = self._step.model, get_device(self._device)
+        names = StepParts.of(
+            model, self._step.optimizer, self._step.loss_fn, self._settings
+        ).parameters
+        return on_ranks(step, self._options, self._ranks, tuple(names), figures)
+
+    @exclusive_capture()
+    def _captured(self, size: int | None) -> LoweredStep:
         """Return the step at a batch size; it is captured and measured once."""
         if size == self._step.size_or_none:
             size = None

@@ -6,13 +6,14 @@ choose convolution plans are functions from a request to a plan.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
+from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
@@ -351,6 +352,8 @@ class DescribedStep:
         in_parts: Function from a split to the step whole and in parts, planned without
             a budget; None for a step that always runs whole.
         order: Order of the nodes, in words.
+        scaling: Returns the fastest way that fits for several numbers of devices, given
+            the bytes of one; None for a step of one device.
     """
 
     title: str
@@ -363,6 +366,7 @@ class DescribedStep:
     request: Callable[[int], StepRequest]
     in_parts: Callable[[Split], SplitStep | None] | None = None
     order: str = "as captured"
+    scaling: Callable[[float], Sequence[ScalingRow]] | None = None
 
     def graph(self, batch: int | None = None) -> Graph:
         """Return the step's graph, for another batch if given."""

@@ -57,6 +57,10 @@ class Joint:
         values = [node.meta.get("val") for node in self.primals]
         return tuple(i for i, v in enumerate(values) if not isinstance(v, torch.Tensor))
 
+    def position(self, index: int) -> int:
+        """Return the position of an input among those that are tensors."""
+        return index - sum(number < index for number in self._numbers)
+
     def check(self) -> None:
         """Refuse inputs that cannot be planned.
 
@@ -213,7 +217,12 @@ class Joint:
             for i, keeps in enumerate(halves.kept)
             if keeps.tensor not in halves.inputs and not keeps.host_bytes
         )
-        forward = Half(halves.forward, without=self._numbers)
+        forward = Half(
+            halves.forward,
+            without=self._numbers,
+            watch=halves.watch if of_program else None,
+            watched=self.count.results + of_program[0] if of_program else 0,
+        )
         backward = Half(halves.backward, own=of_program, filled=self._numbers)
         return self._forward(forward, len(kept)), self._backward(backward, kept)
 

@@ -257,6 +257,19 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """A function to call whenever a forward half has run.
+
+    Attributes:
+        parameter: Position of a parameter among the tensors that it takes.
+        call: Called with the parameter, and a tensor that the half has saved.
+    """
+
+    parameter: int
+    call: Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
 class Halves:
     """The two compiled halves of a program.
 
@@ -266,6 +279,7 @@ class Halves:
         kept: The values that the forward half returns for the backward half.
         layouts: Layout of each tensor.
         inputs: The inputs of the graph.
+        watch: Called when the forward half has run, if anything is.
     """
 
     forward: Segment
@@ -273,6 +287,7 @@ class Halves:
     kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
+    watch: Watch | None = None
 
 
 def bind_halves(
@@ -362,12 +377,16 @@ class Half:
         own: Positions of arguments that it may overwrite: saved for it alone.
         without: Positions of arguments that it does not take, ascending.
         filled: Positions of results that it does not have, which become None.
+        watch: Called when it has run, if there is such a function.
+        watched: Position of the result that it is called with.
     """
 
     segment: Segment
     own: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
     filled: tuple[int, ...] = ()
+    watch: Watch | None = None
+    watched: int = 0
     __name__ = "planned_half"
 
     def __call__(self, *args: Any) -> Any:
@@ -382,7 +401,10 @@ class Half:
             copies = _clone_with_storages([args[i] for i in self.own])
             for i, copied in zip(self.own, copies, strict=True):
                 args[i] = copied
+        parameter = None if self.watch is None else args[self.watch.parameter]
         results = self.segment.run(args)
+        if self.watch is not None and parameter is not None:
+            self.watch.call(parameter, results[self.watched])
         for i in self.filled:
             results.insert(i, None)
         return results

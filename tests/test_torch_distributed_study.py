@@ -1,0 +1,151 @@
+"""Steps on several devices, studied without any: bytes, times, refusals."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.cli.app import main  # noqa: E402
+from mucudnn.errors import UnsupportedError  # noqa: E402
+from mucudnn.passes.graph.sharding import (  # noqa: E402
+    DataParallel,
+    data_parallel_step,
+)
+from mucudnn.passes.planning.plan_step import plan_step  # noqa: E402
+from mucudnn.passes.planning.request import StepRequest  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+NET = """
+import torch
+from torch import nn
+
+def step(batch):
+    with torch.device("meta"):
+        hidden = [nn.Linear(256, 256) for _ in range(3)]
+        model = nn.Sequential(nn.Linear(64, 256), *hidden, nn.Linear(256, 64))
+    x = torch.zeros(batch, 64, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, nn.functional.mse_loss, (x, x), optimizer
+"""
+
+
+def made(batch=16):
+    namespace = {}
+    exec(NET, namespace)  # what the command reads
+    return namespace["step"](batch)
+
+
+@pytest.fixture(scope="module")
+def study():
+    return mt.memory(*made(), device="h100")
+
+
+def test_shards_are_divided_and_buckets_are_not(study):
+    weights = sum(p.numel() * p.element_size() for p in made()[0].parameters())
+    small = 16 << 10  # of rounding, and of step counts
+    alone = study.plan().resident_bytes
+    assert study.on((1,)).plan().resident_bytes == alone
+    for ranks in (2, 8, 64):
+        sharded = study.on((ranks,)).plan().resident_bytes
+        assert sharded == pytest.approx(3 * weights / ranks, abs=2 * small)
+        spread = study.on((ranks,), "ddp").plan().resident_bytes
+        assert spread == pytest.approx(alone + weights, abs=small)
+    assert study.on((8,)).least_budget < study.least_budget
+
+
+@pytest.mark.parametrize("kept", [(), (0, 1, 2)])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_collectives_run_beside_computation_and_one_at_a_time(study, sharded, kept):
+    step = study.described().request(16)
+    lists = [n for n in step.graph.inputs if step.graph.tensors[n].nbytes > 60_000]
+    read = {t for n in step.graph.nodes for t in n.inputs if n.phase.value == "forward"}
+    units = [(name,) for name in lists if name in read]
+    assert len(units) == 5
+
+    def planned(gather_ms):
+        parallel = DataParallel(
+            *(4, units, sharded, kept), lambda nbytes: gather_ms, 1e9
+        )
+        graph, profile = data_parallel_step(step.graph, step.profile, parallel)
+        found = plan_step(StepRequest(graph, profile, hosted=frozenset()))
+        return found.prediction, profile
+
+    free, _ = planned(0.0)
+    assert free.stalls_ms.get("network", 0.0) == 0.0
+    slow, profile = planned(1e3)
+    on_network = [x for x in slow.lanes if x.engine == "network"]
+    assert {x.name for x in on_network} == set(profile.network_ms)
+    names = [x.name.split(".")[0] for x in on_network]
+    # The backward pass does not read the first layer's weights.
+    gathered = 5 + len({1, 2, 3, 4}.difference(kept))
+    assert names.count("gather") == (gathered if sharded else 0)
+    for before, after in itertools.pairwise(on_network):
+        assert before.stop_ms <= after.start_ms
+    total = sum(profile.network_ms.values())
+    assert max(total, free.step_ms) <= slow.step_ms <= total + free.step_ms + 1e-6
+    assert slow.stalls_ms["network"] > 0
+
+
+def test_the_fastest_way_that_fits_is_named(study):
+    rows = study.scaling("1GiB", (1, 8))
+    assert [row.gpus for row in rows] == [1, 8]
+    assert rows[0].way == "one"
+    assert rows[1].way in ("ddp", "fsdp2")
+    sharded = study.on((1024,)).unlimited_bytes
+    (planned,) = study.scaling(sharded - 1024, (1024,))
+    assert planned.way in ("fsdp2 + plan", "none fits")
+    (nothing,) = study.scaling(4096, (8,))
+    assert (nothing.way, nothing.samples_per_s) == ("none fits", 0.0)
+    assert nothing.peak_bytes == study.on((8,)).least_budget
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mesh": (2, 4)}, "2 dimensions; one is studied"),
+        ({"mesh": (2,), "device": "cpu"}, "published link rates"),
+        ({"mesh": (2,), "split": "auto"}, "whole steps"),
+        ({"mesh": (0,)}, "mesh must be at least 1"),
+        ({"mesh": (2,), "shard": "zero"}, "fsdp2, ddp"),
+    ],
+)
+def test_what_cannot_be_studied_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        mt.memory(*made(), **{"device": "h100", **given})
+
+
+def test_updates_that_mix_elements_are_refused():
+    model, loss_fn, example, _ = made()
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    muon = torch.optim.Muon(weights)
+    with pytest.raises(UnsupportedError, match="such as SGD, Adam or AdamW"):
+        mt.memory(model, loss_fn, example, muon, mesh=(2,)).plan()
+
+
+def test_the_command_compares_numbers_of_gpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+
+    def ran(*arguments):
+        return CliRunner().invoke(main, ["memory", *arguments])
+
+    done = ran(
+        *("net.py:step", "--gpus", "8", "--batch", "16", "--device", "h100"),
+        *("--policy", "keep_all", "--budget", "1GiB", "--json", "found.json"),
+    )
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(Path("found.json").read_text())
+    assert [row["gpus"] for row in found["scaling"]] == [2**n for n in range(11)]
+    speeds = [row["samples_per_s"] for row in found["scaling"]]
+    assert speeds == sorted(speeds)
+    assert math.isclose(speeds[0] * found["scaling"][0]["step_ms"], 16e3)
+    assert "to its peers" in found["figures"]
+    assert "give --gpus" in ran("net.py:step", "--shard", "ddp").stderr
+    assert "is for a PyTorch model" in ran("lenet", "--gpus", "8").stderr
