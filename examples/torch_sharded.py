@@ -28,7 +28,7 @@ layers = model[1:]
 for layer in layers:
     fully_shard(layer)
 fully_shard(model)
-planned = mt.compile_layers(layers, budget="5MiB", cache=None)
+planned = mt.compile_layers(layers, budget="8MiB", cache=None)
 
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 torch.manual_seed(dist.get_rank())  # every rank has its own share of the batch

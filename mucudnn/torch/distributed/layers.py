@@ -127,7 +127,7 @@ class _Layers:
     sharded: bool
     held: int
 
-    def total(self, peak: int, between: int, parameters: int) -> int:
+    def total(self, peak: int, between: int, parameters: int, passed: int) -> int:
         """Return the peak of all layers.
 
         The worst moment is in the last layer, while all others wait for their backward
@@ -137,17 +137,22 @@ class _Layers:
             peak: Peak of one layer.
             between: Bytes that it holds between its passes, parameters included.
             parameters: Bytes of its parameters.
+            passed: Bytes that layers pass to one another.
         """
-        other = between - parameters
-        if not self.sharded:
-            other = max(between, 2 * parameters)
-        return peak + (self.count - 1) * other + self.held
+        others = (self.count - 1) * (between - parameters)
+        if not self.sharded and self.count > 1:
+            # In the first layer's backward pass its incoming gradient is there, too.
+            others = (self.count - 1) * max(between, 2 * parameters) + passed
+        return peak + others + self.held
 
-    def between(self, budget: float, peak: int, parameters: int) -> float:
+    def between(self, budget: float, peak: int, parameters: int, passed: int) -> float:
         """Return the most that a layer may hold between its passes; see `total`."""
-        if self.count == 1:
-            return peak
-        other = (budget - self.held - peak) / (self.count - 1)
+        left = budget - self.held - peak
+        if not self.sharded and self.count > 1:
+            left -= passed
+        if self.count == 1 or left < 0:
+            return peak if left >= 0 else -1
+        other = left / (self.count - 1)
         if self.sharded:
             return other + parameters
         return other if other >= 2 * parameters else -1
@@ -162,7 +167,7 @@ def _plan_layers(
         PlanningError: The layers do not fit; says the least budget that works.
     """
     planner = _marked(step.planner(options))
-    parameters = planner.resident_bytes
+    parameters, passed = planner.resident_bytes, planner.caller_bytes
 
     def limited(scratch: int) -> LoweredStep:
         known = replace(
@@ -180,7 +185,7 @@ def _plan_layers(
         found = plan_program(limited(scratch), options, peak)
         # A peak that is only the scratch memory is not the layer's.
         own = found.plan.peak_bytes
-        return found, layers.total(own, _held_between(found.plan), parameters)
+        return found, layers.total(own, _held_between(found.plan), parameters, passed)
 
     free, total = planned(float("inf"), float("inf"))
     if total <= budget:
@@ -189,7 +194,7 @@ def _plan_layers(
     peaks = [int(least + s * (free.plan.peak_bytes - least)) for s in _SHARES]
     found = []
     for peak in peaks:
-        between = layers.between(budget, peak, parameters)
+        between = layers.between(budget, peak, parameters, passed)
         try:
             if between >= 0:
                 found.append(planned(peak, between))
@@ -203,7 +208,7 @@ def _plan_layers(
             planned(peak, held)
         except PlanningError:
             continue
-        needed = layers.total(peak, held, parameters)
+        needed = layers.total(peak, held, parameters, passed)
         raise PlanningError(
             f"{layers.count} layers do not fit into {exact_bytes(int(budget))}: each "
             f"holds {exact_bytes(held)} between its passes; the least budget that "
