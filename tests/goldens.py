@@ -10,6 +10,7 @@ Parts are `plans`, `networks` (more of them, for minutes), `torch`, `commands`, 
 Nothing in it depends on a clock: costs are published figures or constants.
 """
 
+import argparse
 import contextlib
 import hashlib
 import importlib
@@ -188,16 +189,23 @@ def differences(part: str) -> list[str]:
     ]
 
 
-def command(action: str, *parts: str) -> int:
-    if action == "check":
-        lines = [line for part in parts or PARTS for line in differences(part)]
+def command(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("check", "write"))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    given = parser.parse_args(arguments)
+    parts = given.parts or list(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
+    if given.action == "check":
+        lines = [line for part in parts for line in differences(part)]
         print("\n".join(lines) or "no differences")  # noqa: T201
         return bool(lines)
     stored = json.loads(FILE.read_text()) if FILE.exists() else {}
-    stored.update((part, dict(PARTS[part]())) for part in parts or PARTS)
+    stored.update((part, dict(PARTS[part]())) for part in parts)
     FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(command(*sys.argv[1:]))
+    sys.exit(command(sys.argv[1:]))
