@@ -72,8 +72,8 @@ class Named(StrictCupy):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # nothing is computed
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("precision", [None, "float16"])
-def test_launches_are_those_of_a_trainer(precision, layout, tmp_path, monkeypatch):
-    cupy, gpu = stand_in(monkeypatch, tmp_path, kind=Named)
+def test_launches_are_those_of_a_trainer(precision, layout, monkeypatch):
+    cupy, gpu = stand_in(monkeypatch, kind=Named)
     gpu = replace(gpu, library_kernels=None)
     made = trainer(backend=gpu, precision=precision, layout=layout, update_when="late")
     copies = []

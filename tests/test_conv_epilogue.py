@@ -374,10 +374,10 @@ def test_a_trainer_plans_what_has_won(times, monkeypatch):
         ({"numerics": "strict", "split": 2}, 1e-5, True),
     ],
 )
-def test_training_on_the_device_agrees(more, apart, inside, tmp_path, monkeypatch):
+def test_training_on_the_device_agrees(more, apart, inside, monkeypatch):
     monkeypatch.setattr(EpilogueRace, "times", lambda *_: None)  # by no clock
     expected, _ = losses("cpu")
-    _, gpu = stand_in(monkeypatch, tmp_path)
+    _, gpu = stand_in(monkeypatch)
     gpu = replace(gpu, epilogues=CudaEpilogues(gpu.conv))
     found, _ = losses(gpu, **more)
     assert np.abs(found - expected).max() < apart * max(1, abs(expected[-1]))

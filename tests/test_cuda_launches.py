@@ -53,14 +53,14 @@ def calls_of_python(work):
 
 
 @emulated
-def test_a_bound_launch_is_one_call_of_python(tmp_path, monkeypatch):
+def test_a_bound_launch_is_one_call_of_python(monkeypatch):
     launches, calls = [], []
     for depth in (2, 16):
-        cupy, gpu = stand_in(monkeypatch, tmp_path)
+        cupy, gpu = stand_in(monkeypatch)
         executor, feeds = bound(gpu, depth)
         executor.run(feeds)
         launches.append(len(cupy.launched))
-        cupy, gpu = stand_in(monkeypatch, tmp_path)
+        cupy, gpu = stand_in(monkeypatch)
         # Called with a grid, a block and arguments, and no function of Python.
         monkeypatch.setattr(cupy, "RawKernel", lambda *_: slice)
         executor, feeds = bound(gpu, depth)
@@ -72,9 +72,9 @@ def test_a_bound_launch_is_one_call_of_python(tmp_path, monkeypatch):
     assert calls[1] - calls[0] < 1.7 * more
 
 
-def test_a_bound_copy_makes_nothing_and_is_a_few_calls_of_python(tmp_path, monkeypatch):
+def test_a_bound_copy_makes_nothing_and_is_a_few_calls_of_python(monkeypatch):
     """Of which three ask the stand-in for the stream that computes."""
-    cupy, gpu = stand_in(monkeypatch, tmp_path)
+    cupy, gpu = stand_in(monkeypatch)
     runtime = cupy.cuda.runtime
     for name in ("eventRecord", "streamWaitEvent", "memcpyAsync"):
         setattr(runtime, name, max)  # called with numbers, and no function of Python

@@ -85,7 +85,9 @@ class ConvProblem:
                 the message shows both.
             TypeError: A size is not an integer.
         """
-        if direction not in (*Direction, *(way.value for way in Direction)):
+        values = [way.value for way in Direction]
+        named = isinstance(direction, str) and direction in values
+        if not (named or isinstance(direction, Direction)):
             valid = ", ".join(f"Direction.{d.name} ({d.value!r})" for d in Direction)
             kind = ValueError if isinstance(direction, str) else TypeError
             raise kind(f"direction is {direction!r}; choose one of: {valid}")
