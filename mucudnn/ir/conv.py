@@ -85,8 +85,8 @@ class ConvProblem:
                 the message shows both.
             TypeError: A size is not an integer.
         """
-        values = [way.value for way in Direction]
-        named = isinstance(direction, str) and direction in values
+        ways = [way.value for way in Direction]
+        named = isinstance(direction, str) and direction in ways
         if not (named or isinstance(direction, Direction)):
             valid = ", ".join(f"Direction.{d.name} ({d.value!r})" for d in Direction)
             kind = ValueError if isinstance(direction, str) else TypeError
