@@ -47,7 +47,7 @@ def test_it_is_what_train_step_promises(name):
     assert study.least_budget == caught.value.least_bytes < study.unlimited_bytes
     least = study.plan(study.least_budget)
     assert least.peak_bytes <= study.least_budget
-    assert "the optimizer makes its update itself" in str(least)
+    assert "update: eager, after the planned passes" in str(least)
     assert list(study.curve)[-1] == study.least_budget
     with pytest.raises(PlanningError, match="makes its update itself"):
         study.plan(study.least_budget - 1)

@@ -39,7 +39,7 @@ def test_steps_are_eager_ones_within_the_least_budget(name):
     step, mine, optimizer, batch = step_within(optimizer_of, least)
     plan = step.prepare(*batch)
     assert plan.peak_bytes <= least
-    assert "the optimizer makes its update itself" in str(plan)
+    assert "update: eager, after the planned passes" in str(plan)
     losses, found = [], []
     for _ in range(STEPS):
         state = state_bytes(optimizer)

@@ -488,14 +488,20 @@ def _ordered(
     storages = graph.storages
     producer = {name: node for node in nodes for name in node.outputs}
     before = _before(rest, storages, producer)
+    # A gradient may be made by one node and added to by later ones, as the compiled
+    # gradient of an embedding is: its last writer counts, not its producer.
     readers: dict[str, int] = {}
+    writers: dict[str, int] = {}
     for node in main:
         for name in node.inputs:
             readers[storages[name]] = at[node.name]
+        for name in node.mutates:
+            writers[storages[name]] = at[node.name]
     anchors: dict[str, int] = {}
     for node in rest:  # its dependencies come first in `rest`
         waits = [anchors.get(n.name, at.get(n.name, -1)) for n in before[node.name]]
         waits += [readers.get(storages[t], -1) for t in node.mutates]
+        waits += [writers.get(storages[t], -1) for t in node.inputs]
         if any(t in late for t in node.mutates):
             waits.append(len(main) - 1)
         anchors[node.name] = max(waits, default=-1)
