@@ -26,7 +26,6 @@ PROGRAMS: dict[str, Program] = {
         torch_programs_counting,
         torch_programs_hooks,
         torch_programs_lookups,
-        torch_programs_lookups,
         torch_programs_tensors,
         torch_programs_training,
     )
@@ -66,7 +65,6 @@ def test_every_program_has_a_name_of_its_own():
         torch_programs_functions,
         torch_programs_counting,
         torch_programs_hooks,
-        torch_programs_lookups,
         torch_programs_lookups,
         torch_programs_tensors,
         torch_programs_training,
