@@ -243,6 +243,8 @@ class _Lowering:
             overwrites=overwrites,
             expensive=not view and packet in flop_registry,
             random=call.random,
+            # A zero tensor of forward-mode derivatives has no memory to copy.
+            movable=function is not torch.ops.aten._efficientzerotensor.default,
             recomputable=bool(names) and str(function) not in SPOILS_AN_OPERAND,
         )
         name = names[0] if names else node.name
