@@ -215,9 +215,7 @@ def test_both_are_timed_on_the_shapes_of_networks(tmp_path, monkeypatch):
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_a_step_with_the_librarys_kernels_agrees_with_the_cpus(
-    layout, tmp_path, monkeypatch
-):
+def test_a_step_with_the_librarys_kernels_agrees_with_the_cpus(layout, monkeypatch):
     images, labels = examples(24)
 
     def losses(backend):
@@ -233,7 +231,7 @@ def test_a_step_with_the_librarys_kernels_agrees_with_the_cpus(
         return np.array([*found, *made.predict(images[:8]).ravel()]), made
 
     expected, _ = losses("cpu")
-    _, gpu = stand_in(monkeypatch, tmp_path)
+    _, gpu = stand_in(monkeypatch)
     library, device = gpu.library_kernels._session.calls, gpu.device
     monkeypatch.setattr(device, "begin", lambda launches=1: len(library.ran))
     monkeypatch.setattr(device, "record", lambda: len(library.ran))
