@@ -195,8 +195,10 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
-    made, optimizer_of, compilations
+    made, optimizer_of, compilations, monkeypatch, tmp_path
 ):
+    # Other tests compile the same graphs, which would be found on disk.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     expected = compiled(made, optimizer_of)
     compilations.clear()
     free, step = planned(made, optimizer_of)
@@ -208,7 +210,7 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
         runs.append(planned(made, optimizer_of, budget))
         plans.append(runs[-1][1].plan)
         assert plans[-1].peak_bytes <= budget
-    assert len(compilations) <= 2  # forward and backward, once; fewer if on disk
+    assert len(compilations) == 2  # forward and backward, once
     reals = []
     for found, step in runs:
         assert found.losses == expected.losses

@@ -115,7 +115,7 @@ def compile_layers(
 
 @dataclass(frozen=True)
 class _Layers:
-    """How many layers run one graph.
+    """The number of layers that run one graph.
 
     Attributes:
         count: Number of layers.

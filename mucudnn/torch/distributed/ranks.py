@@ -37,7 +37,7 @@ COUNTS = tuple(1 << power for power in range(11))
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many devices train together, and how."""
+    """The number of devices that train together, and their kind of parallelism."""
 
     count: int = 1
     shard: Shard = "fsdp2"
