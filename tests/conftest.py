@@ -166,5 +166,10 @@ def free_copies(monkeypatch, tmp_path):
 @pytest.fixture
 def short_search(monkeypatch):
     """Plans are found soon: they may be slower, and promise no less."""
-    for setting in ("_WORK", "_LEAST_TRIALS", "MOST_SAVED"):
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{setting}", 0)
+    for setting in (
+        "search._WORK",
+        "search._LEAST_TRIALS",
+        "search.MOST_SAVED",
+        "explore._WORK",
+    ):
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.{setting}", 0)

@@ -128,6 +128,7 @@ def same(one, other):
     assert [k for k, v in one[1].items() if not torch.equal(v, other[1][k])] == []
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_under_autocast_are_eager_ones_within_a_budget(name, tmp_path):
     model, optimizer, x, y = built(name)

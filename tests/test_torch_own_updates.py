@@ -28,6 +28,7 @@ from tests.torch_steps import real_peak  # noqa: E402
 pytestmark = STEPS_RUN
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_eager_ones_within_the_least_budget(name):
     optimizer_of = OPTIMIZERS[name]

@@ -321,11 +321,10 @@ def differ_in_numbers_alone(value, other):
     return value == other
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("convolving", [False, True])
 def test_what_an_entry_may_hold_is_checked(convolving, monkeypatch):
     """Entries of valid checksums: never a raw error, never a plan beyond the budget."""
-    for name in ("_WORK", "MOST_SAVED"):  # a search that ends soon
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{name}", 0)
     lowered, tuner = captured(residual_net), None
     if convolving:
         rule = StoppingRule(min_samples=1, max_samples=1)

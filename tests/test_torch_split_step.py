@@ -77,6 +77,7 @@ def test_gradients_are_those_of_the_whole_batch(name, dtype):
         assert furthest(found, expected) < limit
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     "name", ["convolutions", pytest.param("gpt", marks=pytest.mark.slow)]
 )

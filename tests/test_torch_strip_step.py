@@ -211,6 +211,7 @@ def test_gradients_are_those_of_the_whole_image(name, dtype):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     "name", ["chain", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
 )
