@@ -16,6 +16,7 @@ from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 from tests.torch_zoo import (  # noqa: E402
+    SHORT,
     SMALL,
     Steps,
     adamw,
@@ -38,12 +39,23 @@ SHARES = (0.3, 0.0)
 What is needed without one is the peak of a step without a limit: all of it.
 """
 
-NAMES = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO)]
+WHOLE = ["vit", "gpt", "unet"]
+"""Networks of the zoo that are small as they are."""
+
+DEEP = "resnet18"
+"""A network of which no block is left out."""
+
 STEPS = 3
 
 
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def needs_packages(name):
-    if name in ZOO and not all(map(find_spec, ("torchvision", "timm"))):
+    if (name in ZOO or name in SHORT) and not all(
+        map(find_spec, ("torchvision", "timm"))
+    ):
         pytest.skip("needs torchvision and timm: the extra zoo")
 
 
@@ -76,7 +88,7 @@ def kept(steps, wanted, budget):
 
 
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*SMALL, *slow(*SHORT, *WHOLE, DEEP)])
 def test_steps_are_eager_ones_within_every_budget(name):
     optimizer_of = adamw if name in ("vit", "small gpt") else sgd
     needs_packages(name)
@@ -90,10 +102,7 @@ def test_steps_are_eager_ones_within_every_budget(name):
 
 
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize(
-    "name",
-    ["small unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO)],
-)
+@pytest.mark.parametrize("name", ["small unet", *slow(*SHORT, *WHOLE)])
 def test_compiled_gradients_are_eager_ones_within_a_budget(name):
     needs_packages(name)
     case = build(name)

@@ -1,7 +1,11 @@
-"""Steps of whole networks, eager and planned, and what each leaves behind."""
+"""Steps of networks, eager and planned, and what each leaves behind."""
+
+from importlib import import_module
 
 import torch
+from torch.nn import functional
 
+from bench.torch.vision import timm_model, torchvision_model
 from bench.torch.zoo import Case, GPTConfig, build as build_case, gpt, unet
 from mucudnn.errors import PlanningError
 from mucudnn.torch import TrainStep
@@ -14,12 +18,67 @@ SMALL = {
 }
 
 
+def _images(model, batch, size):
+    x, y = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+    return Case(model, functional.cross_entropy, (x, y))
+
+
+def _family(name):
+    """A module of torchvision's, from whose classes networks of any depth are made."""
+    torchvision_model("alexnet", num_classes=2)  # imports torchvision beside any build
+    return import_module(f"torchvision.models.{name}")
+
+
+def _resnet(block):
+    family = _family("resnet")
+    return family.ResNet(getattr(family, block), [2, 1, 1, 1], num_classes=10)
+
+
+def _mobilenet_v3():
+    family = _family("mobilenetv3")
+    blocks = [
+        (16, 3, 16, 16, True, "RE", 2),
+        (16, 3, 72, 24, False, "RE", 2),
+        (24, 3, 88, 24, False, "RE", 1),
+        (24, 5, 96, 40, True, "HS", 2),
+        (40, 5, 240, 40, True, "HS", 1),
+    ]
+    found = [family.InvertedResidualConfig(*block, 1, 1.0) for block in blocks]
+    return family.MobileNetV3(found, 256, num_classes=10)
+
+
+def _efficientnet():
+    family = _family("efficientnet")
+    blocks = [(1, 3, 1, 32, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2)]
+    found = [family.MBConvConfig(*block) for block in blocks]
+    return family.EfficientNet(found, 0.2, num_classes=10, last_channel=320)
+
+
+SHORT = {
+    "short resnet18": lambda: _images(_resnet("BasicBlock"), 8, 32),
+    "short resnet50": lambda: _images(_resnet("Bottleneck"), 4, 32),
+    "short densenet121": lambda: _images(
+        _family("densenet").DenseNet(32, (2, 3, 2, 2), 64, num_classes=10), 2, 32
+    ),
+    "short mobilenet_v3_small": lambda: _images(_mobilenet_v3(), 8, 64),
+    "short efficientnet_b0": lambda: _images(_efficientnet(), 4, 64),
+    "short convnext_atto": lambda: _images(
+        timm_model(
+            "convnext_atto", num_classes=10, drop_path_rate=0.1, depths=(1, 1, 2, 1)
+        ),
+        *(4, 64),
+    ),
+}
+"""Every kind of block of the zoo's deep networks, in as few blocks as it takes."""
+
+
 def build(name) -> Case:
-    """A case of the benchmarks', or a smaller one; always the same."""
-    if name not in SMALL:
+    """A case of the benchmarks', or one with fewer layers; always the same."""
+    own = SMALL | SHORT
+    if name not in own:
         return build_case(name)
     torch.manual_seed(0)
-    return SMALL[name]()
+    return own[name]()
 
 
 def sgd(model):
