@@ -166,6 +166,52 @@ def test_half_the_memory_is_half():
     assert share < 0.53
 
 
+def h100_times() -> Iterator[str]:
+    ms = read("h100.json")["sections"]["times gpt2"]["ms"]
+    budgets = read("h100.json")["sections"]["memory gpt2, default allocator"]["budgets"]
+    most = budgets["90%"]["budget_bytes"] / 0.9 / 1e9
+    named = {share: f"{b['budget_bytes'] / 1e9:.2f} GB" for share, b in budgets.items()}
+    named["30%"] += ", the least"
+    named["no budget"] = f"none; {most:.2f} GB"
+    for way in (
+        *("eager, foreach", "eager, fused", "torch.compile", "planned, no budget"),
+        *("planned, 90%", "planned, 60%", "planned, 30%", "checkpoint", "save_on_cpu"),
+    ):
+        name, _, share = way.partition(", ")
+        shown = name if name == "planned" else way
+        title = {
+            "torch.compile": "`torch.compile`",
+            "checkpoint": "`checkpoint` of the model",
+            "save_on_cpu": "`save_on_cpu`",
+        }.get(shown, shown)
+        of = ms[way] / ms["eager, foreach"]
+        yield f"| {title} | {named.get(share, '–')} | {ms[way]:.1f} | {of:.2f} |"
+
+
+def h100_bytes() -> Iterator[str]:
+    sections = read("h100.json")["sections"]
+    columns = "budget", "planned", "requested", "reserved"
+    for title, section in (
+        ("GPT-2 124M, N=8", "memory gpt2, default allocator"),
+        ("ResNet-50, N=256", "memory resnet50, default allocator, one block"),
+    ):
+        for row in sections[section]["budgets"].values():
+            shown = " | ".join(f"{row[f'{c}_bytes'] / 1e9:.2f}" for c in columns)
+            of = row["reserved_bytes"] / row["planned_bytes"]
+            yield f"| {title}{' ' * bool(title)}| {shown} | {of:.2f} |"
+            title = ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("times", h100_times), ("bytes", h100_bytes)]
+)
+def test_tables_of_a_real_gpu_are_those_of_its_file(name, rows):
+    text = page("docs/gpu.md").partition(f"<!-- h100 {name} -->")[2]
+    shown, end, _ = text.partition("<!-- h100 end -->")
+    assert end
+    assert shown.strip().splitlines()[2:] == [*rows()]
+
+
 EARLIER = {"budget", "overhead", "peers", "planner", "pruning", "step", "torch-out"}
 """Files that an earlier version measured: a page quotes them, and says so."""
 
