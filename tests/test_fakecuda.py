@@ -33,6 +33,7 @@ from mucudnn.ir.graph import Phase  # noqa: E402
 from mucudnn.torch import plan_program  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
+from mucudnn.torch.execution import cuda_memory  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamCopies,
     StreamOffloadedStorage,
@@ -587,6 +588,20 @@ def wide(depth=6, width=256):
         ),
         nn.Linear(width, 10),
     )
+
+
+def test_a_large_tensor_gets_a_block_of_its_own_where_one_block_leaves_gaps():
+    """Two small holes are freed where one large tensor has to go."""
+    unit = 20 << 20
+    sizes = [("a", 3), ("b", 3), ("c", 8), ("a", 0), ("b", 0), ("d", 8)]
+    allocations = [(name, size * unit) for name, size in sizes]
+    most, device = 16 * unit, torch.device("cuda", 0)
+    gaps = [
+        cuda_memory._gaps(device, allocations, blocks, most)
+        for blocks in cuda_memory._partitions(allocations, most)
+    ]
+    assert gaps[0] == 8 * unit
+    assert min(gaps) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
