@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.resources import files
 
 import pytest
@@ -83,12 +84,18 @@ def check_rows(h200, problem, least):
     assert len(plain) >= least
     assert len(dict(rows)) == len(rows)
     session = h200.conv.session
-    graph = operation_graph(session.calls, problem, accumulate=False)
+    # A filter gradient's engine has enough to add to earlier micro-batches as well.
+    ways = (False, True) if problem.direction is Direction.BACKWARD_FILTER else (False,)
+    graphs = [operation_graph(session.calls, problem, accumulate=way) for way in ways]
     for name, nbytes in plain.items():
         assert engine_name(*parse_engine_name(name)) == name
-        config = configuration(session.calls, graph, session.description, name)
-        size = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE, AttributeType.INT64)
-        assert size == [nbytes], name
+        sizes = []
+        for graph in graphs:
+            with suppress(MucudnnError):  # a few engines cannot add
+                config = configuration(session.calls, graph, session.description, name)
+                kind = AttributeType.INT64
+                sizes += config.get(Attribute.ENGINECFG_WORKSPACE_SIZE, kind)
+        assert max(sizes) == nbytes, name
         assert nbytes >= 0
 
 

@@ -15,6 +15,7 @@ from mucudnn.errors import BackendError, MucudnnError, OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, TF32
 from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning.result_check import ResultCheck
 from tests.doubles import QUICK, Tight, plan_of
 from tests.reference import reference, relative_error
 from tests.test_functional import LAYERS, call, variant
@@ -161,18 +162,39 @@ def untouched(room, nbytes):
     return bool((edges == 0xFF).all())
 
 
+def checked(cuda, problem, work):
+    """A check of a problem's algorithms on its operands, with a result of its own."""
+    spec = problem.operands()[2]
+    buffer = cuda.device.allocate(spec.nbytes)
+    out = cuda.device.view(buffer, 0, spec)
+    return ResultCheck(cuda, problem, (work.a, work.b, out), buffer)
+
+
 @pytest.mark.slow
 @everywhere
 @layouts
 @pytest.mark.parametrize("case", [*cases()])
 def test_every_algorithm_agrees_with_float64(case, layout, direction, cuda):
-    """Overwriting and adding, inside its workspace; few may fail, none may be wrong."""
+    """Overwriting and adding, inside its workspace; few may fail.
+
+    None may be wrong that is not found to be wrong before it is timed.
+    """
     problem = ConvProblem(direction=direction, layout=layout, **case)
     work = Work(problem)
+    check = checked(cuda, problem, work)
     rows = cuda.conv.algorithms(problem)
     wrong, failed = [], []
     for name, nbytes in rows:
-        most = tolerance(problem, cuda.conv.traits(problem, name))
+        room, workspace = guarded(max(nbytes, MIB))
+        try:
+            traits, fault = check.judged(name, workspace, workspace.nbytes)
+        except MucudnnError as e:
+            failed.append(f"{name}: {e}")
+            continue
+        if fault:
+            failed.append(f"{name}: {fault}")
+            continue
+        most = tolerance(problem, traits)
         for accumulate in (False, True):
             room, workspace = guarded(nbytes)
             out = work.fresh()

@@ -24,13 +24,16 @@ if fakecuda.library() is None:
 from functorch.compile import nop  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from bench.gpu import pytorch_steps  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.ir.graph import Phase  # noqa: E402
+from mucudnn.torch import plan_program  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
+from mucudnn.torch.execution import cuda_memory  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamCopies,
     StreamOffloadedStorage,
@@ -457,6 +460,42 @@ def test_a_step_launches_no_more_than_eagers(optimizer):
     assert launches[1] <= launches[0]
 
 
+@pytest.mark.parametrize("parts", [1.0, 0.25, 0.0])
+def test_updates_in_groups_call_what_eager_calls(parts, monkeypatch):
+    """CUDA divides by a number and by a list of numbers in different ways."""
+    monkeypatch.setattr(plan_program, "_SHARES", (parts,))
+    model, *batch = case("dense")
+    eager = copy.deepcopy(model)
+    of_eager = torch.optim.AdamW(eager.parameters(), 0.01)
+    own = torch.optim.AdamW(model.parameters(), 0.01)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+
+    def eager_step():
+        CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
+        of_eager.step()
+
+    called = []
+    for run in (eager_step, functools.partial(step, *batch)):
+        run(), run()
+        with Calls() as calls:
+            run()
+        called.append({name for name in calls.names if "_foreach_" in name})
+    of_division = [
+        {n for n in names if "_div_" in n or "cdiv" in n} for names in called
+    ]
+    assert of_division[0] == of_division[1] != set()
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_updates_together_are_the_planners_choice(recomputing):
     """Where all gradients do not fit at once, they are updated in groups or alone."""
     model, *batch = case("dense")
@@ -516,30 +555,8 @@ def without_fork(monkeypatch):
     monkeypatch.setattr(StreamCopies, "_copy", copy_at_once)
 
 
-@pytest.fixture
-def sanitizer(monkeypatch):
-    """PyTorch's CUDA sanitizer, on operations that run and are more than views."""
-    import torch.cuda._sanitizer as csan  # which traces all calls from then on
-
-    mode = csan.CUDASanitizerDispatchMode
-    checked = mode.__torch_dispatch__
-
-    def dispatch(self, func, types, args=(), kwargs=None):
-        given = torch.utils._pytree.tree_leaves((args, kwargs))
-        if "set_" in str(func) or fakecuda.is_traced(given):
-            return func(*args, **(kwargs or {}))
-        return checked(self, func, types, args, kwargs)
-
-    monkeypatch.setattr(mode, "__torch_dispatch__", dispatch)
-    csan.cuda_sanitizer.enable()
-    yield csan.CUDASanitizerErrors
-    csan.cuda_sanitizer.disable()
-
-
 @pytest.mark.parametrize("mutate", [None, without_wait, without_fork])
-def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(
-    mutate, monkeypatch, sanitizer
-):
+def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(mutate, monkeypatch):
     fast = Links(1e12, 1e12)
     monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
     monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
@@ -551,13 +568,12 @@ def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(
         mutate(monkeypatch)
     step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
     assert step.prepare(x, y).leaving
-    raced = False
-    try:
-        for _ in range(3):
-            step(x, y)
-    except sanitizer:
-        raced = True
-    assert raced == (mutate is not None)
+    with pytorch_steps.sanitizer() as error:
+        if mutate is None:
+            step(x, y), step(x, y), step(x, y)
+        else:
+            with pytest.raises(error):
+                step(x, y), step(x, y), step(x, y)
 
 
 # -- bytes
@@ -572,6 +588,20 @@ def wide(depth=6, width=256):
         ),
         nn.Linear(width, 10),
     )
+
+
+def test_a_large_tensor_gets_a_block_of_its_own_where_one_block_leaves_gaps():
+    """Two small holes are freed where one large tensor has to go."""
+    unit = 20 << 20
+    sizes = [("a", 3), ("b", 3), ("c", 8), ("a", 0), ("b", 0), ("d", 8)]
+    allocations = [(name, size * unit) for name, size in sizes]
+    most, device = 16 * unit, torch.device("cuda", 0)
+    gaps = [
+        cuda_memory._gaps(device, allocations, blocks, most)
+        for blocks in cuda_memory._partitions(allocations, most)
+    ]
+    assert gaps[0] == 8 * unit
+    assert min(gaps) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

@@ -60,6 +60,15 @@ def least(model: str) -> Mapping[str, Any]:
     return min(rows, key=lambda row: row["peak_bytes"])
 
 
+def h100(way: str) -> float:
+    return float(read("h100.json")["sections"]["times gpt2"]["ms"][way])
+
+
+def h100_budgets() -> dict[str, int]:
+    found = read("h100.json")["sections"]["memory gpt2, default allocator"]["budgets"]
+    return {share: row["budget_bytes"] for share, row in found.items()}
+
+
 QUOTED = {
     "README.md": [
         ("at {95} % of the speed", lambda: 100 / least("resnet50")["measured"]),
@@ -72,6 +81,12 @@ QUOTED = {
         ("GPT takes {32.7} MiB", lambda: ours("gpt", AMB, "0.2")["peak_bytes"] / MIB),
         ("instead of {79.7},", lambda: way("gpt", "eager")["peak_bytes"] / MIB),
         ("at {1.02}. [All", lambda: ours("gpt", AMB, "0.2")["measured"]),
+        (
+            "takes {1.03} times eager's",
+            lambda: h100("planned, 30%") / h100("eager, foreach"),
+        ),
+        ("within {6.47} GB", lambda: h100_budgets()["30%"] / 1e9),
+        ("instead of {11.36} (", lambda: h100_budgets()["90%"] / 0.9 / 1e9),
     ],
     "docs/results.md": [
         (
@@ -164,6 +179,49 @@ def test_half_the_memory_is_half():
     share = least("resnet50")["peak_bytes"] / way("resnet50", "eager")["peak_bytes"]
     assert "half the memory" in page("README.md")
     assert share < 0.53
+
+
+def h100_times() -> Iterator[str]:
+    named = {share: f"{b / 1e9:.2f} GB" for share, b in h100_budgets().items()}
+    named["30%"] += ", the least"
+    named["no budget"] = f"none; {h100_budgets()['90%'] / 0.9 / 1e9:.2f} GB"
+    for way in (
+        *("eager, foreach", "eager, fused", "torch.compile", "planned, no budget"),
+        *("planned, 90%", "planned, 60%", "planned, 30%", "checkpoint", "save_on_cpu"),
+    ):
+        name, _, share = way.partition(", ")
+        shown = name if name == "planned" else way
+        title = {
+            "torch.compile": "`torch.compile`",
+            "checkpoint": "`checkpoint` of the model",
+            "save_on_cpu": "`save_on_cpu`",
+        }.get(shown, shown)
+        of = h100(way) / h100("eager, foreach")
+        yield f"| {title} | {named.get(share, '–')} | {h100(way):.1f} | {of:.2f} |"
+
+
+def h100_bytes() -> Iterator[str]:
+    sections = read("h100.json")["sections"]
+    columns = "budget", "planned", "requested", "reserved"
+    for title, section in (
+        ("GPT-2 124M, N=8", "memory gpt2, default allocator"),
+        ("ResNet-50, N=256", "memory resnet50, default allocator, one block"),
+    ):
+        for row in sections[section]["budgets"].values():
+            shown = " | ".join(f"{row[f'{c}_bytes'] / 1e9:.2f}" for c in columns)
+            of = row["reserved_bytes"] / row["planned_bytes"]
+            yield f"| {title}{' ' * bool(title)}| {shown} | {of:.2f} |"
+            title = ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("times", h100_times), ("bytes", h100_bytes)]
+)
+def test_tables_of_a_real_gpu_are_those_of_its_file(name, rows):
+    text = page("docs/gpu.md").partition(f"<!-- h100 {name} -->")[2]
+    shown, end, _ = text.partition("<!-- h100 end -->")
+    assert end
+    assert shown.strip().splitlines()[2:] == [*rows()]
 
 
 EARLIER = {"budget", "overhead", "peers", "planner", "pruning", "step", "torch-out"}

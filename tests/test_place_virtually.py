@@ -43,7 +43,7 @@ def bench():
 def check(placed):
     """No byte has two owners at once, all of them are in the memory that is counted."""
     schedule, layout = placed.schedule, placed.layout
-    pages = layout.pages or PageTable(1, range(layout.nbytes))
+    pages = layout.pages or PageTable(max(1, layout.nbytes), (0,))
     places = defaultdict(list)
     lives = lives_of(schedule)
     for name, spans in lives.items():

@@ -98,7 +98,7 @@ def test_copies_back_begin_as_late_as_their_link_admits():
 @pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
 @pytest.mark.parametrize(
     ("model", "share"),
-    [("resnet18", 0.2), pytest.param("googlenet", 0.3, marks=pytest.mark.slow)],
+    [("resnet18", 0.2), pytest.param("densenet40", 0.3, marks=pytest.mark.slow)],
 )
 def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, scheduler):
     forward = get_model(model)(8)

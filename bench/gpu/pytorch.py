@@ -44,7 +44,7 @@ Section = Callable[..., dict[str, Any]]
 SECTIONS: Mapping[str, tuple[Section, tuple[Any, ...], Mapping[str, str]]] = {
     "faces": (faces, (), {}),
     **{f"numbers {name}": (numbers, (name,), {}) for name in ("gpt", "resnet18")},
-    "sanitizer": (sanitized, (), {"TORCH_CUDA_SANITIZER": "1"}),
+    "sanitizer": (sanitized, (), {}),
     **{
         f"memory {name}, {words}": (memory, (name,), {"PYTORCH_CUDA_ALLOC_CONF": conf})
         for name in ("gpt2", "resnet50")

@@ -7,15 +7,16 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from mucudnn.errors import MucudnnError, PlanningError
 
 __all__ = [
-    *("batch_limits", "faces", "inductor", "memory", "numbers", "sanitized"),
-    *("times", "trace"),
+    *("batch_limits", "faces", "inductor", "is_traced", "memory", "numbers"),
+    *("sanitized", "sanitizer", "times", "trace"),
 ]
 
 _SHARES = (0.9, 0.6, 0.3)
@@ -45,6 +46,7 @@ def faces(device: str, *, small: bool) -> dict[str, Any]:
             trained(scaler=scaler)
 
     def compiled() -> None:
+        torch._dynamo.reset()
         model, loss, batch = _case("resnet18", device, small=True)
         run = torch.compile(model, backend=mt.backend(cache=None))
         loss(run(batch[0]), batch[1]).backward()
@@ -54,6 +56,7 @@ def faces(device: str, *, small: bool) -> dict[str, Any]:
         mt.memory(model, loss, batch, _adamw(model)).plan()
 
     def hinted() -> None:
+        torch._dynamo.reset()  # the networks share code, but no sizes
         model, loss, batch = _case("gpt", device, small=True)
         options = {"custom_partitioner_fn": mt.partitioner()}
         run = torch.compile(model, options=options)
@@ -111,9 +114,51 @@ def sanitized(device: str, *, small: bool) -> dict[str, Any]:
     model, loss, batch = _case("gpt", device, small=small)
     budget = min(_budgets(model, loss, batch).values())
     step = _planned(model, _adamw(model), loss=loss, batch=batch, budget=budget)
-    for _ in range(3):
-        step()
+    with sanitizer() if device == "cuda" else nullcontext():
+        for _ in range(3):
+            step()
     return {"budget_bytes": budget}
+
+
+def is_traced(given: Sequence[Any]) -> bool:
+    """Return whether an operation on these values is recorded, not run."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    wrapped = FakeTensor, FunctionalTensor
+    return mode is not None or any(isinstance(value, wrapped) for value in given)
+
+
+@contextmanager
+def sanitizer() -> Iterator[type[Exception]]:
+    """Check every operation that runs within; yield the error that a race raises.
+
+    PyTorch's sanitizer asks every tensor for its address, which those of a step that is
+    captured lack, and takes a tensor that is given a storage for one that is written.
+    """
+    import torch
+    import torch.cuda._sanitizer as csan
+
+    mode: Any = csan.CUDASanitizerDispatchMode
+    checked = mode.__torch_dispatch__
+
+    def dispatch(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        if "set_" in str(func) or is_traced(given):
+            return func(*args, **(kwargs or {}))
+        return checked(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = dispatch
+    csan.cuda_sanitizer.enable()
+    try:
+        yield csan.CUDASanitizerErrors
+    finally:
+        csan.cuda_sanitizer.disable()
+        mode.__torch_dispatch__ = checked
 
 
 def memory(network: str, device: str, *, small: bool) -> dict[str, Any]:
@@ -125,6 +170,8 @@ def memory(network: str, device: str, *, small: bool) -> dict[str, Any]:
     budgets = _budgets(model, loss, batch)
     for share, budget in budgets.items():
         gc.collect()  # the copies that were planned before
+        if device == "cuda":
+            torch.cuda.empty_cache()
         own = _adamw(model)
         step = _planned(model, own, loss=loss, batch=batch, budget=budget)
         for _ in range(3):

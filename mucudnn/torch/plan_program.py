@@ -369,8 +369,8 @@ class LoweredStep:
                 continue
             if found is None or _step_ms(plan) < _step_ms(found[2]):
                 found = grouped, planner, plan
-            if not plan.leaving and not plan.recomputed:
-                break  # nothing is gained by smaller groups
+            if plan.slowdown <= _NEAR:
+                break  # smaller groups, each planned anew, have little to gain
         assert found is not None
         return found
 
@@ -431,6 +431,10 @@ class LoweredStep:
 
 _SHARES = (1.0, 0.25, 0.0)
 """Parts of all gradients that are tried as one update."""
+
+
+_NEAR = 1.02
+"""Slowdown of a plan from which on no smaller groups are tried."""
 
 
 _REPLANS = 3

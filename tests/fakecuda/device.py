@@ -4,10 +4,10 @@ import ctypes
 from contextlib import contextmanager
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.gpu.pytorch_steps import is_traced
 
 NEEDED = "needs PyTorch's CUDA build over tests/fakecuda: make test-fakecuda"
 
@@ -74,13 +74,6 @@ _HOST = {
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
 }
-
-
-def is_traced(given):
-    """Return whether an operation is recorded, not run."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    wrapped = FakeTensor, FunctionalTensor
-    return mode is not None or any(isinstance(value, wrapped) for value in given)
 
 
 _WITHOUT_VALUES = "empty", "set_", "resize", "record_stream", "_pin", "is_pinned"

@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fakecuda.device import is_traced
+from bench.gpu.pytorch_steps import is_traced
 
 
 class WriteAccess(TorchDispatchMode):

@@ -54,10 +54,15 @@ def fit_to_arena(
     good_enough = (1 + _TOLERATED) * plan.prediction.step_ms
     best: tuple[float, _Arena, Sequence[Place]] | None = None
     # 1. The first placements of intervals trimmed to each share of the link rate.
+    tried: list[list[ResidencyInterval]] = []
     for share in _LINK_SHARES:
         # Copies are trimmed to the planned times of convolutions, even if smaller
         # workspaces are reserved: otherwise they would be late for grown ones.
-        arena = _Arena(plan, _trimmed(plan, clock, share), arena_bytes, grows=grows)
+        trimmed = _trimmed(plan, clock, share)
+        if trimmed in tried:  # few copies, or none: the search would be the same
+            continue
+        tried.append(trimmed)
+        arena = _Arena(plan, trimmed, arena_bytes, grows=grows)
         for places in place_shrinkable(arena.shrinkables, arena_bytes, clock):
             now = arena.step_ms(places)
             if best is None or now < best[0]:

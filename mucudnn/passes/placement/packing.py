@@ -361,6 +361,9 @@ _HOPELESS = 3.0
 
 _BUCKETS = 64
 
+_IN_BUCKET = 48
+"""Number of intervals for each of so many buckets."""
+
 
 Positions = tuple[int, int]
 """First and last position."""
@@ -525,15 +528,16 @@ class _Attempt:
         left: list[int] = []
         missing = 0
         found: list[Place | None] = [None] * len(self.intervals)
-        occupied = _Occupied(self._period)
+        occupied = _Occupied(self._period, len(self.intervals))
         for i in order:
-            interval, whole, core = self.intervals[i], self._whole[i], self._core[i]
-            near = occupied.during(whole)
-            offset = _lowest(near, interval.nbytes)
+            interval, whole = self.intervals[i], self._whole[i]
+            offset = occupied.lowest(whole, interval.nbytes)
             if offset + interval.nbytes <= self._limit:
                 found[i] = Place(offset, interval.start, interval.stop)
-            elif core != whole:
-                found[i] = self._shortened(interval, core, near)
+                occupied.take(offset, interval.nbytes, whole)
+                continue
+            if (core := self._core[i]) != whole:
+                found[i] = self._shortened(interval, core, occupied.during(whole))
             place = found[i]
             if place is None:
                 left.append(i)
@@ -551,19 +555,25 @@ class _Attempt:
         """Return the place that keeps the most of an interval, the lowest of equals."""
         hard: list[Row] = []
         soft: list[Row] = []
+        # Twice the same range if the core is one range: faster than a loop over ranges.
+        (first, last), (begin, end) = core[0], core[-1]
         for row in near:
-            meets = any(row[2] <= last and first <= row[3] for first, last in core)
-            (hard if meets else soft).append(row)
+            low, high, begins, ends = row
+            if (begins <= last and first <= ends) or (begins <= end and begin <= ends):
+                hard.append(row)
+            else:
+                soft.append((low, high, *self._remaining(interval, begins, ends)))
         most = self._worth(interval.start, interval.stop)
         best: Place | None = None
         best_worth = -1.0
         for low, high in _gaps(hard, interval.nbytes, self._limit):
+            inside = [row for row in soft if row[0] < high and low < row[1]]
             offsets = {low, high - interval.nbytes}
             offsets.update(
                 end for _, end, _, _ in soft if low <= end <= high - interval.nbytes
             )
             for offset in sorted(offsets):
-                start, stop = self._extent(interval, offset, soft)
+                start, stop = _extent(interval, offset, inside)
                 worth = self._worth(start, stop)
                 if worth > best_worth:
                     best, best_worth = Place(offset, start, stop), worth
@@ -571,33 +581,49 @@ class _Attempt:
                     return best
         return best
 
-    def _extent(
-        self, interval: Shrinkable, offset: int, soft: Sequence[Row]
-    ) -> Positions:
-        """Return the longest extent of an interval at an offset."""
-        start, stop, end = interval.start, interval.stop, offset + interval.nbytes
+    def _remaining(self, interval: Shrinkable, first: int, last: int) -> Positions:
+        """Return what remains of an interval beside one that its core does not meet."""
+        start, stop = interval.start, interval.stop
         inside = start >= 0 and stop < self._period
-        shifts = (0,) if inside else (-self._period, 0, self._period)
-        for low, high, first, last in soft:
-            if low < end and offset < high:
-                for shift in shifts:
-                    if start <= last + shift < interval.needed:
-                        start = last + shift + 1
-                    if interval.last < first + shift <= stop:
-                        stop = first + shift - 1
+        for shift in (0,) if inside else (-self._period, 0, self._period):
+            if start <= last + shift < interval.needed:
+                start = last + shift + 1
+            if interval.last < first + shift <= stop:
+                stop = first + shift - 1
         return start, stop
 
     def _worth(self, start: int, stop: int) -> float:
         return self._clock.start(stop + 1) - self._clock.start(start)
 
 
+def _extent(interval: Shrinkable, offset: int, soft: Sequence[Row]) -> Positions:
+    """Return what remains of an interval at an offset.
+
+    Args:
+        interval: The interval to be shortened.
+        offset: Its offset.
+        soft: Offsets of others, ascending, and what each leaves of the interval.
+    """
+    start, stop, top = interval.start, interval.stop, offset + interval.nbytes
+    for low, high, begin, end in soft:
+        if low >= top:
+            break
+        if offset < high:
+            if begin > start:
+                start = begin
+            if end < stop:
+                stop = end
+    return start, stop
+
+
 class _Occupied:
     """Occupied bytes over time, sorted by offset, and bucketed by time for speed."""
 
-    def __init__(self, period: int) -> None:
+    def __init__(self, period: int, count: int) -> None:
+        buckets = min(_BUCKETS, 1 + count // _IN_BUCKET)
         self._rows: list[Row] = []
-        self._width = 1 + period // _BUCKETS
-        self._buckets: list[list[Row]] = [[] for _ in range(_BUCKETS + 1)]
+        self._width = 1 + period // buckets
+        self._buckets: list[list[Row]] = [[] for _ in range(1 + period // self._width)]
 
     def take(self, offset: int, nbytes: int, ranges: Sequence[Positions]) -> None:
         """Occupy bytes at some positions."""
@@ -607,13 +633,30 @@ class _Occupied:
             for bucket in range(first // self._width, last // self._width + 1):
                 bisect.insort(self._buckets[bucket], row)
 
+    def lowest(self, ranges: Sequence[Positions], nbytes: int) -> int:
+        """Return the lowest offset with so many free bytes over one or two ranges."""
+        end = 0
+        if len(ranges) == 1:
+            ((first, last),) = ranges
+            for low, high, begins, ends in self._near(first, last):
+                if begins <= last and first <= ends:
+                    if low - end >= nbytes:
+                        return end
+                    if high > end:
+                        end = high
+            return end
+        for low, high, _, _ in self.during(ranges):
+            if low - end >= nbytes:
+                break
+            if high > end:
+                end = high
+        return end
+
     def during(self, ranges: Sequence[Positions]) -> list[Row]:
         """Return the rows that overlap one or two ranges, by ascending offset."""
         if len(ranges) == 1:
             ((first, last),) = ranges
-            bucket = first // self._width
-            narrow = last // self._width == bucket
-            rows = self._buckets[bucket] if narrow else self._rows
+            rows = self._near(first, last)
             return [row for row in rows if row[2] <= last and first <= row[3]]
         (first, last), (begin, end) = ranges
         return [
@@ -622,6 +665,11 @@ class _Occupied:
             if (row[2] <= last and first <= row[3])
             or (row[2] <= end and begin <= row[3])
         ]
+
+    def _near(self, first: int, last: int) -> list[Row]:
+        """Return a bucket with all rows that overlap a range, or all rows."""
+        bucket = first // self._width
+        return self._buckets[bucket] if last // self._width == bucket else self._rows
 
 
 def in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
@@ -633,17 +681,6 @@ def in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
     if stop < period:
         return ((start, stop),)
     return ((start, period - 1), (0, stop - period))
-
-
-def _lowest(rows: Sequence[Row], nbytes: int) -> int:
-    """Return the lowest sufficient gap between rows, or the end of the last row."""
-    end = 0
-    for low, high, _, _ in rows:
-        if low - end >= nbytes:
-            break
-        if high > end:
-            end = high
-    return end
 
 
 def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[tuple[int, int]]:

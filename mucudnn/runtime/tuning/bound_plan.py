@@ -27,15 +27,13 @@ from mucudnn.errors import (
     VerificationError,
 )
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.ir.numerics import DOWN_CONVERT, TF32
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.tuning.result_check import rounding_error, summed_terms
 
 logger = logging.getLogger(__name__)
 
 _Operands = tuple[Array, Array, Array]
-
-_EPSILON = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
 
 
 def run_plan(
@@ -240,12 +238,6 @@ class BoundPlan:
         independent. Where terms cancel, the scale is that of the summed products.
         """
         device, problem = self._device, plan.problem
-        k, *taps = problem.w_shape
-        terms = {
-            Direction.FORWARD: math.prod(taps),
-            Direction.BACKWARD_DATA: k // problem.groups * math.prod(taps[1:]),
-            Direction.BACKWARD_FILTER: problem.batch * math.prod(problem.y_shape[2:]),
-        }[problem.direction]
         summed = problem.direction is Direction.BACKWARD_FILTER
 
         import numpy as np  # the command line starts without it
@@ -256,7 +248,7 @@ class BoundPlan:
             return values.max(axis=axes, keepdims=True)
 
         with np.errstate(all="ignore"):
-            scale = largest(a) * largest(b).max() * math.sqrt(terms)
+            scale = largest(a) * largest(b).max() * math.sqrt(summed_terms(problem))
         expected = device.view(device.allocate(self._nbytes), 0, self._out)
         if added_to is not None:
             scale = np.maximum(scale, largest(added_to))
@@ -269,12 +261,7 @@ class BoundPlan:
         # The relative error that rounding of operands and sums can explain.
         modes = {step.math_mode for step in plan.steps}
         modes.add(self._backend.conv.traits(problem, algo).math_mode)
-        fine = coarse = _EPSILON[problem.dtype]
-        if problem.itemsize < 4:  # summed in float32
-            fine = _EPSILON["float32"]
-        elif modes & {TF32, DOWN_CONVERT}:  # TF32 has the digits of float16
-            coarse = _EPSILON["bfloat16" if DOWN_CONVERT in modes else "float16"]
-        most = (3 + len(plan.steps)) * coarse + 64 * fine * math.sqrt(terms)
+        most = rounding_error(problem, modes, len(plan.steps))
 
         def check(out: Array) -> None:
             found = device.download(out).astype(np.float64)

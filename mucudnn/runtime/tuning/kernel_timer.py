@@ -21,9 +21,10 @@ from mucudnn.backends.recorded import recording_of
 from mucudnn.codecs import problem_from_dict, problem_to_dict
 from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.numerics import RowStatus
+from mucudnn.ir.numerics import RowStatus, Traits
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.tuning.result_check import ResultCheck
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure
 
 logger = logging.getLogger(__name__)
@@ -161,10 +162,11 @@ def row_of(
     algo: str,
     nbytes: int,
     result: Timing | str,
+    traits: Traits | None = None,
 ) -> AlgoPerf:
     """Return the row of an algorithm with its timing, or with an error."""
     timing = Timing(math.inf, 0.0, 0) if isinstance(result, str) else result
-    traits = backend.conv.traits(problem, algo)
+    traits = traits or backend.conv.traits(problem, algo)
     return AlgoPerf(
         algo=algo,
         batch=problem.batch,
@@ -193,10 +195,12 @@ class LocalTimer:
         self._batch = 0
         self._scratch: Buffer = None
         self._scratch_bytes = -1  # none yet; an empty workspace has 0
+        self._checks: dict[int, ResultCheck] = {}  # by micro-batch size
 
     def release(self) -> None:
         """Free the buffers; the next kernel allocates them anew."""
         self._operands, self._batch = (), 0
+        self._checks.clear()
         self._scratch, self._scratch_bytes = None, -1
         self.backend.device.trim()
 
@@ -219,9 +223,15 @@ class LocalTimer:
             conv.run(problem, algo, *arrays, scratch)
 
         result: Timing | str
+        traits: Traits | None = None
         try:
             if self.backend.plan_serializer is not None:
                 run()  # builds the plan, which is not timed
+                traits, wrong = self._check(problem, arrays).judged(
+                    algo, scratch, self._scratch_bytes
+                )
+                if wrong:
+                    return row_of(self.backend, problem, algo, nbytes, wrong)
             result = measure(
                 run,
                 self.backend.device,
@@ -239,7 +249,14 @@ class LocalTimer:
             if not isinstance(e, MucudnnError):
                 logger.warning("%s failed on %s", algo, problem, exc_info=True)
             result = f"{type(e).__name__}: {e}"
-        return row_of(self.backend, problem, algo, nbytes, result)
+        return row_of(self.backend, problem, algo, nbytes, result, traits)
+
+    def _check(self, problem: ConvProblem, arrays: tuple[Any, Any, Any]) -> ResultCheck:
+        """Return the check of a micro-batch size, whose operands stay as they are."""
+        if (found := self._checks.get(problem.batch)) is None:
+            found = ResultCheck(self.backend, problem, arrays, self._operands[2])
+            self._checks[problem.batch] = found
+        return found
 
     def _allocate(self, request: SizeRequest, nbytes: int) -> tuple[Any, Any, Any]:
         """Return operands at the requested size; `_scratch` has `nbytes` at least."""
@@ -263,6 +280,7 @@ class LocalTimer:
         check_memory(specs, nbytes, memory_limit)
         if batch > self._batch:
             self._operands, self._batch = (), 0
+            self._checks.clear()
             buffers = tuple(device.allocate(spec.nbytes) for spec in specs)
             for buffer, spec in zip(buffers[:2], specs[:2], strict=True):
                 device.randomize(device.view(buffer, 0, spec))

@@ -9,12 +9,12 @@ import enum
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.ir.measurement import ANY_LIMIT, LimitRange
-from mucudnn.ir.numerics import Numerics, RowStatus, Traits
+from mucudnn.ir.numerics import TF32, Numerics, RowStatus, Traits
 from mucudnn.passes.convolution.pruning import Point, Race, next_measurements, race
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.kernel_timer import MeasureLimits, SizeRequest, row_of
@@ -72,6 +72,7 @@ class TableFiller:
         self.backend = backend
         self._problem = problem
         self._limits = limits
+        self._numerics = numerics
         self._fingerprint = backend.device.fingerprint
         self._cache = cache
         self._progress = progress
@@ -93,9 +94,11 @@ class TableFiller:
             # A cached row counts if it has today's traits and workspace.
             point = perf.algo, perf.batch
             traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
-            known = self._workspaces.get(point), self._traits.get(point)
-            if (perf.workspace, traits) == known:
-                self._rows[point] = perf
+            listed = self._traits.get(point)
+            if listed is not None and traits.math_mode == TF32 and listed != traits:
+                listed = replace(listed, math_mode=TF32)  # as its results have shown
+            if (perf.workspace, traits) == (self._workspaces.get(point), listed):
+                self._rows[point] = self._accepted(perf)
 
     def rounds(self, *, probe: bool) -> Iterator[Sizes]:
         """Yield rounds of sizes whose algorithms may be timed concurrently.
@@ -147,13 +150,22 @@ class TableFiller:
         """Store a row in the table and, unless a limit caused it, in the cache."""
         micro = self._problem.with_batch(perf.batch)
         with self._lock:
-            self._rows[perf.algo, perf.batch] = perf
+            self._rows[perf.algo, perf.batch] = self._accepted(perf)
             if perf.status is not RowStatus.LIMITED:
                 self._cache.put(self._fingerprint, micro, [perf])
             if self._progress is not None:
                 done = len(self._rows)
                 total = max(done, self._total)
                 self._progress(Measured(micro, perf.algo, perf.batch, done, total))
+
+    def _accepted(self, perf: AlgoPerf) -> AlgoPerf:
+        """Return a row; without its time if its results are in refused arithmetic."""
+        traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
+        whole = perf.batch == self._problem.batch
+        refusal = self._numerics.refusal(traits, whole=whole)
+        if refusal is None or perf.error is not None:
+            return perf
+        return replace(perf, time_ms=math.inf, error=refusal, noise_ms=0.0, samples=0)
 
     def table(self) -> PerfTable:
         """Return the table of all rows so far."""

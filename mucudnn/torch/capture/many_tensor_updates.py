@@ -387,7 +387,10 @@ class Merger:
         if call.function in _PRODUCTS:
             numbers = tuple(member.kwargs.get("value", 1) for member in members)
         if numbers is not None and name != "copy":
-            same = all(number == numbers[0] for number in numbers)
+            # CUDA multiplies by the reciprocal of one number, and divides by a list's.
+            # Eager mode has lists of whatever depends on a step's count.
+            plain = all(number == numbers[0] for number in numbers)
+            same = plain and not isinstance(numbers[0], Number)
             kind = "Scalar" if same else "ScalarList"
             bound = [_bound(number, inputs) for number in numbers]
             args.append(bound[0] if same else bound)

@@ -227,8 +227,6 @@ def _seconds(call: Callable[[], object], count: int, clock: _Clock) -> float:
 
 # Times by CUDA events, bytes by what PyTorch's allocator was asked for.
 #
-# No GPU has run this yet: its logic is tested against a stand-in.
-#
 # Several calls in a row are timed, so that the processor is ahead of the device and
 # kernels are measured, not launches. Bytes are those that were requested: a budget
 # counts these. What the allocator holds beyond, as it rounds sizes and keeps segments,

@@ -9,13 +9,15 @@ A plan counts the bytes of tensors and of scratch memory. Three things come on t
 * Free blocks that are too small for the next tensor, so that the allocator asks the
   driver for another segment. `reserve` allocates one block of the plan's size and frees
   it: the tensors of a step are then cut from one segment. All allocations of the step
-  are made in it once, without its kernels, which tells how much more is needed.
+  are made in it once, without its kernels, which tells how much more is needed. Where
+  that is much, blocks of the largest tensors' sizes beside a smaller one are tried.
 
-This costs nothing in a step, and other code may use the block between two steps, which
+This costs nothing in a step, and other code may use the blocks between two steps, which
 a `torch.cuda.MemPool` of the plan's own would prevent.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
@@ -29,6 +31,14 @@ from mucudnn.torch.lowering.lowered import Lowered
 _CURRENT = "requested_bytes.all.current"
 _PRODUCTS = ("mm", "bmm", "linear", "matmul", "convolution")
 """Ends of the names of operations that compute in cuBLAS's workspace."""
+
+_ACCEPTED = 0.005
+"""Part of a step's bytes that gaps may take before other blocks are tried."""
+
+_LARGE = 0.02
+"""Part of a step's bytes from which a tensor may have a block of its own."""
+
+_MOST_PARTITIONS = 12
 
 _SHOWN = 8
 PROGRAM = "<planned step>"
@@ -66,30 +76,78 @@ def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
         torch.OutOfMemoryError: The device does not have them.
     """
     device = device_of(lowered.layouts)
-    before = _reserve_block(device, nbytes)
+    allocations = _allocations(lowered, schedule)
+    found = None
+    for blocks in _partitions(allocations, nbytes):
+        gaps = _gaps(device, allocations, blocks, nbytes)
+        if found is None or gaps < found[0]:
+            found = gaps, blocks
+        if gaps <= _ACCEPTED * nbytes:
+            break
+    assert found is not None
+    _reserve_blocks(device, found[1])
+    torch.cuda.reset_peak_memory_stats(device)
+    return found[0]
+
+
+def _partitions(
+    allocations: Sequence[tuple[str, int]], nbytes: int
+) -> Iterator[list[int]]:
+    """Yield blocks that a step's bytes may be reserved in: one, then one and others.
+
+    The others have the sizes of the largest tensors, as many as are alive at once.
+    What is small is cut from the smallest block that holds it, so that the space of
+    a large tensor stays whole until nothing else is left.
+    """
+    yield [nbytes]
+    alive: dict[str, int] = {}
+    count: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for name, size in allocations:
+        if size >= nbytes * _LARGE:
+            alive[name] = size
+            count[size] += 1
+            most[size] = max(most[size], count[size])
+        elif name in alive and size == 0:
+            count[alive.pop(name)] -= 1
+    tried = 0
+    for size in sorted(most, reverse=True):
+        for number in range(1, most[size] + 1):
+            rest = nbytes - number * size
+            if rest <= 0 or tried == _MOST_PARTITIONS:
+                break
+            tried += 1
+            yield [rest, *[size] * number]
+
+
+def _gaps(
+    device: torch.device,
+    allocations: Sequence[tuple[str, int]],
+    blocks: Sequence[int],
+    nbytes: int,
+) -> int:
+    """Return the bytes that are reserved beyond `nbytes` for a step's allocations."""
+    before = _reserve_blocks(device, blocks)
     live = {}
-    for name, size in _allocations(lowered, schedule):
+    for name, size in allocations:
         if size:
             live[name] = torch.empty(size, dtype=torch.uint8, device=device)
         else:
             live.pop(name, None)
     live.clear()
-    gaps = max(0, int(torch.cuda.memory_reserved(device)) - before - nbytes)
-    if gaps:  # the first step reserves what its own order of allocations needs
-        _reserve_block(device, nbytes)
-    torch.cuda.reset_peak_memory_stats(device)
-    return gaps
+    return max(0, int(torch.cuda.memory_reserved(device)) - before - nbytes)
 
 
-def _reserve_block(device: torch.device, nbytes: int) -> int:
-    """Reserve one block of so many bytes; return the bytes reserved before.
+def _reserve_blocks(device: torch.device, blocks: Sequence[int]) -> int:
+    """Reserve blocks of these bytes; return the bytes reserved before.
 
     What is unused goes back to the driver first.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
-    torch.empty(nbytes, dtype=torch.uint8, device=device)
+    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in blocks]
+    held.clear()
     return int(before)
 
 

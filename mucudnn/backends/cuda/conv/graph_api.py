@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -74,15 +74,26 @@ class GraphLibrary:
     def rows(
         self, problem: ConvProblem, bias: str | None = None
     ) -> dict[str, GraphRow]:
-        """Return every engine configuration (every fused one for a `bias`) by name."""
+        """Return every engine configuration (every fused one for a `bias`) by name.
+
+        The workspace of a filter gradient's engine is enough to add as well.
+        """
         if (rows := self._listings.get((problem, bias))) is not None:
             return rows
-        graph = self._graph(PlanKey(problem, "", bias=bias))
-        calls, description = self._session.calls, self._session.description
-        found = engines(calls, graph, description, problem.dtype)
+        found = self._engines(PlanKey(problem, "", bias=bias))
         rows = {one.name: GraphRow(one.workspace, one.traits) for one in found}
+        if problem.direction is Direction.BACKWARD_FILTER:
+            # Most engines of channels last add by way of their workspace.
+            for one in self._engines(PlanKey(problem, "", accumulate=True)):
+                if (row := rows.get(one.name)) is not None:
+                    most = max(row.workspace, one.workspace)
+                    rows[one.name] = replace(row, workspace=most)
         self._listings.put((problem, bias), rows)
         return rows
+
+    def _engines(self, key: PlanKey) -> tuple["Engine", ...]:
+        calls, description = self._session.calls, self._session.description
+        return engines(calls, self._graph(key), description, key.problem.dtype)
 
     def plan(self, key: PlanKey) -> Descriptor:
         """Return the execution plan, built once."""
@@ -441,8 +452,10 @@ def _convolution(
     found.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
     kind, prefix, names = NODES[direction]
     node = Descriptor(calls, kind)
-    node.set(Attribute[f"{prefix}_ALPHA"], 1.0)
-    node.set(Attribute[f"{prefix}_BETA"], beta)
+    is_double = geometry.compute_type is DataType.DOUBLE
+    scalar = AttributeType.DOUBLE if is_double else AttributeType.FLOAT
+    node.set(Attribute[f"{prefix}_ALPHA"], 1.0, kind=scalar)
+    node.set(Attribute[f"{prefix}_BETA"], beta, kind=scalar)
     node.set(Attribute[f"{prefix}_CONV_DESC"], found.finalize())
     for name, tensor in zip(names.split(), tensors, strict=True):
         node.set(Attribute[f"{prefix}_{name}"], tensor)
