@@ -383,9 +383,10 @@ def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kin
 
 
 @pytest.mark.slow
-def test_a_compiled_step_with_dropout_is_verified_against_eager_mode():
+@pytest.mark.parametrize("made", [branches, noisy])
+def test_a_compiled_step_with_dropout_is_verified_against_eager_mode(made):
     # A difference from eager mode would raise VerificationError.
-    _, step = planned(branches, sgd, verify=1)
+    _, step = planned(made, sgd, verify=1)
     assert step.plan.kernels
 
 

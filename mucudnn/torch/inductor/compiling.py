@@ -60,6 +60,28 @@ SETTINGS: Mapping[str, Any] = {
 """Settings under which the wrapper is a plain list of functional kernels."""
 
 
+# Inductor draws `bernoulli` in place, in a copy that its scheduler may let others read
+# before. This operator returns a new tensor, drawn in memory order, of a size and
+# stride. The tensor that it takes only tells where it runs.
+_LIBRARY = torch.library.Library("mucudnn", "FRAGMENT")
+_LIBRARY.define(
+    "bernoulli(Tensor at, int[] size, int[] stride, float p, ScalarType dtype) -> "
+    "Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _drawn(
+    at: torch.Tensor, size: Any, stride: Any, p: float, dtype: torch.dtype
+) -> torch.Tensor:
+    made = torch.empty_strided(size, stride, dtype=dtype, device=at.device)
+    return made if made.is_meta else made.bernoulli_(p)
+
+
+_LIBRARY.impl("bernoulli", _drawn, "CompositeExplicitAutograd")
+_LIBRARY.impl("bernoulli", _drawn, "Meta")
+
+
 @dataclass(frozen=True)
 class CompiledHalf:
     """One half of a step, compiled.
@@ -137,6 +159,15 @@ def traced_joint(
         number = i - len(layouts) + gradients
         node._rename(f"primals_{i + 1}" if number < 0 else f"tangents_{number + 1}")
         node.target = node.name
+    drawn = torch.ops.aten.bernoulli.p
+    for node in module.graph.find_nodes(op="call_function", target=drawn):
+        like, p = node.args
+        value = like.meta["val"]
+        size, stride = list(value.shape), list(value.stride())
+        node.target = torch.ops.mucudnn.bernoulli.default
+        node.args = placeholders[0], size, stride, p, value.dtype
+        if like.op == "call_function" and not like.users:
+            module.graph.erase_node(like)
     module.recompile()
     return module
 
