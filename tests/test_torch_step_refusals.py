@@ -416,6 +416,16 @@ def test_wrapped_models_are_refused_by_name():
         step_of(model)(torch.randn(2, 4))
 
 
+def test_what_is_made_in_inference_mode_is_named():
+    model = nn.Linear(4, 1)
+    with torch.inference_mode():
+        x, other = torch.rand(3, 4), nn.Linear(4, 1)
+    for one, batch in ((model, x), (other, torch.rand(3, 4))):
+        with pytest.raises(UnsupportedError, match="made within torch.inference_mode"):
+            step_of(one, torch.sum)(batch)
+    step_of(model, torch.sum)(x.clone())
+
+
 def test_inference_mode_is_named():
     model, x = nn.Linear(4, 1), torch.randn(2, 4)
     step = step_of(model, torch.sum)

@@ -110,8 +110,8 @@ def check_tensor(of: str, tensor: torch.Tensor, *, hooks: bool = False) -> None:
     """Refuse a tensor whose meaning would be lost.
 
     Raises:
-        UnsupportedError: Its class computes in its own way, or it has hooks that may
-            not have any.
+        UnsupportedError: Its class computes in its own way, it was made in inference
+            mode, or it has hooks and may not have any.
     """
     kind: Any = type(tensor)
     if kind is not torch.Tensor and _computes_itself(kind):
@@ -119,6 +119,11 @@ def check_tensor(of: str, tensor: torch.Tensor, *, hooks: bool = False) -> None:
             f"{of} has a {kind.__name__}, a class of tensors with a "
             "__torch_function__ of its own; give a plain one, "
             "tensor.as_subclass(torch.Tensor)"
+        )
+    if tensor.is_inference():
+        raise UnsupportedError(
+            f"{of} has a tensor made within torch.inference_mode(), which PyTorch does "
+            "not keep for a backward pass; give a clone, or make it within no_grad()"
         )
     if not hooks and tensor.requires_grad and tensor._backward_hooks:
         raise UnsupportedError(
