@@ -5,13 +5,16 @@ Each returns its figures and, under `wrong`, a line for everything that must not
 
 import copy
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from bench.gpu.store import read_json, write_json
 from mucudnn.errors import MucudnnError, PlanningError
 
 __all__ = [
@@ -405,20 +408,31 @@ def _run(*, planned: Any, batch: Any) -> Any:
 
 
 def _budgets(model: Any, loss: Any, batch: Any) -> dict[str, int]:
-    """Return budgets between a step's least and what it needs without one."""
+    """Return budgets between a step's least and what it needs without one.
+
+    Finding them takes two plans. The file `$BUDGETS` keeps them for other sections.
+    """
     import mucudnn.torch as mt
 
-    mine = copy.deepcopy(model)
-    made = partial(mt.train_step, mine, loss, _adamw(mine), cache=None)
-    most = made().prepare(*batch).peak_bytes
-    try:
-        made(budget="1KiB").prepare(*batch)
-    except PlanningError as e:
-        if e.least_bytes is None:
-            raise
-        least = e.least_bytes
-        return {f"{share:.0%}": max(least, int(share * most)) for share in _SHARES}
-    raise MucudnnError("a step was planned in 1 KiB")
+    sizes = [tuple(t.shape) for t in (*model.parameters(), *batch)]
+    key, file = str(sizes), os.environ.get("BUDGETS")
+    known = read_json(Path(file)) if file else {}
+    if key not in known:
+        mine = copy.deepcopy(model)
+        made = partial(mt.train_step, mine, loss, _adamw(mine), cache=None)
+        most = made().prepare(*batch).peak_bytes
+        try:
+            made(budget="1KiB").prepare(*batch)
+        except PlanningError as e:
+            if e.least_bytes is None:
+                raise
+            known[key] = [e.least_bytes, most]
+        else:
+            raise MucudnnError("a step was planned in 1 KiB")
+        if file:
+            write_json(Path(file), known)
+    least, most = known[key]
+    return {f"{share:.0%}": max(least, int(share * most)) for share in _SHARES}
 
 
 def _medians(steps: Mapping[str, Step], device: str, rounds: int) -> dict[str, float]:
