@@ -20,12 +20,13 @@ from mucudnn.suites import parse_problem
 warnings.simplefilter("ignore", DeprecationWarning)
 QUICK = StoppingRule(min_samples=1, max_samples=1)
 
-def in_child(act, seconds=280):
+def in_child(act, seconds=60):
     child = os.fork()
     if child == 0:
         status = 1
         try:
             signal.alarm(seconds)  # a child that hangs is killed and seen
+            faulthandler.dump_traceback_later(seconds - 5)
             act()
             status = 0
         except BaseException:
@@ -37,7 +38,7 @@ def in_child(act, seconds=280):
 """
 
 
-def run(code, *arguments, timeout=300):
+def run(code, *arguments, timeout=120):
     done = subprocess.run(
         [sys.executable, "-c", START + code, *map(str, arguments)],
         env=os.environ | {"OPENBLAS_NUM_THREADS": "2"},
@@ -78,7 +79,7 @@ def act(c):
         assert (y == 27).all()
 
 def wait_for(more):
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 60
     while len(busy) < more:
         if time.monotonic() > deadline:
             faulthandler.dump_traceback()  # says where the parent's threads are stuck
