@@ -10,7 +10,7 @@ JOBS ?= auto
 # A test that hangs is ended. RERUNS=2 gives one that fails two more chances, and lists it
 # as RERUN: what that list names depends on a clock or on threads, and has to be mended.
 RERUNS ?= 0
-ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 600 --reruns $(RERUNS)
+ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 300 --reruns $(RERUNS)
 PYTEST := $(ONE_BY_ONE) -n $(JOBS) --dist worksteal
 # Each test belongs to one target, whatever is installed, and a target reads only the
 # files in which its mark stands: every process that runs tests imports all it is given.
@@ -140,7 +140,7 @@ $(FAKECUDA)/built.stamp: $(FAKECUDA)/python.stamp tests/fakecuda/build.py tests/
 
 test-fakecuda: $(FAKECUDA)/built.stamp
 	LD_LIBRARY_PATH=$(CURDIR)/$(FAKECUDA)/lib/fakecuda OMP_NUM_THREADS=1 \
-		$(FAKECUDA)/bin/python -m pytest -raR --timeout 600 --reruns $(RERUNS) \
+		$(FAKECUDA)/bin/python -m pytest -raR --timeout 300 --reruns $(RERUNS) \
 		-n $(JOBS) --dist worksteal tests/test_fakecuda.py
 
 check: $(VENV)/dev.stamp

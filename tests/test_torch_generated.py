@@ -17,7 +17,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return recipe_of(lambda options: draw(st.sampled_from(options)))
 
 
-@examples(50)
+@examples(30)
 @given(recipes())
 def test_planned_steps_of_any_program_are_eager_modes_or_refused(recipe):
     report = compared(recipe)
