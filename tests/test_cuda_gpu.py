@@ -167,7 +167,8 @@ def checked(cuda, problem, work):
     spec = problem.operands()[2]
     buffer = cuda.device.allocate(spec.nbytes)
     out = cuda.device.view(buffer, 0, spec)
-    return ResultCheck(cuda, problem, (work.a, work.b, out), buffer)
+    buffers = *(one.reshape(-1).view("uint8") for one in (work.a, work.b)), buffer
+    return ResultCheck(cuda, problem, (work.a, work.b, out), buffers)
 
 
 @pytest.mark.slow

@@ -18,10 +18,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(short_search):
     """Sums in a fixed order, and searches that end soon."""
-    for setting, value in (("search._WORK", 4000), ("explore._WORK", 0)):
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.{setting}", value)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -254,7 +254,7 @@ class LocalTimer:
     def _check(self, problem: ConvProblem, arrays: tuple[Any, Any, Any]) -> ResultCheck:
         """Return the check of a micro-batch size, whose operands stay as they are."""
         if (found := self._checks.get(problem.batch)) is None:
-            found = ResultCheck(self.backend, problem, arrays, self._operands[2])
+            found = ResultCheck(self.backend, problem, arrays, self._operands)
             self._checks[problem.batch] = found
         return found
 

@@ -10,7 +10,8 @@ Only the two ends of a large result are compared.
 """
 
 import math
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from mucudnn.backends.base import Backend
@@ -59,7 +60,7 @@ class ResultCheck:
         backend: The library, on its device.
         problem: The convolution, at the micro-batch size that is timed.
         arrays: Its operands and its result.
-        out: The buffer of the result.
+        buffers: Their buffers.
     """
 
     def __init__(
@@ -67,21 +68,30 @@ class ResultCheck:
         backend: Backend,
         problem: ConvProblem,
         arrays: tuple[Array, Array, Array],
-        out: Buffer,
+        buffers: Sequence[Buffer],
     ) -> None:
         self._backend, self._problem, self._arrays = backend, problem, arrays
-        device, dtype = backend.device, problem.operands()[2].dtype
-        whole = math.prod(problem.operands()[2].shape)
-        count = min(whole, _ENDS)
-        size = TensorSpec("end", (count,), dtype)
-        starts = {0, (whole - count) * size.nbytes // count}
-        self._ends = [device.view(out, start, size) for start in sorted(starts)]
+        specs = problem.operands()
+        *operands, self._ends = (
+            self._ends_of(buffer, spec)
+            for buffer, spec in zip(buffers, specs, strict=True)
+        )
         self._reference: tuple[str, Any] | None = None
-        self._scale = 0.0
+        self._searched = -1  # the workspace within which two were looked for
         try:
-            self._downloaded()
+            largest = [abs(self._downloaded(ends)).max() for ends in operands]
         except UnsupportedError:  # bfloat16 without ml_dtypes: nothing is compared
-            self._ends = []
+            self._searched = sys.maxsize
+        else:  # errors are relative to the largest products, summed at random
+            products = math.prod(largest) * math.sqrt(summed_terms(problem))
+            self._scale = max(float(products), 1e-30)
+
+    def _ends_of(self, buffer: Buffer, spec: TensorSpec) -> list[Array]:
+        """Return the first and the last numbers of a tensor, or all of a small one."""
+        whole = math.prod(spec.shape)
+        end = TensorSpec("end", (min(whole, _ENDS),), spec.dtype)
+        starts = sorted({0, spec.nbytes - end.nbytes})
+        return [self._backend.device.view(buffer, start, end) for start in starts]
 
     def judged(self, algo: str, scratch: Buffer, nbytes: int) -> tuple[Traits, str]:
         """Return an algorithm's true traits, and what is wrong with it, if anything.
@@ -92,7 +102,8 @@ class ResultCheck:
             nbytes: Size of the workspace in bytes.
         """
         traits = self._backend.conv.traits(self._problem, algo)
-        if self._reference is None and self._ends:
+        if self._reference is None and nbytes > self._searched:
+            self._searched = nbytes
             self._reference = self._agreed(scratch, nbytes)
         if self._reference is None:
             return traits, ""
@@ -123,7 +134,6 @@ class ResultCheck:
                 result = self._result(name, scratch)
             except MucudnnError:
                 continue
-            self._scale = self._scale or self._magnitude()
             for other, before in found:
                 error = self._error(result, before)
                 if error <= rounding_error(self._problem, {NATIVE}, 1):
@@ -152,38 +162,26 @@ class ResultCheck:
         for end in self._ends:
             self._backend.device.randomize(end)
         self._backend.conv.run(self._problem, algo, *self._arrays, scratch)
-        return self._downloaded()
+        return self._downloaded(self._ends)
 
     def _error_of_adding(self, algo: str, scratch: Buffer, expected: Any) -> float:
         """Return the error of a result that is added; 0 if the algorithm cannot add."""
         for end in self._ends:
             self._backend.device.randomize(end)
-        before = self._downloaded()
+        before = self._downloaded(self._ends)
         try:
             self._backend.conv.run(
                 self._problem, algo, *self._arrays, scratch, accumulate=True
             )
         except MucudnnError:
             return 0.0
-        return self._error(self._downloaded(), before + expected)
+        return self._error(self._downloaded(self._ends), before + expected)
 
-    def _downloaded(self) -> Any:
+    def _downloaded(self, ends: Sequence[Array]) -> Any:
         import numpy as np  # the command line starts without it
 
-        ends = [self._backend.device.download(end) for end in self._ends]
-        return np.concatenate([end.astype(np.float64) for end in ends])
-
-    def _magnitude(self) -> float:
-        """Return the scale of errors: the largest products, summed at random."""
-        largest = [abs(self._sample(array)).max() for array in self._arrays[:2]]
-        products = math.prod(largest) * math.sqrt(summed_terms(self._problem))
-        return float(max(products, 1e-30))
-
-    def _sample(self, array: Array) -> Any:
-        import numpy as np
-
-        found = self._backend.device.download(array)
-        return found.reshape(-1)[:_ENDS].astype(np.float64)
+        found = (self._backend.device.download(end) for end in ends)
+        return np.concatenate([end.astype(np.float64) for end in found])
 
     def _error(self, found: Any, expected: Any) -> float:
         error = float(abs(found - expected).max()) / self._scale

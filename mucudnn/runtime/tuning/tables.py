@@ -92,8 +92,7 @@ class TableFiller:
         for perf in cache.get_all(self._fingerprint, self._problem):
             self._hints.setdefault(perf.algo, []).append(perf)
             # A cached row counts if it has today's traits and workspace.
-            point = perf.algo, perf.batch
-            traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
+            point, traits = (perf.algo, perf.batch), _traits_of(perf)
             listed = self._traits.get(point)
             checked = backend.plan_serializer is not None
             if listed and checked and traits.math_mode == TF32:
@@ -161,9 +160,8 @@ class TableFiller:
 
     def _accepted(self, perf: AlgoPerf) -> AlgoPerf:
         """Return a row; without its time if its results are in refused arithmetic."""
-        traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
         whole = perf.batch == self._problem.batch
-        refusal = self._numerics.refusal(traits, whole=whole)
+        refusal = self._numerics.refusal(_traits_of(perf), whole=whole)
         if refusal is None or perf.error is not None:
             return perf
         return replace(perf, time_ms=math.inf, error=refusal, noise_ms=0.0, samples=0)
@@ -251,3 +249,7 @@ class TableFiller:
         nearest = min(known, key=lambda perf: abs(perf.batch - batch))
         expected: float = nearest.time_ms * batch / nearest.batch
         return expected
+
+
+def _traits_of(perf: AlgoPerf) -> Traits:
+    return Traits(perf.deterministic, perf.math_mode, perf.notes)

@@ -389,8 +389,7 @@ class Merger:
         if numbers is not None and name != "copy":
             # CUDA multiplies by the reciprocal of one number, and divides by a list's.
             # Eager mode has lists of whatever depends on a step's count.
-            plain = all(number == numbers[0] for number in numbers)
-            same = plain and not isinstance(numbers[0], Number)
+            same = not isinstance(numbers[0], Number) and len({*numbers}) == 1
             kind = "Scalar" if same else "ScalarList"
             bound = [_bound(number, inputs) for number in numbers]
             args.append(bound[0] if same else bound)

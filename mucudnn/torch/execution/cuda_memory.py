@@ -18,6 +18,7 @@ a `torch.cuda.MemPool` of the plan's own would prevent.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import TracebackType
 
 import torch
@@ -77,17 +78,17 @@ def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
     """
     device = device_of(lowered.layouts)
     allocations = _allocations(lowered, schedule)
-    found = None
+    tried: list[tuple[int, list[int]]] = []
     for blocks in _partitions(allocations, nbytes):
-        gaps = _gaps(device, allocations, blocks, nbytes)
-        if found is None or gaps < found[0]:
-            found = gaps, blocks
-        if gaps <= _ACCEPTED * nbytes:
+        tried.append((_gaps(device, allocations, blocks, nbytes), blocks))
+        if tried[-1][0] <= _ACCEPTED * nbytes:
             break
-    assert found is not None
-    _reserve_blocks(device, found[1])
+    gaps, blocks = min(tried, key=lambda one: one[0])
+    if gaps or blocks is not tried[-1][1]:
+        # The first step reserves what its own order of allocations needs.
+        _reserve_blocks(device, blocks)
     torch.cuda.reset_peak_memory_stats(device)
-    return found[0]
+    return gaps
 
 
 def _partitions(
@@ -110,14 +111,13 @@ def _partitions(
             most[size] = max(most[size], count[size])
         elif name in alive and size == 0:
             count[alive.pop(name)] -= 1
-    tried = 0
-    for size in sorted(most, reverse=True):
-        for number in range(1, most[size] + 1):
-            rest = nbytes - number * size
-            if rest <= 0 or tried == _MOST_PARTITIONS:
-                break
-            tried += 1
-            yield [rest, *[size] * number]
+    others = (
+        [nbytes - number * size, *[size] * number]
+        for size in sorted(most, reverse=True)
+        for number in range(1, most[size] + 1)
+        if number * size < nbytes
+    )
+    yield from islice(others, _MOST_PARTITIONS)
 
 
 def _gaps(
