@@ -127,7 +127,7 @@ def test_measuring_a_disk_leaves_room_and_does_not_count_as_used(tmp_path, monke
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"no file can be made in .*missing"):
+    with pytest.raises(ValueError, match=r"cannot create a file in .*missing"):
         DiskTier(100, tmp_path / "missing")
 
 

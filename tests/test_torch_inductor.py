@@ -405,7 +405,7 @@ def test_the_option_is_true_or_false(value):
     ("options", "error", "says"),
     [
         ({"inductor": "on"}, TypeError, "inductor must be True or False"),
-        ({"fused": True}, ValueError, "there are 'budget', 'tuner', 'inductor' and "),
+        ({"fused": True}, ValueError, "one of: 'budget', 'tuner', 'inductor', "),
     ],
 )
 def test_options_of_torch_compile_are_checked(options, error, says):

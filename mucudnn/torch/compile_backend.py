@@ -157,8 +157,8 @@ def compile_graph(
     if unknown := ", ".join(repr(n) for n in given if n not in _OPTIONS + _REFUSED):
         return _raiser(
             ValueError(
-                f"unknown option {unknown}; there are 'budget', 'tuner', 'inductor' "
-                "and 'tiers'"
+                f"unknown option {unknown}; choose one of: 'budget', 'tuner', "
+                "'inductor', 'tiers'"
             )
         )
     try:
@@ -274,10 +274,10 @@ class CompileBackend:
         self._warned_of_eager = True
         more = f" ({len(reasons) - _SHOWN} more)" if len(reasons) > _SHOWN else ""
         warnings.warn(
-            "nothing was planned, so that no budget is kept: Dynamo has left to eager "
-            f"mode what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
-            "torch.compile(..., fullgraph=True) raises there and says at which line; "
-            "train_step plans without Dynamo",
+            "nothing was planned, so no budget is kept: Dynamo runs in eager mode "
+            f"what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
+            "torch.compile(..., fullgraph=True) raises an error that names the line; "
+            "train_step does not use Dynamo",
             stacklevel=3,
         )
 
@@ -416,8 +416,8 @@ class CompileBackend:
         if len(saved) > 1 and not self._warned_of_copies:
             self._warned_of_copies = True
             warnings.warn(
-                f"{name} is the graph of several equal layers that are under way at "
-                "once, and the budget counts one of them; "
+                f"{name} is the graph of several equal layers whose saved tensors are "
+                "in memory at once, and the budget counts one of them; "
                 "mt.compile_layers(layers, budget=...) counts every layer",
                 stacklevel=2,
             )
@@ -512,9 +512,9 @@ class SharedBudget:
             return ""
         first = next(iter(self._parts.values())).source.name
         return (
-            f"there are several models ({first}; {source.name}), and each keeps the "
-            f"budget of {format_bytes(int(self.budget), self.peak_bytes)} for itself: "
-            f"together up to {format_bytes(self.peak_bytes, int(self.budget))} so far"
+            f"there are several models ({first}; {source.name}), and each has its own "
+            f"budget of {format_bytes(int(self.budget), self.peak_bytes)}: together "
+            f"up to {format_bytes(self.peak_bytes, int(self.budget))} so far"
         )
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
@@ -584,11 +584,11 @@ class SharedBudget:
         used = sum(part.peak for part in others)
         return PlanningError(
             f"{source.name} is one of {len(others) + 1} graphs that share the budget "
-            f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: up to "
-            f"{exact_bytes(used)} of it are the other graphs', and it needs "
-            f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} works"
-            f"{'' if source.ends is None else ' up to its end'}. "
-            "torch.compile with fullgraph=True says why a graph ends",
+            f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: the "
+            f"other graphs take up to {exact_bytes(used)} of it, and this one needs "
+            f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} "
+            f"works{('' if source.ends is None else ' up to its end')}. torch.compile "
+            "with fullgraph=True shows the cause of a graph break",
             node=node,
             short_by=needed - int(self.budget),
             least_bytes=needed,

@@ -98,8 +98,8 @@ class Convolutions(ContextDecorator):
             )
         if any(returns_early(function) for returns_early in _RETURN_EARLY):
             raise TypeError(
-                f"{function.__qualname__} returns before its body has run: use `with` "
-                "in it, or where what it returns is used up"
+                f"{function.__qualname__} returns before its body has run; use `with` "
+                "inside it, or around the code that consumes its result"
             )
         return super().__call__(function)
 
@@ -241,7 +241,10 @@ def convolutions(
         limit = "64MiB" if workspace_limit is None else workspace_limit
         tuner = Tuner(backend=cpu_backend(), workspace_limit=limit)
     elif workspace_limit is not None:
-        raise ValueError("give workspace_limit to the tuner, or no tuner")
+        raise ValueError(
+            "workspace_limit and tuner cannot both be given; pass "
+            "Tuner(workspace_limit=...)"
+        )
     else:
         check_tuner(tuner)
     return Convolutions(tuner)

@@ -202,6 +202,6 @@ def _check(parts: Joint) -> None:
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(size, torch.SymInt) for size in sizes):
             raise UnsupportedError(
-                f"{node.name} has a size that is a symbol; give torch.compile "
-                "dynamic=False, and every size has a plan of its own"
+                f"{node.name} has a symbolic size; pass dynamic=False to "
+                "torch.compile, so that every size has its own plan"
             )
