@@ -137,7 +137,7 @@ def test_what_cannot_be_had_is_one_line(model):
 
 
 def test_a_file_that_is_missing_and_functions_that_return_something_else(tmp_path):
-    assert "is not there" in refused(f"{tmp_path}/none.py:step")
+    assert "does not exist" in refused(f"{tmp_path}/none.py:step")
     file = tmp_path / "other.py"
     file.write_text(
         "def three():\n    return 3\n\n\ndef pair():\n    return 1, 'a'\n\n\n"
@@ -169,4 +169,4 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_only_a_model_of_pytorch_is_compared():
-    assert "--compare is for a model of PyTorch's" in refused("lenet", "--compare")
+    assert "--compare is for PyTorch models" in refused("lenet", "--compare")

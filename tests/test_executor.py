@@ -178,7 +178,7 @@ def test_waiting_for_nothing_is_an_error(lenet):
     kept = lenet.kept()
     name = kept.instructions[0].tensor
     schedule = replace(kept, instructions=(*kept.instructions, Wait(name)))
-    with pytest.raises(ScheduleError, match="nothing is being copied"):
+    with pytest.raises(ScheduleError, match="no copy is running"):
         lenet.executor(schedule)
 
 

@@ -118,7 +118,7 @@ def test_a_gradient_that_is_a_view_is_there_before_it_is_used(when, parts):
 
 
 def test_strips_of_a_trainer_need_channels_first():
-    with pytest.raises(ValueError, match="give it the layout NCHW"):
+    with pytest.raises(ValueError, match="use the layout NCHW"):
         trainer(layout="NHWC", split="height:2")
 
 
@@ -188,7 +188,7 @@ def test_a_study_in_half_precision_needs_figures_of_it():
 
 
 def test_a_study_in_strips_needs_channels_first():
-    with pytest.raises(ValueError, match="give it the layout NCHW"):
+    with pytest.raises(ValueError, match="use the layout NCHW"):
         studied("NHWC", split="height:2")
 
 

@@ -124,7 +124,7 @@ def test_budgets_that_ranks_cannot_keep_are_refused(tmp_path):
     for words in (("--budget", "1MiB,1MiB"), ("--shares", "9,3")):
         done = run(tmp_path, *words, work=DIGITS)
         assert done.returncode != 0
-        assert f"{words[0]} with a value for each process is for several" in done.stderr
+        assert f"{words[0]} with several values needs several processes" in done.stderr
     done = run(tmp_path, "--budget", "1MiB,1MiB,1MiB", ranks=2, work=DIGITS)
     assert "--budget has 3 sizes for 2 processes" in done.stderr
     done = run(tmp_path, "--budget", "1KiB", ranks=2, work=DIGITS)

@@ -276,13 +276,13 @@ def test_an_optimizer_and_a_rate_in_every_way(options, rate):
             "unknown optimizer 'adm'; choose one of: ada",
         ),
         ({"optimizer": lambda: 3}, TypeError, "optimizer is 3; choose one of"),
-        ({"learning_rate": "cosine"}, ValueError, "how many steps there will be"),
+        ({"learning_rate": "cosine"}, ValueError, "the total number of steps"),
         ({"learning_rate": CosineRate(0.1)}, ValueError, "lambda step: rate.at"),
         ({"learning_rate": lambda step: "x"}, TypeError, r"learning_rate\(0\) must be"),
         ({"learning_rate": [0.1]}, TypeError, "a function from a step"),
         ({"budget": "lots"}, ValueError, "'lots' is not a size"),
         ({"budget": 0.5}, TypeError, "budget must be a MemoryBudget, or a size"),
-        ({"order": lambda graph, sizes: None}, TypeError, "the same nodes is wanted"),
+        ({"order": lambda graph, sizes: None}, TypeError, "with the same nodes"),
         ({"tuner": "cpu"}, TypeError, r"mucudnn.Tuner, such as Tuner\(\)"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_network_is_what_was_asked_for(network):
     assert "let the function take `image`" in failing(
         "memory", network("tiny"), "--image", 9
     )
-    assert "let the function take `training`" in failing(
+    assert "must take `training`" in failing(
         "train", network("always_drops"), "--backend", "null", "--cache", "none"
     )
     assert "asked for classes 10" in failing(

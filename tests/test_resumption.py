@@ -215,7 +215,7 @@ def test_a_header_that_is_no_object_is_damage(folder, text, message):
 
 def test_arrays_of_somebody_else_are_no_checkpoint(folder):
     (folder / NAME).write_bytes(save(arrays_of(folder), metadata={"format": "np"}))
-    with pytest.raises(CheckpointError, match="holds arrays, but is no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds arrays, but is not a checkpoint"):
         resume(folder)
 
 
@@ -300,7 +300,7 @@ RUBBISH = [
     ((10**6).to_bytes(8, "little") + b"{}", "invalid header length"),
     (container(b"["), "invalid JSON"),
     (container(b"[" * 100_000), "invalid JSON"),
-    (container({}), "is no checkpoint"),
+    (container({}), "is not a checkpoint"),
     (container({}, b"more"), "not fully covered"),
     (container(one(), b"123"), "not fully covered"),
     (container(TWICE, b"12345678"), "invalid offset"),

@@ -149,8 +149,8 @@ def _import_module(name: str, ctx: click.Context) -> None:
         raise BadInputError(f"--import {name}: {error_text(e)}") from e
     if spec is None:
         raise BadInputError(
-            f"--import {name}: there is no such module here or among what is "
-            "installed; a file is written FILE.py"
+            f"--import {name}: no such module is in this folder or installed; a file "
+            "is given as FILE.py"
         )
     if spec.origin is not None:
         own_files(ctx).add(spec.origin)
@@ -240,7 +240,7 @@ def compared_step(
     """Run the step of a PyTorch model in PyTorch's ways and ours."""
     made = _torch_parts(ctx, name, batch)
     if made is None:
-        raise BadInputError(f"--compare is for a model of PyTorch's, not {name}")
+        raise BadInputError(f"--compare is for PyTorch models, not {name}")
     from mucudnn.torch.comparison import compare_step
 
     try:
@@ -266,7 +266,7 @@ def _torch_parts(ctx: click.Context, name: str, batch: int | None) -> Any | None
     try:
         import_module("mucudnn.torch.memory_study")
     except ImportError as e:
-        raise BadInputError(f"{name} is a model of PyTorch's; {_INSTALL}") from e
+        raise BadInputError(f"{name} is a PyTorch model; {_INSTALL}") from e
     return made
 
 
@@ -287,8 +287,8 @@ def _call_for_step(
         if isinstance(made, tuple):
             found = f"({', '.join(type(value).__name__ for value in made)})"
         raise BadInputError(
-            f"{name} returns {found}; {_WANTED} of PyTorch is wanted, or a Graph from "
-            "a function of (batch)"
+            f"{name} returned {found}; it must return {_WANTED} of PyTorch, or be a "
+            "function of (batch) that returns a Graph"
         )
     return made
 

@@ -87,7 +87,7 @@ def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
     if all(word.strip().isdecimal() and int(word) > 0 for word in words):
         return tuple(map(int, words))
     raise click.BadParameter(
-        f"{text!r} is neither auto nor equal nor numbers of samples such as 9,3"
+        f"{text!r} is not auto, equal, or numbers of samples such as 9,3"
     )
 
 
@@ -100,7 +100,9 @@ def _parse_budget(text: str | int | tuple[int | str, ...]) -> Any:
     try:
         return byte_size(text)
     except click.BadParameter as e:
-        raise click.BadParameter(f"{e.message}; or device, for all that is free") from e
+        raise click.BadParameter(
+            f"{e.message}; or device, for the memory that is free"
+        ) from e
 
 
 data_options = section(

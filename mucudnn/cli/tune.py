@@ -254,7 +254,8 @@ def refuse_measuring(settings: Mapping[str, Any]) -> None:
     given = [option for name, option in _MEASURING.items() if asked[name]]
     if given:
         raise BadInputError(
-            f"--plan-only measures nothing and so takes no {', no '.join(given)}"
+            "--plan-only measures nothing and cannot be combined with "
+            f"{', no '.join(given)}"
         )
 
 

@@ -72,7 +72,7 @@ def parse_bytes(size: str | int) -> int:
         if isinstance(size, bool):
             raise TypeError(f"a size must be a string or an integer, got {size!r}")
         if nbytes < 0:
-            raise ValueError(f"a size cannot be negative, got {size}")
+            raise ValueError(f"a size must not be negative, got {size}")
         return _bounded(nbytes, "the size")
     match = _SIZE.fullmatch(size)
     if match is None:
