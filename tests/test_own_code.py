@@ -375,8 +375,8 @@ def test_a_network_is_what_was_asked_for(network):
 
 
 def test_files_that_are_none(tmp_path):
-    assert "gone.py is not there" in failing("memory", "gone.py:f")
-    assert "gone.py is not there" in failing("memory", "lenet", "--import", "gone.py")
+    assert "gone.py does not exist" in failing("memory", "gone.py:f")
+    assert "gone.py does not exist" in failing("memory", "lenet", "--import", "gone.py")
     (tmp_path / "folder.py").mkdir()
     assert "folder.py is a folder" in failing("memory", "folder.py:f")
     assert "no such module" in failing("memory", "lenet", "--import", "gone.away")

@@ -111,13 +111,13 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     option(
         "--gpus N",
-        "Plan one of so many GPUs that train a PyTorch model together, and compare "
-        "1 to 1,024 of them; MODEL's batch is that of one.",
+        "Plan a PyTorch model that N GPUs train together, and compare 1 to 1,024 GPUs; "
+        "all figures and MODEL's batch are those of one GPU.",
         count(1, MOST_GPUS),
     ),
     option(
         "--shard WAY",
-        "How they do: fsdp2, or ddp, which shards nothing; by default fsdp2.",
+        "With --gpus: fsdp2 (default) shards the model; ddp replicates it.",
         click.Choice(("fsdp2", "ddp")),
     ),
     option(
@@ -152,7 +152,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     strategy(
         "--scheduler schedulers",
-        "When copies run, or all; by default the policy's own.",
+        "When copies run; all compares every scheduler; by default the policy's own.",
         schedulers,
         several=_ALL,
         default=(),
@@ -175,9 +175,9 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     "Output",
     flag(
         "--compare",
-        "Instead, run a PyTorch model's step here by eager mode, checkpointing, "
-        "offloading and torch.compile's memory budget, each beside ours in the same "
-        "memory.",
+        "Instead, run a PyTorch model's step with eager mode, checkpointing, "
+        "offloading and torch.compile's memory budget, and compare each with a planned "
+        "step in the same memory.",
     ),
     json_option,
     report_option,
@@ -247,9 +247,9 @@ def _compare(
         for way in ways
     )
     note = (
-        "measured here; peaks without the batch, times over eager mode's, run in "
-        "turns; ours is planned within the peak of each way, beside eager mode "
-        "without a limit"
+        "measured here in alternation; peaks exclude the batch, times are relative to "
+        "eager mode; ours is planned within the peak of each way, and without a limit "
+        "beside eager mode"
     )
     emit(
         json_file,

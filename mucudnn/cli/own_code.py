@@ -89,7 +89,7 @@ def own_function(name: str) -> Any | None:
         ]
         what = f"there is no function {function!r} in {file}"
         if not function:
-            what = f"{file} is a file; name a function of it, {file}:FUNCTION"
+            what = f"{file} is a file; name a function in it: {file}:FUNCTION"
         raise BadInputError(f"{what}; it has: {', '.join(own) or 'none'}")
     return made
 
@@ -118,7 +118,7 @@ def list_models(json_file: str | None) -> None:
                 f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
                 f"{row['parameters']:>12,} parameters"
             )
-        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
+        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottleneck blocks, n1 to n4 per stage")
 
     emit(json_file, {"models": rows}, show)
 
@@ -161,8 +161,8 @@ def _import_module(name: str, ctx: click.Context) -> None:
 def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     """Import a file as a module, once."""
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "not there"
-        raise BadInputError(f"{path} is {found}; expected a file FILE.py")
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise BadInputError(f"{path} {found}; expected a file FILE.py")
     full = path.resolve()
     own_files(ctx or click.get_current_context()).add(str(full))
     key = f"mucudnn_own:{full}"

@@ -157,7 +157,7 @@ learning_options = section(
     ),
     option(
         "--weight-decay SHARE",
-        "Share of the weights that is added to their gradients.",
+        "Multiple of the weights that is added to their gradients.",
         real(0, _MOST_REAL),
     ),
     option(
@@ -175,8 +175,8 @@ budget_options = section(
     option(
         "--budget SIZE",
         "Device memory for everything, or `device` for all that is free; tensors that "
-        "do not fit are offloaded or recomputed. Under mpiexec per process: one size "
-        "for all, or one each, such as 96MiB,64MiB.",
+        "do not fit are offloaded or recomputed. Under mpiexec, per process: one size "
+        "for all, or one for each, such as 96MiB,64MiB.",
         _parse_budget,
     ),
     strategy(
@@ -226,7 +226,7 @@ run_options = section(
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(
         "--accumulate PARTS",
-        "Accumulate a step's gradient over so many parts.",
+        "Compute each batch in PARTS parts, and sum their gradients.",
         count(),
         default=1,
     ),

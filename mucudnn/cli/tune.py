@@ -74,8 +74,8 @@ _MOST_WORKERS = 256
     measuring_options,
     option(
         "--workers N",
-        "Measure in so many processes at once. They share this machine's cores, so use "
-        "it for other devices or recordings.",
+        "Measure in N processes at once. They share this machine's cores, so use this "
+        "with other devices or recordings.",
         count(1, _MOST_WORKERS),
     ),
 )
