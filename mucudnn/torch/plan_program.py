@@ -308,7 +308,7 @@ class LoweredStep:
         the allocator reserves beyond the peak.
 
         Raises:
-            PlanningError: It does not fit; says the least budget that works.
+            PlanningError: The step does not fit; the message names the minimum budget.
         """
         device = device_of(self.lowered.layouts)
         held = self.held_bytes(options)
@@ -480,7 +480,7 @@ def plan_program(
     """Plan a step within a budget of bytes.
 
     Raises:
-        PlanningError: It does not fit; says the least budget that works.
+        PlanningError: The step does not fit; the message names the minimum budget.
         UnsupportedError: It cannot be measured; says why.
         OutOfMemoryError: There is no room in a tier.
     """

@@ -235,7 +235,7 @@ def train_step(
             step, which changes results by rounding, only where nothing else fits.
 
     Raises:
-        ValueError: The budget is no size, the tuner has another backend, the split is
+        ValueError: The budget is not a size, the tuner has another backend, `split` is
             unknown, `split` is combined with `inductor`, a tier is unknown, or tiers
             are given without a budget.
         TypeError: An argument has the wrong type.

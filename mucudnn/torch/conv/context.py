@@ -209,7 +209,7 @@ class Convolutions(ContextDecorator):
 def convolutions(
     workspace_limit: int | str | None = None, *, tuner: Tuner | None = None
 ) -> Convolutions:
-    """Run PyTorch's convolutions by our plans, in a context or a decorated function.
+    """Run PyTorch's convolutions with our plans, in a context or a decorated function.
 
     The context covers every convolution on the CPU in float32 or float64: forward and
     both gradients, transposed ones as well, in 1, 2 or 3 dimensions, in any memory
@@ -233,7 +233,7 @@ def convolutions(
             `mucudnn.torch.cpu_backend()`.
 
     Raises:
-        ValueError: The limit is no size, both are given, or the tuner has another
+        ValueError: The limit is not a size, both are given, or the tuner has another
             backend.
         TypeError: `tuner` is not a tuner.
     """

@@ -89,8 +89,8 @@ def compile_layers(
         The backend: `plans` has the plan of one layer, `peak_bytes` counts all layers.
 
     Raises:
-        ValueError: There are no layers, or they are not alike; as `backend` otherwise.
-        TypeError: Something is of another type.
+        ValueError: There are no layers, or they differ; otherwise as `backend`.
+        TypeError: An argument has the wrong type.
     """
     found = list(layers)
     for layer in found:

@@ -43,7 +43,7 @@ def checkpoint_contexts(
 ) -> Callable[[], tuple[Any, Any]]:
     """Make the `context_fn` of `torch.utils.checkpoint.checkpoint` for a whole model.
 
-    It promises no peak; see `mucudnn.torch.train_step` for one that is kept. Random
+    It guarantees no peak, unlike `mucudnn.torch.train_step`. Random
     numbers, running statistics and operations that the study has not captured are never
     recomputed.
 
@@ -53,7 +53,7 @@ def checkpoint_contexts(
             the backward pass reads.
 
     Raises:
-        PlanningError: The step does not fit; says the least budget that works.
+        PlanningError: The step does not fit; the message names the minimum budget.
         BackendUnavailableError: PyTorch's selective checkpoints show no results.
     """
     if "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters:
