@@ -179,7 +179,7 @@ class TorchPlan:
         if prediction.placement is not None:
             lines.append(str(prediction.placement))
         if self.kernels:
-            lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
+            lines.append(f"both passes consist of {self.kernels} kernels of Inductor")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)
