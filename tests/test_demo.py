@@ -131,4 +131,4 @@ def test_an_interrupted_demonstration_keeps_its_acts(monkeypatch, tmp_path):
     assert done.exit_code == 130
     assert "interrupted: 1 of 3 parts are finished" in done.stderr
     assert layer.sentence in done.stdout
-    assert "A convolution in a limit" in page.read_text(encoding="utf-8")
+    assert "A convolution within a workspace limit" in page.read_text(encoding="utf-8")
