@@ -106,12 +106,12 @@ def test_a_plan_is_explained_by_the_limit_it_was_made_under():
 def test_a_ratio_is_of_one_run_where_there_was_one():
     (plan,) = workspace_reuse([TABLE], 64 * MIB)
     text = explain(TABLE, plan, trial=Trial(plan, 0.8))
-    assert "1.25× as fast as undivided when run together, 2.00× by separate" in text
+    assert "1.25× as fast as undivided when run together, 2.00× from per-kernel" in text
     text = explain(TABLE, plan)
     assert "2.00× as fast as undivided from per-kernel timings" in text
     assert "not run together" in text
     text = explain(TABLE, plan, trial=Trial(plan, 1.0))
-    assert "not faster than undivided when run together, 2.00× by separate" in text
+    assert "not faster than undivided when run together, 2.00× from per-kernel" in text
 
 
 def test_a_division_that_did_not_win_is_spoken_of():

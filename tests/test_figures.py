@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench import torch_compiled
+from bench.torch.picture import picture
 
 ROOT = Path(__file__).parents[1]
 MIB, GIB = 2.0**20, 2.0**30
@@ -237,6 +238,12 @@ def test_a_result_file_is_of_this_version(file):
     named = r"mucudnn-([0-9.]*)|\"mucudnn\": \"([^\"]*)\""
     versions = {a or b for a, b in re.findall(named, file.read_text("utf-8"))}
     assert (versions == {current}) == (file.stem not in EARLIER)
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_file():
+    drawn = page("bench/results/torch.svg")
+    assert drawn == picture(read("torch.json")["networks"])
+    assert page("docs/img/torch.svg") == drawn
 
 
 @pytest.mark.parametrize("name", ["results.md", "comparison.md"])
