@@ -302,7 +302,7 @@ def test_a_damaged_older_one_is_passed_over(tmp_path, kind, how):
     ("change", "message"),
     [
         (lambda body: body.update(schema=2), "another version .* has schema 2"),
-        (lambda body: body.update(step=4), "says it is of step 4"),
+        (lambda body: body.update(step=4), "states that it is of step 4"),
         (lambda body: body.pop("words"), "lacks 'words'"),
         (lambda body: body.update(data=3), "does not match its checksum"),
         (lambda body: body.update(progress=[]), "not of type dict"),

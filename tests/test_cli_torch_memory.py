@@ -144,8 +144,8 @@ def test_a_file_that_is_missing_and_functions_that_return_something_else(tmp_pat
         "def failing():\n    raise RuntimeError('no luck')\n"
     )
     line = refused(f"{file}:three")
-    assert "returns int; (model, loss_fn, example, optimizer)" in line
-    assert "returns (int, str); (model" in refused(f"{file}:pair")
+    assert "returned int; it must return (model, loss_fn, example, optimizer)" in line
+    assert "returned (int, str); it must return (model" in refused(f"{file}:pair")
     line = refused(f"{file}:failing")
     assert "other.py, line 10: RuntimeError: no luck" in line
 
@@ -164,7 +164,7 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
     file.write_text("def step():\n    return 1, 2, 3, 4\n")
     line = refused(f"{file}:step")
     assert line.endswith(
-        "a model of PyTorch's; install PyTorch with: pip install '.[torch]'"
+        "is a PyTorch model; install PyTorch with: pip install '.[torch]'"
     )
 
 

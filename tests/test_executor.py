@@ -344,7 +344,7 @@ def test_what_does_not_fit_in_host_memory_goes_to_disk(
     assert spaces == {"device", "tier 0", "tier 1"}
     same((found, state.save()), expected)
     executor.close()
-    with pytest.raises(OutOfMemoryError, match="that leave the device"):
+    with pytest.raises(OutOfMemoryError, match="that are offloaded"):
         resnet.executor(swapped, host=Tiers([HostTier(device, half)]))
 
 

@@ -165,7 +165,7 @@ def test_shares_are_planned_again_when_a_rank_becomes_slow(alone, tmp_path):
 def test_an_error_of_one_rank_ends_all_with_a_line(tmp_path):
     done = run(tmp_path, "--shares", "9,4", ranks=2)
     assert done.returncode != 0
-    assert "--shares 9,4 are 2 of 13 images together; 2 processes share 12" in (
+    assert "--shares 9,4 has 2 shares of 13 images in total; 2 processes share 12" in (
         done.stderr
     )
     helper = ROOT / "tests" / "mpi_rank.py"

@@ -180,7 +180,7 @@ def test_a_function_is_as_good_as_its_name(step, profile):
             "'gone', which is no tensor",
         ),
         (lambda step: {"image": "offload"}, TypeError, "choose one of: Residency.KEEP"),
-        (3, TypeError, "is a name or a function, got 3"),
+        (3, TypeError, "must be a name or a function, got 3"),
         (None, TypeError, "is a name or a function"),
         ("x", ValueError, "unknown policy 'x'; choose one of: .*planned"),
     ],

@@ -55,7 +55,7 @@ def test_its_fields_and_their_defaults(lenet):
         ("budget", True, TypeError, "budget must be a number, got True"),
         ("budget", "lots", ValueError, "'lots' is not a size"),
         ("policy", "x", ValueError, r"unknown policy 'x'; choose one of: .*vdnn_dyn"),
-        ("policy", 3, TypeError, "is a name or a function, got 3"),
+        ("policy", 3, TypeError, "must be a name or a function, got 3"),
         (
             "scheduler",
             "x",

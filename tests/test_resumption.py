@@ -88,7 +88,7 @@ FORGED = [
     (put(DELETED, "step"), "lacks 'step'"),
     (put("7", "step"), "'step' of .* is '7'"),
     (put(True, "step"), "'step' of .* is True"),
-    (put(8, "step"), "says it is of step 8"),
+    (put(8, "step"), "states that it is of step 8"),
     (put(DELETED, "tensors"), "does not state the checksums of its tensors"),
     (put([], "tensors"), "does not state the checksums of its tensors"),
     (put(DELETED, "tensors", "linear/bias"), "does not state the checksums"),

@@ -184,7 +184,7 @@ def test_a_tier_as_it_is_written(text, kind, argument, nbytes):
 )
 def test_what_is_no_tier(text):
     with pytest.raises(
-        ValueError, match=r"is no tier; choose host, disk:FOLDER|integer"
+        ValueError, match=r"unknown tier .*; choose host, disk:FOLDER|integer"
     ):
         TierChoice.parse(text)
 
@@ -333,7 +333,7 @@ def test_rates_are_measured_each_way(tmp_path):
 def test_memory_of_another_gpu():
     cupy = StrictCupy(lazy=True)
     for wrong in (0, 2, -1):
-        with pytest.raises(ValueError, match="no other GPU: this is number 0 of 2"):
+        with pytest.raises(ValueError, match="not another GPU: this is number 0 of 2"):
             PeerMemory(cupy, 0, wrong, 64, lambda: 0)
     peer = PeerMemory(cupy, 0, 1, 64, lambda: 0)
     here = cupy.empty(32, "uint8")

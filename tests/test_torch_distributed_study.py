@@ -109,7 +109,7 @@ def test_the_fastest_way_that_fits_is_named(study):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mesh": (2, 4)}, "2 dimensions; one is studied"),
+        ({"mesh": (2, 4)}, "2 dimensions; only one is supported"),
         ({"mesh": (2,), "device": "cpu"}, "published link rates"),
         ({"mesh": (2,), "split": "auto"}, "whole steps"),
         ({"mesh": (0,)}, "mesh must be at least 1"),

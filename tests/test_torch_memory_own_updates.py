@@ -1,4 +1,4 @@
-"""What a step needs whose optimizer makes its update itself, without running it."""
+"""What a step needs whose optimizer updates eagerly, without running it."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_it_is_what_train_step_promises(name):
     assert least.peak_bytes <= study.least_budget
     assert "update: eager, after the planned passes" in str(least)
     assert list(study.curve)[-1] == study.least_budget
-    with pytest.raises(PlanningError, match="makes its update itself"):
+    with pytest.raises(PlanningError, match="updates eagerly"):
         study.plan(study.least_budget - 1)
 
 

@@ -121,8 +121,8 @@ class Group:
         if len(shares) != size or sum(shares) != batch:
             each = f" in each of {parts} parts" if parts > 1 else ""
             raise BadInputError(
-                f"--shares {','.join(map(str, shares))} add up to {len(shares)} of "
-                f"{sum(shares)} images; {size} processes share {batch}{each}"
+                f"--shares {','.join(map(str, shares))} has {len(shares)} shares of "
+                f"{sum(shares)} images in total; {size} processes share {batch}{each}"
             )
         # Compare the data of all ranks by a hash of a sample.
         spread = range(0, len(loader.dataset), -(-len(loader.dataset) // _COMPARED))

@@ -220,7 +220,10 @@ def demo_page(acts: Sequence[LayerAct | StepAct], machine: str) -> str:
         SHEETS,
         header("Fast convolutions and training steps in less memory", machine, []),
         tag("main", map(_section, acts)),
-        tag("footer", "Measured on this machine just now; other programs affect the times."),
+        tag(
+            "footer",
+            "Measured on this machine just now; other programs affect the times.",
+        ),
     )
 
 
