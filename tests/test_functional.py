@@ -379,7 +379,7 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
         (
             lambda t: conv2d(X, W.astype(np.float64), tuner=t),
             ValueError,
-            "two data types, float32 and float64",
+            "different data types, float32 and float64",
         ),
         (
             lambda t: conv2d(X.astype(int), W.astype(int), tuner=t),

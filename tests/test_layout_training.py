@@ -181,7 +181,9 @@ def test_half_precision_takes_less_memory_and_time():
 
 def test_a_study_in_half_precision_needs_figures_of_it():
     spec = on_tensor_cores("NCHW", "float16", "lenet", device="p100")
-    with pytest.raises(ValueError, match=r"float16, for .* some: h200, a100, h100"):
+    with pytest.raises(
+        ValueError, match=r"float16, for .* devices that have them: h200, a100, h100"
+    ):
         study_memory(spec)
     with pytest.raises(ValueError, match="unknown narrow type 'int8'"):
         on_tensor_cores("NCHW", "int8", "lenet").graph()

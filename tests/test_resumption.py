@@ -93,7 +93,7 @@ FORGED = [
     (put([], "tensors"), "does not state the checksums of its tensors"),
     (put(DELETED, "tensors", "linear/bias"), "does not state the checksums"),
     (put(5, "tensors", "no/such"), "does not state the checksums of its tensors"),
-    (put("x", "tensors", "linear/bias"), "'linear/bias' of .* not .* the checksum"),
+    (put("x", "tensors", "linear/bias"), "'linear/bias' of .* not match its checksum"),
     (put(DELETED, *AT), "progress.position: missing"),
     (put(None, *AT), "position: None is not an object"),
     (put(DELETED, *AT, "ms"), "position.ms: missing"),
@@ -264,7 +264,7 @@ def test_a_missing_tensor(folder):
 def test_an_unknown_tensor(folder):
     forge(folder, arrays=arrays_of(folder) | {"more": np.zeros(3)})
     with pytest.raises(
-        CheckpointError, match=r"0 are missing \(\), 1 unknown \(more\)"
+        CheckpointError, match=r"0 are missing \(\), 1 are unknown \(more\)"
     ):
         resume(folder)
 

@@ -248,7 +248,7 @@ def test_the_command_logs_and_says_what_it_tested(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--log", "log.txt"), "a log ends in .csv, .jsonl, .ndjson"),
+        (("--log", "log.txt"), "a log must end in .csv, .jsonl, .ndjson"),
         (("--log", "-"), "a log needs a file"),
         (("--log", "no/log.csv"), "no directory no"),
         (("--log", "a.csv", "--json", "a.csv"), "--json and --log both write a.csv"),

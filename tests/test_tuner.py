@@ -170,7 +170,7 @@ def test_a_total_of_nothing_is_a_total():
 
 
 def test_devices_of_two_models_are_refused():
-    with pytest.raises(ValueError, match="'null' and 'cpu"):
+    with pytest.raises(ValueError, match="'null' are not valid for 'cpu"):
         tuner(benchmark_backends=[get_backend("null"), get_backend("cpu")])
 
 
