@@ -368,7 +368,7 @@ def test_a_network_is_what_was_asked_for(network):
     assert "must take `training`" in failing(
         "train", network("always_drops"), "--backend", "null", "--cache", "none"
     )
-    assert "asked for classes 10" in failing(
+    assert "called with classes 10" in failing(
         *("train", network("tiny"), "--data", "synthetic:classes=10"),
         *("--backend", "null", "--cache", "none"),
     )

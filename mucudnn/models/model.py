@@ -209,7 +209,7 @@ class FunctionModel:
         for name, wanted, found in compared:
             if wanted != found:
                 raise ValueError(
-                    f"{self.name} was called for {name} {wanted} and returned a graph "
+                    f"{self.name} was called with {name} {wanted} and returned a graph "
                     f"with {name} {found}; the function must use its argument `{name}`"
                 )
         random = (n for n in graph.nodes if n.mutates or n.traits.random)
