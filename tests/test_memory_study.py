@@ -48,7 +48,7 @@ def headless(batch):
     [
         ("lenet", {}, TypeError, "a Graph or a StepSpec, got 'lenet'; create networks"),
         (get_model, {}, TypeError, "a Graph or a StepSpec, got <function get_model"),
-        (headless(2), {}, ValueError, "has the inputs pixels; 'image' is wanted"),
+        (headless(2), {}, ValueError, "has the inputs pixels; it must have 'image'"),
         (
             training_graph(get_model("lenet")(2)),
             {},
