@@ -48,9 +48,9 @@ def headless(batch):
 @pytest.mark.parametrize(
     ("step", "options", "error", "message"),
     [
-        ("lenet", {}, TypeError, "a Graph or a StepSpec, got 'lenet'; networks are"),
+        ("lenet", {}, TypeError, "a Graph or a StepSpec, got 'lenet'; create networks"),
         (get_model, {}, TypeError, "a Graph or a StepSpec, got <function get_model"),
-        (headless(2), {}, ValueError, "has the inputs pixels; 'image' is wanted"),
+        (headless(2), {}, ValueError, "has the inputs pixels; it must have 'image'"),
         (
             training_graph(get_model("lenet")(2)),
             {},
@@ -61,7 +61,7 @@ def headless(batch):
             get_model("lenet")(2),
             {"max_batch": True},
             ValueError,
-            "other batches than 2, and a graph has one; pass StepSpec",
+            "other batch sizes than 2, and a graph has only one; pass StepSpec",
         ),
         (get_model("lenet")(2), {"device": "h9"}, ValueError, "h9"),
         (get_model("lenet")(2), {"device": "cpu"}, ValueError, "pass a profile"),

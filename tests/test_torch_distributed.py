@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.torch import ranks as bench_ranks
 from mucudnn.ir.fleet import Rank
 from mucudnn.passes.load_balancing import share_times
 from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
@@ -198,13 +197,6 @@ def test_sharded_layers_share_one_budget_and_keep_it(size, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bench_trains_ranks_that_measure_themselves():
-    found = bench_ranks.run("unet", 3.0)
-    assert sum(found["samples"]) == bench_ranks.BATCH
-    assert found["losses_apart"] < CLOSE
-
-
-@pytest.mark.slow
 def test_three_ranks_make_the_losses_of_one(tmp_path):
     for found in ranks("residual", 3, tmp_path):
         assert sum(found["plan"]) == BATCH
@@ -255,7 +247,9 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(
                 process.kill()
                 process.wait()
     *_, line = (tmp_path / "0.err").read_text().strip().splitlines()
-    assert "mucudnn.errors.RankLostError: another rank of the training is gone" in line
+    assert (
+        "mucudnn.errors.RankLostError: another rank failed or does not respond" in line
+    )
     for found in ranks("resumed", others, tmp_path):
         assert found["steps"] == 6
         assert found["losses"] < CLOSE

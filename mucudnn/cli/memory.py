@@ -112,13 +112,13 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     option(
         "--gpus N",
-        "Plan one of so many GPUs that train a PyTorch model together, and compare "
-        "1 to 1,024 of them; MODEL's batch is that of one.",
+        "Plan a PyTorch model that N GPUs train together, and compare 1 to 1,024 GPUs; "
+        "all figures and MODEL's batch are those of one GPU.",
         count(1, MOST_GPUS),
     ),
     option(
         "--shard WAY",
-        "How they do: fsdp2, or ddp, which shards nothing; by default fsdp2.",
+        "With --gpus: fsdp2 (default) shards the model; ddp replicates it.",
         click.Choice(("fsdp2", "ddp")),
     ),
     option(
@@ -163,7 +163,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     strategy(
         "--scheduler schedulers",
-        "When copies run, or all; by default the policy's own.",
+        "When copies run; all compares every scheduler; by default the policy's own.",
         schedulers,
         several=_ALL,
         default=(),
@@ -186,9 +186,9 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     "Output",
     flag(
         "--compare",
-        "Instead, run a PyTorch model's step here by eager mode, checkpointing, "
-        "offloading and torch.compile's memory budget, each beside ours in the same "
-        "memory.",
+        "Instead, run a PyTorch model's step with eager mode, checkpointing, "
+        "offloading and torch.compile's memory budget, and compare each with a planned "
+        "step in the same memory.",
     ),
     json_option,
     report_option,
@@ -259,9 +259,9 @@ def _compare(
         for way in ways
     )
     note = (
-        "measured here; peaks without the batch, times over eager mode's, run in "
-        "turns; ours is planned within the peak of each way, beside eager mode "
-        "without a limit"
+        "measured here in alternation; peaks exclude the batch, times are relative to "
+        "eager mode; ours is planned within the peak of each way, and without a limit "
+        "beside eager mode"
     )
     emit(
         json_file,
@@ -311,23 +311,32 @@ def _step(
     with bad_input():
         gpus, shard = settings["gpus"], settings["shard"]
         if shard is not None and gpus is None:
-            raise BadInputError("--shard says how several GPUs train: give --gpus")
+            raise BadInputError("--shard applies to several GPUs: add --gpus")
         step = torch_step(ctx, model, batch, device, gpus, shard or "fsdp2")
         made = network(model) if step is None else model
     if step is not None:
         if inference:
-            raise BadInputError(f"--inference is for a network of ours, not {model}")
+            raise BadInputError(f"--inference is for built-in networks, not {model}")
         if settings["placement"] != STATIC:
-            raise BadInputError("PyTorch's allocator places tensors: no --placement")
+            raise BadInputError(
+                "--placement does not apply to PyTorch models, whose "
+                "tensors PyTorch's allocator places"
+            )
         if settings["layout"] != "NCHW":
-            raise BadInputError("PyTorch stores tensors as the model does: no --layout")
+            raise BadInputError(
+                "--layout does not apply to PyTorch models, which "
+                "choose their own memory format"
+            )
         if settings["precision"] is not None:
-            raise BadInputError("PyTorch computes as the model does: no --precision")
+            raise BadInputError(
+                "--precision does not apply to PyTorch models, which "
+                "choose their own data types"
+            )
         return step
     if gpus is not None:
         raise BadInputError(
-            f"--gpus is for a PyTorch model, not {model}; `mucudnn fleet` divides the "
-            "batches of our networks among devices"
+            f"--gpus is for PyTorch models, not {model}; `mucudnn fleet` divides the "
+            "batches of built-in networks among devices"
         )
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
@@ -354,8 +363,8 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         refuse_foreign_file(Path(settings["cache_path"]))
     if device == _CPU and settings["recordings"]:
         raise BadInputError(
-            f"--recording {settings['recordings'][0]} is for a device that is "
-            f"estimated, and --device {_CPU} is measured"
+            f"--recording {settings['recordings'][0]} is for estimated devices, and "
+            f"--device {_CPU} is measured"
         )
     slowdown = settings["slowdown"]
     asked_more = settings["max_batch"] or settings["min_budget"] or slowdown
@@ -376,8 +385,8 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         split = "auto" if settings["inference"] and device != _CPU else "none"
     if split != "none" and device == _CPU and isinstance(spec, StepSpec):
         raise BadInputError(
-            f"--split {split} is planned for a device that is estimated, and --device "
-            f"{_CPU} is measured; train in parts by `mucudnn train --split {split}`"
+            f"--split {split} is for estimated devices, and --device {_CPU} is "
+            f"measured; use `mucudnn train --split {split}`"
         )
     # The search takes longest: run it last, so that Ctrl-C keeps the other results.
     names = _expand_all(settings["policies"], policies)

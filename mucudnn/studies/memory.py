@@ -128,12 +128,15 @@ def study_memory(
     """
     described = isinstance(step, DescribedStep)
     if described and (device, profile, recordings) != (None, None, ()):
-        raise ValueError("a described step has its costs: give no others")
+        raise ValueError(
+            "a described step has its own costs; pass no profile or recordings"
+        )
     spec = step if isinstance(step, DescribedStep) else _as_spec(step, device)
     if max_batch and isinstance(spec, StepSpec) and isinstance(spec.model, Graph):
         raise ValueError(
-            f"max_batch needs other batches than {spec.batch}, and a graph has one; "
-            "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
+            f"max_batch needs other batch sizes than {spec.batch}, and a graph has "
+            "only one; pass StepSpec(model=…, batch=…) with a name or a function of "
+            "the batch"
         )
     if policies is None:
         policies = sorted(policy_names(), key=PLANNED.__eq__)  # the slowest last
@@ -146,7 +149,7 @@ def study_memory(
         check_number("slowdown", slowdown, 1.0)
     if split != WHOLE and not described and spec.device == CPU:
         raise ValueError(
-            "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
+            "on the CPU a divided step has to be measured; use Trainer(…, split='auto')"
         )
     choices = parse_tiers(tiers)
     nbytes = None if budget is None else parse_bytes(budget)
@@ -165,14 +168,14 @@ def _as_spec(step: object, device: str | None) -> StepSpec:
         return step if device is None else replace(step, device=device)
     if not isinstance(step, Graph):
         raise TypeError(
-            f"a step is a Graph or a StepSpec, got {step!r}; networks are made with "
-            "mucudnn.models.get_model(NAME)(batch)"
+            f"a step must be a Graph or a StepSpec, got {step!r}; create networks "
+            "with mucudnn.models.get_model(NAME)(batch)"
         )
     found = [spec.name for spec in step.with_role(Role.INPUT)]
     if IMAGE not in found:
         raise ValueError(
-            f"the graph has the inputs {', '.join(found) or 'none'}; {IMAGE!r} is "
-            "wanted, whose first axis is the batch"
+            f"the graph has the inputs {', '.join(found) or 'none'}; it must have "
+            f"{IMAGE!r}, whose first axis is the batch"
         )
     if step.gradients:
         raise ValueError(

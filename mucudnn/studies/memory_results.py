@@ -515,8 +515,8 @@ class StepForms:
                 found.append(request.within(budget))
         if not found:
             raise ValueError(
-                "the profile is of another step; pass one of StepSpec.graph(), or a "
-                "function that measures a graph"
+                "the profile belongs to another step; pass one of StepSpec.graph(), "
+                "or a function that measures a graph"
             )
         return found
 

@@ -178,8 +178,8 @@ class StepRequest:
         check_choice("placement", self.placement, PLACEMENTS)
         if self.placement == VIRTUAL and self.profile.mapping_costs is None:
             raise ValueError(
-                "virtual placement needs a device that can map its memory; the "
-                "profile is of one that cannot, or does not say in which chunks"
+                "virtual placement needs a device that can map memory; the profile's "
+                "device cannot, or the profile lacks the chunk size"
             )
         if self.seed is not None:
             check_type(
@@ -268,7 +268,7 @@ def _refuse_missing(
     if missing := sorted(wanted - found.keys()):
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(
-            f"the {name} must have all {kind} of the graph; {missing[0]!r}{others} "
+            f"the {name} must cover all {kind} of the graph; {missing[0]!r}{others} "
             "are missing"
         )
 
