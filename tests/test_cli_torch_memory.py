@@ -62,7 +62,8 @@ def test_the_table_and_files_are_as_for_networks(model, tmp_path):
     data, page, trace, snap = (tmp_path / name for name in names)
     result = run(
         *(f"{model}:step", "--budget", "620KiB", "--policy", "keep_all,planned"),
-        *("--max-batch", "--min-budget", "--json", str(data), "--report", str(page)),
+        *("--max-batch", "--min-budget", "--slowdown", "1.05"),
+        *("--json", str(data), "--report", str(page)),
         *("--trace", str(trace), "--snapshot", str(snap)),
     )
     assert result.exit_code == 0, result.output
@@ -85,6 +86,9 @@ def test_the_table_and_files_are_as_for_networks(model, tmp_path):
     assert found["minimum_bytes"] == study.least_budget
     assert found["unbounded_bytes"] == study.unlimited_bytes
     assert found["max_batch"]["planned"] == study.max_batch("620KiB")
+    assert found["for_slowdown"]["budget_bytes"] == study.budget_for(slowdown=1.05)
+    rates = {row["batch"]: row["samples_per_s"] for row in found["throughput"]}
+    assert rates == pytest.approx(study.throughput("620KiB"))
 
 
 @pytest.mark.torch

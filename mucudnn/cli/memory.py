@@ -34,6 +34,7 @@ from mucudnn.cli.options import (
     placement_option,
     policies,
     precision_option,
+    real,
     refuse_foreign_file,
     report_option,
     schedulers,
@@ -138,8 +139,18 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         byte_size,
     ),
     flag("--curve", "Also plan for several smaller budgets when one is given."),
-    flag("--max-batch", "Find the largest batch within the budget."),
+    flag(
+        "--max-batch",
+        "Find the largest batch within the budget, and the one with the highest "
+        "throughput.",
+    ),
     flag("--min-budget", "Find the minimum feasible budget of every policy."),
+    option(
+        "--slowdown FACTOR",
+        "Find about the least budget in which a step takes no more than FACTOR times "
+        "as long as without one, such as 1.05.",
+        real(1.0),
+    ),
 )
 @section(
     "How",
@@ -219,7 +230,8 @@ def memory(
     emit(json_file, found.to_json, show, lambda: write_files(found, settings))
     if found.interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
-    asked_for_less = settings["min_budget"] or any(found.max_batch.values())
+    kept = found.for_slowdown is not None and found.for_slowdown.technique
+    asked_for_less = settings["min_budget"] or any(found.max_batch.values()) or kept
     if found.best is None and not asked_for_less:
         click.echo(f"mucudnn: error: {_infeasible_message(found, settings)}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
@@ -354,7 +366,8 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             f"--recording {settings['recordings'][0]} is for estimated devices, and "
             f"--device {_CPU} is measured"
         )
-    asked_more = settings["max_batch"] or settings["min_budget"]
+    slowdown = settings["slowdown"]
+    asked_more = settings["max_batch"] or settings["min_budget"] or slowdown
     spec = _step(ctx, model, settings)
     if device != _CPU and (image := settings["image"]) is not None:
         sides = image * 2 if len(image) == 1 else image
@@ -392,6 +405,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
             min_budget=settings["min_budget"],
+            slowdown=slowdown,
             profile=measured,
             recordings=settings["recordings"],
             progress=show,

@@ -34,6 +34,7 @@ from mucudnn.notebook import html_of
 from mucudnn.passes.planning.cutting import WHOLE, Split, SplitStep
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
+    batches_to_compare,
     budget_for_slowdown,
     largest_batch_within,
 )
@@ -72,8 +73,6 @@ from mucudnn.torch.planning import Planner, parse_budget
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
-_BATCH_SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Batches of which the throughput is predicted, as shares of the largest."""
 
 
 def memory(
@@ -228,7 +227,7 @@ class MemoryStudy:
             slowdown: Predicted time over that of the step without a limit.
 
         Raises:
-            ValueError: The slowdown is less than 1.
+            ValueError: The slowdown is less than 1, or not a number.
         """
         return budget_for_slowdown(
             slowdown,
@@ -246,9 +245,8 @@ class MemoryStudy:
             PlanningError: Not even a batch of one fits.
             ValueError: The example's tensors have no common first axis.
         """
-        limit, most = parse_budget(budget), self.max_batch(budget)
-        found = {}
-        for size in sorted({math.ceil(share * most) for share in _BATCH_SHARES}):
+        limit, found = parse_budget(budget), {}
+        for size in batches_to_compare(self.max_batch(budget)):
             plan = plan_program(self._at(size), self._options, limit).plan
             found[size] = 1e3 * size / plan.plan.prediction.step_ms
         return MappingProxyType(found)
