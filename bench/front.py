@@ -84,7 +84,7 @@ NETWORKS = {
         (11, 8, 6, 5, 4, 3, 2),
     ),
     "gpt2": Network(
-        "GPT-2 124M, 8 × 1,024 tokens, bfloat16", gpt2, (5, 4, 3.5, 3, 2.5)
+        "GPT-2 124M, 8 × 1,024 tokens, bfloat16", gpt2, (5, 4.5, 4, 3.5, 3.1)
     ),
 }
 
