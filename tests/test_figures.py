@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bench import pages, torch_compiled
+from bench.torch.picture import picture
 
 ROOT = Path(__file__).parents[1]
 MIB = 2.0**20
@@ -200,6 +201,7 @@ def test_every_decimal_in_prose_has_its_file(name):
     text = ELSEWHERE.sub("", text)
     for words, _ in QUOTED[name]:
         text = text.replace(re.sub(r"[{}]", "", words), "")
+    text = re.sub("`[^`]*`", "", text)  # of options
     assert re.findall(r"(?<![\w.-])\d+\.\d+(?!\w|\.\d)", text) == []
 
 
@@ -339,6 +341,12 @@ def test_a_result_file_is_of_this_version(file):
 def test_lines_of_a_page_are_rendered_from_their_file(name):
     _, shown, _ = pages.split_page(page("docs/results.md"), name)
     assert shown.strip() == pages.lines_of(name)
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_file():
+    drawn = page("bench/results/torch.svg")
+    assert drawn == picture(read("torch.json")["networks"])
+    assert page("docs/img/torch.svg") == drawn
 
 
 @pytest.mark.parametrize("name", ["results.md", "comparison.md"])
