@@ -18,7 +18,8 @@ from bench.gpu.store import read_json, write_json
 from mucudnn.errors import MucudnnError, PlanningError
 
 __all__ = [
-    *("batch_limits", "faces", "inductor", "is_traced", "memory", "numbers"),
+    *("batch_limits", "compiled", "faces", "inductor", "is_traced", "memory"),
+    "numbers",
     *("sanitized", "sanitizer", "times", "trace"),
 ]
 
@@ -340,6 +341,52 @@ def inductor(network: str, device: str, *, small: bool) -> dict[str, Any]:
             steps[f"{share}, {name}"] = step
             peaks[f"{share}, {name}"] = torch.cuda.max_memory_allocated()
     return {"ms": _medians(steps, device, _ROUNDS), "allocated_bytes": peaks}
+
+
+def compiled(network: str, device: str, *, small: bool) -> dict[str, Any]:
+    """Compare planned steps of Inductor's kernels with `torch.compile`, with SGD."""
+    import torch
+
+    import mucudnn.torch as mt
+
+    if small:
+        return {"left_out": "Inductor compiles for minutes"}
+    model, loss, batch = _case(network, device, small=small)
+    x, *targets = batch
+    steps: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    expected: list[Any] = []
+    for name in ("torch.compile", "no budget", "75%", "50%"):
+        mine = copy.deepcopy(model)
+        own = torch.optim.SGD(mine.parameters(), 1e-3)
+        rows[name] = row = {}
+        if name == "torch.compile":
+            run = torch.compile(mine)
+
+            def step(run: Any = run, own: Any = own) -> None:
+                own.zero_grad()
+                loss(run(x), *targets).backward()
+                own.step()
+
+        else:
+            budget = None if name == "no budget" else name
+            planned = mt.train_step(mine, loss, own, budget=budget, inductor=True)
+            row["planned_bytes"] = planned.prepare(*batch).peak_bytes
+
+            def step(planned: Any = planned) -> None:
+                planned(*batch)
+
+        for _ in range(3):
+            step()
+        state = [value.cpu() for value in mine.state_dict().values()]
+        expected = expected or state
+        row["equal"] = all(map(torch.equal, state, expected))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        row["added_bytes"] = torch.cuda.max_memory_allocated() - before
+        steps[name] = step
+    return {"ms": _medians(steps, device, _ROUNDS), "steps": rows}
 
 
 # -- steps

@@ -1,0 +1,218 @@
+"""Inductor's Triton kernels without a GPU: their text is run on the CPU by PyTorch.
+
+A kernel's blocks are as large as its whole range, so that one program computes all of
+it. What it does to memory is what its text says; the order of its sums is PyTorch's.
+"""
+
+import functools
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from tests.fakecuda.device import host_view
+
+
+@contextmanager
+def on_host(*, values=True):
+    """Compile kernels for a GPU that is not there, and run them on the CPU.
+
+    Args:
+        values: Whether they compute; without, they do nothing.
+
+    Yields:
+        A list to which the name of each kernel is added as it runs.
+    """
+    import triton
+    from torch._inductor import config
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class Driver(CudaDriver):
+        def __init__(self):
+            pass  # which would load CUDA's library
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_active_torch_device(self):
+            return torch.device("cuda", 0)
+
+    ran = []
+
+    def run(self, *args, stream, **kwargs):
+        assert not kwargs
+        ran.append(self.fn.__name__)
+        if values:
+            evaluate(self.fn.src, args)
+
+    before = CachingAutotuner.run, CachingAutotuner.precompile
+    CachingAutotuner.run = run
+    CachingAutotuner.precompile = lambda self, *args, **kwargs: None
+    triton.runtime.driver.set_active(Driver())
+    try:
+        with config.patch(compile_threads=1, force_disable_caches=True):
+            yield ran
+    finally:
+        CachingAutotuner.run, CachingAutotuner.precompile = before
+
+
+def evaluate(source, args):
+    """Run a kernel's text on tensors of the stand-in and numbers."""
+    head = re.search(r"^def (\w+)\((.*)\):$", source, re.MULTILINE)
+    words = [word.split(":")[0].strip() for word in head.group(2).split(",")]
+    plain = [w for w in head.group(2).split(", ") if ":" not in w]
+    given = dict(zip(plain, args, strict=True))
+    blocks = {
+        word: given[f"{word.removesuffix('BLOCK').lower()}numel"]
+        for word in words
+        if word not in given
+    }
+    names = {word: Pointer(v) if isinstance(v, torch.Tensor) else v
+             for word, v in given.items()}
+    space = {
+        "tl": Language(),
+        "libdevice": Elementwise(),
+        "tl_math": Elementwise(),
+        "triton_helpers": Helpers(),
+    }
+    exec(compile(source, head.group(1), "exec"), space)
+    with torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu"):
+        space[head.group(1)](**names, **blocks)
+
+
+class Pointer:
+    """A tensor's memory from its first element on."""
+
+    def __init__(self, tensor):
+        whole = host_view(tensor)
+        size = whole.untyped_storage().nbytes() // whole.element_size()
+        offset = whole.storage_offset()
+        self.flat = whole.as_strided((size - offset,), (1,), offset)
+
+    def __add__(self, index):
+        return self, torch.as_tensor(index)
+
+
+def _cells(place, mask, *values):
+    """Return memory, and index, mask and values in one shape, as far as it holds."""
+    memory, index = place
+    known = [torch.as_tensor(v) for v in values]
+    mask = torch.tensor(True) if mask is None else mask
+    index, mask, *known = torch.broadcast_tensors(index, mask, *known)
+    assert bool(((0 <= index) & (index < len(memory.flat)) | ~mask).all())
+    return memory.flat, index.long(), mask, known
+
+
+class Language:
+    """What kernels use of `triton.language`."""
+
+    constexpr = int
+    int1, int8, int16, int32, int64 = (
+        torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
+    )  # fmt: skip
+    uint8, uint32 = torch.uint8, torch.int64
+    float16, bfloat16, float32, float64 = (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    )  # fmt: skip
+    range = staticmethod(range)
+    where = staticmethod(lambda c, a, b: torch.where(
+        c, *(torch.as_tensor(v, dtype=_type_of(a, b)) for v in (a, b))
+    ))
+    full = staticmethod(lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
+    arange = staticmethod(torch.arange)
+    broadcast_to = staticmethod(torch.broadcast_to)
+    sum = staticmethod(lambda x, dim: x.sum(dim, dtype=x.dtype))
+    PropagateNan = SimpleNamespace(ALL=None)
+
+    @staticmethod
+    def maximum(a, b, _=None):
+        return torch.maximum(*_alike(a, b))
+
+    @staticmethod
+    def minimum(a, b, _=None):
+        return torch.minimum(*_alike(a, b))
+
+    @staticmethod
+    def program_id(axis):
+        return 0
+
+    @staticmethod
+    def num_programs(axis):
+        return 1
+
+    @staticmethod
+    def debug_barrier():
+        pass
+
+    @staticmethod
+    def device_assert(condition, message):
+        assert bool(torch.as_tensor(condition).all()), message
+
+    @staticmethod
+    def load(place, mask=None, other=0, **_):
+        flat, index, mask, _ = _cells(place, mask)
+        found = flat[torch.where(mask, index, 0)]
+        return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
+
+    @staticmethod
+    def store(place, value, mask=None, **_):
+        flat, index, mask, (value,) = _cells(place, mask, value)
+        index = index[mask]
+        assert len(index.unique()) == len(index) or len(value.unique()) == 1
+        flat[index] = value[mask].to(flat.dtype)
+
+    @staticmethod
+    def atomic_add(place, value, mask=None, **_):
+        flat, index, mask, (value,) = _cells(place, mask, value)
+        flat.index_put_((index[mask],), value[mask].to(flat.dtype), accumulate=True)
+
+    @staticmethod
+    def rand(seed, offset):
+        mixed = (offset.long() * 2654435761 + seed.long() % 1000003) % 4294967291
+        return ((mixed * 48271 % 2147483647).to(torch.float32) / 2147483648.0)
+
+
+def _type_of(*values):
+    types = [v.dtype for v in values if isinstance(v, torch.Tensor)]
+    return functools.reduce(torch.promote_types, types) if types else None
+
+
+class Elementwise:
+    """Functions of one number, by PyTorch's names."""
+
+    def __getattr__(self, name):
+        function = getattr(torch, {"fast_dividef": "div"}.get(name, name))
+        return lambda *given: function(*map(torch.as_tensor, given))
+
+
+class Helpers:
+    """What kernels use of Inductor's `triton_helpers`."""
+
+    maximum = Language.maximum
+    minimum = Language.minimum
+    max2 = fmax2 = staticmethod(torch.amax)
+    min2 = staticmethod(torch.amin)
+    promote_to_tensor = staticmethod(torch.as_tensor)
+
+    @staticmethod
+    def welford_reduce(value, mean, m2, weight, first):
+        assert first  # one block is all
+        return value, torch.zeros_like(value), torch.ones_like(value)
+
+    @staticmethod
+    def welford(mean, m2, weight, dim):
+        count = weight.sum(dim)
+        total = (mean * weight).sum(dim) / count
+        apart = (mean - total.unsqueeze(dim)) ** 2
+        return total, (m2 + weight * apart).sum(dim), count
+
+
+def _alike(*values):
+    kind = _type_of(*values)
+    return torch.broadcast_tensors(*(torch.as_tensor(v, dtype=kind) for v in values))
