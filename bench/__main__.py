@@ -6,14 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from bench import split_height, split_real
 from bench.machine import describe
-from bench.papers import one_row
 
 NAMES = (
-    *("overhead", "planner", "pruning", "peers", "papers", "step"),
-    *("front", "budget", "placement", "traffic", "split", "gaps"),
-    *("torch", "torch-compiled", "torch-step", "torch-calls"),
+    *("overhead", "papers", "front", "gaps", "placement"),
+    *("torch", "torch-compiled", "torch-step"),
 )
 
 
@@ -23,12 +20,6 @@ def main() -> int:
     Returns:
         0; 1 if a figure that must agree does not.
     """
-    if sys.argv[1:3] == ["papers", "superneurons"]:
-        return one_row.main(sys.argv[3:])
-    if sys.argv[1:3] == ["split", "height"]:
-        return split_height.main(sys.argv[3:])
-    if sys.argv[1:3] == ["split", "real"]:
-        return split_real.main(sys.argv[3:])
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of: {', '.join(NAMES)}, all"

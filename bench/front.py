@@ -1,92 +1,200 @@
-"""One network, one device: every technique's speed against its budget, and the bound.
+"""Two networks, one device: every technique's slowdown against its budget, and a bound.
 
-ResNet-50 with 256 images in bfloat16, channels last, on an H200 as its published
-figures describe it: estimates of placed steps, to compare techniques. `python -m bench
-front --out DIR` writes `front.json`; `python -m bench.front front.json front.svg` draws
-it.
+ResNet-50 with 256 images in bfloat16, channels last, and GPT-2 with 8 sequences of
+1,024 tokens in bfloat16, on an H200 as its published figures describe it: estimates of
+steps as they run, those of ResNet-50 with fixed offsets. Beside our planner are
+checkpointing as it is written by hand, PyTorch's knapsack, SuperNeurons and vDNN.
+
+`python -m bench.front --networks NAME … --out FILE` adds to what the file has, and
+`python -m bench.pages` writes the page's tables and picture.
 """
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
 from typing import Any
 
-from bench.memory_picture import framed
+from bench.machine import describe
+from bench.memory_picture import framed, placed
 from bench.table import render
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.planning.plan_step import DescribedStep
 from mucudnn.report.memory_charts import Series, speed_chart
-from mucudnn.studies.memory import study_memory
+from mucudnn.studies.memory import IN_PARTS, study_memory
 from mucudnn.studies.memory_results import StepSpec
 
-__all__ = ["run", "table"]
+DEVICE = "h200"
+GIB = 1 << 30
 
-_SPEC = StepSpec(
-    model="resnet50", batch=256, device="h200", precision="bfloat16", layout="NHWC"
-)
-_BUDGETS_GIB = (11.0, 8.0, 6.0, 5.0, 4.0, 3.0, 2.0)
-_POLICIES = ("planned", "superneurons", "superneurons_memory", "vdnn_all", "vdnn_dyn")
-_BOUND = "no plan is faster"
-_WIDTH, _HEIGHT = 1000.0, 380.0
+POLICIES = {
+    "planned": "planned",
+    IN_PARTS: "planned, in parts",
+    "checkpoint_blocks": "every block checkpointed",
+    "checkpoint_some_blocks": "some blocks",
+    "selective_checkpointing": "all but expensive operations",
+    "offload_checkpoints": "checkpoints offloaded",
+    "knapsack": "PyTorch's knapsack",
+    "superneurons": "SuperNeurons",
+    "vdnn_all": "vDNN",
+}
+"""Technique -> what the page calls it."""
+
+BOUND = "lower bound"
 
 
-def run() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Network:
+    """A training step and its budgets."""
+
+    title: str
+    step: Callable[[], StepSpec | DescribedStep]
+    budgets_gib: tuple[float, ...]
+
+
+def resnet50() -> StepSpec:
+    """Return ResNet-50's step with momentum."""
+    return StepSpec(
+        model="resnet50", batch=256, device=DEVICE, precision="bfloat16", layout="NHWC"
+    )
+
+
+def gpt2() -> DescribedStep:
+    """Return GPT-2's step with AdamW, as `mucudnn.torch.memory` captures it."""
+    import torch
+
+    import mucudnn.torch as mt
+    from bench.torch.zoo import GPTConfig, gpt
+
+    with torch.device("meta"):
+        case = gpt(8, GPTConfig(12, 768, 12, 1024, 50257, dropout=0.0))
+    model = case.model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    study = mt.memory(model, case.loss_fn, case.batch, optimizer, device=DEVICE)
+    return study.described()
+
+
+NETWORKS = {
+    "resnet50": Network(
+        "ResNet-50, 256 images, bfloat16, channels last",
+        resnet50,
+        (11, 8, 6, 5, 4, 3, 2),
+    ),
+    "gpt2": Network(
+        "GPT-2 124M, 8 × 1,024 tokens, bfloat16", gpt2, (5, 4, 3.5, 3, 2.5)
+    ),
+}
+
+
+def run(names: Sequence[str] = tuple(NETWORKS)) -> dict[str, Any]:
     """Plan everything. Ready for JSON."""
-    start = process_time()
-    points = []
-    for gib in _BUDGETS_GIB:
-        nbytes = int(gib * (1 << 30))
-        study = study_memory(_SPEC, policies=_POLICIES, budget=nbytes, split="auto")
-        found = {t.policy: study.slowdown(t) for t in study.techniques}
-        found[_BOUND] = study.least_ms[nbytes] / study.unbounded_ms
-        points += [
-            {"policy": policy, "budget_bytes": nbytes, "slowdown": slowdown}
-            for policy, slowdown in found.items()
-        ]
+    return {"device": DEVICE, "networks": {name: _planned(name) for name in names}}
+
+
+def _planned(name: str) -> dict[str, Any]:
+    network, begun, points = NETWORKS[name], process_time(), []
+    step = network.step()
+    policies = [policy for policy in POLICIES if policy != IN_PARTS]
+    for gib in network.budgets_gib:
+        nbytes = int(gib * GIB)
+        study = study_memory(step, policies=policies, budget=nbytes, split="auto")
+        slowdowns = {t.policy: study.slowdown(t) for t in study.techniques}
+        least_ms = study.least_ms.get(nbytes)
+        slowdowns[BOUND] = None if least_ms is None else least_ms / study.unbounded_ms
+        points.append({"budget_bytes": nbytes, "slowdown": slowdowns})
     return {
-        "model": _SPEC.title,
-        "batch": _SPEC.batch,
-        "device": _SPEC.device,
-        "precision": _SPEC.precision,
-        "layout": _SPEC.layout,
+        "title": network.title,
         "unbounded_bytes": study.unbounded.peak_bytes,
-        "planning_cpu_s": process_time() - start,
+        "unbounded_ms": study.unbounded_ms,
+        "planning_cpu_s": process_time() - begun,
         "points": points,
     }
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line a budget and technique."""
+    """Return a line for each budget and technique."""
     rows = [
         (
+            network["title"],
             format_bytes(point["budget_bytes"]),
-            point["policy"],
-            "-" if point["slowdown"] is None else f"{point['slowdown']:.3f}",
+            technique,
+            "-" if slowdown is None else f"{slowdown:.3f}",
         )
-        for point in sorted(result["points"], key=lambda p: -p["budget_bytes"])
+        for network in result["networks"].values()
+        for point in network["points"]
+        for technique, slowdown in point["slowdown"].items()
     ]
-    return render(("budget", "technique", "slowdown"), rows)
+    return render(("network", "budget", "technique", "slowdown"), rows)
+
+
+def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tables of `docs/results.md`."""
+    columns = {"planned": "planned", IN_PARTS: POLICIES[IN_PARTS], BOUND: BOUND}
+    columns |= POLICIES
+    for network in result["networks"].values():
+        whole = network["unbounded_bytes"] / GIB
+        yield f"**{network['title']}**, {whole:.1f} GiB without a budget:"
+        yield ""
+        yield f"| budget, GiB | {' | '.join(columns.values())} |"
+        yield f"|{'---|' * (1 + len(columns))}"
+        for point in network["points"]:
+            times = (point["slowdown"][technique] for technique in columns)
+            words = ("–" if time is None else f"{time:.2f}" for time in times)
+            budget = point["budget_bytes"] / GIB
+            yield f"| {budget:g} | {' | '.join(words)} |"
+        yield ""
+    made = result["machine"]["measured_at"][:10]
+    yield f"`python -m bench.front`, {made}; –: the step does not fit."
+    yield ""
+    yield "![speed against budget, a curve for each technique](img/front.svg)"
+
+
+_WIDTH, _HEIGHT, _HEAD = 1000.0, 380.0, 24.0
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """The same as a drawing of its own."""
-    chart = speed_chart(list(_series(result)), width=_WIDTH, height=_HEIGHT)
-    kind = f", {result['precision']}" if result.get("precision") else ""
-    title = f"{result['model']}, batch {result['batch']}{kind}, {result['device']}"
-    return framed(title, chart, _WIDTH, _HEIGHT)
+    """Draw speed against budget, network below network."""
+    charts = []
+    for i, network in enumerate(result["networks"].values()):
+        chart = speed_chart(list(_series(network)), width=_WIDTH, height=_HEIGHT)
+        top = i * (_HEAD + _HEIGHT)
+        charts.append(placed(network["title"], chart, 0, top, (_WIDTH, _HEIGHT)))
+    height = len(charts) * (_HEAD + _HEIGHT)
+    return framed(f"Speed against budget on an {DEVICE}", charts, _WIDTH, height)
 
 
-def _series(result: Mapping[str, Any]) -> Iterator[Series]:
-    points: dict[str, list[tuple[int, float]]] = {}
-    for point in result["points"]:
-        if point["slowdown"]:
-            one = (point["budget_bytes"], 1 / point["slowdown"])
-            points.setdefault(point["policy"], []).append(one)
-    for policy, found in points.items():
-        yield Series(policy, tuple(found), strong=policy.startswith("planned"))
+def _series(network: Mapping[str, Any]) -> Iterator[Series]:
+    for technique, name in {**POLICIES, BOUND: BOUND}.items():
+        points = tuple(
+            (point["budget_bytes"], 1 / slowdown)
+            for point in network["points"]
+            if (slowdown := point["slowdown"][technique]) is not None
+        )
+        if points:
+            yield Series(name, points, strong=name.startswith("planned"))
+
+
+def main() -> int:
+    """Plan networks, one after the other, into a file; 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--networks", nargs="+", default=[*NETWORKS], choices=NETWORKS)
+    parser.add_argument("--out", type=Path, help="JSON, added to")
+    options = parser.parse_args()
+    old = options.out and options.out.exists() and json.loads(options.out.read_text())
+    networks = old["networks"] if old else {}
+    for name in options.networks:
+        networks[name] = _planned(name)
+        ordered = {n: networks[n] for n in NETWORKS if n in networks}
+        machine = {**describe(), "command": "python -m bench.front"}
+        result = {"machine": machine, "device": DEVICE, "networks": ordered}
+        print(table(result), flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.write_text(picture(json.loads(source.read_text())), encoding="utf-8")
+    sys.exit(main())

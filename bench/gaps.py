@@ -15,6 +15,7 @@ some of the networks, and adds their rows to those that a file has, after each.
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,8 +23,12 @@ from time import process_time
 from typing import Any
 
 from bench.machine import describe
-from bench.split_steps import step
 from bench.table import render
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.planning.plan_step import (
     minimum_budget,
     plan_step,
@@ -32,8 +37,6 @@ from mucudnn.passes.planning.plan_step import (
 )
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-__all__ = ["run", "table"]
 
 DEVICE = "h200"
 MODELS = {
@@ -79,12 +82,35 @@ def table(result: dict[str, Any]) -> str:
     return f"{render(head, rows)}\ngap, median: {result['median']:.1%}"
 
 
+def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table of `docs/results.md`."""
+    shares = " | ".join(f"{share:.0%}".replace("%", " %") for share in SHARES)
+    yield f"| network, batch | {shares} | best rival at 5 % |"
+    yield f"|{'---|' * (2 + len(SHARES))}"
+    for model, batch in MODELS.items():
+        rows = [row for row in result["rows"] if row["model"] == model]
+        cells = [f"{row['slowdown']:.2f} ({100 * row['gap']:.0f} %)" for row in rows]
+        rivals = [time for time in rows[0]["rivals"].values() if time is not None]
+        best = f"{min(rivals):.2f}" if rivals else "–"
+        yield f"| {model}, {batch} | {' | '.join(cells)} | {best} |"
+    yield ""
+    gaps = [row["gap"] for row in result["rows"]]
+    seconds = [row["planning_cpu_s"] for row in result["rows"]]
+    yield (
+        f"The distance from the bound is {100 * median(gaps):.1f} % in the median and "
+        f"{100 * max(gaps):.0f} % at most."
+    )
+    yield (
+        f"Planning a step took {median(seconds):.0f} s of CPU time in the median and "
+        f"{max(seconds):.0f} s at most."
+    )
+    made = result["machine"]["measured_at"][:10]
+    yield f"`python -m bench.gaps`, {made}."
+
+
 def _rows(model: str, batch: int) -> list[dict[str, Any]]:
-    asked = step(model, batch, 0, DEVICE)
-    graph = asked.in_parts(1)
-    profile = asked.costs(graph)
-    if profile is None:
-        raise RuntimeError(f"{model} has no costs on {DEVICE}")
+    graph = with_updates(training_graph(get_model(model)(batch)), Momentum())
+    profile = estimate(graph, DEVICE)
     free, request = unbounded(graph, profile), StepRequest(graph, profile)
     least = minimum_budget(request)
     found = []

@@ -5,8 +5,6 @@ from importlib.resources import files
 
 from mucudnn.report.svg import Child, Markup, marker, tag
 
-__all__ = ["CHART", "framed", "panels"]
-
 _ACROSS = 3
 _WIDTH, _HEIGHT, _GAP = 330.0, 236.0, 14.0
 CHART = (_WIDTH, _HEIGHT)
@@ -31,8 +29,12 @@ def panels(
     rows = -(-len(charts) // _ACROSS)
     width = _ACROSS * _WIDTH + (_ACROSS - 1) * _GAP
     panels_end = rows * (_HEAD + _HEIGHT + _GAP)
-    placed = [_placed(*chart, *divmod(i, _ACROSS)) for i, chart in enumerate(charts)]
-    content = [*placed, *_legend(names, strong, panels_end + 10)]
+    content: list[Markup] = []
+    for i, chart in enumerate(charts):
+        row, column = divmod(i, _ACROSS)
+        x, y = column * (_WIDTH + _GAP), row * (_HEAD + _HEIGHT + _GAP)
+        content.append(placed(*chart, x, y, CHART))
+    content += _legend(names, strong, panels_end + 10)
     return framed(title, content, width, panels_end + _FOOT)
 
 
@@ -63,16 +65,18 @@ def _style() -> str:
     return "".join(sheets) + font + page
 
 
-def _placed(name: str, chart: Markup, row: int, column: int) -> Markup:
-    x = column * (_WIDTH + _GAP)
-    y = row * (_HEAD + _HEIGHT + _GAP)
-    placed = chart.replace(
-        "<svg ", f'<svg x="0" y="{_HEAD:g}" width="{_WIDTH:g}" height="{_HEIGHT:g}" ', 1
+def placed(
+    name: str, chart: Markup, x: float, y: float, size: tuple[float, float]
+) -> Markup:
+    """Return a chart of a size below its name, at a place in a larger drawing."""
+    width, height = size
+    moved = chart.replace(
+        "<svg ", f'<svg x="0" y="{_HEAD:g}" width="{width:g}" height="{height:g}" ', 1
     )
     return tag(
         "g",
         tag("text", name, class_="row-name", x=8, y=14),
-        Markup(placed),
+        Markup(moved),
         transform=f"translate({x:g} {y:g})",
     )
 

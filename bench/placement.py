@@ -33,8 +33,6 @@ from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["run", "table"]
-
 STEPS = {"alexnet": 256, "vgg16": 32, "densenet121": 32}
 SHARES = (0.5, 0.2, 0.1, 0.05)
 SAMPLES = 15

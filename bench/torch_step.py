@@ -16,8 +16,6 @@ from unittest.mock import patch
 from bench.table import render
 from mucudnn.torch.execution.program import bind
 
-__all__ = ["run", "table"]
-
 _LAYERS = (1, 6, 12)
 _WIDTH = 16
 _LENGTH = 16

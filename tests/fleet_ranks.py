@@ -10,12 +10,33 @@ import sys
 import time
 from pathlib import Path
 
-from bench.torch.gloo_rank import environment, run_rank
-from bench.torch.rank_networks import NETWORKS
+from tests.rank_networks import NETWORKS
 
 SECONDS = 500
 EPOCHS, BATCH, SAMPLES = 2, 12, 30
 RATES = {"mean": 0.1, "sum": 0.01}
+
+
+def environment():
+    """What a rank's process is started with: the loopback device, one thread."""
+    return {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+
+
+def run_rank(store, rank, size, work):
+    """Do something among others that meet at the file `store`; end the process."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
+    work()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
 
 
 def start(scenario, size, folder):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from bench.gpu import archive, halves, launches, packages, verdicts
+from bench.gpu import archive, kernels, launches, packages, verdicts
 from bench.gpu.__main__ import MOST_S, SECONDS, shares
 from bench.gpu.job import Job
 from bench.gpu.work import LIMITS, STAGES, deepbench_layers
@@ -484,9 +484,9 @@ def test_bfloat16_is_the_upper_half_of_float32():
     exact = np.array([1.0, -2.5, 3.140625, 0.0, 2.0**-130], "float32")
     bits = (exact.view("uint32") >> 16).astype("uint16")
     widened = np.empty_like(exact)
-    halves._widen(widened, bits, "bfloat16")
+    kernels._widen(widened, bits, "bfloat16")
     assert np.array_equal(widened, exact)
-    assert np.array_equal(halves._on_host(bits, "bfloat16"), exact)
+    assert np.array_equal(kernels._on_host(bits, "bfloat16"), exact)
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 
 from bench.gpu import sections, step_section, steps
 from bench.gpu.job import Job
-from bench.gpu.step_rivals import Case, TorchStep
-from bench.gpu.step_section import Section
+from bench.gpu.step_section import Case, Section, TorchStep
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 PUT = """

@@ -1,38 +1,38 @@
-import json
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
 
 from bench import papers
-from bench.papers import one_row
+from bench.papers import tsplit
 from bench.papers.capacity import GIB, bytes_an_image, largest_batch, needed
 from bench.papers.cases import cases
-from bench.papers.inception import inception_v4
 from bench.papers.layers import Kind, LayerBuilder
-from bench.papers.models import MODELS, network as network_of, of_library
-from bench.papers.networks import alexnet, resnet, vgg16
+from bench.papers.networks import (
+    MODELS,
+    alexnet,
+    inception_v4,
+    of_library,
+    resnet,
+    vgg16,
+)
 from bench.papers.out_of_core import THEIRS, windows_on
 from bench.papers.planner import plan
-from bench.papers.planner_report import out_of_core_table, planner_table
-from bench.papers.published import Figure, figures
-from bench.papers.published_speeds import speeds
+from bench.papers.published import Figure, figures, speeds
 from bench.papers.reach import batch_within, least_bytes, planned_depth
-from bench.papers.recompute import Mode, moments
-from bench.papers.report import figures_table
-from bench.papers.route import route
-from bench.papers.superneurons import MIB, TECHNIQUES, peaks, row
-from bench.papers.translate import translate
-from bench.papers.vdnn import account
-from bench.papers.vdnn_networks import (
+from bench.papers.report import figures_table, out_of_core_table, planner_table
+from bench.papers.superneurons import MIB, TECHNIQUES, Mode, moments, peaks, route, row
+from bench.papers.vdnn import (
+    account,
     alexnet_one_tower,
     alexnet_wide,
     googlenet,
     overfeat,
     vgg,
 )
-from mucudnn.ir.builder import GraphBuilder
-from mucudnn.models import MODELS as LIBRARY, get_model
+from mucudnn.ir.tensor import Role
+from mucudnn.models import get_model
 from tests.examples import examples
 
 ROWS = """
@@ -102,7 +102,6 @@ BACKWARD = {
     "lrn": "x y dy",
     "bn": "x dy dx",
     "dropout": "dy dx",
-    "padding": "dy dx",
     "softmax": "x y",
     "fork": "dy dy",
     "join": "dy dx",
@@ -192,19 +191,13 @@ def test_the_stages_of_the_branching_networks():
 
 
 def test_what_a_backward_pass_must_have():
-    pad = (0, 0, 1, 1)
-    graph = GraphBuilder()
-    x = graph.conv(graph.input("image", (1, 3, 16, 16)), 4, 3)
-    x = graph.dropout(graph.pad(graph.batch_norm(graph.lrn(x)), pad, pad))
-    x = graph.max_pool(graph.relu(graph.conv(x, 4, 3)), 2)
-    y = graph.relu(graph.conv(x, 4, 1))
-    z = graph.concat([graph.relu(graph.conv(x, 4, 1)), graph.conv(y, 4, 1)])
-    z = graph.add(z, graph.relu(graph.conv(z, 8, 1)))
-    z = graph.linear(graph.flatten(z), 10)
-    made = graph.build(
-        graph.softmax_cross_entropy(z, graph.input("label", (1,), "int64"))
-    )
-    network = translate(made, "all kinds")
+    b = LayerBuilder((3, 16, 16))
+    x = b.dropout(b.bn(b.lrn(b.conv(b.DATA, 4, 3))))
+    left, right = b.fork(b.pool(b.conv_act(x, 4, 3), 2, 2), 2)
+    x = b.concat([b.conv_act(left, 4, 1), b.conv(right, 4, 1)])
+    shortcut, x = b.fork(x, 2)
+    b.softmax(b.fc(b.join([b.conv_act(x, 8, 1), shortcut]), 10))
+    network = b.build("all kinds")
     seen = set()
     for step in route(network).steps:
         if not step.backward:
@@ -348,86 +341,24 @@ def test_the_command_fails_with_a_figure_that_must_agree(wrong, monkeypatch, cap
     assert capsys.readouterr().out.count("WRONG") == wrong
 
 
-def test_one_row(tmp_path, monkeypatch, capsys):
-    from bench import __main__ as command
-
-    out = tmp_path / "row.json"
-    asked = "papers superneurons --model alexnet --batch 200 --image 227 --json"
-    monkeypatch.setattr("sys.argv", ["bench", *asked.split(), str(out)])
-    assert command.main() == 0
-    ours = json.loads(out.read_text())
-    assert ours["tensors"] == 36
-    assert ours["speed"] == {"peak_mib": pytest.approx(993.018, abs=6e-4), "extra": 14}
-    for wrong, why in (
-        ("--model nothing", "choose one of"),
-        ("--model vgg16 --image 8", "leaves"),
-        ("--model resnet18 --image 0", "from 1 up"),
-        ("--model vgg16 --batch 0", "from 1 up"),
-        ("--model googlenet", "3 losses"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            one_row.main(wrong.split())
-        shown = capsys.readouterr().err
-        assert why in shown
-        assert "Traceback" not in shown
-
-
-def test_one_row_of_any_network(capsys):
-    name = "densenet121"
-    assert one_row.main(f"--model {name} --batch 3 --image 64".split()) == 0
-    ours = json.loads(capsys.readouterr().out)
-    assert (ours["model"], ours["image"], ours["batch"]) == (name, 64, 3)
-    assert ours["offload_on_demand_mib"] <= ours["offload_prefetch_mib"]
-    assert ours["cost_aware"]["peak_mib"] < ours["liveness_mib"] < ours["baseline_mib"]
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if "2500" not in name])
-def test_the_librarys_networks_are_the_papers(name):
-    """Described twice, by hand and by the library, they give the same row."""
-    by_hand = MODELS[name]()
-    side = by_hand.data[1]
-    graph = get_model(of_library(name))(1, image=side)
-    translated = translate(graph, by_hand.name)
-    ours, theirs = row(translated, 32), row(by_hand, 32)
-    if name == "inception_v4":  # the library's has batch norm throughout
-        assert ours["conv_output_mib"] == theirs["conv_output_mib"]
-    else:
-        assert ours == theirs
+def of_convolutions(graph):
+    """Sizes of the output and of the weights of convolutions and classifiers."""
+    found = []
+    for node in graph.nodes:
+        if node.op in ("conv", "matmul"):
+            shapes = [graph.tensors[t] for t in (*node.outputs, *node.inputs)]
+            out, *operands = shapes
+            (weights,) = (w for w in operands if w.role is Role.PARAMETER)
+            found.append((math.prod(out.shape), math.prod(weights.shape)))
+    return sorted(found)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_the_planner_plans_the_papers_networks(case):
-    graph = get_model(case.model)(1, image=case.network.data[1])
-    ours = translate(graph, case.network.name)
-
-    def of_convolutions(network):
-        kinds = (Kind.CONV, Kind.FC)
-        there = [layer for layer in network.layers if layer.kind in kinds]
-        return [(layer.numel, layer.weights) for layer in there]
-
-    assert sorted(of_convolutions(ours)) == sorted(of_convolutions(case.network))
-
-
-@pytest.mark.parametrize("name", sorted(LIBRARY.keys() - {"googlenet"}))
-def test_every_network_with_one_loss_has_a_row(name):
-    ours = row(network_of(name), 1)
-    assert 0 < ours["cost_aware"]["peak_mib"] <= ours["liveness_mib"]
-    assert ours["liveness_mib"] < ours["baseline_mib"]
-
-
-def test_what_the_account_does_not_know_is_refused():
-    def built(make):
-        graph = GraphBuilder()
-        image = graph.input("image", (1, 3, 8, 8))
-        z = graph.linear(graph.flatten(make(graph, image)), 5)
-        loss = graph.softmax_cross_entropy(z, graph.input("label", (1,), "int64"))
-        return graph.build(loss)
-
-    with pytest.raises(ValueError, match="does not know 'scale'"):
-        translate(built(lambda g, x: g.scale(g.conv(x, 4, 3), 2.0)), "one")
-    twice = built(lambda g, x: g.add(g.conv(x, 4, 3), g.conv(x, 4, 3)))
-    with pytest.raises(ValueError, match="several layers read the image"):
-        translate(twice, "two")
+    kinds = (Kind.CONV, Kind.FC)
+    theirs = [layer for layer in case.network.layers if layer.kind in kinds]
+    ours = of_convolutions(get_model(case.model)(1, image=case.network.data[1]))
+    assert ours == sorted((layer.numel, layer.weights) for layer in theirs)
 
 
 def _case(part):
@@ -495,6 +426,19 @@ def test_the_deepest_network_is_the_deepest_that_is_tried():
     assert made == {"technique": "planned", "batch": 1, "depth": 143, "at_least": True}
     made = planned_depth(1, 1 << 20, most=3)
     assert (made["depth"], made["at_least"]) == (0, False)
+
+
+@pytest.mark.parametrize("first", range(len(tsplit.TIMES)))
+@pytest.mark.parametrize("most", [0.0, *tsplit.TIMES])
+def test_the_largest_multiple_is_found_from_anywhere(first, most):
+    tried = []
+
+    def kept(times):
+        tried.append(times)
+        return times <= most
+
+    assert tsplit._largest(kept, first) == most
+    assert len(tried) == len(set(tried)) <= 1 + len(tsplit.TIMES) // 2 + 1
 
 
 def test_figures_with_a_plan_name_a_case_that_there_is():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.one_algorithm import one_algorithm
 from mucudnn.backends import get_backend
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.conv import CudaEpilogues
@@ -38,6 +37,7 @@ from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import TOLERANCE, layer, layouts
 from tests.cudnn_fake import FakeCudnn
+from tests.one_algorithm import one_algorithm
 from tests.reference import operands, reference, relative_error
 from tests.test_cuda_training import stand_in
 from tests.training_cases import SHAPE, examples, tuner_of

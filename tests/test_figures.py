@@ -6,6 +6,7 @@ an entry in `QUOTED`: the words around it, and where it stands in a file.
 
 import json
 import re
+import statistics
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from bench import torch_compiled
+from bench import pages, torch_compiled
 
 ROOT = Path(__file__).parents[1]
-MIB, GIB = 2.0**20, 2.0**30
+MIB = 2.0**20
 NETWORKS = {
     "resnet18": "ResNet-18",
     "resnet50": "ResNet-50",
@@ -64,9 +65,33 @@ def h100(way: str) -> float:
     return float(read("h100.json")["sections"]["times gpt2"]["ms"][way])
 
 
+def h100_section(name: str) -> Mapping[str, Any]:
+    section: Mapping[str, Any] = read("h100.json")["sections"][name]
+    return section
+
+
 def h100_budgets() -> dict[str, int]:
-    found = read("h100.json")["sections"]["memory gpt2, default allocator"]["budgets"]
+    found = h100_section("memory gpt2, default allocator")["budgets"]
     return {share: row["budget_bytes"] for share, row in found.items()}
+
+
+def h100_reserved(how: str) -> list[float]:
+    """Return reserved over planned bytes of GPT-2, budget by budget."""
+    rows = h100_section(f"memory gpt2, {how}")["budgets"].values()
+    return [row["reserved_bytes"] / row["planned_bytes"] for row in rows]
+
+
+def h100_workspaces() -> list[float]:
+    """Return how far workspaces on the card are from those of its description."""
+    layers = read("h100.json")["listing"]["layers"].values()
+    pairs = [pair for one in layers for pair in one["other_workspace"].values()]
+    return [abs(here / there - 1) for here, there in pairs]
+
+
+def over_predicted() -> list[float]:
+    """Return measured over predicted times of all planned rows."""
+    rows = (row for one in read("torch.json")["networks"] for row in one["rows"])
+    return [row["measured"] / row["cost"] for row in rows if row["way"] == "ours"]
 
 
 QUOTED = {
@@ -89,16 +114,46 @@ QUOTED = {
         ("instead of {11.36}, as", lambda: h100_budgets()["90%"] / 0.9 / 1e9),
     ],
     "docs/results.md": [
+        ("in all {51} planned rows", lambda: len(over_predicted())),
+        ("networks: {1.028} in the", lambda: statistics.median(over_predicted())),
+        ("from {0.947}", lambda: min(over_predicted())),
+        ("to {1.108};", lambda: max(over_predicted())),
         (
-            "budget it takes {19.8} GiB",
-            lambda: read("front.json")["unbounded_bytes"] / GIB,
+            "; {42} rows are within 5 %",
+            lambda: sum(abs(ratio - 1) <= 0.05 for ratio in over_predicted()),
         ),
+        ("`save_on_cpu` ({1.14}", lambda: ours("unet", "save_on_cpu")["measured"]),
+        ("against {1.12})", lambda: way("unet", "save_on_cpu")["measured"]),
+        ("costs U-Net {1.001}", lambda: way("unet", AMB, "1")["cost"]),
+        ("ours {1.006};", lambda: ours("unet", AMB, "1")["cost"]),
+        ("they took {1.88}", lambda: way("unet", AMB, "1")["measured"]),
+        ("and {1.06}.", lambda: ours("unet", AMB, "1")["measured"]),
+    ],
+    "docs/gpu.md": [
+        ("as {6.43} GB", lambda: h100_section("predicted gpt2")["least_bytes"] / 1e9),
+        ("({6.47} on the card", lambda: h100_budgets()["30%"] / 1e9),
+        (
+            "and {11.32} GB without",
+            lambda: h100_section("predicted gpt2")["unlimited_bytes"] / 1e9,
+        ),
+        ("budget ({11.36}):", lambda: h100_budgets()["90%"] / 0.9 / 1e9),
+        ("from {1.28}", lambda: h100_reserved("default allocator, one block")[2]),
+        ("to {1.02}.", lambda: h100_reserved("default allocator")[2]),
+        ("GPT-2 reserved {1.12}", lambda: h100_reserved("expandable segments")[0]),
+        (", {1.19}", lambda: h100_reserved("expandable segments")[1]),
+        ("and {1.16}.", lambda: h100_reserved("expandable segments")[2]),
+        ("{301} of the 581 tests", lambda: read("h100.json")["tests"]["passed"]),
+        ("of the {581} tests", lambda: read("h100.json")["tests"]["selected"]),
+        ("in {164} workspaces", lambda: len(h100_workspaces())),
+        ("15 % in {154} of", lambda: sum(off <= 0.15 for off in h100_workspaces())),
     ],
 }
 """Page -> words with one figure in braces, and the value in its file."""
 
-ELSEWHERE = re.compile(r"Python ≥ 3\.11|PyTorch 2\.11 to 2\.15|PyTorch 2\.13")
-"""Versions in the README."""
+ELSEWHERE = re.compile(
+    r"Python ≥ 3\.11|PyTorch 2\.11 to 2\.15|PyTorch 2\.1[134]|cuDNN 9\.19|580\.159"
+)
+"""Versions."""
 
 
 @pytest.mark.parametrize(
@@ -112,11 +167,18 @@ def test_a_figure_in_prose_is_that_of_its_file(name, words, value):
     assert words.replace("{", "").replace("}", "") in " ".join(page(name).split())
 
 
-def test_every_decimal_of_the_readme_has_its_file():
-    text = " ".join(ELSEWHERE.sub("", page("README.md")).split())
-    for words, _ in QUOTED["README.md"]:
+@pytest.mark.parametrize("name", QUOTED)
+def test_every_decimal_in_prose_has_its_file(name):
+    prose = [line for line in page(name).splitlines() if not line.startswith("|")]
+    text = " ".join(" ".join(prose).split())
+    rendered = [pages.marks(one) for one in pages.TABLES]
+    rendered += [(torch_compiled.BEGIN, torch_compiled.END), ("```", "```")]
+    for begin, end in rendered:
+        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", "", text)
+    text = ELSEWHERE.sub("", text)
+    for words, _ in QUOTED[name]:
         text = text.replace(re.sub(r"[{}]", "", words), "")
-    assert re.findall(r"(?<![\w.-])\d+\.\d+(?![\w.])", text) == []
+    assert re.findall(r"(?<![\w.-])\d+\.\d+(?!\w|\.\d)", text) == []
 
 
 def compared() -> Iterator[str]:
@@ -141,28 +203,31 @@ def compared() -> Iterator[str]:
             )
 
 
-def front() -> Iterator[str]:
-    """Yield the lines of techniques at every budget."""
-    columns = (
-        "planned",
-        "planned, in parts",
-        "no plan is faster",
-        "superneurons",
-        "vdnn_all",
+def beside_eager() -> Iterator[str]:
+    """Yield the lines of the summary of that comparison."""
+    eager = way("resnet50", "eager")["peak_bytes"] / MIB
+    for model, name, setting in (
+        *(("gpt", "eager", ""), ("gpt", AMB, "0.2"), ("gpt", "save_on_cpu", "")),
+        *(("resnet18", "checkpoint_sequential", "3"), ("resnet50", AMB, "0.5")),
+        *(("resnet50", "checkpoint_sequential", "4"), ("resnet50", "save_on_cpu", "")),
+    ):
+        theirs, mine = way(model, name, setting), ours(model, name, setting)
+        label = f"`{name}={setting}`" if setting else f"`{name}`"
+        yield (
+            f"| {NETWORKS[model]} | {'eager mode' if name == 'eager' else label} | "
+            f"{theirs['peak_bytes'] / MIB:.1f} | {theirs['measured']:.2f} | "
+            f"{mine['peak_bytes'] / MIB:.1f} | {mine['measured']:.2f} |"
+        )
+    mine = least("resnet50")
+    yield (
+        f"| ResNet-50 | eager mode | {eager:.1f} | 1.00 | "
+        f"{mine['peak_bytes'] / MIB:.1f} (the least) | {mine['measured']:.2f} |"
     )
-    found = {
-        (p["budget_bytes"], p["policy"]): p["slowdown"]
-        for p in read("front.json")["points"]
-    }
-    for budget in sorted({budget for budget, _ in found}, reverse=True):
-        times = (found[budget, column] for column in columns)
-        words = (f"{t:.3f}" if t is not None else "does not fit" for t in times)
-        yield f"| {budget / GIB:.1f} | {' | '.join(words)} |"
 
 
 TABLES = {
     "docs/comparison.md: | network | way |": compared,
-    "docs/results.md: | budget, GiB |": front,
+    "docs/results.md: | model | way |": beside_eager,
 }
 
 
@@ -214,18 +279,27 @@ def h100_bytes() -> Iterator[str]:
             title = ""
 
 
+def h100_predictions() -> Iterator[str]:
+    predicted = h100_section("predicted gpt2")["ms"]
+    named = {"no budget": "none"}
+    named |= {share: f"{b / 1e9:.2f} GB" for share, b in h100_budgets().items()}
+    for share, budget in named.items():
+        both = predicted[share], h100(f"planned, {share}")
+        free = predicted["no budget"], h100("planned, no budget")
+        times = " | ".join(f"{ms:.1f}" for ms in both)
+        slowdowns = (ms / whole for ms, whole in zip(both, free, strict=True))
+        yield f"| {budget} | {times} | {' | '.join(f'{s:.2f}' for s in slowdowns)} |"
+
+
 @pytest.mark.parametrize(
-    ("name", "rows"), [("times", h100_times), ("bytes", h100_bytes)]
+    ("name", "rows"),
+    [("times", h100_times), ("predictions", h100_predictions), ("bytes", h100_bytes)],
 )
 def test_tables_of_a_real_gpu_are_those_of_its_file(name, rows):
     text = page("docs/gpu.md").partition(f"<!-- h100 {name} -->")[2]
     shown, end, _ = text.partition("<!-- h100 end -->")
     assert end
     assert shown.strip().splitlines()[2:] == [*rows()]
-
-
-EARLIER = {"budget", "overhead", "peers", "planner", "pruning", "step", "torch-out"}
-"""Files that an earlier version measured: a page quotes them, and says so."""
 
 
 @pytest.mark.parametrize(
@@ -236,7 +310,13 @@ def test_a_result_file_is_of_this_version(file):
     current = tomllib.loads(page("pyproject.toml"))["project"]["version"]
     named = r"mucudnn-([0-9.]*)|\"mucudnn\": \"([^\"]*)\""
     versions = {a or b for a, b in re.findall(named, file.read_text("utf-8"))}
-    assert (versions == {current}) == (file.stem not in EARLIER)
+    assert versions == {current}
+
+
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_lines_of_a_page_are_rendered_from_their_file(name):
+    _, shown, _ = pages.split_page(page("docs/results.md"), name)
+    assert shown.strip() == pages.lines_of(name)
 
 
 @pytest.mark.parametrize("name", ["results.md", "comparison.md"])

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.one_algorithm import one_algorithm
 from mucudnn.errors import TrainingError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.tensor import Role
@@ -18,6 +17,7 @@ from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.sizes import size_profile
 from mucudnn.runtime.training.stepping import StepResult, known_result
+from tests.one_algorithm import one_algorithm
 from tests.test_executor import LazyCopier
 from tests.training_cases import Epochs, examples, trainer, tuner_of
 

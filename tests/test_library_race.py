@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.gpu import library_kernels
+from bench.gpu import kernels as sections
 from bench.gpu.job import Job
-from bench.one_algorithm import one_algorithm
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS
 from mucudnn.errors import BackendError
@@ -20,6 +19,7 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import LibraryRace
 from mucudnn.runtime.training.trainer import Trainer
 from tests.cuda_emulator import COMPILER
+from tests.one_algorithm import one_algorithm
 from tests.test_cuda_training import stand_in
 from tests.training_cases import SHAPE, examples, tuner_of
 
@@ -197,16 +197,16 @@ def test_a_trace_names_the_library():
 
 
 def test_both_are_timed_on_the_shapes_of_networks(tmp_path, monkeypatch):
-    monkeypatch.setattr(library_kernels, "_NETWORKS", ("alexnet", "lenet"))
+    monkeypatch.setattr(sections, "_NETWORKS", ("alexnet", "lenet"))
     library = Library({"avg_pool", "avg_pool_grad", "lrn", "lrn_grad"}, 0.5)
     job = Job(out=tmp_path, backend_name="cpu", ends=time.monotonic() + 600, batch=1)
     vars(job)["backend"] = backend_of(library)
-    found = library_kernels.library_kernels(job)
+    found = sections.library_kernels(job)
     assert {row["op"] for row in found["rows"]} == set(library.asked)
     assert {row["times_ms"] for row in found["rows"]} == {(1.0, 0.5)}
     assert found["text"] == "other / ours: mean 0.500"
     vars(job)["backend"] = one_algorithm()
-    assert "skipped" in library_kernels.library_kernels(job)
+    assert "skipped" in sections.library_kernels(job)
 
 
 # cuDNN's stand-in, within a whole step.

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from bench.split_height import forecast, really
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.tensor import Role
-from mucudnn.models import get_model
-from mucudnn.models.unet import narrow_unet2d
+from mucudnn.models import get_model, unet2d, unet3d
+from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.split import split_along, split_batch
 from mucudnn.passes.graph.split_axis import along_height, cuttable, interleave_slices
@@ -339,33 +338,13 @@ def test_a_network_without_answers_is_refused():
         up_to_answers(graph)
 
 
-def smooth(dtype="float32"):
-    """A network without a ReLU or a maximum, whose gradients have no jumps."""
-    g = GraphBuilder(dtype=dtype)
-    x = g.input("image", (1, 3, 32, 24))
-    x = g.avg_pool(g.gelu(g.conv(x, 4, 3, padding=1)), 2)
-    x = g.gelu(g.conv(x, 4, 3, padding=2, dilation=2))
-    x = g.conv(g.upsample_nearest(x, 2), 3, 1)
-    label = g.input("label", (1, 32, 24), "int64")
-    return g.build(g.softmax_cross_entropy(x, label))
-
-
-def test_the_bench_says_what_a_step_takes_and_runs_it():
-    """Whatever algorithms were fastest, both are as far from the step in float64."""
-    network = smooth()
-    found = forecast(network, 4, 0.9)
-    assert found["least_in_strips"] <= found["least_whole"] < found["unbounded"]
-    budget = found["unbounded"]
-    strips, ran = really(network, 4, budget, 1, exact=smooth("float64"))
-    assert strips.items() <= ran.items()
-    assert ran["peak_bytes"] <= found["unbounded"]
-    [mine], [whole] = ran["steps"], ran["unsplit"]
-    assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-    assert mine["loss"] == pytest.approx(ran["exact_loss"], rel=1e-6)
-    assert ran["gradient_distance"]["largest"] < 1e-5
-    for distance in ran["distance_from_float64"].values():
-        assert 0 < distance["largest"] < 1e-5
-    assert any("4 strips" in segment for segment in ran["segments"])
+def test_narrow_u_nets_are_the_originals_at_their_width():
+    assert narrow_unet2d(64)(1) == unet2d(1)
+    assert narrow_unet3d(32)(1) == unet3d(1)
+    counts = [narrow_unet2d(width)(1).parameter_count for width in (4, 8, 64)]
+    assert counts == sorted(counts)
+    with pytest.raises(ValueError, match="channels must be at least 1"):
+        narrow_unet3d(0)
 
 
 def test_sides_of_an_image_differ_and_parts_do_not_divide_them():

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.torch import ranks as bench_ranks
 from mucudnn.ir.fleet import Rank
 from mucudnn.passes.load_balancing import share_times
 from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
@@ -195,13 +194,6 @@ def test_sharded_layers_share_one_budget_and_keep_it(size, tmp_path):
         assert planned == eager  # losses and parameters, bit for bit
         assert real <= peak <= found["budget"] < most
         assert found["forecast"] == pytest.approx(most, rel=0.03)
-
-
-@pytest.mark.slow
-def test_the_bench_trains_ranks_that_measure_themselves():
-    found = bench_ranks.run("unet", 3.0)
-    assert sum(found["samples"]) == bench_ranks.BATCH
-    assert found["losses_apart"] < CLOSE
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.one_algorithm import one_algorithm
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
@@ -13,6 +12,7 @@ from mucudnn.models import get_model
 from mucudnn.runtime.profiling.links import mapping_costs
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
+from tests.one_algorithm import one_algorithm
 from tests.training_cases import trainer, tuner_of
 
 STEPS = 3

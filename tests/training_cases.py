@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from bench.one_algorithm import one_algorithm
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
+from tests.one_algorithm import one_algorithm
 
 CLASSES, SHAPE = 3, (2, 6, 6)
 

@@ -11,14 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench.gpu.facts import facts
-from bench.gpu.job import CACHE, Job, Report
-from bench.gpu.keeping import Keeper
-from bench.gpu.store import read_json, write_json
+from bench.gpu.job import CACHE, Job, Keeper, Report, facts, read_json, write_json
 from bench.table import render
 from mucudnn.errors import MucudnnError
-
-__all__ = ["SECONDS", "main"]
 
 SECONDS: Mapping[str, int] = MappingProxyType(
     {

@@ -18,8 +18,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["ARCHIVE", "LOG", "MOST_BYTES", "SUMMARY", "pack", "unpack", "volumes"]
-
 ARCHIVE = "gpu-results.tar.gz"
 SUMMARY = "summary.json"
 LOG = "gpu.log"

@@ -1,5 +1,7 @@
-"""What a user of plain cuDNN gets: the heuristics' first choice that works."""
+"""Convolutions bound to operands: what plain cuDNN chooses, and rivals in turn."""
 
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mucudnn.backends import Backend
@@ -7,8 +9,7 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Numerics
 from mucudnn.runtime.tuning.kernel_timer import operands
-
-__all__ = ["Bound", "first_choice", "from_graph_api", "plan_of"]
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 
 _GRAPH = "eng"
 """Begins the name of every engine of cuDNN's graph API."""
@@ -85,3 +86,42 @@ def plan_of(problem: ConvProblem, algo: str, nbytes: int, parts: int) -> ConvPla
         algo=algo, batch=problem.batch // parts, time_ms=1.0, workspace=nbytes
     )
     return ConvPlan(problem, (step,) * parts)
+
+
+Sampler = Callable[[], float]
+"""One timed run, in ms."""
+
+
+def sampler(backend: Backend, run: Callable[[], Any]) -> Sampler:
+    """Time one run between two events."""
+    device = backend.device
+
+    def sample() -> float:
+        start = device.begin()
+        run()
+        return device.elapsed_ms(start, device.record())
+
+    return sample
+
+
+def in_turn(
+    samplers: Mapping[str, Sampler], rule: StoppingRule, deadline: float
+) -> dict[str, Timing]:
+    """Warm each up, then A B C A B C …; who satisfies the rule drops out.
+
+    A deadline that passes ends it after one round at the earliest.
+    """
+    for sample in samplers.values():
+        sample()
+    taken: dict[str, list[float]] = {name: [] for name in samplers}
+
+    def settled(samples: Sequence[float]) -> bool:
+        return len(samples) >= rule.min_samples and rule.enough(samples)
+
+    going = list(samplers)
+    while going:
+        for name in going:
+            taken[name].append(samplers[name]())
+        late = time.monotonic() >= deadline
+        going = [] if late else [n for n in going if not settled(taken[n])]
+    return {name: Timing.of(samples) for name, samples in taken.items()}

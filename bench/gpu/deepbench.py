@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.gpu.job import RECORDINGS, RULE, Job, Report
-from bench.gpu.store import read_json, write_text
+from bench.gpu.job import RECORDINGS, RULE, Job, Report, read_json, write_text
 from bench.gpu.verdicts import digest, digest_text
 from bench.gpu.work import (
     LIMITS,
@@ -29,8 +28,6 @@ from mucudnn.runtime.store.recordings import write_recording
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.convolutions import Comparison, compare
 from mucudnn.suites import Layer
-
-__all__ = ["FILES", "record", "run"]
 
 FILES = ("comparison-*.json", "deepbench.json", "deepbench.txt", RECORDINGS)
 

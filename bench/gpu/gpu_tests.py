@@ -19,12 +19,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.gpu.facts import facts
-from bench.gpu.job import Job, Report
+from bench.gpu.job import Job, Report, facts, write_json
 from bench.gpu.journal import Journal, import_of
-from bench.gpu.store import write_json
-
-__all__ = ["FILES", "files_with_marker", "run"]
 
 _RESULT, _LOG, _JOURNAL = "tests.json", "tests.log", "tests.jsonl"
 FILES = (_RESULT, _LOG, _JOURNAL)

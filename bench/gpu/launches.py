@@ -5,16 +5,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.gpu.choice import Bound, first_choice, plan_of
+from bench.gpu.choice import Bound, first_choice, in_turn, plan_of, sampler
 from bench.gpu.job import RULE, Job
-from bench.gpu.turns import in_turn, sampler
 from bench.table import render
 from mucudnn.backends import Backend
 from mucudnn.backends.cuda.conv import CudaConv, operands_of, step_operands
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-
-__all__ = ["launches"]
 
 _BATCH = 32
 _ROUNDS = 200

@@ -17,8 +17,6 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
 
-__all__ = ["compared_listings"]
-
 _BATCH = 256
 _SHAPES = (
     ((64, 27, 27), (192, 64, 5, 5), 2),

@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.gpu.deepbench import record
-from bench.gpu.job import RULE, Job, Report
-from bench.gpu.store import read_json
+from bench.gpu.job import RULE, Job, Report, read_json
 from bench.gpu.work import network_layers
 from bench.table import render
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.convolutions import Comparison, compare
 from mucudnn.suites import Layer
-
-__all__ = ["FILES", "run"]
 
 _RESULT = "models.json"
 FILES = (_RESULT,)

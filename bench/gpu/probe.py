@@ -10,20 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from bench.gpu.halves import half_sums
-from bench.gpu.job import Job, Report
-from bench.gpu.kernels import accumulating, first_api
+from bench.gpu.job import Job, Report, write_text
+from bench.gpu.kernels import accumulating, first_api, half_sums, library_kernels
 from bench.gpu.launches import launches
-from bench.gpu.library_kernels import library_kernels
 from bench.gpu.listing import compared_listings
 from bench.gpu.packages import lacking
 from bench.gpu.sections import all_answered, asked
-from bench.gpu.store import write_text
 from mucudnn.backends.cuda.conv import CudaConv
 from mucudnn.backends.cuda.descriptors import LiveSession, describe_device
 from mucudnn.errors import BackendError
-
-__all__ = ["FILES", "run"]
 
 _RESULT = "probe.json"
 DEVICE = "device.json"

@@ -35,8 +35,6 @@ from bench.gpu.sections import UnfinishedError, all_answered, asked
 from bench.gpu.torch_guest import missing
 from bench.table import render
 
-__all__ = ["FILES", "SECTIONS", "run"]
-
 _RESULT, _BUDGETS = "pytorch.json", "pytorch-budgets.json"
 FILES = (_RESULT, _BUDGETS)
 _WORTH_S = 5.0

@@ -1,6 +1,7 @@
-"""The sections of `bench.gpu.pytorch`: functions of a network and a device.
+"""The sections of `bench.gpu.pytorch`, and the trainings that all parts compare.
 
-Each returns its figures and, under `wrong`, a line for everything that must not be.
+A section is a function of a network and a device. It returns its figures and, under
+`wrong`, a line for everything that must not be.
 """
 
 import copy
@@ -10,18 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.store import read_json, write_json
+from bench.gpu.job import read_json, write_json
 from mucudnn.errors import MucudnnError, PlanningError
-
-__all__ = [
-    *("batch_limits", "compiled", "faces", "inductor", "is_traced", "memory"),
-    "numbers",
-    *("sanitized", "sanitizer", "times", "trace"),
-]
 
 _SHARES = (0.9, 0.6, 0.3)
 """Budgets, between the least and what a step needs without one."""
@@ -34,15 +30,219 @@ _RESERVED = 1.02
 Step = Callable[[], Any]
 
 
+@dataclass(frozen=True)
+class Training:
+    """A model in training mode, its loss and a batch, on a device.
+
+    Steps train the model itself; `copied` gives another that begins alike.
+    """
+
+    model: Any
+    loss: Callable[..., Any]
+    batch: tuple[Any, ...]
+    optimizer_of: Callable[[Any], Any]
+
+    def copied(self) -> "Training":
+        """Return the same training with a model of its own."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+    def eager(
+        self,
+        forward: Callable[[Any, Any], Any] | None = None,
+        optimizer_of: Callable[[Any], Any] | None = None,
+    ) -> Step:
+        """Return eager mode's step.
+
+        Args:
+            forward: Of the model and its input; by default the model is called.
+            optimizer_of: Makes another optimizer of the model.
+        """
+        optimizer = (optimizer_of or self.optimizer_of)(self.model)
+        x, *targets = self.batch
+
+        def step() -> Any:
+            y = self.model(x) if forward is None else forward(self.model, x)
+            value = self.loss(y, *targets)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return value.detach()
+
+        return step
+
+    def planned(self, budget: int | None = None) -> "TrainStep":
+        """Return a step that is planned already."""
+        step = self.train_step(budget=budget)
+        step.prepare(*self.batch)
+        return TrainStep(step, self.batch)
+
+    def train_step(self, **settings: Any) -> Any:
+        """Return a `train_step` that is not planned yet."""
+        import mucudnn.torch as mt
+
+        optimizer = self.optimizer_of(self.model)
+        return mt.train_step(self.model, self.loss, optimizer, cache=None, **settings)
+
+    def budgets(self) -> dict[str, int]:
+        """Return budgets between a step's least and what it needs without one.
+
+        Finding them takes two plans. The file `$BUDGETS` keeps them for other sections.
+        """
+        sizes = [tuple(t.shape) for t in (*self.model.parameters(), *self.batch)]
+        key, file = str(sizes), os.environ.get("BUDGETS")
+        known = read_json(Path(file)) if file else {}
+        if key not in known:
+            mine = self.copied()
+            most = mine.planned().plan.peak_bytes
+            known[key] = [least_bytes(lambda: mine.planned(1 << 10)), most]
+            if file:
+                write_json(Path(file), known)
+        least, most = known[key]
+        return {f"{share:.0%}": max(least, int(share * most)) for share in _SHARES}
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A planned step of one batch."""
+
+    step: Any
+    batch: tuple[Any, ...]
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the last step."""
+        return self.step.plan
+
+    def __call__(self) -> Any:
+        """Run one step; return its loss."""
+        return self.step(*self.batch)
+
+
+def training(
+    network: str,
+    device: str,
+    *,
+    small: bool,
+    batch: int | None = None,
+    dropout: float = 0.0,
+    images: int = 64,
+    optimizer_of: Callable[[Any], Any] | None = None,
+) -> Training:
+    """Return the training of a network: `gpt`, `gpt2`, or images of `NETWORKS`.
+
+    Args:
+        network: Its name.
+        device: Where it is.
+        small: Whether it is only rehearsed.
+        batch: Samples in a batch instead of the network's own.
+        dropout: Of a decoder.
+        images: In a batch of any other network than ResNet-50.
+        optimizer_of: Makes the optimizer of a model; AdamW by default.
+    """
+    import torch
+
+    from bench.torch.networks import NETWORKS
+    from bench.torch.zoo import GPTConfig, gpt
+
+    torch.manual_seed(0)
+    optimizer_of = optimizer_of or partial(torch.optim.AdamW, lr=1e-4)
+    if network.startswith("gpt"):
+        layers, width, heads, length, words = (12, 768, 12, 1024, 50257)
+        if small:
+            layers, width, heads, length, words = (1, 32, 2, 16, 64)
+        elif network == "gpt":
+            layers, width, heads, length, words = (4, 256, 4, 256, 4096)
+        config = GPTConfig(layers, width, heads, length, words, dropout)
+        count = batch or (2 if small else 16 if network == "gpt" else 8)
+        found = gpt(count, config)
+        tensors = tuple(tensor.to(device) for tensor in found.batch)
+        model = found.model.to(device)
+        return Training(model, found.loss_fn, tensors, _trained(optimizer_of))
+    count = batch or (2 if small else 256 if network == "resnet50" else images)
+    pixels = 32 if small else 224
+    x = torch.randn(count, 3, pixels, pixels, device=device)
+    y = torch.randint(1000, (count,), device=device)
+    model = NETWORKS["resnet18" if small else network]().train().to(device)
+    loss = torch.nn.functional.cross_entropy
+    return Training(model, loss, (x, y), _trained(optimizer_of))
+
+
+def _trained(optimizer_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda model: optimizer_of(model.parameters())
+
+
+def least_bytes(plan: Callable[[], object]) -> int:
+    """Return the least budget that the refusal of a tiny one names."""
+    try:
+        plan()
+    except PlanningError as e:
+        if e.least_bytes is None:
+            raise
+        return e.least_bytes
+    raise MucudnnError("a step was planned in 1 KiB")
+
+
+def medians(
+    steps: Mapping[str, Step],
+    device: str,
+    rounds: int,
+    deadline: float = float("inf"),
+) -> dict[str, float]:
+    """Return medians in ms of steps that take turns.
+
+    Args:
+        steps: Each is warmed up once.
+        device: `cuda` is waited for.
+        rounds: How often each is timed at most.
+        deadline: `time.monotonic()` that ends them, after one round at the earliest.
+    """
+    import torch
+
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            wait()
+            begun = time.perf_counter()
+            step()
+            wait()
+            if turn:
+                taken[name].append(1e3 * (time.perf_counter() - begun))
+        if turn and time.monotonic() >= deadline:
+            break
+    return {name: statistics.median(ms) for name, ms in taken.items()}
+
+
+def difference(found: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """Return the largest difference relative to a tensor's largest number.
+
+    It is infinite where a number is not finite.
+    """
+    worst = 0.0
+    for ours, theirs in zip(found, wanted, strict=True):
+        off = float((ours.double() - theirs.double()).abs().max())
+        if off != off:
+            return float("inf")
+        worst = max(worst, off / max(1e-30, float(theirs.double().abs().max())))
+    return worst
+
+
+# -- sections
+
+
 def faces(device: str, *, small: bool) -> dict[str, Any]:
     """Run one step by every face, in the settings that users have."""
     import torch
 
     import mucudnn.torch as mt
 
+    def small_gpt() -> Training:
+        torch._dynamo.reset()  # the networks share code, but no sizes
+        return training("gpt", device, small=True)
+
     def trained(**settings: Any) -> None:
-        model, loss, batch = _case("gpt", device, small=True)
-        mt.train_step(model, loss, _adamw(model), cache=None, **settings)(*batch)
+        case = small_gpt()
+        case.train_step(**settings)(*case.batch)
 
     def scaled() -> None:
         scaler = torch.amp.GradScaler(device)
@@ -51,20 +251,20 @@ def faces(device: str, *, small: bool) -> dict[str, Any]:
 
     def compiled() -> None:
         torch._dynamo.reset()
-        model, loss, batch = _case("resnet18", device, small=True)
-        run = torch.compile(model, backend=mt.backend(cache=None))
-        loss(run(batch[0]), batch[1]).backward()
+        case = training("resnet18", device, small=True)
+        run = torch.compile(case.model, backend=mt.backend(cache=None))
+        case.loss(run(case.batch[0]), case.batch[1]).backward()
 
     def studied() -> None:
-        model, loss, batch = _case("gpt", device, small=True)
-        mt.memory(model, loss, batch, _adamw(model)).plan()
+        case = small_gpt()
+        optimizer = case.optimizer_of(case.model)
+        mt.memory(case.model, case.loss, case.batch, optimizer).plan()
 
     def hinted() -> None:
-        torch._dynamo.reset()  # the networks share code, but no sizes
-        model, loss, batch = _case("gpt", device, small=True)
+        case = small_gpt()
         options = {"custom_partitioner_fn": mt.partitioner()}
-        run = torch.compile(model, options=options)
-        loss(run(batch[0]), batch[1]).backward()
+        run = torch.compile(case.model, options=options)
+        case.loss(run(case.batch[0]), case.batch[1]).backward()
 
     found: dict[str, Any] = {}
     named = {
@@ -89,24 +289,21 @@ def numbers(network: str, device: str, *, small: bool) -> dict[str, Any]:
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    model, loss, batch = _case(network, device, small=small)
-    steps = 3 if small else _STEPS
+    case = training(network, device, small=small)
 
-    def state_of(made: Callable[[Any, Any], Step]) -> list[Any]:
-        mine = copy.deepcopy(model)
+    def state_of(made: Callable[[Training], Step]) -> list[Any]:
+        mine = case.copied()
         torch.manual_seed(1)
-        step = made(mine, _adamw(mine))
-        for _ in range(steps):
+        step = made(mine)
+        for _ in range(3 if small else _STEPS):
             step()
-        return [value.double() for value in mine.state_dict().values()]
+        return [value.double() for value in mine.model.state_dict().values()]
 
-    eager = partial(_eager, loss=loss, batch=batch)
-    wanted, again = state_of(eager), state_of(eager)
-    noise = _difference(again, wanted)
+    wanted, again = state_of(Training.eager), state_of(Training.eager)
+    noise = difference(again, wanted)
     found: dict[str, Any] = {"eager_difference": noise, "difference": {}, "wrong": []}
-    for share, budget in _budgets(model, loss, batch).items():
-        made = partial(_planned, loss=loss, batch=batch, budget=budget)
-        off = _difference(state_of(made), wanted)
+    for share, budget in case.budgets().items():
+        off = difference(state_of(partial(Training.planned, budget=budget)), wanted)
         found["difference"][share] = off
         if off > 10 * noise:
             found["wrong"].append(f"at {share} of the memory it differs by {off:.2g}")
@@ -115,9 +312,9 @@ def numbers(network: str, device: str, *, small: bool) -> dict[str, Any]:
 
 def sanitized(device: str, *, small: bool) -> dict[str, Any]:
     """Run steps that offload under PyTorch's sanitizer, which raises at a race."""
-    model, loss, batch = _case("gpt", device, small=small)
-    budget = min(_budgets(model, loss, batch).values())
-    step = _planned(model, _adamw(model), loss=loss, batch=batch, budget=budget)
+    case = training("gpt", device, small=small)
+    budget = min(case.budgets().values())
+    step = case.planned(budget)
     with sanitizer() if device == "cuda" else nullcontext():
         for _ in range(3):
             step()
@@ -169,18 +366,16 @@ def memory(network: str, device: str, *, small: bool) -> dict[str, Any]:
     """Compare what is requested, allocated and reserved with the plan."""
     import torch
 
-    model, loss, batch = _case(network, device, small=small)
+    case = training(network, device, small=small)
     rows, wrong = {}, []
-    budgets = _budgets(model, loss, batch)
-    for share, budget in budgets.items():
+    for share, budget in case.budgets().items():
         gc.collect()  # the copies that were planned before
         if device == "cuda":
             torch.cuda.empty_cache()
-        own = _adamw(model)
-        step = _planned(model, own, loss=loss, batch=batch, budget=budget)
+        step = case.planned(budget)
         for _ in range(3):
             step()
-        plan = step.keywords["planned"].plan  # type: ignore[attr-defined]
+        plan = step.plan
         row = {
             "budget_bytes": budget,
             "planned_bytes": plan.peak_bytes + plan.given_bytes,
@@ -198,7 +393,7 @@ def memory(network: str, device: str, *, small: bool) -> dict[str, Any]:
             if not small and row["reserved_bytes"] > reserved:
                 wrong.append(f"at {share}: more is reserved than planned")
         rows[share] = row
-        del step, own
+        del step, plan
         gc.collect()
     return {"budgets": rows, "wrong": wrong}
 
@@ -212,10 +407,9 @@ def batch_limits(network: str, device: str, *, small: bool) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(limit / whole)
 
-    def fits(made: Callable[..., Step], batch_size: int) -> bool:
+    def fits(made: Callable[[Training], Step], batch: int) -> bool:
         try:
-            model, loss, batch = _case(network, device, small=small, batch=batch_size)
-            step = made(model, _adamw(model), loss=loss, batch=batch)
+            step = made(training(network, device, small=small, batch=batch))
             step(), step()
         except (torch.OutOfMemoryError, PlanningError):
             return False
@@ -225,16 +419,15 @@ def batch_limits(network: str, device: str, *, small: bool) -> dict[str, Any]:
                 torch.cuda.empty_cache()
         return True
 
-    def largest(made: Callable[..., Step], most: int) -> int:
+    def largest(made: Callable[[Training], Step]) -> int:
         low, size = 0, 1
-        while size <= most and fits(made, size):
+        while size <= (2 if small else 4096) and fits(made, size):
             low, size = size, 2 * size
         return low
 
-    most = 2 if small else 4096
-    ours = partial(_planned, budget=int(0.9 * limit))
-    found = {"limit_bytes": limit, "eager": largest(_eager, most)}
-    return {**found, "planned": largest(ours, most)}
+    ours = partial(Training.planned, budget=int(0.9 * limit))
+    eager = largest(Training.eager)
+    return {"limit_bytes": limit, "eager": eager, "planned": largest(ours)}
 
 
 def times(network: str, device: str, *, small: bool) -> dict[str, Any]:
@@ -242,40 +435,29 @@ def times(network: str, device: str, *, small: bool) -> dict[str, Any]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    model, loss, batch = _case(network, device, small=small)
-    x, *targets = batch
+    case = training(network, device, small=small)
 
-    def loop(made: Any, forward: Callable[[Any], Any], **options: Any) -> Step:
-        mine = copy.deepcopy(made)
-        own = torch.optim.AdamW(mine.parameters(), 1e-4, **options)
+    def adamw(**options: Any) -> Callable[[Any], Any]:
+        return lambda model: torch.optim.AdamW(model.parameters(), 1e-4, **options)
 
-        def step() -> Any:
-            value = loss(forward(mine), *targets)
-            value.backward()
-            own.step()
-            own.zero_grad()
-            return value.detach()
-
-        return step
-
-    def on_host(mine: Any) -> Any:
+    def on_host(model: Any, x: Any) -> Any:
         with torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"):
-            return mine(x)
+            return model(x)
 
-    steps = {
-        "eager, foreach": loop(model, lambda m: m(x), foreach=True),
-        "eager, fused": loop(model, lambda m: m(x), fused=True),
-        "checkpoint": loop(model, lambda m: checkpoint(m, x, use_reentrant=False)),
-        "save_on_cpu": loop(model, on_host),
+    again = partial(checkpoint, use_reentrant=False)
+    steps: dict[str, Step] = {
+        "eager, foreach": case.copied().eager(None, adamw(foreach=True)),
+        "eager, fused": case.copied().eager(None, adamw(fused=True)),
+        "checkpoint": case.copied().eager(again),
+        "save_on_cpu": case.copied().eager(on_host),
     }
     if not small:
-        fast = torch.compile(model)
-        steps["torch.compile"] = loop(model, lambda m: fast(x))
-    for share, budget in {"no budget": None, **_budgets(model, loss, batch)}.items():
-        mine = copy.deepcopy(model)
-        made = partial(_planned, loss=loss, batch=batch, budget=budget)
-        steps[f"planned, {share}"] = made(mine, _adamw(mine))
-    return {"ms": _medians(steps, device, 2 if small else _ROUNDS)}
+        mine = case.copied()
+        compiled = replace(mine, model=torch.compile(mine.model))
+        steps["torch.compile"] = compiled.eager()
+    for share, budget in {"no budget": None, **case.budgets()}.items():
+        steps[f"planned, {share}"] = case.copied().planned(budget)
+    return {"ms": medians(steps, device, 2 if small else _ROUNDS)}
 
 
 def trace(network: str, device: str, *, small: bool) -> dict[str, Any]:
@@ -283,9 +465,8 @@ def trace(network: str, device: str, *, small: bool) -> dict[str, Any]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    model, loss, batch = _case(network, device, small=small)
-    budget = min(_budgets(model, loss, batch).values())
-    step = _planned(model, _adamw(model), loss=loss, batch=batch, budget=budget)
+    case = training(network, device, small=small)
+    step = case.planned(min(case.budgets().values()))
     step(), step()
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if device == "cuda" else []
@@ -320,193 +501,58 @@ def inductor(network: str, device: str, *, small: bool) -> dict[str, Any]:
 
     if small:
         return {"left_out": "Inductor compiles for minutes"}
-    model, loss, batch = _case(network, device, small=small)
-    x, *targets = batch
+    case = training(network, device, small=small)
+    x, *targets = case.batch
     steps, peaks = {}, {}
-    budgets = {"no budget": None, **_budgets(model, loss, batch)}
-    for share, budget in budgets.items():
+    hints = {
+        f"{share}, with hints": {"custom_partitioner_fn": mt.partitioner(budget=budget)}
+        for share, budget in {"no budget": None, **case.budgets()}.items()
+    }
+    for name, options in {**hints, "no budget, without": {}}.items():
         torch._dynamo.reset()
-        options = {"custom_partitioner_fn": mt.partitioner(budget=budget)}
-        for name, given in (("with hints", options), ("without", {})):
-            if name == "without" and budget is not None:
-                continue
-            run = torch.compile(copy.deepcopy(model), options=given)
+        run = torch.compile(case.copied().model, options=options)
 
-            def step(run: Any = run) -> None:
-                loss(run(x), *targets).backward()
+        def step(run: Any = run) -> None:
+            case.loss(run(x), *targets).backward()
 
-            step()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            steps[f"{share}, {name}"] = step
-            peaks[f"{share}, {name}"] = torch.cuda.max_memory_allocated()
-    return {"ms": _medians(steps, device, _ROUNDS), "allocated_bytes": peaks}
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        steps[name] = step
+        peaks[name] = torch.cuda.max_memory_allocated()
+    return {"ms": medians(steps, device, _ROUNDS), "allocated_bytes": peaks}
 
 
 def compiled(network: str, device: str, *, small: bool) -> dict[str, Any]:
-    """Compare planned steps of Inductor's kernels with `torch.compile`, with SGD."""
+    """Compare planned steps of Inductor's kernels with `torch.compile`."""
     import torch
-
-    import mucudnn.torch as mt
 
     if small:
         return {"left_out": "Inductor compiles for minutes"}
-    model, loss, batch = _case(network, device, small=small)
-    x, *targets = batch
-    steps: dict[str, Callable[[], Any]] = {}
+    case = training(network, device, small=small)
+    steps: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
     expected: list[Any] = []
     for name in ("torch.compile", "no budget", "75%", "50%"):
-        mine = copy.deepcopy(model)
-        own = torch.optim.SGD(mine.parameters(), 1e-3)
-        rows[name] = row = {}
+        mine, rows[name] = case.copied(), {}
         if name == "torch.compile":
-            run = torch.compile(mine)
-
-            def step(run: Any = run, own: Any = own) -> None:
-                own.zero_grad()
-                loss(run(x), *targets).backward()
-                own.step()
-
+            run = torch.compile(mine.model)
+            steps[name] = mine.eager(lambda _, x, run=run: run(x))
         else:
             budget = None if name == "no budget" else name
-            planned = mt.train_step(mine, loss, own, budget=budget, inductor=True)
-            row["planned_bytes"] = planned.prepare(*batch).peak_bytes
-
-            def step(planned: Any = planned) -> None:
-                planned(*batch)
-
+            planned = mine.train_step(budget=budget, inductor=True)
+            rows[name]["planned_bytes"] = planned.prepare(*case.batch).peak_bytes
+            steps[name] = partial(planned, *case.batch)
         for _ in range(3):
-            step()
-        state = [value.cpu() for value in mine.state_dict().values()]
+            steps[name]()
+        state = [value.cpu() for value in mine.model.state_dict().values()]
         expected = expected or state
-        row["equal"] = all(map(torch.equal, state, expected))
+        rows[name]["equal"] = all(map(torch.equal, state, expected))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step()
-        row["added_bytes"] = torch.cuda.max_memory_allocated() - before
-        steps[name] = step
-    return {"ms": _medians(steps, device, _ROUNDS), "steps": rows}
-
-
-# -- steps
-
-
-def _case(
-    network: str, device: str, *, small: bool, batch: int | None = None
-) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Return a model in training mode, its loss and a batch, on the device."""
-    import torch
-
-    from bench.step_torch import NETWORKS
-    from bench.torch.zoo import GPTConfig, gpt
-
-    torch.manual_seed(0)
-    if network.startswith("gpt"):
-        layers, width, heads, length, words = (12, 768, 12, 1024, 50257)
-        if small:
-            layers, width, heads, length, words = (1, 32, 2, 16, 64)
-        elif network == "gpt":
-            layers, width, heads, length, words = (4, 256, 4, 256, 4096)
-        config = GPTConfig(layers, width, heads, length, words, dropout=0.0)
-        count = batch or (2 if small else 16 if network == "gpt" else 8)
-        found = gpt(count, config)
-        tensors = tuple(tensor.to(device) for tensor in found.batch)
-        return found.model.to(device), found.loss_fn, tensors
-    count = batch or (2 if small else 256 if network == "resnet50" else 64)
-    pixels = 32 if small else 224
-    x = torch.randn(count, 3, pixels, pixels, device=device)
-    y = torch.randint(1000, (count,), device=device)
-    model = NETWORKS["resnet18" if small else network]().train().to(device)
-    return model, torch.nn.functional.cross_entropy, (x, y)
-
-
-def _adamw(model: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(model.parameters(), 1e-4)
-
-
-def _eager(model: Any, optimizer: Any, *, loss: Any, batch: Any) -> Step:
-    x, *targets = batch
-
-    def step() -> Any:
-        value = loss(model(x), *targets)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return value.detach()
-
-    return step
-
-
-def _planned(
-    model: Any, optimizer: Any, *, loss: Any, batch: Any, budget: int | None
-) -> Step:
-    import mucudnn.torch as mt
-
-    step = mt.train_step(model, loss, optimizer, budget=budget, cache=None)
-    step.prepare(*batch)
-    return partial(_run, planned=step, batch=batch)
-
-
-def _run(*, planned: Any, batch: Any) -> Any:
-    return planned(*batch)
-
-
-def _budgets(model: Any, loss: Any, batch: Any) -> dict[str, int]:
-    """Return budgets between a step's least and what it needs without one.
-
-    Finding them takes two plans. The file `$BUDGETS` keeps them for other sections.
-    """
-    import mucudnn.torch as mt
-
-    sizes = [tuple(t.shape) for t in (*model.parameters(), *batch)]
-    key, file = str(sizes), os.environ.get("BUDGETS")
-    known = read_json(Path(file)) if file else {}
-    if key not in known:
-        mine = copy.deepcopy(model)
-        made = partial(mt.train_step, mine, loss, _adamw(mine), cache=None)
-        most = made().prepare(*batch).peak_bytes
-        try:
-            made(budget="1KiB").prepare(*batch)
-        except PlanningError as e:
-            if e.least_bytes is None:
-                raise
-            known[key] = [e.least_bytes, most]
-        else:
-            raise MucudnnError("a step was planned in 1 KiB")
-        if file:
-            write_json(Path(file), known)
-    least, most = known[key]
-    return {f"{share:.0%}": max(least, int(share * most)) for share in _SHARES}
-
-
-def _medians(steps: Mapping[str, Step], device: str, rounds: int) -> dict[str, float]:
-    """Return medians in ms of steps that take turns."""
-    import torch
-
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            begun = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if turn:  # the first one warms up
-                taken[name].append(1e3 * (time.perf_counter() - begun))
-    return {name: statistics.median(ms) for name, ms in taken.items()}
-
-
-def _difference(found: list[Any], wanted: list[Any]) -> float:
-    """Return the largest difference relative to a tensor's largest number."""
-    worst = 0.0
-    for mine, theirs in zip(found, wanted, strict=True):
-        off = float((mine - theirs).abs().max())
-        if off != off:
-            return float("inf")
-        worst = max(worst, off / max(1e-30, float(theirs.abs().max())))
-    return worst
+        steps[name]()
+        rows[name]["added_bytes"] = torch.cuda.max_memory_allocated() - before
+    return {"ms": medians(steps, device, _ROUNDS), "steps": rows}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -14,8 +14,6 @@ import pytest
 
 from bench.gpu.journal import Journal, import_of
 
-__all__ = ["Remember", "pytest_addoption", "pytest_configure"]
-
 _MESSAGE = 2000
 
 

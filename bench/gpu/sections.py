@@ -9,11 +9,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from bench.gpu.job import Job
-from bench.gpu.store import read_json
+from bench.gpu.job import Job, read_json
 from mucudnn.errors import MucudnnError
-
-__all__ = ["Ask", "UnfinishedError", "all_answered", "asked"]
 
 Ask = Callable[[], Mapping[str, Any]]
 

@@ -16,15 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.job import Job, Report
+from bench.gpu.job import Job, Report, read_json
 from bench.gpu.sections import UnfinishedError, all_answered, asked
-from bench.gpu.step_rivals import Case
-from bench.gpu.store import read_json
+from bench.gpu.step_section import Case
 from bench.gpu.torch_guest import missing
 from bench.table import render
 from mucudnn.errors import BackendError
-
-__all__ = ["FILES", "SECTIONS", "run"]
 
 _RESULT = "steps.json"
 _PART = "steps-section.json"

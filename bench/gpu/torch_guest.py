@@ -9,17 +9,24 @@ beside what was planned, and times that take turns. Those without a limit come f
 PyTorch's algorithms are the deterministic ones wherever it has them, for both.
 """
 
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bench.gpu.job import Job, Report
+from bench.gpu.pytorch_steps import (
+    Step,
+    Training,
+    difference,
+    least_bytes,
+    medians,
+    training,
+)
 from bench.gpu.sections import all_answered, asked
-from bench.gpu.torch_guest_steps import Guest, Sizes
 from bench.table import render
-
-__all__ = ["FILES", "SECTIONS", "missing", "run"]
 
 _RESULT = "torch.json"
 FILES = (_RESULT,)
@@ -34,6 +41,7 @@ SECTIONS = tuple(
 
 _WORTH_S = 2.0
 _DEVICES = {"cuda": "cuda", "cpu": "cpu"}
+_STEPS, _ROUNDS = 3, 10
 _PEAK = 1.05
 """Of the planned bytes: what the allocator may have in use, which rounds up."""
 
@@ -79,9 +87,101 @@ def missing(backend_name: str) -> str | None:
 
 
 def _answer(job: Job, network: str, way: str, limited: bool) -> dict[str, Any]:
-    sizes = Sizes.small(job.batch) if job.layers else Sizes.of(job.batch)
+    """Compare a planned step with eager mode's: numbers, bytes and times."""
+    import torch
+
     device = _DEVICES[job.backend_name.partition(":")[0]]
-    return Guest(network, way, sizes, device).measured(limited, job.deadline)
+    case = training(
+        network,
+        device,
+        small=bool(job.layers),
+        batch=job.batch,
+        dropout=0.1,
+        images=32,
+        optimizer_of=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    )
+    ways: Mapping[str, Callable[[Training, int | None], Any]] = {
+        "train_step": Training.planned,
+        "backend": _Backend,
+    }
+    planned = ways[way]
+    budget = None
+    if limited:
+        full = planned(case.copied(), None)
+        full()
+        least = least_bytes(lambda: planned(case.copied(), 1 << 10)())
+        budget = (full.plan.peak_bytes + least) // 2
+    cases = [case.copied() for _ in range(3)]
+    eager, again = (one.eager() for one in cases[:2])
+    ours = planned(cases[2], budget)
+    wanted, twice, found = map(_states, cases, (eager, again, ours))
+    return {
+        "difference": difference(found, wanted),
+        "eager_difference": difference(twice, wanted),
+        "eager_repeats": difference(twice, wanted) == 0,
+        "budget_bytes": budget,
+        "planned_bytes": ours.plan.peak_bytes - ours.plan.resident_bytes,
+        "peak_bytes": _peak(ours, device),
+        "eager_bytes": _peak(eager, device),
+        "resident_bytes": ours.plan.resident_bytes,
+        **medians({"ms": ours, "eager_ms": eager}, device, _ROUNDS, job.deadline),
+        "predicted_slowdown": ours.plan.slowdown,
+    }
+
+
+class _Backend:
+    """A step under `torch.compile` with our backend; its update is eager."""
+
+    def __init__(self, case: Training, budget: int | None) -> None:
+        import torch
+
+        import mucudnn.torch as mt
+
+        def loss_of(x: Any, *targets: Any) -> Any:
+            return case.loss(case.model(x), *targets)
+
+        torch._dynamo.reset()
+        self._backend = mt.backend(budget=budget, cache=None)
+        compiled = torch.compile(loss_of, backend=self._backend, fullgraph=True)
+        whole = replace(case, loss=lambda value, *targets: value)
+        self._step = whole.eager(lambda model, x: compiled(*case.batch))
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the last step."""
+        return self._backend.plans[-1]
+
+    def __call__(self) -> Any:
+        """Run one step; return its loss."""
+        return self._step()
+
+
+def _states(case: Training, step: Step) -> list[Any]:
+    """Return losses of some steps, and what the model holds after them."""
+    import torch
+
+    torch.manual_seed(1)
+    losses = [step().clone() for _ in range(_STEPS)]
+    return [*losses, *(value.clone() for value in case.model.state_dict().values())]
+
+
+def _peak(step: Step, device: str) -> int:
+    """Return the allocator's bytes that a step takes beyond what is there."""
+    import torch
+
+    if device == "cpu":
+        from bench.torch.peak import real_peak
+
+        return real_peak(step)
+    cuda = torch.cuda
+    gc.collect()
+    cuda.synchronize()
+    cuda.reset_peak_memory_stats()
+    before: int = cuda.memory_allocated()
+    step()
+    cuda.synchronize()
+    most: int = cuda.max_memory_allocated()
+    return most - before
 
 
 def _device_works(job: Job) -> bool:

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.store import read_json
+from bench.gpu.job import read_json
 from bench.gpu.work import LIMITS, Stage
 from bench.table import render
-
-__all__ = ["digest", "digest_text", "geomean"]
 
 _AIMED_STAGE = ("tf32", "NCHW")
 _AIMED_LIMIT = 64 << 20

@@ -8,16 +8,6 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.studies.convolutions import in_directions
 from mucudnn.suites import Layer, load_suite
 
-__all__ = [
-    "LIMITS",
-    "STAGES",
-    "Stage",
-    "deepbench_layers",
-    "key_of",
-    "network_layers",
-    "recording_name",
-]
-
 MIB = 1 << 20
 LIMITS = tuple(mib * MIB for mib in (8, 64, 128, 256, 512))
 """Bytes of workspace."""

@@ -11,16 +11,16 @@ from typing import Any
 
 from bench.papers import tsplit
 from bench.papers.capacity import GIB, bytes_an_image, deepest, largest_batch
-from bench.papers.models import MODELS
+from bench.papers.networks import MODELS
 from bench.papers.out_of_core import DEVICES, windows_on
 from bench.papers.planner import plan_all
-from bench.papers.published import Figure, figures
-from bench.papers.published_speeds import speeds
+from bench.papers.published import Figure, figures, speeds
 from bench.papers.reach import planned_batch, planned_depth
 from bench.papers.report import table
 from bench.papers.superneurons import MIB, row
-from bench.papers.vdnn import Usage, account
-from bench.papers.vdnn_networks import (
+from bench.papers.vdnn import (
+    Usage,
+    account,
     alexnet_one_tower,
     alexnet_wide,
     googlenet,

@@ -8,10 +8,7 @@ from collections.abc import Callable
 
 from bench.papers.layers import FLOAT, Network
 from bench.papers.networks import resnet
-from bench.papers.route import route
-from bench.papers.superneurons import TECHNIQUES, curve
-
-__all__ = ["GIB", "bytes_an_image", "deepest", "largest_batch", "needed"]
+from bench.papers.superneurons import TECHNIQUES, curve, route
 
 GIB = 1 << 30
 STATIC = 3 * FLOAT

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 from bench.papers.capacity import BASELINE, GIB, needed
 from bench.papers.layers import FLOAT, Network
-from bench.papers.models import MODELS, of_library
-from bench.papers.vdnn import account
-from bench.papers.vdnn_networks import alexnet_one_tower, googlenet, overfeat, vgg
-
-__all__ = ["SUPERNEURONS", "VDNN", "Case", "cases", "name_of"]
+from bench.papers.networks import MODELS, of_library
+from bench.papers.vdnn import account, alexnet_one_tower, googlenet, overfeat, vgg
 
 SUPERNEURONS = "SuperNeurons"
 VDNN = "vDNN"

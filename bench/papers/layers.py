@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["FLOAT", "Kind", "Layer", "LayerBuilder", "Network", "Shape"]
-
 FLOAT = 4
 """Bytes of a value: both papers train in single precision."""
 
@@ -31,7 +29,6 @@ class Kind(enum.Enum):
     BN = "bn"
     LRN = "lrn"
     DROPOUT = "dropout"
-    PADDING = "padding"
     SOFTMAX = "softmax"
     FORK = "fork"
     JOIN = "join"

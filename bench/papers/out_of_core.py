@@ -15,8 +15,6 @@ from bench.papers.superneurons import MIB
 from mucudnn.ir.devices import get_device
 from mucudnn.passes.residency import PLANNED
 
-__all__ = ["BATCH", "DEVICES", "HAYAKAWA", "THEIRS", "TRIED", "windows_on"]
-
 HAYAKAWA = "Hayakawa & Narihira"
 BATCH = 1440
 DEVICES = ("v100_pcie", "v100_nvlink")

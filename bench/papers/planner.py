@@ -22,8 +22,6 @@ from mucudnn.passes.residency import PLANNED
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.studies.memory_results import StepSpec
 
-__all__ = ["Estimated", "estimated", "plan", "plan_all", "unfused_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Estimated:

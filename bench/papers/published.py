@@ -9,18 +9,23 @@ Most are counted by the paper's rules. Times, and what depends on them, have no 
 rules: those are estimates of steps in which every byte is counted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bench.papers.capacity import BASELINE, GIB, needed
 from bench.papers.cases import SUPERNEURONS, VDNN, name_of
 from bench.papers.networks import BLOCKS, alexnet, resnet
+from bench.papers.out_of_core import BATCH, HAYAKAWA, THEIRS
 from bench.papers.superneurons import row
-from bench.papers.vdnn import Account, account
-from bench.papers.vdnn_networks import alexnet_one_tower, googlenet, overfeat, vgg
-
-__all__ = ["EVERY_BYTE", "FOUND", "RULES", "Figure", "figures"]
+from bench.papers.vdnn import (
+    Account,
+    account,
+    alexnet_one_tower,
+    googlenet,
+    overfeat,
+    vgg,
+)
 
 FOUND, VERIFIED = "F", "V"
 TOLERANCE = 1e-3
@@ -197,3 +202,60 @@ def _saving(name: str, percent: float, ours: Account, network: str) -> Figure:
 def _features(name: str, percent: float, ours: Account) -> Figure:
     what = f"{name}: feature extraction's share of the baseline"
     return _found(what, "%", percent, 100 * ours.feature_share, UNEXPLAINED)
+
+
+_VGG = name_of(VDNN, "VGG-16", 256, "12 GiB")
+_ROOFLINE = (
+    "estimated from data sheets: the shares of peaks that kernels reach are assumed, "
+    "and so are the algorithms that stand for cuDNN 4's"
+)
+_DEVICE = "the paper's device, link and precision were not verified"
+
+
+def speeds(
+    planner: Iterable[Mapping[str, Any]], out_of_core: Iterable[Mapping[str, Any]]
+) -> list[Figure]:
+    """All of them, by the papers' own techniques as the library has them.
+
+    Args:
+        planner: Of `planner.plan_all`.
+        out_of_core: Of `out_of_core.windows_on`, one a device.
+    """
+    made = [
+        _loss(row) for row in planner if row["name"] == _VGG and row["theirs"]["fits"]
+    ]
+    rows = list(out_of_core)
+    made += [_times_in_core(row) for row in rows[:1]]
+    return made + [_speed(row) for row in rows]
+
+
+def _loss(row: Mapping[str, Any]) -> Figure:
+    slowdown = row["theirs"]["slowdown"]
+    return Figure(
+        VDNN, "VGG-16 (256), vDNN_dyn in 12 GiB: speed lost against an oracle", "%", 18,
+        100 * (1 - 1 / slowdown), FOUND, reason=_ROOFLINE, counted=EVERY_BYTE, at=_VGG,
+    )  # fmt: skip
+
+
+def _times_in_core(row: Mapping[str, Any]) -> Figure:
+    return Figure(
+        HAYAKAWA, f"ResNet-50, batch {BATCH}: times the largest in core", "", 7.5,
+        row["times_in_core"], FOUND,
+        reason=f"{row['in_core_batch']} images fit 16 GiB, in single precision; "
+        f"{_DEVICE}",
+        counted=EVERY_BYTE, at=row["name"],
+    )  # fmt: skip
+
+
+def _speed(row: Mapping[str, Any]) -> Figure:
+    """By windows that know no times; 0 where that does not fit."""
+    (theirs,) = (
+        one for one in row["techniques"] if (one["policy"], one["asked"]) == THEIRS
+    )
+    return Figure(
+        HAYAKAWA, f"ResNet-50, batch {BATCH}: of the speed in core, {row['title']}",
+        "%", 55, 100 * theirs["speed"], FOUND,
+        reason=f"{row['planned']['speed']:.0%} by our planner; estimated, at "
+        f"{row['link_gb_per_s']:g} GB/s a direction; {_DEVICE}",
+        counted=EVERY_BYTE, at=row["name"],
+    )  # fmt: skip

@@ -7,14 +7,12 @@ workspace as it is; what the largest batch costs in time is planned as all else 
 from typing import Any
 
 from bench.papers.capacity import GIB
-from bench.papers.models import MODELS, of_library
+from bench.papers.networks import MODELS, of_library
 from bench.papers.planner import estimated, unfused_step
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.plan_step import largest_batch_within, minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PLANNED
-
-__all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]
 
 DEEPEST = 1000
 """Blocks in the third stage at which the search for the deepest ResNet ends."""

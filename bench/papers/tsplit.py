@@ -11,15 +11,19 @@ from collections.abc import Callable
 from time import process_time
 from typing import Any
 
+from bench.papers.capacity import GIB
 from bench.papers.reach import batch_within
-from bench.split_steps import GIB, step
 from bench.table import render
 from mucudnn.errors import PlanningError
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.updates import with_updates
+from mucudnn.passes.planning.cutting import SplitStep
 from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import plan_splitting
-
-__all__ = ["run", "table"]
 
 DEVICE, BUDGET = "k40c", 12 * GIB
 RIVAL = "superneurons"
@@ -64,7 +68,7 @@ def _scale(model: str, image: int, first: float) -> dict[str, Any]:
         begun, batch = process_time(), int(times * most)
         row: dict[str, Any] = {"times": times, "batch": batch}
         try:
-            chosen = plan_splitting(step(model, batch, BUDGET, DEVICE)).chosen
+            chosen = plan_splitting(_step(model, batch)).chosen
         except PlanningError as error:
             tried.append(row | {"images_per_s": 0.0, "error": str(error)})
             return False
@@ -99,10 +103,20 @@ def _largest(kept: Callable[[float], bool], first: int) -> float:
 
 def _of_rival(model: str, batch: int) -> float:
     """Images a second of the rival's policy, under our simulator."""
-    whole = step(model, batch, BUDGET, DEVICE)
+    whole = _step(model, batch)
     graph = whole.complete(whole.graph)
     profile = whole.costs(graph)
     if profile is None:
         raise RuntimeError(f"{model} has no costs on {DEVICE}")
     plan = plan_step(StepRequest(graph, profile, budget=BUDGET, policy=RIVAL))
     return 1e3 * batch / plan.prediction.step_ms
+
+
+def _step(model: str, batch: int) -> SplitStep:
+    """Return a step with momentum under the budget, estimated for the device."""
+    return SplitStep(
+        training_graph(get_model(model)(batch)),
+        lambda graph: with_updates(graph, Momentum()),
+        lambda graph: estimate(graph, DEVICE),
+        lambda graph, profile: StepRequest(graph, profile, budget=BUDGET),
+    )

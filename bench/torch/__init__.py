@@ -9,8 +9,6 @@ from typing import Any
 
 from bench.table import render
 
-__all__ = ["NETWORKS", "beside", "run", "table"]
-
 NETWORKS = ("resnet18", "resnet50", "gpt", "mobilenet_v3_small", "unet")
 
 _MIB = 1 << 20

@@ -25,8 +25,6 @@ from mucudnn.errors import PlanningError
 from mucudnn.torch import CompileBackend
 from mucudnn.torch.plan_program import PlanOptions
 
-__all__ = ["KNOB", "compare"]
-
 KNOB = (1.0, 0.5, 0.2, 0.1, 0.0)
 _SHARES = (0.5, 0.0)
 """Of ours: between the least budget and what is needed without one."""

@@ -17,8 +17,6 @@ from mucudnn.torch.costs.measure import call_key, measured
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Layout, Lowered
 
-__all__ = ["EagerTimes", "NodeTable"]
-
 
 class NodeTable:
     """Times by operation, operands and constants; each is measured once."""

@@ -6,8 +6,6 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["real_peak"]
-
 
 def real_peak(call: Callable[[], object]) -> int:
     """The most bytes that a call has allocated at once, beyond what was there."""

@@ -11,8 +11,6 @@ from typing import Any
 from bench.memory_picture import CHART, panels
 from mucudnn.report.svg import Frame, Markup, Scale, bytes_axis, drawing, marker, tag
 
-__all__ = ["charts", "picture"]
-
 _OURS = "ours"
 _WAYS = (_OURS, "activation_memory_budget", "checkpoint_sequential", "save_on_cpu")
 _SHOWN = {"resnet50": "ResNet-50", "gpt": "GPT", "unet": "U-Net"}

@@ -29,8 +29,6 @@ from torch.utils.checkpoint import checkpoint_sequential
 from bench.torch.nodes import NodeTable
 from bench.torch.zoo import Case
 
-__all__ = ["HostSaved", "Partitioned", "WithLoss", "checkpointed"]
-
 
 class WithLoss(nn.Module):  # type: ignore[misc]  # torch has no types here
     """A case as a function of its batch."""

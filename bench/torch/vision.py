@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["timm_model", "torchvision_model", "vision_transformer"]
-
 _REGISTRATIONS = (
     "torchvision._autograd_registrations",
     "torchvision._meta_registrations",

@@ -73,8 +73,10 @@ def evaluate(source, args):
         for word in words
         if word not in given
     }
-    names = {word: Pointer(v) if isinstance(v, torch.Tensor) else v
-             for word, v in given.items()}
+    names = {
+        word: Pointer(v) if isinstance(v, torch.Tensor) else v
+        for word, v in given.items()
+    }
     space = {
         "tl": Language(),
         "libdevice": Elementwise(),
@@ -121,10 +123,14 @@ class Language:
         torch.float16, torch.bfloat16, torch.float32, torch.float64,
     )  # fmt: skip
     range = staticmethod(range)
-    where = staticmethod(lambda c, a, b: torch.where(
-        c, *(torch.as_tensor(v, dtype=_type_of(a, b)) for v in (a, b))
-    ))
-    full = staticmethod(lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
+    where = staticmethod(
+        lambda c, a, b: torch.where(
+            c, *(torch.as_tensor(v, dtype=_type_of(a, b)) for v in (a, b))
+        )
+    )
+    full = staticmethod(
+        lambda shape, value, dtype: torch.full(shape, value, dtype=dtype)
+    )
     arange = staticmethod(torch.arange)
     broadcast_to = staticmethod(torch.broadcast_to)
     sum = staticmethod(lambda x, dim: x.sum(dim, dtype=x.dtype))
@@ -175,7 +181,7 @@ class Language:
     @staticmethod
     def rand(seed, offset):
         mixed = (offset.long() * 2654435761 + seed.long() % 1000003) % 4294967291
-        return ((mixed * 48271 % 2147483647).to(torch.float32) / 2147483648.0)
+        return (mixed * 48271 % 2147483647).to(torch.float32) / 2147483648.0
 
 
 def _type_of(*values):

@@ -232,7 +232,9 @@ def compile_joint(
             nodes = forward.graph.find_nodes(op="placeholder")
             fakes = [n.meta["val"] for n in nodes]
             outputs = _names(output.args[0])
-            with _aligned(v for n, v in zip(nodes, fakes, strict=True) if n.name in owned):
+            with _aligned(
+                v for n, v in zip(nodes, fakes, strict=True) if n.name in owned
+            ):
                 first = compile_fx_inner(forward, fakes, static_input_idxs=list(static))
             forward_half = _half(first, forward, outputs)
             # Inductor chooses strides of saved values; the backward half is compiled

@@ -1,12 +1,10 @@
-"""The networks of `bench.step` in PyTorch: the same layers, the same updates."""
+"""Networks of the library in PyTorch: the same layers, written by hand."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-__all__ = ["NETWORKS", "step"]
 
 
 def alexnet_owt() -> nn.Module:
@@ -143,19 +141,3 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": resnet50,
     "unet2d": _UNet,
 }
-
-
-def step(name: str, images: Any, labels: Any) -> Callable[[], object]:
-    """A training step with momentum, as a call without arguments."""
-    network = NETWORKS[name]().train()
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
-    x, y = torch.from_numpy(images), torch.from_numpy(labels)
-
-    def run() -> object:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(network(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return run

@@ -1,15 +1,11 @@
 """Small PyTorch networks that ranks train together; PyTorch is imported when asked."""
 
-from typing import Any
 
-__all__ = ["NETWORKS"]
-
-
-def block_of(nn: Any) -> Any:
+def block_of(nn):
     """Two convolutions and a shortcut, batch norm after each convolution."""
 
-    class Block(nn.Module):  # type: ignore[misc]
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    class Block(nn.Module):
+        def __init__(self, inputs, outputs, stride):
             super().__init__()
             self.a = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
             self.an = nn.BatchNorm2d(outputs)
@@ -22,14 +18,14 @@ def block_of(nn: Any) -> Any:
                     nn.BatchNorm2d(outputs),
                 )
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             y = self.bn(self.b(self.an(self.a(x)).relu()))
             return (y + self.down(x)).relu()
 
     return Block
 
 
-def residual_net() -> Any:
+def residual_net():
     """As ResNet-18 is built."""
     from torch import nn
 
@@ -41,7 +37,7 @@ def residual_net() -> Any:
     )
 
 
-def resnet18() -> Any:
+def resnet18():
     """The network itself, for 5 classes."""
     from torch import nn
 
@@ -57,25 +53,25 @@ def resnet18() -> Any:
     )
 
 
-def u_net() -> Any:
+def u_net():
     """Down, up again, and what was there before beside it."""
     import torch
     from torch import nn
 
-    def twice(inputs: int, outputs: int) -> Any:
+    def twice(inputs, outputs):
         return nn.Sequential(
             *(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)),
             nn.ReLU(inplace=True),
         )
 
-    class UNet(nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
+    class UNet(nn.Module):
+        def __init__(self):
             super().__init__()
             self.first, self.low = twice(3, 4), twice(4, 8)
             self.up = nn.ConvTranspose2d(8, 4, 2, 2)
             self.last, self.out = twice(8, 4), nn.Conv2d(4, 5, 1)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             high = self.first(x)
             low = self.low(nn.functional.max_pool2d(high, 2))
             return self.out(self.last(torch.cat([high, self.up(low)], 1)))
@@ -83,7 +79,7 @@ def u_net() -> Any:
     return UNet()
 
 
-def plain_net() -> Any:
+def plain_net():
     """Without batch norm: it may run in passes."""
     from torch import nn
 
