@@ -440,7 +440,7 @@ def test_compiled_steps_are_eagers_at_every_budget(recomputing):
             found.append([v.cpu() for v in mine.state_dict().values()])
             budget = least_budget(mine, own, batch, inductor=True)
         assert step.plan.kernels
-        assert sum(step.plan.recomputed.values())
+        assert step.plan.leaving or step.plan.recomputed
         assert any("triton_poi" in name for name in ran)
         expected = [v.cpu() for v in eager.state_dict().values()]
     assert all(map(torch.equal, *found))
@@ -691,8 +691,9 @@ def check_bytes(share, **options):
     x = torch.rand(4096, 256, device="cuda")
     own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     least = least_budget(model, own, (x, y), **options)
-    free = mt.train_step(model, CROSS_ENTROPY, own, cache=None, **options)
-    most = free.prepare(x, y).peak_bytes
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, **options)
+    most = step.prepare(x, y).peak_bytes
+    del step
     budget = int(least + share * (most - least))
     gc.collect()  # optimizer state that was made for these two plans
     step = mt.train_step(

@@ -219,14 +219,14 @@ def test_a_pair_is_dropped_unless_its_bits_are_equal(kernel, kept):
 TRITON = """
 triton_{kind}_fused_0 = async_compile.triton('triton_{kind}_fused_0', '''
 @triton_heuristics.{heuristic}(
-    triton_meta={{'signature': {{'in_ptr0': '*fp32', '{out}': '*fp32', 'xnumel': 'i32', 'XBLOCK': 'constexpr'}}}},
+    triton_meta={{'signature': {{'in_ptr0': '*fp32', '{out}': '*fp32', 'n': 'i32'}}}},
 )
 @triton.jit
-def triton_{kind}_fused_0(in_ptr0, {out}, xnumel, XBLOCK : tl.constexpr):
+def triton_{kind}_fused_0(in_ptr0, {out}, n, XBLOCK : tl.constexpr):
     xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
     x0 = xindex
-    tmp0 = tl.load(in_ptr0 + ({read}), xindex < xnumel)
-    tl.store({out} + (x0), tmp0 * 2, xindex < xnumel)
+    tmp0 = tl.load(in_ptr0 + ({read}), x0 < n)
+    tl.store({out} + (x0), tmp0 * 2, x0 < n)
 ''', device_str='cuda')
 def call(args):
     x, = args

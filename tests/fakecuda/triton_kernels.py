@@ -56,7 +56,11 @@ def on_host(*, values=True):
     CachingAutotuner.precompile = lambda self, *args, **kwargs: None
     triton.runtime.driver.set_active(Driver())
     try:
-        with config.patch(compile_threads=1, force_disable_caches=True):
+        with config.patch(
+            compile_threads=1,
+            force_disable_caches=True,
+            joint_graph_constant_folding=False,  # which would read what a GPU computes
+        ):
             yield ran
     finally:
         CachingAutotuner.run, CachingAutotuner.precompile = before
@@ -78,10 +82,10 @@ def evaluate(source, args):
         for word, v in given.items()
     }
     space = {
-        "tl": Language(),
+        "tl": LANGUAGE,
         "libdevice": Elementwise(),
         "tl_math": Elementwise(),
-        "triton_helpers": Helpers(),
+        "triton_helpers": HELPERS,
     }
     exec(compile(source, head.group(1), "exec"), space)
     with torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu"):
@@ -107,118 +111,111 @@ def _cells(place, mask, *values):
     known = [torch.as_tensor(v) for v in values]
     mask = torch.tensor(True) if mask is None else mask
     index, mask, *known = torch.broadcast_tensors(index, mask, *known)
-    assert bool(((0 <= index) & (index < len(memory.flat)) | ~mask).all())
+    assert bool(((index >= 0) & (index < len(memory.flat)) | ~mask).all())
     return memory.flat, index.long(), mask, known
 
 
-class Language:
-    """What kernels use of `triton.language`."""
-
-    constexpr = int
-    int1, int8, int16, int32, int64 = (
-        torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
-    )  # fmt: skip
-    uint8, uint32 = torch.uint8, torch.int64
-    float16, bfloat16, float32, float64 = (
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    )  # fmt: skip
-    range = staticmethod(range)
-    where = staticmethod(
-        lambda c, a, b: torch.where(
-            c, *(torch.as_tensor(v, dtype=_type_of(a, b)) for v in (a, b))
-        )
-    )
-    full = staticmethod(
-        lambda shape, value, dtype: torch.full(shape, value, dtype=dtype)
-    )
-    arange = staticmethod(torch.arange)
-    broadcast_to = staticmethod(torch.broadcast_to)
-    sum = staticmethod(lambda x, dim: x.sum(dim, dtype=x.dtype))
-    PropagateNan = SimpleNamespace(ALL=None)
-
-    @staticmethod
-    def maximum(a, b, _=None):
-        return torch.maximum(*_alike(a, b))
-
-    @staticmethod
-    def minimum(a, b, _=None):
-        return torch.minimum(*_alike(a, b))
-
-    @staticmethod
-    def program_id(axis):
-        return 0
-
-    @staticmethod
-    def num_programs(axis):
-        return 1
-
-    @staticmethod
-    def debug_barrier():
-        pass
-
-    @staticmethod
-    def device_assert(condition, message):
-        assert bool(torch.as_tensor(condition).all()), message
-
-    @staticmethod
-    def load(place, mask=None, other=0, **_):
-        flat, index, mask, _ = _cells(place, mask)
-        found = flat[torch.where(mask, index, 0)]
-        return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
-
-    @staticmethod
-    def store(place, value, mask=None, **_):
-        flat, index, mask, (value,) = _cells(place, mask, value)
-        index = index[mask]
-        assert len(index.unique()) == len(index) or len(value.unique()) == 1
-        flat[index] = value[mask].to(flat.dtype)
-
-    @staticmethod
-    def atomic_add(place, value, mask=None, **_):
-        flat, index, mask, (value,) = _cells(place, mask, value)
-        flat.index_put_((index[mask],), value[mask].to(flat.dtype), accumulate=True)
-
-    @staticmethod
-    def rand(seed, offset):
-        mixed = (offset.long() * 2654435761 + seed.long() % 1000003) % 4294967291
-        return (mixed * 48271 % 2147483647).to(torch.float32) / 2147483648.0
+def _load(place, mask=None, other=0, **_):
+    flat, index, mask, _ = _cells(place, mask)
+    found = flat[torch.where(mask, index, 0)]
+    return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
 
 
-def _type_of(*values):
-    types = [v.dtype for v in values if isinstance(v, torch.Tensor)]
-    return functools.reduce(torch.promote_types, types) if types else None
+def _store(place, value, mask=None, **_):
+    flat, index, mask, (value,) = _cells(place, mask, value)
+    index = index[mask]
+    assert len(index.unique()) == len(index) or len(value.unique()) == 1
+    flat[index] = value[mask].to(flat.dtype)
 
 
-class Elementwise:
-    """Functions of one number, by PyTorch's names."""
-
-    def __getattr__(self, name):
-        function = getattr(torch, {"fast_dividef": "div"}.get(name, name))
-        return lambda *given: function(*map(torch.as_tensor, given))
+def _atomic_add(place, value, mask=None, **_):
+    flat, index, mask, (value,) = _cells(place, mask, value)
+    flat.index_put_((index[mask],), value[mask].to(flat.dtype), accumulate=True)
 
 
-class Helpers:
-    """What kernels use of Inductor's `triton_helpers`."""
+def _assert(condition, message):
+    assert bool(torch.as_tensor(condition).all()), message
 
-    maximum = Language.maximum
-    minimum = Language.minimum
-    max2 = fmax2 = staticmethod(torch.amax)
-    min2 = staticmethod(torch.amin)
-    promote_to_tensor = staticmethod(torch.as_tensor)
 
-    @staticmethod
-    def welford_reduce(value, mean, m2, weight, first):
-        assert first  # one block is all
-        return value, torch.zeros_like(value), torch.ones_like(value)
-
-    @staticmethod
-    def welford(mean, m2, weight, dim):
-        count = weight.sum(dim)
-        total = (mean * weight).sum(dim) / count
-        apart = (mean - total.unsqueeze(dim)) ** 2
-        return total, (m2 + weight * apart).sum(dim), count
+def _rand(seed, offset):
+    """Return other numbers than Triton's, which depend on the same two."""
+    mixed = (offset.long() * 2654435761 + seed.long() % 1000003) % 4294967291
+    return (mixed * 48271 % 2147483647).to(torch.float32) / 2147483648.0
 
 
 def _alike(*values):
-    kind = _type_of(*values)
+    """Return tensors and numbers as tensors of one type and shape."""
+    types = [v.dtype for v in values if isinstance(v, torch.Tensor)]
+    kind = functools.reduce(torch.promote_types, types) if types else None
     return torch.broadcast_tensors(*(torch.as_tensor(v, dtype=kind) for v in values))
+
+
+def _maximum(a, b, _=None):
+    return torch.maximum(*_alike(a, b))
+
+
+def _minimum(a, b, _=None):
+    return torch.minimum(*_alike(a, b))
+
+
+def _welford_reduce(value, mean, m2, weight, first):
+    assert first  # one block is all
+    return value, torch.zeros_like(value), torch.ones_like(value)
+
+
+def _welford(mean, m2, weight, dim):
+    count = weight.sum(dim)
+    total = (mean * weight).sum(dim) / count
+    apart = (mean - total.unsqueeze(dim)) ** 2
+    return total, (m2 + weight * apart).sum(dim), count
+
+
+_TYPES = (
+    "int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32",
+    "float64",
+)  # fmt: skip
+
+LANGUAGE = SimpleNamespace(
+    **{name: getattr(torch, name) for name in _TYPES},
+    int1=torch.bool,
+    uint32=torch.int64,
+    constexpr=int,
+    PropagateNan=SimpleNamespace(ALL=None),
+    program_id=lambda axis: 0,
+    num_programs=lambda axis: 1,
+    range=range,
+    arange=torch.arange,
+    full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
+    broadcast_to=torch.broadcast_to,
+    where=lambda mask, a, b: torch.where(mask, *_alike(a, b)),
+    maximum=_maximum,
+    minimum=_minimum,
+    sum=lambda x, dim: x.sum(dim, dtype=x.dtype),
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    rand=_rand,
+    debug_barrier=lambda: None,
+    device_assert=_assert,
+)
+"""What kernels use of `triton.language`."""
+
+HELPERS = SimpleNamespace(
+    maximum=_maximum,
+    minimum=_minimum,
+    rand4x=lambda seed, offsets, block: _rand(seed, offsets),
+    max2=torch.amax,
+    fmax2=torch.amax,
+    min2=torch.amin,
+    welford_reduce=_welford_reduce,
+    welford=_welford,
+)
+"""What kernels use of Inductor's `triton_helpers`."""
+
+
+class Elementwise:
+    """Functions of numbers, by PyTorch's names."""
+
+    def __getattr__(self, name):
+        function = getattr(torch, name)
+        return lambda *given: function(*map(torch.as_tensor, given))

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
-from torch._inductor import config, inductor_prims
-from torch._inductor import graph as inductor_graph
+from torch._inductor import config, graph as inductor_graph, inductor_prims
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.cpp_builder import get_cpp_compiler

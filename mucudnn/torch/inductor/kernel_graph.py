@@ -245,7 +245,8 @@ class KernelGraph:
         if self.layouts[places[0]].device.type == "cuda":
             if self._middle is None:
                 raise NotCompiledError(
-                    f"{line.name} of Inductor's reads places in windows of several sizes"
+                    f"{line.name} of Inductor's reads places in windows of several "
+                    "sizes"
                 )
             return self._middle
         key = "integer", line.function, *(self.layouts[v] for v in line.operands)

@@ -5,8 +5,8 @@ Python function that runs the line alone. Allocations belong to the kernel that 
 writes to them; views are part of the calls that read them; `del` is ignored, since the
 plan decides what is freed. A line that is not known is refused by its text.
 
-Directions of arguments come from a kernel's signature (`const` in C++, names of pointers
-in Triton), from `out=`, and from the schemas of PyTorch's operations.
+Directions of arguments come from a kernel's signature (`const` in C++, the names of
+pointers in Triton), from `out=`, and from the schemas of PyTorch's operations.
 """
 
 import ast
