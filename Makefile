@@ -30,7 +30,7 @@ LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_l
 	check format bench docs screenshots gpu-wheels clean
 
 help:
-	@echo "make demo    a convolution, a training step, a PyTorch model: what memory buys"
+	@echo "make demo    a convolution, a training step, a PyTorch model, in less memory"
 	@echo "make demo-train   train a network on handwritten digits, in a minute"
 	@echo "make test    format, lint, types, import contracts and the tests that need no extra"
 	@echo "make test-slow   the tests that take long: whole networks, every policy"

@@ -1,4 +1,4 @@
-"""Measure one layer, look at what its workspace buys, and ask why."""
+"""Measure one layer, list its plans by workspace, and explain the choice."""
 
 from mucudnn import ConvProblem, Direction, Tuner, pareto_plans
 
@@ -10,7 +10,7 @@ problem = ConvProblem(
 )
 tuner = Tuner(workspace_limit="1MiB", time_limit_s=5)
 
-print("time against workspace, every division worth having:")
+print("Pareto-optimal divisions in time and workspace:")
 table = tuner.measure(problem)
 for plan in pareto_plans(table, workspace_limit=1 << 40):
     sizes = [step.batch for step in plan.steps]

@@ -1,4 +1,4 @@
-"""Measure here, plan elsewhere: the recording answers in place of the machine."""
+"""Record measurements on one machine, and plan with them on another."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training loop that stays as it is: only the model is compiled, within a budget."""
+"""An unchanged training loop over a model that is compiled within a budget."""
 
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
-"""Unequal devices in step: torchrun --standalone --nproc-per-node 2 FILE, this file.
+"""Train on unequal devices: torchrun --standalone --nproc-per-node 2 FILE.
 
-Each process measures itself and takes as much of every batch as it can do in the time.
+Each process measures its device; all shares of a batch take equally long.
 """
 
 import torch

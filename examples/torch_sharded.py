@@ -1,6 +1,6 @@
-"""FSDP2 within a budget: torchrun --standalone --nproc-per-node 2 FILE, this file.
+"""FSDP2 within a budget: torchrun --standalone --nproc-per-node 2 FILE.
 
-Every layer is sharded and compiled; all layers together keep one budget on every rank.
+Every layer is sharded and compiled; on each rank all layers share one budget.
 """
 
 import torch

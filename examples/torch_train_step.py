@@ -15,7 +15,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loss_fn = nn.functional.cross_entropy
 x, y = torch.randn(64, 1, 16, 16), torch.randint(0, 10, (64,))
 
-# What would it need, and how far can it be pressed? Nothing runs but single operations.
+# Peak without a budget, and minimum feasible budget. Only single operations run.
 study = mt.memory(model, loss_fn, (x, y), optimizer, device="cpu")
 budget = (study.least_budget + study.unlimited_bytes) // 2
 

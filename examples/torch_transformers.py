@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over a small GPT-2 of a config, compiled within a budget."""
+"""Hugging Face's Trainer over a small GPT-2, compiled within a budget."""
 
 import tempfile
 

@@ -1,7 +1,7 @@
 """Train ResNet-20 on CIFAR-10: `python train_resnet20.py DIR [STEPS]`.
 
 DIR holds the files of the binary version, `data_batch_1.bin` and so on. It can be
-stopped with Ctrl-C and started again: it goes on from its last checkpoint.
+stopped with Ctrl-C and started again: it resumes from its last checkpoint.
 """
 
 import sys

@@ -8,7 +8,7 @@ BATCH, CLASSES, SHAPE = 16, 4, (3, 16, 16)
 
 
 def gated(g: GraphBuilder, x: str, channels: int) -> str:
-    """A convolution that a second one opens and closes, beside a shortcut."""
+    """Add a residual block that multiplies a convolution by a sigmoid gate."""
     with g.scope("gated"):
         value = g.gelu(g.conv(x, channels, 3, padding=1))
         gate = g.sigmoid(g.conv(x, channels, 1))

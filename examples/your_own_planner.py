@@ -1,4 +1,4 @@
-"""A planner is a function: this one takes the least workspace, whatever the time."""
+"""Write a planner: a function that returns the plans with the least workspace."""
 
 from collections.abc import Sequence
 

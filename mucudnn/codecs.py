@@ -185,7 +185,7 @@ def decode(where: str, hint: Any, value: Any) -> Any:
         except ValueError:
             valid = ", ".join(str(member.value) for member in hint)
             raise ValueError(
-                f"{where}: {reprlib.repr(value)} is none of these: {valid}"
+                f"{where}: {reprlib.repr(value)} is not one of: {valid}"
             ) from None
     return _decode_plain(where, hint, value)
 

@@ -46,7 +46,9 @@ class PerProcess(Generic[T]):
             return mine
 
     def __reduce__(self) -> Any:
-        raise TypeError("what belongs to one process cannot be copied or pickled")
+        raise TypeError(
+            "objects that belong to one process cannot be copied or pickled"
+        )
 
 
 class ForkListener(Protocol):

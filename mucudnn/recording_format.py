@@ -202,12 +202,13 @@ class _Device(NamedTuple):
 def _decode_devices(data: bytes) -> list[_Device]:
     document = load_json(_decompress(data))
     if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise ValueError(f'no recording: it lacks "kind": "{_KIND}"')
+        raise ValueError(f'not a recording: it lacks "kind": "{_KIND}"')
     schema = document.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         newer = "; a newer one wrote it" if _schema_of(document) > SCHEMA else ""
         raise ValueError(
-            f"its schema is {reprlib.repr(schema)}, this version reads {SCHEMA}{newer}"
+            f"its schema is {reprlib.repr(schema)}, and this version reads "
+            f"{SCHEMA}{newer}"
         )
     _, _, entries = members_of("recording", document, ("kind", "schema", "devices"))
     found = [
@@ -295,10 +296,10 @@ def read_step_table(text: str) -> tuple[StepTable, int | None]:
     """Decode the output of `format_step_table`."""
     document = load_json(text)
     if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ValueError(f'no step table: it lacks "kind": "{KIND}"')
+        raise ValueError(f'not a step table: it lacks "kind": "{KIND}"')
     _, schema, device, steps, memory = members_of("table", document, _NAMES, _OPTIONAL)
     if schema != _SCHEMA:
-        raise ValueError(f"its schema is {schema!r}, this version reads {_SCHEMA}")
+        raise ValueError(f"its schema is {schema!r}, and this version reads {_SCHEMA}")
     points, names = [], {"samples": int, "time_ms": float, "nbytes": int}
     for i, step in enumerate(list_of("steps", steps)):
         where = f"steps[{i}]"

@@ -75,7 +75,7 @@ def test_orders_may_be_the_rank_s_own(alone):
 
 def test_statistics_that_would_not_meet_are_refused():
     orders = "builder", "depth_first"
-    with pytest.raises(ValueError, match="give all of them the same order and split"):
+    with pytest.raises(ValueError, match="use the same order and split on all"):
         Threads(2).run(
             lambda rank: trained(
                 "branches",

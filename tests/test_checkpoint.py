@@ -101,7 +101,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, where, how):
     if how == "remove":  # then there is no such checkpoint
         same(checkpoints.load(WORDS), 1)
         return
-    with pytest.warns(UserWarning, match="damaged .*; going on from step 1"):
+    with pytest.warns(UserWarning, match="damaged .*; continuing from step 1"):
         found = checkpoints.load(WORDS)
     same(found, 1)
     checkpoints.save(at(2))
@@ -294,7 +294,7 @@ def test_a_damaged_older_one_is_passed_over(tmp_path, kind, how):
     if (kind, how) == ("json", "remove"):
         same(checkpoints.load(WORDS), 1)
         return
-    with pytest.warns(UserWarning, match="damaged .*; going on from step 1"):
+    with pytest.warns(UserWarning, match="damaged .*; continuing from step 1"):
         same(checkpoints.load(WORDS), 1)
 
 
@@ -302,9 +302,9 @@ def test_a_damaged_older_one_is_passed_over(tmp_path, kind, how):
     ("change", "message"),
     [
         (lambda body: body.update(schema=2), "another version .* has schema 2"),
-        (lambda body: body.update(step=4), "says it is of step 4"),
+        (lambda body: body.update(step=4), "states that it is of step 4"),
         (lambda body: body.pop("words"), "lacks 'words'"),
-        (lambda body: body.update(data=3), "checksum it had"),
+        (lambda body: body.update(data=3), "does not match its checksum"),
         (lambda body: body.update(progress=[]), "not of type dict"),
     ],
 )
@@ -321,5 +321,5 @@ def test_rubbish_for_older_arrays(tmp_path, raw):
         body["data"] |= {"nbytes": len(raw), "crc32": zlib.crc32(raw)}
 
     save_first_schema(tmp_path, 3, change)
-    with pytest.raises(CheckpointError, match="no archive of arrays"):
+    with pytest.raises(CheckpointError, match="not an archive of arrays"):
         Checkpoints(tmp_path).load(WORDS)

@@ -199,7 +199,7 @@ BAD = [
     (["cache", "import", "/nowhere"], "/nowhere"),
     (["cache", "import", __file__], "cannot import"),
     (["cache", "export", "/nowhere/x"], "no directory /nowhere"),
-    (["cache", "list", "--cache", __file__], "is not a cache but some other file"),
+    (["cache", "list", "--cache", __file__], "is not a mucudnn cache"),
     (["cache", "list", "--cache", "/dev/null/x"], "cannot keep a cache"),
 ]
 

@@ -102,6 +102,18 @@ def test_limits_by_bisection():
     assert data["min_budget_bytes"]["planned"] == data["minimum_bytes"]
 
 
+def test_a_budget_for_a_slowdown_and_no_curve():
+    asked = ("lenet", *NULL, "--policy", "planned", "--slowdown", "1.05")
+    data = data_of(*asked)
+    kept = data["for_slowdown"]
+    assert data["minimum_bytes"] <= kept["budget_bytes"]
+    assert kept["predicted_slowdown"] <= kept["slowdown"] == 1.05
+    assert not data["curve"]
+    text = done(*asked)
+    assert "\nwithin a slowdown of 1.05: " in text
+    assert f"({kept['budget_bytes']} bytes)" in text
+
+
 def test_schedulers_and_orders():
     data = data_of(
         *("lenet", *NULL, "--budget", "16MiB", "--policy", "lru"),
@@ -204,6 +216,9 @@ def test_the_cpu_is_measured(tmp_path):
         (("lenet", "--budget", "much"), "not a size"),
         (("lenet", "--image", "2"), "padded input"),
         (("lenet", "--batch", "0"), "batch"),
+        (("lenet", "--slowdown", "0.9"), "'0.9' is not a number from 1"),
+        (("lenet", "--slowdown", "nan"), "'nan' is not a number from 1"),
+        (("lenet", "--slowdown", "5%"), "'5%' is not a number from 1"),
         (("lenet", "--snapshot", "-"), "pickle"),
     ],
 )

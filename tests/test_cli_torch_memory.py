@@ -62,7 +62,8 @@ def test_the_table_and_files_are_as_for_networks(model, tmp_path):
     data, page, trace, snap = (tmp_path / name for name in names)
     result = run(
         *(f"{model}:step", "--budget", "620KiB", "--policy", "keep_all,planned"),
-        *("--max-batch", "--min-budget", "--json", str(data), "--report", str(page)),
+        *("--max-batch", "--min-budget", "--slowdown", "1.05"),
+        *("--json", str(data), "--report", str(page)),
         *("--trace", str(trace), "--snapshot", str(snap)),
     )
     assert result.exit_code == 0, result.output
@@ -85,6 +86,9 @@ def test_the_table_and_files_are_as_for_networks(model, tmp_path):
     assert found["minimum_bytes"] == study.least_budget
     assert found["unbounded_bytes"] == study.unlimited_bytes
     assert found["max_batch"]["planned"] == study.max_batch("620KiB")
+    assert found["for_slowdown"]["budget_bytes"] == study.budget_for(slowdown=1.05)
+    rates = {row["batch"]: row["samples_per_s"] for row in found["throughput"]}
+    assert rates == pytest.approx(study.throughput("620KiB"))
 
 
 @pytest.mark.torch
@@ -137,15 +141,15 @@ def test_what_cannot_be_had_is_one_line(model):
 
 
 def test_a_file_that_is_missing_and_functions_that_return_something_else(tmp_path):
-    assert "is not there" in refused(f"{tmp_path}/none.py:step")
+    assert "does not exist" in refused(f"{tmp_path}/none.py:step")
     file = tmp_path / "other.py"
     file.write_text(
         "def three():\n    return 3\n\n\ndef pair():\n    return 1, 'a'\n\n\n"
         "def failing():\n    raise RuntimeError('no luck')\n"
     )
     line = refused(f"{file}:three")
-    assert "returns int; (model, loss_fn, example, optimizer)" in line
-    assert "returns (int, str); (model" in refused(f"{file}:pair")
+    assert "returned int; it must return (model, loss_fn, example, optimizer)" in line
+    assert "returned (int, str); it must return (model" in refused(f"{file}:pair")
     line = refused(f"{file}:failing")
     assert "other.py, line 10: RuntimeError: no luck" in line
 
@@ -164,9 +168,9 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
     file.write_text("def step():\n    return 1, 2, 3, 4\n")
     line = refused(f"{file}:step")
     assert line.endswith(
-        "a model of PyTorch's; install PyTorch with: pip install '.[torch]'"
+        "is a PyTorch model; install PyTorch with: pip install '.[torch]'"
     )
 
 
 def test_only_a_model_of_pytorch_is_compared():
-    assert "--compare is for a model of PyTorch's" in refused("lenet", "--compare")
+    assert "--compare is for PyTorch models" in refused("lenet", "--compare")

@@ -189,7 +189,7 @@ def test_the_networks_are_listed(run):
         (("digits", "--lr", "nan"), "above 0"),
         (("digits", "--momentum", 2), "up to 1"),
         (("digits", "--weight-decay", "x"), "from 0"),
-        (("digits", "--lr-schedule", "linear"), "no learning-rate schedule"),
+        (("digits", "--lr-schedule", "linear"), "unknown learning-rate schedule"),
         (("digits", "--order", "random"), "unknown order 'random'"),
         (("digits", "--batch-policy", "odd"), "odd"),
         (("digits", "--backend", "abacus"), "abacus"),

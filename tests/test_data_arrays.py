@@ -81,9 +81,9 @@ def test_a_damaged_header_raises_nothing_else(tmp_path, place, value):
     [
         ("labels", np.array([0, 1, 2, -1] * 5), r"labels\.npy, byte 152: .* found -1"),
         ("labels", np.array([0, 1, 2, 4] * 5), r"labels\.npy, byte 152: .* found 4"),
-        ("labels", np.zeros(19, np.uint8), "20 whole numbers"),
-        ("labels", np.zeros(20), "flat array of whole numbers"),
-        ("labels", np.zeros((20, 1), int), "flat array of whole numbers"),
+        ("labels", np.zeros(19, np.uint8), "20 integers"),
+        ("labels", np.zeros(20), "1-D array of integers"),
+        ("labels", np.zeros((20, 1), int), "1-D array of integers"),
         ("labels", np.array([2**63] * 20, np.uint64), "found 9223372036854775808"),
         ("images", np.zeros((20, 3), np.uint8), r"\(n, C, H, W\)"),
         ("images", np.zeros((20, 3, 4, 4), int), "uint8 or floating point"),

@@ -190,5 +190,7 @@ def test_grey_of_grey_colours_is_the_same():
 @pytest.mark.parametrize("shape", [(2, 8, 8), (1, 0, 8)])
 def test_shapes_that_cannot_be_made(shape):
     images, labels = labelled_images(3, (3, 6, 8))
-    with pytest.raises(ValueError, match=r"cannot become|must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=r"cannot be resized|must be at least 1, got 0"
+    ):
         Resized(ArrayDataset(images, labels), shape)

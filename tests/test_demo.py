@@ -50,7 +50,7 @@ def test_a_layer_with_nothing_to_gain_says_so():
     tuner = Tuner(backend="null", batch_policy="undivided")
     act = slow_layer(tuner, silent)
     assert act.speedup == 1.0
-    assert "best left whole here: " in act.sentence
+    assert "it is not divided: " in act.sentence
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_acts_and_their_page(tmp_path):
     step = small_step(tuner, silent)
     assert step.same
     assert step.peak_bytes <= step.budget == step.whole_bytes // 3
-    assert "to the last bit" in step.sentence
+    assert "bit-identical" in step.sentence
     layer = slow_layer(Tuner(backend="null"), silent)
     page = demo_page([layer, step], "a machine")
     text = "".join(ET.fromstring(page.removeprefix("<!DOCTYPE html>")).itertext())
@@ -99,15 +99,15 @@ def step_act(within, without, noise=0.0, copied=0):
 def test_a_prediction_that_is_near_needs_no_word():
     act = step_act(115.0, 100.0)
     assert act.measured == pytest.approx(1.15)
-    assert act.sentence.endswith("with the same losses to the last bit.")
+    assert act.sentence.endswith("Losses are bit-identical.")
 
 
 def test_a_prediction_that_is_off_says_which_side_is():
     act = step_act(150.0, 100.0, copied=MIB)
     assert act.sentence.endswith(
-        "The two differ by 36%: within the budget 150 ms where 110 were predicted; "
-        "without 100 ms where 100 were predicted. "
-        "2.0 MiB a step were copied, by the cores that compute."
+        "Prediction and time differ by 36%: within the budget 150 ms, predicted "
+        "110 ms; without 100 ms, predicted 100 ms. "
+        "The cores that compute also copied 2.0 MiB in each step."
     )
     assert "copied" not in step_act(80.0, 100.0, copied=MIB).sentence
 
@@ -115,7 +115,7 @@ def test_a_prediction_that_is_off_says_which_side_is():
 def test_noise_is_said_to_be_noise():
     act = step_act(150.0, 100.0, noise=20.0)
     assert act.noise == pytest.approx(2 * 1.5 * math.hypot(20 / 150, 20 / 100))
-    assert "by no more than single steps do here" in act.sentence
+    assert "by no more than single steps vary" in act.sentence
 
 
 def test_an_interrupted_demonstration_keeps_its_acts(monkeypatch, tmp_path):
@@ -129,6 +129,6 @@ def test_an_interrupted_demonstration_keeps_its_acts(monkeypatch, tmp_path):
     page = tmp_path / "demo.html"
     done = CliRunner().invoke(main, ["demo", "--report", str(page)])
     assert done.exit_code == 130
-    assert "interrupted: 1 of 3 acts are finished" in done.stderr
+    assert "interrupted: 1 of 3 parts are finished" in done.stderr
     assert layer.sentence in done.stdout
-    assert "A convolution in a limit" in page.read_text(encoding="utf-8")
+    assert "A convolution within a workspace limit" in page.read_text(encoding="utf-8")

@@ -178,7 +178,7 @@ def test_waiting_for_nothing_is_an_error(lenet):
     kept = lenet.kept()
     name = kept.instructions[0].tensor
     schedule = replace(kept, instructions=(*kept.instructions, Wait(name)))
-    with pytest.raises(ScheduleError, match="nothing is being copied"):
+    with pytest.raises(ScheduleError, match="no copy is running"):
         lenet.executor(schedule)
 
 
@@ -344,7 +344,7 @@ def test_what_does_not_fit_in_host_memory_goes_to_disk(
     assert spaces == {"device", "tier 0", "tier 1"}
     same((found, state.save()), expected)
     executor.close()
-    with pytest.raises(OutOfMemoryError, match="that leave the device"):
+    with pytest.raises(OutOfMemoryError, match="that are offloaded"):
         resnet.executor(swapped, host=Tiers([HostTier(device, half)]))
 
 

@@ -319,7 +319,7 @@ def test_a_second_device_and_channels_last():
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("dense", {"offload_state": True}, "works on the CPU only; leave it out"),
+        ("dense", {"offload_state": True}, "works on the CPU only, and"),
         ("synchronized", {}, "use mt.distribute"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bench import pages, torch_compiled
+from bench.torch.picture import picture
 
 ROOT = Path(__file__).parents[1]
 MIB = 2.0**20
@@ -317,6 +318,12 @@ def test_a_result_file_is_of_this_version(file):
 def test_lines_of_a_page_are_rendered_from_their_file(name):
     _, shown, _ = pages.split_page(page("docs/results.md"), name)
     assert shown.strip() == pages.lines_of(name)
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_file():
+    drawn = page("bench/results/torch.svg")
+    assert drawn == picture(read("torch.json")["networks"])
+    assert page("docs/img/torch.svg") == drawn
 
 
 @pytest.mark.parametrize("name", ["results.md", "comparison.md"])

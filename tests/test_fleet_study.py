@@ -91,8 +91,8 @@ def test_tables_go_to_files_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "x"}, "no step table"),
-        ({"schema": 2}, "its schema is 2, this version reads 1"),
+        ({"kind": "x"}, "not a step table"),
+        ({"schema": 2}, "its schema is 2, and this version reads 1"),
         ({"steps": []}, "has no step"),
         ({"steps": [{"samples": 0, "time_ms": 1}]}, "samples must be at least 1"),
         ({"steps": [{"samples": 1, "time_ms": 0}]}, "time_ms must be above 0"),
@@ -133,10 +133,10 @@ def test_the_command_prints_writes_json_and_draws(tables):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["lenet"], 2, "name the devices"),
+        (["lenet"], 2, "give the devices"),
         (["--devices", "p100"], 2, "name a network"),
         (["lenet", "--devices", "p10"], 2, "did you mean 'p100'"),
-        (["lenet", "--devices", "p100="], 2, "names no recording"),
+        (["lenet", "--devices", "p100="], 2, "has no recording"),
         (["lenet", "--devices", "0xp100"], 2, "at least 1"),
         (["lenet", "--devices", "p100=/nowhere.json"], 2, "/nowhere.json"),
         (["lenet", "--devices", "p100", "--batch", "9-8"], 2, "ends before it begins"),

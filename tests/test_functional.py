@@ -379,7 +379,7 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
         (
             lambda t: conv2d(X, W.astype(np.float64), tuner=t),
             ValueError,
-            "two data types, float32 and float64",
+            "different data types, float32 and float64",
         ),
         (
             lambda t: conv2d(X.astype(int), W.astype(int), tuner=t),
@@ -517,7 +517,7 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
         (
             lambda t: conv2d(X, W, dilation=2**63, tuner=t),
             ValueError,
-            "the filter spans 18446744073709551617, the padded input only 9",
+            "spans 18446744073709551617 elements, and the padded input has only 9",
         ),
         (
             lambda t: conv2d(X, W, groups=10**30, tuner=t),

@@ -173,7 +173,7 @@ def test_a_step_that_fails_can_go_on_from_the_last_checkpoint(tmp_path, monkeypa
 
 
 def test_a_disk_without_room_is_an_error_at_once(tmp_path):
-    with pytest.raises(ValueError, match="no file can be made"):
+    with pytest.raises(ValueError, match="cannot create a file"):
         trainer(within(0.6, policy="paging", disk=tmp_path / "none"))
 
 

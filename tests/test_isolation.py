@@ -202,7 +202,7 @@ def test_each_misbehaving_kernel_costs_one_row(installed):
         assert rows[algo].error == error
         assert rows[algo].status is not RowStatus.LIMITED
     assert rows["HANG"].error == (
-        "the measuring process was ended after 5.12 s while running it"
+        "the measuring process was terminated after 5.12 s while running it"
     )
     assert rows["STATUS"].error == "BackendError: status 700: illegal address"
     assert rows["LIBRARY"].error == "ZeroDivisionError: in somebody's library"

@@ -34,7 +34,10 @@ CALLS = [
     ("memory", ("memory", "lenet", *NET, "--budget", "1MiB")),
     ("memory", ("memory", "lenet", *NET, "--split", "auto", "--policy", "planned")),
     ("memory", ("memory", "lenet", *NET, "--inference", "--policy", "keep_all")),
-    ("memory", ("memory", "lenet", *NET, "--policy", "lru", "--min-budget")),
+    (
+        "memory",
+        ("memory", "lenet", *NET, "--policy", "lru", "--min-budget", "--slowdown", "2"),
+    ),
     (
         "memory",
         ("memory", "lenet", *NET, "--policy", "lru", "--max-batch", "--budget", "9MiB"),

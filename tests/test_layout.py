@@ -245,7 +245,7 @@ def test_strips_need_channels_first():
     g = GraphBuilder()
     x = g.conv(g.input("image", (2, 3, 8, 8)), 3, 3, padding=1)
     graph = with_channels_last(graph := g.build(g.relu(x)), channels_last_nodes(graph))
-    with pytest.raises(ValueError, match="give it the layout NCHW"):
+    with pytest.raises(ValueError, match="use the layout NCHW"):
         along_height(graph)
 
 

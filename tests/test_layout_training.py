@@ -118,7 +118,7 @@ def test_a_gradient_that_is_a_view_is_there_before_it_is_used(when, parts):
 
 
 def test_strips_of_a_trainer_need_channels_first():
-    with pytest.raises(ValueError, match="give it the layout NCHW"):
+    with pytest.raises(ValueError, match="use the layout NCHW"):
         trainer(layout="NHWC", split="height:2")
 
 
@@ -181,14 +181,16 @@ def test_half_precision_takes_less_memory_and_time():
 
 def test_a_study_in_half_precision_needs_figures_of_it():
     spec = on_tensor_cores("NCHW", "float16", "lenet", device="p100")
-    with pytest.raises(ValueError, match=r"float16, for .* some: h200, a100, h100"):
+    with pytest.raises(
+        ValueError, match=r"float16, for .* devices that have them: h200, a100, h100"
+    ):
         study_memory(spec)
     with pytest.raises(ValueError, match="unknown narrow type 'int8'"):
         on_tensor_cores("NCHW", "int8", "lenet").graph()
 
 
 def test_a_study_in_strips_needs_channels_first():
-    with pytest.raises(ValueError, match="give it the layout NCHW"):
+    with pytest.raises(ValueError, match="use the layout NCHW"):
         studied("NHWC", split="height:2")
 
 

@@ -1,6 +1,7 @@
 """Advice works: what a refusal names is enough, and a byte less is not."""
 
 import itertools
+import math
 import pickle
 from dataclasses import replace
 
@@ -189,12 +190,28 @@ def test_a_budget_for_a_slowdown_is_enough_and_hardly_less_is_not(
     least, room, slowdown, slowest
 ):
     most = least + room
+    tried = {}
 
     def slowdown_at(budget):
         assert least <= budget <= most
-        return 1 + (slowest - 1) * (most - budget) / max(1, room)
+        tried[budget] = 1 + (slowest - 1) * (most - budget) / max(1, room)
+        return tried[budget]
 
     found = budget_for_slowdown(slowdown, least, most, slowdown_at)
-    assert slowdown_at(found) <= slowdown or found == most
-    if found > least:
-        assert slowdown_at(max(least, found - max(1, room // 64))) > slowdown
+    assert tried[found] <= slowdown * (1 + 1e-9)
+    less = [budget for budget in tried if budget < found]
+    assert all(tried[budget] > slowdown for budget in less)
+    if less:
+        assert found - max(less) <= max(1, room // 64)
+    assert len(tried) <= 9
+
+
+def test_a_step_that_is_slow_within_any_budget_has_none_for_a_slowdown():
+    with pytest.raises(PlanningError, match=r"slowdown of 1\.05: .* takes 1\.2 times"):
+        budget_for_slowdown(1.05, 10, 1000, lambda budget: 1.2)
+
+
+@pytest.mark.parametrize("slowdown", [0.99, -1.0, math.nan, math.inf, "fast", None])
+def test_a_slowdown_is_a_number_from_1(slowdown):
+    with pytest.raises((ValueError, TypeError), match="slowdown must be"):
+        budget_for_slowdown(slowdown, 1, 2, lambda budget: 1.0)

@@ -1,6 +1,8 @@
 """`study_memory`: what it takes, and what it says of what it does not take."""
 
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -46,9 +48,9 @@ def headless(batch):
 @pytest.mark.parametrize(
     ("step", "options", "error", "message"),
     [
-        ("lenet", {}, TypeError, "a Graph or a StepSpec, got 'lenet'; networks are"),
+        ("lenet", {}, TypeError, "a Graph or a StepSpec, got 'lenet'; create networks"),
         (get_model, {}, TypeError, "a Graph or a StepSpec, got <function get_model"),
-        (headless(2), {}, ValueError, "has the inputs pixels; 'image' is wanted"),
+        (headless(2), {}, ValueError, "has the inputs pixels; it must have 'image'"),
         (
             training_graph(get_model("lenet")(2)),
             {},
@@ -59,12 +61,15 @@ def headless(batch):
             get_model("lenet")(2),
             {"max_batch": True},
             ValueError,
-            "other batches than 2, and a graph has one; pass StepSpec",
+            "other batch sizes than 2, and a graph has only one; pass StepSpec",
         ),
         (get_model("lenet")(2), {"device": "h9"}, ValueError, "h9"),
         (get_model("lenet")(2), {"device": "cpu"}, ValueError, "pass a profile"),
         (get_model("lenet")(2), {"budget": "much"}, ValueError, "much"),
         (get_model("lenet")(2), {"policies": ["best"]}, ValueError, "unknown policy"),
+        (get_model("lenet")(2), {"slowdown": 0.9}, ValueError, "at least 1, got 0.9"),
+        (get_model("lenet")(2), {"slowdown": math.nan}, ValueError, "got nan"),
+        (get_model("lenet")(2), {"slowdown": "5%"}, TypeError, "must be a number"),
     ],
     ids=lambda x: None if not isinstance(x, str) else x[:12],
 )
@@ -120,3 +125,67 @@ def test_a_study_says_what_no_plan_beats():
     assert f"{found.gap(found.best):.1%}" in techniques.rows[-1]
     assert any("no plan within the budget takes less" in n for n in techniques.notes)
     assert curve.rows[-1][0] == "(lower bound)"
+
+
+def studied(slowdown, policies=(PLANNED,), **options):
+    network = get_model("lenet")(256)
+    options = {"policies": policies, "slowdown": slowdown, "device": "p100", **options}
+    return study_memory(network, **options)
+
+
+def test_the_budget_for_a_slowdown_keeps_it_and_the_minimum_does_not():
+    found = studied(1.05)
+    kept = found.for_slowdown.technique
+    assert found.minimum < kept.budget < found.unbounded.peak_bytes
+    again = studied(None, policies=("lru", PLANNED), budget=kept.budget)
+    assert again.slowdown(again.best) == found.slowdown(kept) <= 1.05
+    finest = (found.unbounded.peak_bytes - found.minimum) // 32
+    less = studied(1.05, budget=kept.budget - finest)
+    assert less.slowdown(less.best) > 1.05
+    row = found.to_json()["for_slowdown"]
+    assert (row["slowdown"], row["budget_bytes"]) == (1.05, kept.budget)
+    (line,) = [n for n in memory_tables(found)[0].notes if "a slowdown of" in n]
+    assert line.startswith("within a slowdown of 1.05: ")
+    assert f"({kept.budget} bytes), where planned takes 1.0" in line
+
+
+def test_no_slowdown_at_all_takes_as_much_as_without_a_budget():
+    found = studied(1)
+    kept = found.for_slowdown.technique
+    assert kept.budget >= found.unbounded.peak_bytes
+    assert found.slowdown(kept) == pytest.approx(1)
+    assert any(
+        "as much as without a budget" in n for n in memory_tables(found)[0].notes
+    )
+
+
+def test_a_policy_that_is_always_slow_has_no_budget_for_a_slowdown():
+    found = studied(1.01, policies=("superneurons_memory",))
+    assert found.for_slowdown.technique is None
+    assert found.to_json()["for_slowdown"]["budget_bytes"] is None
+    assert any(
+        "no budget keeps a slowdown of 1.01" in n for n in memory_tables(found)[0].notes
+    )
+
+
+def test_the_best_batch_is_one_of_those_up_to_the_largest():
+    spec = StepSpec(model="lenet", batch=256, device="p100")
+    found = study_memory(
+        spec, policies=("lru", PLANNED), budget="24MiB", max_batch=True
+    )
+    most = found.max_batch[PLANNED]
+    assert max(found.by_batch) == most
+    assert len(found.by_batch) == 4
+    rates = found.samples_per_s
+    assert rates[found.best_batch] == max(rates.values()) > 0
+    for batch, technique in found.by_batch.items():
+        assert technique.peak_bytes <= found.budget
+        again = study_memory(
+            replace(spec, batch=batch), policies=(PLANNED,), budget="24MiB"
+        )
+        assert 1e3 * batch / again.best.step_ms == rates[batch]
+    rows = found.to_json()["throughput"]
+    assert [row["batch"] for row in rows if row["best"]] == [found.best_batch]
+    _, table, _ = memory_tables(found)
+    assert [row[0] for row in table.rows] == [str(batch) for batch in rates]
+    assert [row[0] for row in table.rows if row[-1]] == [str(found.best_batch)]

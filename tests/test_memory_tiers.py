@@ -87,7 +87,9 @@ def test_the_command_says_what_goes_where(budget, tmp_path):
     wrong = ("--tier", "tape:1")
     done = CliRunner().invoke(main, list(map(str, (*words, *wrong))))
     assert done.exit_code == 2
-    assert "is no tier; choose host, disk:FOLDER or peer:DEVICE" in done.output
+    assert (
+        "unknown tier 'tape:1'; choose host, disk:FOLDER or peer:DEVICE" in done.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,5 +109,5 @@ def test_sizes_and_rates_stand_behind_a_tier(text, kind, argument, nbytes, rate)
 
 
 def test_a_rate_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="nothing goes to host at 0 bytes a second"):
+    with pytest.raises(ValueError, match="the rate of host is 0 bytes per second"):
         TierChoice.parse("host@0")

@@ -234,7 +234,7 @@ def test_data_types():
         ("vgg16", {"batch": 1, "image": (3, 4, 5, 6)}, r"such as \(3, 224, 224\)"),
         ("vgg16", {"batch": 1, "image": 16}, "a window of 2 does not fit an image of"),
         ("vgg16", {"batch": 1, "image": 0}, "image must be at least 1"),
-        ("alexnet", {"batch": 1, "image": 8}, "the padded input only 8"),
+        ("alexnet", {"batch": 1, "image": 8}, "the padded input has only 8"),
         ("unet2d", {"batch": 1, "image": 40}, "multiples of 16"),
         ("vgg16", {"batch": 1, "dtype": "int8"}, "unknown dtype 'int8'"),
     ],

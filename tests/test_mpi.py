@@ -124,7 +124,7 @@ def test_budgets_that_ranks_cannot_keep_are_refused(tmp_path):
     for words in (("--budget", "1MiB,1MiB"), ("--shares", "9,3")):
         done = run(tmp_path, *words, work=DIGITS)
         assert done.returncode != 0
-        assert f"{words[0]} with a value for each process is for several" in done.stderr
+        assert f"{words[0]} with several values needs several processes" in done.stderr
     done = run(tmp_path, "--budget", "1MiB,1MiB,1MiB", ranks=2, work=DIGITS)
     assert "--budget has 3 sizes for 2 processes" in done.stderr
     done = run(tmp_path, "--budget", "1KiB", ranks=2, work=DIGITS)
@@ -165,7 +165,7 @@ def test_shares_are_planned_again_when_a_rank_becomes_slow(alone, tmp_path):
 def test_an_error_of_one_rank_ends_all_with_a_line(tmp_path):
     done = run(tmp_path, "--shares", "9,4", ranks=2)
     assert done.returncode != 0
-    assert "--shares 9,4 are 2 of 13 images together; 2 processes share 12" in (
+    assert "--shares 9,4 has 2 shares of 13 images in total; 2 processes share 12" in (
         done.stderr
     )
     helper = ROOT / "tests" / "mpi_rank.py"

@@ -166,7 +166,7 @@ def test_warm_up_is_linear_and_then_the_rate_never_rises(text):
     "text", ["", "linear", "step", "step:", "step:a", "step:3,2", "step:-1", "cosine:2"]
 )
 def test_texts_that_are_no_schedule(text):
-    with pytest.raises(ValueError, match="is no learning-rate schedule"):
+    with pytest.raises(ValueError, match="unknown learning-rate schedule"):
         parse_learning_rate(text, 0.1)
 
 

@@ -172,16 +172,16 @@ def test_a_function_is_as_good_as_its_name(step, profile):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (lambda step: None, TypeError, "returned None; a mapping"),
+        (lambda step: None, TypeError, "returned None; it must return a mapping"),
         (lambda step: ["x"], TypeError, "a mapping from names"),
         (
             lambda step: {"gone": Residency.KEEP},
             ValueError,
-            "'gone', which is no tensor",
+            "'gone', which is not a tensor",
         ),
         (lambda step: {"image": "offload"}, TypeError, "choose one of: Residency.KEEP"),
-        (3, TypeError, "is a name or a function, got 3"),
-        (None, TypeError, "is a name or a function"),
+        (3, TypeError, "must be a name or a function, got 3"),
+        (None, TypeError, "must be a name or a function"),
         ("x", ValueError, "unknown policy 'x'; choose one of: .*planned"),
     ],
 )
@@ -276,13 +276,13 @@ def test_an_optimizer_and_a_rate_in_every_way(options, rate):
             "unknown optimizer 'adm'; choose one of: ada",
         ),
         ({"optimizer": lambda: 3}, TypeError, "optimizer is 3; choose one of"),
-        ({"learning_rate": "cosine"}, ValueError, "how many steps there will be"),
+        ({"learning_rate": "cosine"}, ValueError, "the total number of steps"),
         ({"learning_rate": CosineRate(0.1)}, ValueError, "lambda step: rate.at"),
         ({"learning_rate": lambda step: "x"}, TypeError, r"learning_rate\(0\) must be"),
         ({"learning_rate": [0.1]}, TypeError, "a function from a step"),
         ({"budget": "lots"}, ValueError, "'lots' is not a size"),
         ({"budget": 0.5}, TypeError, "budget must be a MemoryBudget, or a size"),
-        ({"order": lambda graph, sizes: None}, TypeError, "the same nodes is wanted"),
+        ({"order": lambda graph, sizes: None}, TypeError, "with the same nodes"),
         ({"tuner": "cpu"}, TypeError, r"mucudnn.Tuner, such as Tuner\(\)"),
     ],
 )
@@ -353,7 +353,7 @@ def test_a_network_of_a_file_is_planned_and_trained(network):
         ("wants_more", "cannot be called with a batch alone: missing a required"),
         ("gone", "there is no function 'gone' in net.py; it has: tiny, sized"),
         ("constant", "there is no function 'constant'"),
-        ("", "net.py is a file; name a function of it"),
+        ("", "net.py is a file; name a function in it"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(name, message, network):
@@ -362,21 +362,21 @@ def test_what_is_wrong_with_a_file_is_one_line(name, message, network):
 
 
 def test_a_network_is_what_was_asked_for(network):
-    assert "let the function take `image`" in failing(
+    assert "must use its argument `image`" in failing(
         "memory", network("tiny"), "--image", 9
     )
-    assert "let the function take `training`" in failing(
+    assert "must take `training`" in failing(
         "train", network("always_drops"), "--backend", "null", "--cache", "none"
     )
-    assert "asked for classes 10" in failing(
+    assert "called with classes 10" in failing(
         *("train", network("tiny"), "--data", "synthetic:classes=10"),
         *("--backend", "null", "--cache", "none"),
     )
 
 
 def test_files_that_are_none(tmp_path):
-    assert "gone.py is not there" in failing("memory", "gone.py:f")
-    assert "gone.py is not there" in failing("memory", "lenet", "--import", "gone.py")
+    assert "gone.py does not exist" in failing("memory", "gone.py:f")
+    assert "gone.py does not exist" in failing("memory", "lenet", "--import", "gone.py")
     (tmp_path / "folder.py").mkdir()
     assert "folder.py is a folder" in failing("memory", "folder.py:f")
     assert "no such module" in failing("memory", "lenet", "--import", "gone.away")
@@ -500,7 +500,7 @@ def test_a_name_is_checked_whether_it_is_used_or_not(command):
 
 def test_a_cache_that_is_another_file_is_refused_though_nothing_is_measured(tmp_path):
     other = write(tmp_path / "notes.txt", "not a cache")
-    assert "is not a cache" in failing("memory", "lenet", "--cache", other)
+    assert "is not a mucudnn cache" in failing("memory", "lenet", "--cache", other)
     assert other.read_text() == "not a cache"
 
 

@@ -139,7 +139,7 @@ def test_a_node_that_does_not_fit_is_named_with_its_tensors():
     text = str(error.value)
     assert f"node '{node.name}' ({node.op}) cannot be timed within" in text
     assert f"({least - 1} bytes)" in text
-    assert text.endswith(f"{least} bytes are the least")
+    assert text.endswith(f"the minimum is {least} bytes")
     for name in node.tensors:
         assert f"'{GRAPH.storages[name]}' (" in text
     assert backend.device.most == 0

@@ -355,7 +355,11 @@ def test_rounding_and_overflow_are_no_wrong_results(direction):
 @pytest.mark.parametrize(
     ("verify", "error", "message"),
     [
-        (True, TypeError, "verify is a number of runs, got True; 1 verifies every run"),
+        (
+            True,
+            TypeError,
+            "verify must be a number of runs, got True; 1 verifies every run",
+        ),
         (False, TypeError, "got False"),
         ("1", TypeError, "verify must be an integer, got '1'"),
         (1.5, TypeError, "verify must be an integer"),

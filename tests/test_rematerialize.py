@@ -11,12 +11,12 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.inplace import in_place, in_place_with_uses
 from mucudnn.passes.graph.rematerialize import Rematerializer, rematerialize
-from mucudnn.passes.liveness import uses_of
+from mucudnn.passes.liveness import Touches, touches, uses_of
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 from mucudnn.passes.scheduling.problem import origin
 from tests.examples import examples
 from tests.numpy_runner import execute
-from tests.random_graphs import feeds, residencies, training_graphs
+from tests.random_graphs import feeds, foreign, residencies, training_graphs
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,24 @@ def test_a_graph_rewritten_time_and_again_is_rewritten_anew(data):
         residency = data.draw(residencies(graph))
         one, other = rewrite(residency), rematerialize(graph, residency)
         assert (one.nodes, dict(one.tensors)) == (other.nodes, dict(other.tensors))
+
+
+@examples(100)
+@given(data=st.data())
+def test_uses_of_a_rewritten_graph_follow_from_those_of_the_graph(data):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    if data.draw(st.booleans()):
+        graph = data.draw(foreign(graph))
+    rewriter, known = Rematerializer(graph), Touches(graph)
+    for _ in range(2):
+        again, changes = rewriter.rewrite(data.draw(residencies(graph)))
+        if changes is None:
+            continue
+        assert len(again.nodes) == len(graph.nodes) + len(changes.copies)
+        found = known.with_nodes(again, changes.copies, changes.rebound)
+        expected = touches(again)
+        assert found == expected
+        assert list(found[0]) == list(expected[0])
 
 
 @examples(60)

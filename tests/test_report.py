@@ -291,6 +291,31 @@ def test_no_mean_stands_for_layers_that_there_was_no_time_for(comparison, keep, 
     assert missing == {how: 15 - keep}
 
 
+def test_many_rows_without_results_are_one_line(comparison):
+    short = cut_down(comparison, 3, "not compared: the time limit was reached")
+    layers, _ = comparison_tables(short)
+    assert len(layers.rows) == 15 * len(short.limits)
+    stream = io.StringIO()
+    write_tables([layers], stream)
+    _, *lines = stream.getvalue().splitlines()
+    missing = 12 * len(short.limits)
+    assert f"{missing} rows without results are not listed: " in lines[-2]
+    assert f"time limit ({missing})" in lines[-2]
+    assert lines[-1].endswith("6 more")
+    assert len(lines) == 3 * len(short.limits) + 2
+    unmeasured = [replace(layer, front=()) for layer in short.layers[3:]]
+    page = html_report(replace(short, layers=(*short.layers[:3], *unmeasured)), "x")
+    assert "4 layers without results are not listed: time limit (4)" in page
+    assert page.count('<details class="layer"') == 1
+
+
+def test_few_rows_without_results_are_listed():
+    table = Table("", ("layer", ">ms"), (("a", "1"), ("b", "–")), empty={1: "no time"})
+    stream = io.StringIO()
+    write_tables([table], stream)
+    assert stream.getvalue() == "layer  ms\na       1\nb       –\n"
+
+
 def test_a_mean_stands_where_no_time_would_help(comparison):
     short = cut_down(comparison, 13, "nothing fits; the smallest needs 3 MiB")
     counted = "13 of 15 layers compared; 2 without a speed-up: nothing fits"

@@ -55,7 +55,7 @@ def test_its_fields_and_their_defaults(lenet):
         ("budget", True, TypeError, "budget must be a number, got True"),
         ("budget", "lots", ValueError, "'lots' is not a size"),
         ("policy", "x", ValueError, r"unknown policy 'x'; choose one of: .*vdnn_dyn"),
-        ("policy", 3, TypeError, "is a name or a function, got 3"),
+        ("policy", 3, TypeError, "must be a name or a function, got 3"),
         (
             "scheduler",
             "x",
@@ -84,11 +84,11 @@ def test_what_it_refuses(lenet, field, value, error, message):
 def test_costs_and_plans_are_of_the_graph(lenet):
     profile, nodes = lenet.profile, lenet.graph.nodes
     fewer = {node.name: 1.0 for node in nodes[2:]}
-    with pytest.raises(ValueError, match="profile must have all nodes of the graph"):
+    with pytest.raises(ValueError, match="profile must cover all nodes of the graph"):
         replace(lenet, profile=replace(profile, node_ms=fewer))
     name, *others = profile.fronts
     plans: dict[str, ConvPlan] = {n: profile.fronts[n][0] for n in others}
-    with pytest.raises(ValueError, match=f"plans must have all .*'{name}' "):
+    with pytest.raises(ValueError, match=f"plans must cover all .*'{name}' "):
         replace(lenet, convolutions="fixed", plans=plans)
 
 

@@ -65,7 +65,7 @@ def test_numbers():
     with pytest.raises(ValueError, match="negative, got -1"):
         parse_bytes(-1)
     for size in (1.5, float("nan"), None):
-        with pytest.raises(TypeError, match="text or an integer"):
+        with pytest.raises(TypeError, match="a string or an integer"):
             parse_bytes(size)
 
 

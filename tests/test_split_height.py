@@ -334,7 +334,7 @@ def test_a_network_answers_patch_by_patch(name, throughout):
 def test_a_network_without_answers_is_refused():
     g = GraphBuilder()
     graph = g.build(g.relu(g.input("image", (1, 3))))
-    with pytest.raises(ValueError, match="which tensors are answers is not known"):
+    with pytest.raises(ValueError, match="predictions are unknown"):
         up_to_answers(graph)
 
 

@@ -91,7 +91,7 @@ def test_other_splits_are_refused(split):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"budget": 1024}, "bytes are the least"),
+        ({"budget": 1024}, "the minimum is"),
         ({"budget": "1MiB", "precision": "bfloat16"}, "CPU has float32 and float64"),
     ],
 )

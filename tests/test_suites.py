@@ -185,7 +185,10 @@ def test_repeated_names_give_way_to_shapes(tmp_path):
         ("n,c,w,k,s\n1,2,9,4,30\n", r"bad\.csv:2: .*30.*9"),
         ("n,c,w,k,s\n1,0,9,4,3\n", r"bad\.csv:2: column 'c' is 0; the least is 1"),
         ("n,c,w,k\n1,2,9,4\n", r"bad\.csv:2: s missing"),
-        ("n,c,w,k,s,q\n1,2,9,4,3,1\n", r"bad\.csv:1: unknown column 'q'; known are"),
+        (
+            "n,c,w,k,s,q\n1,2,9,4,3,1\n",
+            r"bad\.csv:1: unknown column 'q'; known columns are",
+        ),
         ("n,c,w,k,s,W\n1,2,9,4,3,1\n", r"bad\.csv:1: two columns for 'w'"),
         ("n,c,w,k,s,count\n1,2,9,4,3,0\n", r"bad\.csv:2: column 'count' is '0'"),
         ("n,c,w,k,s,stride_h\n1,2,9,4,3,2\n", r"bad\.csv:2: stride_h is given"),

@@ -1,6 +1,7 @@
 """Budgets of `train_step` that depend on the step or on the device."""
 
 import copy
+import re
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_a_step_keeps_it_and_equals_eager_mode(budget, width):
 
 def test_options_that_round_are_chosen_only_where_they_are_allowed():
     with pytest.raises(
-        PlanningError, match="without exact=True it may run in slices"
+        PlanningError, match="without exact=True it may run in micro-batches"
     ) as error:
         planned(network(channels=32), budget="12%", exact=True).prepare(*batch(16))
     plan = planned(network(channels=32), budget="12%").prepare(*batch(16))
@@ -86,6 +87,9 @@ def test_options_that_round_are_chosen_only_where_they_are_allowed():
     with pytest.raises(PlanningError, match="the least budget that works is") as error:
         planned(network(), budget="0.1%", exact=False).prepare(*batch())
     assert error.value.least_bytes
+    (share,) = re.findall(r"or budget='(\d+%)'", str(error.value))
+    plan = planned(network(), budget=share, exact=False).prepare(*batch())
+    assert plan.budget >= error.value.least_bytes
 
 
 @pytest.mark.parametrize("budget", ["0%", "101%", "-5%", "half%", "nan%"])

@@ -129,7 +129,11 @@ def test_options_of_the_name():
     step(call, batch, model)
     for options, error, words in (
         ({"budget": 1024}, PlanningError, "least budget"),
-        ({"bugdet": 1}, ValueError, "unknown option 'bugdet'; there are 'budget',"),
+        (
+            {"bugdet": 1},
+            ValueError,
+            "unknown option 'bugdet'; choose one of: 'budget',",
+        ),
         ({"budget": "much"}, ValueError, "not a size"),
         ({"budget": []}, TypeError, r"budget must be bytes, .*, got \[\]"),
     ):

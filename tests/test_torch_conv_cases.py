@@ -68,7 +68,7 @@ def test_partial_functions_are_decorated(ours):
 
 
 def test_leaving_what_was_not_entered(ours):
-    with pytest.raises(RuntimeError, match="was not entered"):
+    with pytest.raises(RuntimeError, match="without having been entered"):
         ours.__exit__(None, None, None)
 
 

@@ -109,7 +109,7 @@ def test_the_fastest_way_that_fits_is_named(study):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mesh": (2, 4)}, "2 dimensions; one is studied"),
+        ({"mesh": (2, 4)}, "2 dimensions; only one is supported"),
         ({"mesh": (2,), "device": "cpu"}, "published link rates"),
         ({"mesh": (2,), "split": "auto"}, "whole steps"),
         ({"mesh": (0,)}, "mesh must be at least 1"),
@@ -147,5 +147,5 @@ def test_the_command_compares_numbers_of_gpus(tmp_path, monkeypatch):
     assert speeds == sorted(speeds)
     assert math.isclose(speeds[0] * found["scaling"][0]["step_ms"], 16e3)
     assert "to its peers" in found["figures"]
-    assert "give --gpus" in ran("net.py:step", "--shard", "ddp").stderr
-    assert "is for a PyTorch model" in ran("lenet", "--gpus", "8").stderr
+    assert "add --gpus" in ran("net.py:step", "--shard", "ddp").stderr
+    assert "is for PyTorch models" in ran("lenet", "--gpus", "8").stderr

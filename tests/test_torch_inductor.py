@@ -240,7 +240,7 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
     for peaks in ([plan.peak_bytes for plan in plans], reals):
         assert peaks == sorted(peaks, reverse=True)
     assert plans[0].kernels > 4
-    assert f"{plans[0].kernels} kernels of Inductor's" in str(plans[0])
+    assert f"{plans[0].kernels} kernels of Inductor" in str(plans[0])
     assert plans[-1].recomputed or plans[-1].leaving
 
 
@@ -405,7 +405,7 @@ def test_the_option_is_true_or_false(value):
     ("options", "error", "says"),
     [
         ({"inductor": "on"}, TypeError, "inductor must be True or False"),
-        ({"fused": True}, ValueError, "there are 'budget', 'tuner', 'inductor' and "),
+        ({"fused": True}, ValueError, "one of: 'budget', 'tuner', 'inductor', "),
     ],
 )
 def test_options_of_torch_compile_are_checked(options, error, says):

@@ -154,7 +154,7 @@ def test_techniques_are_compared_on_it():
     assert not kept.fits
     assert ours.peak_bytes <= study.least_budget
     assert found.parameters == 64 * 256 + 256 * 256 + 256 * 10 + 522
-    with pytest.raises(ValueError, match="has its costs"):
+    with pytest.raises(ValueError, match="has its own costs"):
         study_memory(study.described(), device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""What a step needs whose optimizer makes its update itself, without running it."""
+"""What a step needs whose optimizer updates eagerly, without running it."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_it_is_what_train_step_promises(name):
     assert least.peak_bytes <= study.least_budget
     assert "update: eager, after the planned passes" in str(least)
     assert list(study.curve)[-1] == study.least_budget
-    with pytest.raises(PlanningError, match="makes its update itself"):
+    with pytest.raises(PlanningError, match="updates eagerly"):
         study.plan(study.least_budget - 1)
 
 
@@ -120,7 +120,7 @@ def test_techniques_are_compared_with_the_update_behind(name):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(UnsupportedError, match="grows with every step"):
+    with pytest.raises(UnsupportedError, match="while its state grows"):
         _ = studied(Remembering).least_budget
     with torch.device("meta"):
         model = nn.Linear(1 << 24, 1 << 24)

@@ -109,18 +109,18 @@ AT_LINES = {
     nonzero: r"aten\.nonzero.*torch\.where",
     selected: r"aten\.masked_select.*torch\.where",
     indexed: r"aten\.index\.Tensor.*torch\.where",
-    decided: r"decides something by a value.*torch\.where",
-    by_chance: r"decides something by a value.*torch\.where",
+    decided: r"branches on the value of a tensor.*torch\.where",
+    by_chance: r"branches on the value of a tensor.*torch\.where",
     as_number: r"calls numpy.*keep them in tensors",
     as_list: r"calls tolist.*keep them in tensors",
     sparse: r"_to_sparse.*use dense",
-    nested: r"nested.*pad them",
+    nested: r"nested.*padding",
     quantized: r"quantize_per_tensor.*fake quantization",
-    own_generator: r"generator of its own",
-    seeded: r"state of PyTorch's generator was set",
+    own_generator: r"its own random generator",
+    seeded: r"sets the state of PyTorch's generator",
     branched: r"calls cond.*torch\.where",
-    elsewhere_by_a_view: r"changes a tensor that is no parameter or buffer",
-    elsewhere: r"changes a tensor that is no parameter or buffer",
+    elsewhere_by_a_view: r"modifies a tensor that is not a parameter or buffer",
+    elsewhere: r"modifies a tensor that is not a parameter or buffer",
 }
 
 
@@ -421,7 +421,7 @@ def test_what_is_made_in_inference_mode_is_named():
     with torch.inference_mode():
         x, other = torch.rand(3, 4), nn.Linear(4, 1)
     for one, batch in ((model, x), (other, torch.rand(3, 4))):
-        with pytest.raises(UnsupportedError, match="made within torch"):
+        with pytest.raises(UnsupportedError, match="created within torch"):
             step_of(one, torch.sum)(batch)
     step_of(model, torch.sum)(x.clone())
 
@@ -435,7 +435,7 @@ def test_inference_mode_is_named():
     ):
         step(x)
     step(x)
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="gradients are off"):
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="gradients disabled"):
         step(x)
     with (
         torch.inference_mode(),

@@ -337,7 +337,7 @@ def test_replaced_parameters_are_seen():
     last = copy.deepcopy(model[2])
     step(x, y)  # the optimizer does not know the new layer, as in eager mode
     assert all(map(torch.equal, last.parameters(), model[2].parameters()))
-    with pytest.raises(ValueError, match="has none of them"):
+    with pytest.raises(ValueError, match="has no parameter of the model"):
         mt.train_step(model[2], functional.mse_loss, optimizer)
     eager, _, _, _ = built()
     eager.load_state_dict(model.state_dict())
@@ -362,10 +362,10 @@ def test_hooks_of_parameters_are_kept():
         outcomes.append(model)
     assert same(*outcomes)
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.warns(UserWarning, match="when its gradient is stored"):
+    with pytest.warns(UserWarning, match="when its gradient is accumulated"):
         mt.train_step(model, functional.mse_loss, optimizer)(x, y)
     step = mt.train_step(model, functional.mse_loss, optimizer, budget="1GiB")
-    with pytest.raises(UnsupportedError, match="when its gradient is stored"):
+    with pytest.raises(UnsupportedError, match="when its gradient is accumulated"):
         step(x, y)
 
 

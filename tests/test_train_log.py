@@ -208,20 +208,20 @@ def test_a_test_loss_that_is_no_number_is_null_in_results():
 def test_another_files_lines_are_not_lost(tmp_path, suffix, text):
     path = tmp_path / f"mine.{suffix}"
     path.write_text(text)
-    with pytest.raises(CheckpointError, match="is no log of this training"):
+    with pytest.raises(CheckpointError, match="is not a log of this training"):
         LogFile(path, since=Position(epoch=1, steps=5))
     assert path.read_text() == text
 
 
 def test_what_cannot_be_written_costs_the_log_only(tmp_path):
     log = LogFile(tmp_path / "no" / "log.csv")
-    with pytest.warns(UserWarning, match="training goes on without it"):
+    with pytest.warns(UserWarning, match="training continues without it"):
         reports = fit(trainer(), Epochs(16, 8), epochs=1, log=log)
     assert len(reports) == 1
 
 
 def test_eval_every_needs_images():
-    with pytest.raises(ValueError, match="eval_every needs test"):
+    with pytest.raises(ValueError, match="eval_every needs the argument test"):
         fit(trainer(), Epochs(16, 8), epochs=1, eval_every=1)
 
 
@@ -248,7 +248,7 @@ def test_the_command_logs_and_says_what_it_tested(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--log", "log.txt"), "a log ends in .csv, .jsonl, .ndjson"),
+        (("--log", "log.txt"), "a log must end in .csv, .jsonl, .ndjson"),
         (("--log", "-"), "a log needs a file"),
         (("--log", "no/log.csv"), "no directory no"),
         (("--log", "a.csv", "--json", "a.csv"), "--json and --log both write a.csv"),

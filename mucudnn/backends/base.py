@@ -229,6 +229,6 @@ class Backend:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Backend can be neither pickled nor copied deeply, as it holds a device; "
-            f"get_backend({self.name!r}, {self.index}) makes it anew, in any process"
+            "a Backend cannot be pickled or copied deeply, as it holds a device; "
+            f"call get_backend({self.name!r}, {self.index}) in each process"
         )

@@ -105,8 +105,8 @@ class VirtualDevice:
     def available_bytes(self) -> int:
         """Raise UnsupportedError: the free memory is unknown."""
         raise UnsupportedError(
-            f"{self.fingerprint} is no real device: how much memory it has free is not "
-            "known; give a size, such as 8GiB"
+            f"{self.fingerprint} is not a real device, so its free memory is unknown; "
+            "give a size, such as 8GiB"
         )
 
     def view(self, buffer: VirtualArray, offset: int, spec: TensorSpec) -> VirtualArray:

@@ -24,7 +24,7 @@ def cache() -> None:
 @cache.command("list")
 @_options
 def list_(cache_path: str | None, json_file: str | None) -> None:
-    """List stored measurements, one line per device, and all else by its kind."""
+    """List stored measurements by device, and other entries by kind."""
     with open_cache(cache_path) as found:
         devices = found.summary()
         races, entries = len(found.races()), found.entries.summary()
@@ -85,7 +85,7 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
 @option("--device FINGERPRINT", "Delete measurements of this device only.")
 @_options
 def clear(device: str | None, cache_path: str | None, json_file: str | None) -> None:
-    """Delete stored measurements and, of all devices, also plans."""
+    """Delete stored measurements and, without --device, also plans."""
     with open_cache(cache_path) as found:
         rows = found.clear(device)
         entries = 0 if device else found.entries.clear()

@@ -1,4 +1,4 @@
-"""`mucudnn demo`: three acts in a minute, and a page of their results."""
+"""`mucudnn demo`: three demonstrations in a minute, and a page of their results."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def demo(ctx: click.Context, report_file: str) -> None:
             acts.append(act)
     except KeyboardInterrupt:
         interrupted = True
-        click.echo(f"interrupted: {len(acts)} of 3 acts are finished", err=True)
+        click.echo(f"interrupted: {len(acts)} of 3 parts are finished", err=True)
     if acts:
         machine = get_backend("cpu").device.fingerprint
         write_file(report_file, demo_page(acts, machine))

@@ -1,4 +1,4 @@
-"""`mucudnn doctor`: try what is installed, and say what to install for the rest."""
+"""`mucudnn doctor`: test what is installed, and list what to install."""
 
 import shutil
 import sys
@@ -49,7 +49,7 @@ _OPTIONAL = {
 def doctor(
     ctx: click.Context, /, cache_path: str | None, json_file: str | None
 ) -> None:
-    """Try what is installed, and say what to install: for bug reports.
+    """Test what is installed, and list what to install; for bug reports.
 
     Exit code: 0 if everything that is installed works, 3 otherwise.
     """

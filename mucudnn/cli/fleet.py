@@ -55,7 +55,7 @@ def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]
     "What",
     option(
         "--batch N",
-        "Samples of a step on all devices together; 128-512: the best of a range.",
+        "Samples of a step on all devices together; 128-512 finds the best of a range.",
         _parse_batches,
         default="256",
     ),
@@ -72,7 +72,7 @@ def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]
     "How",
     option(
         "--at-least N",
-        "Least samples of every device; with 0 a slow one may be left out.",
+        "Minimum samples of each device; with 0, slow devices may be left out.",
         count(0, MOST_IMAGES),
         default=0,
     ),
@@ -101,7 +101,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     devices = [word.strip() for word in (settings["devices"] or "").split(",")]
     devices = [word for word in devices if word]
     if not devices:
-        raise click.UsageError("name the devices: --devices k80,p100")
+        raise click.UsageError("give the devices, such as --devices k80,p100")
     if model is None:
         raise click.UsageError("name a network, such as resnet18")
     refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})

@@ -84,8 +84,8 @@ def _override(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     problem = problem.with_batch(settings["batch"] or problem.batch)
     if problem.batch > MOST_IMAGES:
         raise BadInputError(
-            f"a mini-batch of {problem.batch} is too large to plan; the most is "
-            f"{MOST_IMAGES}, --batch N takes another"
+            f"a mini-batch of {problem.batch} is too large to plan; the maximum is "
+            f"{MOST_IMAGES}, choose another with --batch N"
         )
     dtype, layout = settings["dtype"], settings["layout"]
     return replace(

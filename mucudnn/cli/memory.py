@@ -34,6 +34,7 @@ from mucudnn.cli.options import (
     placement_option,
     policies,
     precision_option,
+    real,
     refuse_foreign_file,
     report_option,
     schedulers,
@@ -111,13 +112,13 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     option(
         "--gpus N",
-        "Plan one of so many GPUs that train a PyTorch model together, and compare "
-        "1 to 1,024 of them; MODEL's batch is that of one.",
+        "Plan a PyTorch model that N GPUs train together, and compare 1 to 1,024 GPUs; "
+        "all figures and MODEL's batch are those of one GPU.",
         count(1, MOST_GPUS),
     ),
     option(
         "--shard WAY",
-        "How they do: fsdp2, or ddp, which shards nothing; by default fsdp2.",
+        "With --gpus: fsdp2 (default) shards the model; ddp replicates it.",
         click.Choice(("fsdp2", "ddp")),
     ),
     option(
@@ -138,8 +139,18 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         byte_size,
     ),
     flag("--curve", "Also plan for several smaller budgets when one is given."),
-    flag("--max-batch", "Find the largest batch within the budget."),
+    flag(
+        "--max-batch",
+        "Find the largest batch within the budget, and the one with the highest "
+        "throughput.",
+    ),
     flag("--min-budget", "Find the minimum feasible budget of every policy."),
+    option(
+        "--slowdown FACTOR",
+        "Find about the least budget in which a step takes no more than FACTOR times "
+        "as long as without one, such as 1.05.",
+        real(1.0),
+    ),
 )
 @section(
     "How",
@@ -152,7 +163,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     ),
     strategy(
         "--scheduler schedulers",
-        "When copies run, or all; by default the policy's own.",
+        "When copies run; all compares every scheduler; by default the policy's own.",
         schedulers,
         several=_ALL,
         default=(),
@@ -175,9 +186,9 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
     "Output",
     flag(
         "--compare",
-        "Instead, run a PyTorch model's step here by eager mode, checkpointing, "
-        "offloading and torch.compile's memory budget, each beside ours in the same "
-        "memory.",
+        "Instead, run a PyTorch model's step with eager mode, checkpointing, "
+        "offloading and torch.compile's memory budget, and compare each with a planned "
+        "step in the same memory.",
     ),
     json_option,
     report_option,
@@ -219,7 +230,8 @@ def memory(
     emit(json_file, found.to_json, show, lambda: write_files(found, settings))
     if found.interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
-    asked_for_less = settings["min_budget"] or any(found.max_batch.values())
+    kept = found.for_slowdown is not None and found.for_slowdown.technique
+    asked_for_less = settings["min_budget"] or any(found.max_batch.values()) or kept
     if found.best is None and not asked_for_less:
         click.echo(f"mucudnn: error: {_infeasible_message(found, settings)}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
@@ -247,9 +259,9 @@ def _compare(
         for way in ways
     )
     note = (
-        "measured here; peaks without the batch, times over eager mode's, run in "
-        "turns; ours is planned within the peak of each way, beside eager mode "
-        "without a limit"
+        "measured here in alternation; peaks exclude the batch, times are relative to "
+        "eager mode; ours is planned within the peak of each way, and without a limit "
+        "beside eager mode"
     )
     emit(
         json_file,
@@ -299,23 +311,32 @@ def _step(
     with bad_input():
         gpus, shard = settings["gpus"], settings["shard"]
         if shard is not None and gpus is None:
-            raise BadInputError("--shard says how several GPUs train: give --gpus")
+            raise BadInputError("--shard applies to several GPUs: add --gpus")
         step = torch_step(ctx, model, batch, device, gpus, shard or "fsdp2")
         made = network(model) if step is None else model
     if step is not None:
         if inference:
-            raise BadInputError(f"--inference is for a network of ours, not {model}")
+            raise BadInputError(f"--inference is for built-in networks, not {model}")
         if settings["placement"] != STATIC:
-            raise BadInputError("PyTorch's allocator places tensors: no --placement")
+            raise BadInputError(
+                "--placement does not apply to PyTorch models, whose "
+                "tensors PyTorch's allocator places"
+            )
         if settings["layout"] != "NCHW":
-            raise BadInputError("PyTorch stores tensors as the model does: no --layout")
+            raise BadInputError(
+                "--layout does not apply to PyTorch models, which "
+                "choose their own memory format"
+            )
         if settings["precision"] is not None:
-            raise BadInputError("PyTorch computes as the model does: no --precision")
+            raise BadInputError(
+                "--precision does not apply to PyTorch models, which "
+                "choose their own data types"
+            )
         return step
     if gpus is not None:
         raise BadInputError(
-            f"--gpus is for a PyTorch model, not {model}; `mucudnn fleet` divides the "
-            "batches of our networks among devices"
+            f"--gpus is for PyTorch models, not {model}; `mucudnn fleet` divides the "
+            "batches of built-in networks among devices"
         )
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
@@ -342,10 +363,11 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         refuse_foreign_file(Path(settings["cache_path"]))
     if device == _CPU and settings["recordings"]:
         raise BadInputError(
-            f"--recording {settings['recordings'][0]} is for a device that is "
-            f"estimated, and --device {_CPU} is measured"
+            f"--recording {settings['recordings'][0]} is for estimated devices, and "
+            f"--device {_CPU} is measured"
         )
-    asked_more = settings["max_batch"] or settings["min_budget"]
+    slowdown = settings["slowdown"]
+    asked_more = settings["max_batch"] or settings["min_budget"] or slowdown
     spec = _step(ctx, model, settings)
     if device != _CPU and (image := settings["image"]) is not None:
         sides = image * 2 if len(image) == 1 else image
@@ -363,8 +385,8 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         split = "auto" if settings["inference"] and device != _CPU else "none"
     if split != "none" and device == _CPU and isinstance(spec, StepSpec):
         raise BadInputError(
-            f"--split {split} is planned for a device that is estimated, and --device "
-            f"{_CPU} is measured; train in parts by `mucudnn train --split {split}`"
+            f"--split {split} is for estimated devices, and --device {_CPU} is "
+            f"measured; use `mucudnn train --split {split}`"
         )
     # The search takes longest: run it last, so that Ctrl-C keeps the other results.
     names = _expand_all(settings["policies"], policies)
@@ -383,6 +405,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
             min_budget=settings["min_budget"],
+            slowdown=slowdown,
             profile=measured,
             recordings=settings["recordings"],
             progress=show,

@@ -559,6 +559,4 @@ def refuse_foreign_file(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(len(_SQLITE))
     if start and start != _SQLITE:
-        raise BadInputError(
-            f"{path} is not a cache but some other file; name another one"
-        )
+        raise BadInputError(f"{path} is not a mucudnn cache; name another file")

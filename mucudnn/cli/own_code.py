@@ -89,7 +89,7 @@ def own_function(name: str) -> Any | None:
         ]
         what = f"there is no function {function!r} in {file}"
         if not function:
-            what = f"{file} is a file; name a function of it, {file}:FUNCTION"
+            what = f"{file} is a file; name a function in it: {file}:FUNCTION"
         raise BadInputError(f"{what}; it has: {', '.join(own) or 'none'}")
     return made
 
@@ -118,7 +118,7 @@ def list_models(json_file: str | None) -> None:
                 f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
                 f"{row['parameters']:>12,} parameters"
             )
-        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
+        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottleneck blocks, n1 to n4 per stage")
 
     emit(json_file, {"models": rows}, show)
 
@@ -149,8 +149,8 @@ def _import_module(name: str, ctx: click.Context) -> None:
         raise BadInputError(f"--import {name}: {error_text(e)}") from e
     if spec is None:
         raise BadInputError(
-            f"--import {name}: there is no such module here or among what is "
-            "installed; a file is written FILE.py"
+            f"--import {name}: no such module is in this folder or installed; a file "
+            "is given as FILE.py"
         )
     if spec.origin is not None:
         own_files(ctx).add(spec.origin)
@@ -161,8 +161,8 @@ def _import_module(name: str, ctx: click.Context) -> None:
 def _import_file(path: Path, ctx: click.Context | None = None) -> ModuleType:
     """Import a file as a module, once."""
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "not there"
-        raise BadInputError(f"{path} is {found}; expected a file FILE.py")
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise BadInputError(f"{path} {found}; expected a file FILE.py")
     full = path.resolve()
     own_files(ctx or click.get_current_context()).add(str(full))
     key = f"mucudnn_own:{full}"
@@ -240,7 +240,7 @@ def compared_step(
     """Run the step of a PyTorch model in PyTorch's ways and ours."""
     made = _torch_parts(ctx, name, batch)
     if made is None:
-        raise BadInputError(f"--compare is for a model of PyTorch's, not {name}")
+        raise BadInputError(f"--compare is for PyTorch models, not {name}")
     from mucudnn.torch.comparison import compare_step
 
     try:
@@ -266,7 +266,7 @@ def _torch_parts(ctx: click.Context, name: str, batch: int | None) -> Any | None
     try:
         import_module("mucudnn.torch.memory_study")
     except ImportError as e:
-        raise BadInputError(f"{name} is a model of PyTorch's; {_INSTALL}") from e
+        raise BadInputError(f"{name} is a PyTorch model; {_INSTALL}") from e
     return made
 
 
@@ -287,8 +287,8 @@ def _call_for_step(
         if isinstance(made, tuple):
             found = f"({', '.join(type(value).__name__ for value in made)})"
         raise BadInputError(
-            f"{name} returns {found}; {_WANTED} of PyTorch is wanted, or a Graph from "
-            "a function of (batch)"
+            f"{name} returned {found}; it must return {_WANTED} of PyTorch, or be a "
+            "function of (batch) that returns a Graph"
         )
     return made
 

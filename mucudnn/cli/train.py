@@ -257,8 +257,8 @@ class _Training:
             return checkpoints, checkpoints.load(self._words)
         if checkpoints.steps():
             raise BadInputError(
-                f"{folder} holds checkpoints already; go on from them with --resume, "
-                "or name another folder"
+                f"{folder} holds checkpoints already; continue with --resume, or name "
+                "another folder"
             )
         return checkpoints, None
 

@@ -48,7 +48,7 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
     own = batch // parts if images is None else images
     if batch % parts:
         raise BadInputError(
-            f"a batch of {batch} cannot be computed in {parts} equal parts"
+            f"a batch of {batch} does not divide into {parts} equal parts"
         )
     with bad_input():
         model = network(name)
@@ -75,7 +75,7 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
         )
         if len(training.tensors[LABEL].shape) > 1:
             raise BadInputError(
-                f"{name} wants a class for each pixel; {settings['data']} has one for "
+                f"{name} needs a class for each pixel; {settings['data']} has one for "
                 "each image"
             )
         # Mean 0 and deviation 1, estimated from a sample.

@@ -87,7 +87,7 @@ def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
     if all(word.strip().isdecimal() and int(word) > 0 for word in words):
         return tuple(map(int, words))
     raise click.BadParameter(
-        f"{text!r} is neither auto nor equal nor numbers of samples such as 9,3"
+        f"{text!r} is not auto, equal, or numbers of samples such as 9,3"
     )
 
 
@@ -100,7 +100,9 @@ def _parse_budget(text: str | int | tuple[int | str, ...]) -> Any:
     try:
         return byte_size(text)
     except click.BadParameter as e:
-        raise click.BadParameter(f"{e.message}; or device, for all that is free") from e
+        raise click.BadParameter(
+            f"{e.message}; or device, for the memory that is free"
+        ) from e
 
 
 data_options = section(
@@ -155,7 +157,7 @@ learning_options = section(
     ),
     option(
         "--weight-decay SHARE",
-        "Share of the weights that is added to their gradients.",
+        "Multiple of the weights that is added to their gradients.",
         real(0, _MOST_REAL),
     ),
     option(
@@ -173,8 +175,8 @@ budget_options = section(
     option(
         "--budget SIZE",
         "Device memory for everything, or `device` for all that is free; tensors that "
-        "do not fit are offloaded or recomputed. Under mpiexec per process: one size "
-        "for all, or one each, such as 96MiB,64MiB.",
+        "do not fit are offloaded or recomputed. Under mpiexec, per process: one size "
+        "for all, or one for each, such as 96MiB,64MiB.",
         _parse_budget,
     ),
     strategy(
@@ -224,7 +226,7 @@ run_options = section(
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(
         "--accumulate PARTS",
-        "Accumulate a step's gradient over so many parts.",
+        "Compute each batch in PARTS parts, and sum their gradients.",
         count(),
         default=1,
     ),

@@ -121,8 +121,8 @@ class Group:
         if len(shares) != size or sum(shares) != batch:
             each = f" in each of {parts} parts" if parts > 1 else ""
             raise BadInputError(
-                f"--shares {','.join(map(str, shares))} are {len(shares)} of "
-                f"{sum(shares)} images together; {size} processes share {batch}{each}"
+                f"--shares {','.join(map(str, shares))} has {len(shares)} shares of "
+                f"{sum(shares)} images in total; {size} processes share {batch}{each}"
             )
         # Compare the data of all ranks by a hash of a sample.
         spread = range(0, len(loader.dataset), -(-len(loader.dataset) // _COMPARED))
@@ -177,8 +177,8 @@ class Group:
         except PlanningError as e:
             together = sum(rank.table.most for rank in self._fleet.ranks)
             raise BadInputError(
-                f"within their budgets the processes take {together} images a step, "
-                f"not {batch}; --split auto, --accumulate or larger budgets may do"
+                f"within their budgets the processes can take {together} images a "
+                f"step, not {batch}; try --split auto, --accumulate or larger budgets"
             ) from e
 
     def shares_now(self, compute_ms: float) -> tuple[int, ...] | None:
@@ -226,8 +226,8 @@ def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[st
         for name in ("budget", "shares"):
             if isinstance(settings[name], tuple):
                 raise BadInputError(
-                    f"--{name} with a value for each process is for several, and this "
-                    "one is alone; start them with mpiexec -n N mucudnn train …"
+                    f"--{name} with several values needs several processes, and this "
+                    "is the only one; start them with mpiexec -n N mucudnn train …"
                 )
         return settings
     budgets, size = settings["budget"], group.together.size
@@ -235,8 +235,8 @@ def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[st
         return settings
     if len(budgets) != size:
         raise BadInputError(
-            f"--budget has {len(budgets)} sizes for {size} processes; name one for "
-            "all, or one each"
+            f"--budget has {len(budgets)} sizes for {size} processes; give one for "
+            "all, or one for each"
         )
     return {**settings, "budget": budgets[group.together.rank]}
 

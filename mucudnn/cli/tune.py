@@ -74,8 +74,8 @@ _MOST_WORKERS = 256
     measuring_options,
     option(
         "--workers N",
-        "Measure in so many processes at once. They share this machine's cores, so use "
-        "it for other devices or recordings.",
+        "Measure in N processes at once. They share this machine's cores, so use this "
+        "with other devices or recordings.",
         count(1, _MOST_WORKERS),
     ),
 )
@@ -254,7 +254,8 @@ def refuse_measuring(settings: Mapping[str, Any]) -> None:
     given = [option for name, option in _MEASURING.items() if asked[name]]
     if given:
         raise BadInputError(
-            f"--plan-only measures nothing and so takes no {', no '.join(given)}"
+            "--plan-only measures nothing and cannot be combined with "
+            f"{', no '.join(given)}"
         )
 
 

@@ -74,8 +74,8 @@ class ArrayDataset:
             )
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
             raise ValueError(
-                f"labels must be {len(images)} whole numbers, one an image; got an "
-                f"array of shape {labels.shape} and type {labels.dtype}"
+                f"labels must be {len(images)} integers, one per image; got an array "
+                f"of shape {labels.shape} and type {labels.dtype}"
             )
         # Class names, their number, or as many as the labels show.
         if classes is None:
@@ -87,7 +87,7 @@ class ArrayDataset:
         count = classes if isinstance(classes, int) else len(classes)
         if int(labels.min()) < 0 or int(labels.max()) >= count:
             raise ValueError(
-                f"labels must be from 0 to {count - 1}; they reach from "
+                f"labels must be from 0 to {count - 1}; they range from "
                 f"{labels.min()} to {labels.max()}"
             )
         self.classes = classes
@@ -148,7 +148,7 @@ def _labels(path: Path, classes: int = _MOST_CLASSES) -> NDArray[Any]:
     labels, begin = _map(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
-            f"{path}: expected a flat array of whole numbers, found one of shape "
+            f"{path}: expected a 1-D array of integers, found one of shape "
             f"{labels.shape} and type {labels.dtype}"
         )
     check_labels(path, labels, classes, begin, labels.itemsize)
@@ -330,7 +330,7 @@ def _list_files(
         files += [(path, label) for path in paths if path.suffix.lower() in _SUFFIXES]
     if not files:
         raise DataError(
-            f"{folder}: expected folders of images, one a class "
+            f"{folder}: expected folders of images, one per class "
             f"({', '.join(sorted(_SUFFIXES))}); found none"
         )
     return files, classes

@@ -76,7 +76,7 @@ def checked_dataset(dataset: object) -> None:
     """Raise `TypeError` unless `dataset` looks like a data set."""
     if not hasattr(dataset, "read") or not hasattr(dataset, "__len__"):
         raise TypeError(
-            "a data set is wanted, such as ArrayDataset(images, labels), got "
+            "expected a data set, such as ArrayDataset(images, labels), got "
             f"{dataset!r}"
         )
 
@@ -167,9 +167,9 @@ class Resized:
         has = self.dataset.image_shape[0]
         if has != wants and {has, wants} != {1, 3}:
             raise ValueError(
-                f"images of shape {self.dataset.image_shape} cannot become "
-                f"{self.image_shape}; they can have any size and "
-                f"{'1 or 3' if has in (1, 3) else has} channels"
+                f"images of shape {self.dataset.image_shape} cannot be resized to "
+                f"{self.image_shape}; the target can have any size, but "
+                f"{('1 or 3' if has in (1, 3) else has)} channels"
             )
 
     @property

@@ -71,7 +71,7 @@ class Loader:
         if drop_last and len(dataset) < batch:
             raise ValueError(
                 f"a data set of {len(dataset)} images has no full batch of {batch}; "
-                "take a smaller one or keep the last"
+                "use a smaller batch or keep the last one"
             )
         self.dataset = dataset
         self.batch = batch
@@ -103,7 +103,7 @@ class Loader:
         check_integer("start", start)
         if epoch < 0 or not 0 <= start <= len(self):
             raise ValueError(
-                f"epochs count from 0 and start from 0 to {len(self)}; got epoch "
+                f"epochs count from 0, and start is from 0 to {len(self)}; got epoch "
                 f"{epoch}, start {start}"
             )
         order = np.arange(len(self.dataset))

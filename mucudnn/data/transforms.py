@@ -62,7 +62,9 @@ class RandomFlip:
 
     def __post_init__(self) -> None:
         if not 0 <= check_number("probability", self.probability, finite=False) <= 1:
-            raise ValueError(f"a probability is from 0 to 1, {self.probability} is not")
+            raise ValueError(
+                f"a probability must be from 0 to 1, got {self.probability}"
+            )
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
         """Return a new batch, even where no image is mirrored."""
@@ -87,8 +89,8 @@ class Normalize:
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or min(self.std, default=-1) < 0:
             raise ValueError(
-                "there must be as many means as deviations, and no deviation below "
-                f"0; got {self.mean} and {self.std}"
+                "means and deviations must have the same length, and deviations must "
+                f"not be negative; got {self.mean} and {self.std}"
             )
         if self.dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")

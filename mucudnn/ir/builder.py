@@ -131,8 +131,7 @@ class GraphBuilder:
         """
         if not isinstance(tensor, str):
             raise TypeError(
-                "a tensor is called by its name, which each layer returns; got "
-                f"{tensor!r}"
+                f"expected the name of a tensor, as layers return it; got {tensor!r}"
             )
         try:
             return self.tensors[tensor]

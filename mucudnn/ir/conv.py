@@ -140,7 +140,7 @@ class ConvProblem:
             )
         if w[0] % self.groups:
             raise ValueError(
-                f"{w[0]} output channels (w_shape {w}) do not divide into "
+                f"{w[0]} output channels (w_shape {w}) cannot be divided into "
                 f"{self.groups} groups"
             )
         for i, out in enumerate(self.y_shape[2:]):
@@ -149,7 +149,7 @@ class ConvProblem:
                 have = self.x_shape[2 + i] + 2 * self.padding[i]
                 raise ValueError(
                     f"empty output {self.y_shape}: on spatial axis {i} the filter "
-                    f"spans {reach}, the padded input only {have}"
+                    f"spans {reach} elements, and the padded input has only {have}"
                 )
 
     @property
@@ -387,10 +387,10 @@ def named_padding(
     spans = tuple(gap * (k - 1) for k, gap in zip(kernel, dilation, strict=True))
     if any(span % 2 for span in spans):
         raise ValueError(
-            f"padding 'same' of a filter of {tuple(kernel)} with dilation "
-            f"{tuple(dilation)} takes {spans} zeros along the axes, an odd number "
-            "somewhere: more at one end than at the other; pad the input first, or "
-            "use an odd filter"
+            f"padding 'same' for a filter of {tuple(kernel)} with dilation "
+            f"{tuple(dilation)} needs {spans} zeros along the axes, and an odd number "
+            "cannot be the same at both ends; pad the input first, or use a filter "
+            "of odd size"
         )
     return tuple(span // 2 for span in spans)
 

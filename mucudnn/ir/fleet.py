@@ -171,7 +171,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         if not self.ranks:
-            raise ValueError("a fleet has at least one rank")
+            raise ValueError("a fleet must have at least one rank")
 
     @property
     def all_reduce_ms(self) -> float:

@@ -140,8 +140,8 @@ class Graph:
             for name in node.outputs:
                 if self.storages[name] not in read:
                     raise ValueError(
-                        f"node {node.name!r} is a view and {name!r} has none of its "
-                        "inputs' bytes; set its alias to one of "
+                        f"node {node.name!r} is a view, but {name!r} does not alias "
+                        "any of its inputs; set its alias to one of "
                         f"{', '.join(node.inputs)}"
                     )
         for name in (*self.outputs, *self.gradients.values()):

@@ -331,7 +331,7 @@ def group_norm(
     """Normalize each sample over groups of channels; scale each channel."""
     channels = channels_of(x, g.shape(x))
     if channels % check_integer("groups", groups, least=1):
-        raise ValueError(f"{channels} channels do not divide into {groups} groups")
+        raise ValueError(f"{channels} channels cannot be divided into {groups} groups")
     with g.scope(name):
         return _append_group_norm(g, x, (channels,), groups, eps, per_element=False)
 
@@ -486,7 +486,7 @@ def reshape(g: "GraphBuilder", x: str, shape: Sequence[int]) -> str:
     """View the same bytes in another shape."""
     shape = check_integers("shape", shape, least=1)
     if math.prod(shape) != math.prod(g.shape(x)):
-        raise ValueError(f"{g.shape(x)} cannot be seen as {tuple(shape)}")
+        raise ValueError(f"{g.shape(x)} cannot be viewed as {tuple(shape)}")
     return g.append("reshape", (x,), tuple(shape), alias=x)
 
 

@@ -112,7 +112,9 @@ class LimitRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most:
-            raise ValueError(f"limits from {self.least} to {self.most} bytes: no range")
+            raise ValueError(
+                f"limits from {self.least} to {self.most} bytes are not a range"
+            )
 
     def covers(self, other: "LimitRange") -> bool:
         """Return whether a table for these limits serves all of `other`."""

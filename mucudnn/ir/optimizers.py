@@ -260,7 +260,7 @@ def parse_learning_rate(
             if list(milestones) == sorted(set(milestones)):
                 return StepRate(base, milestones, warmup_steps=warmup_steps)
     raise ValueError(
-        f"{text!r} is no learning-rate schedule; it is constant, cosine, or step: "
+        f"unknown learning-rate schedule {text!r}; choose constant, cosine, or step: "
         "with ascending milestones, such as step:30,60,90"
     )
 
@@ -283,8 +283,8 @@ def rate_of(choice: Any, base: float) -> Callable[[int], float]:
         choice = parse_learning_rate(choice, base)
     if isinstance(choice, CosineRate):
         raise ValueError(  # noqa: TRY004
-            f"{choice!r} depends on how many steps there will be; pass a function of "
-            "the step: lambda step: rate.at(step, total_steps)"
+            f"{choice!r} depends on the total number of steps; pass a function of the "
+            "step: lambda step: rate.at(step, total_steps)"
         )
     if isinstance(choice, ConstantRate | StepRate):
         schedule = choice
@@ -360,8 +360,8 @@ class DynamicLossScale:
         least, most = _LEAST, _MOST.get(dtype, 2.0**127)
         if not least <= self.initial <= most:
             raise ValueError(
-                f"the loss is {dtype}: its scale starts from {least:g} to {most:g}, "
-                f"not from {self.initial:g}"
+                f"the loss is {dtype}: its scale must start from {least:g} to "
+                f"{most:g}, not from {self.initial:g}"
             )
         return least, most
 

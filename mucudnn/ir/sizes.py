@@ -66,11 +66,13 @@ def parse_bytes(size: str | int) -> int:
         try:
             nbytes = operator.index(size)
         except TypeError:
-            raise TypeError(f"a size is text or an integer, got {size!r}") from None
+            raise TypeError(
+                f"a size must be a string or an integer, got {size!r}"
+            ) from None
         if isinstance(size, bool):
-            raise TypeError(f"a size is text or an integer, got {size!r}")
+            raise TypeError(f"a size must be a string or an integer, got {size!r}")
         if nbytes < 0:
-            raise ValueError(f"a size cannot be negative, got {size}")
+            raise ValueError(f"a size must not be negative, got {size}")
         return _bounded(nbytes, "the size")
     match = _SIZE.fullmatch(size)
     if match is None:
@@ -98,8 +100,8 @@ def refuse_fraction(nbytes: float, name: str) -> None:
     """
     if 0 < nbytes < _LEAST_BYTES:
         raise ValueError(
-            f"{name} is less than 1 KiB; sizes are in bytes, not a fraction of what "
-            "there is: write 8GiB, 512MiB or a number of bytes"
+            f"{name} is less than 1 KiB; sizes are in bytes, not a fraction of the "
+            "memory: write 8GiB, 512MiB or a number of bytes"
         )
 
 
@@ -121,6 +123,6 @@ def _bounded(nbytes: int | Decimal, name: str) -> int:
     whole = int(nbytes)
     if whole > _MOST_BYTES:
         raise ValueError(
-            f"{name} is more than any machine has; the most is 2**80 bytes"
+            f"{name} is more than any machine has; the maximum is 2**80 bytes"
         )
     return whole

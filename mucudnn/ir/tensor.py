@@ -60,8 +60,8 @@ class TensorSpec:
             return math.prod(self.shape) * itemsize(self.dtype)
         except KeyError:
             raise ValueError(
-                f"tensor {self.name!r} has the data type {self.dtype!r}, whose size is "
-                "not known; give its storage_bytes"
+                f"tensor {self.name!r} has the data type {self.dtype!r}, whose size "
+                "is unknown; give its storage_bytes"
             ) from None
 
     def sharing(self, alias: str | None) -> "TensorSpec":

@@ -174,7 +174,7 @@ def _of_family(name: str) -> Model:
         n1, n2, n3, n4 = (parse_integer(field, most=_DEEPEST) for field in fields)
     except ValueError:
         raise ValueError(
-            f"{name!r} is no residual network; write four numbers of blocks, such as "
-            f"{_FAMILY}6,32,48,6, of at most {_DEEPEST} each"
+            f"{name!r} is not a residual network; write four numbers of blocks, such "
+            f"as {_FAMILY}6,32,48,6, of at most {_DEEPEST} each"
         ) from None
     return resnet_superneurons(n3, n1=n1, n2=n2, n4=n4)

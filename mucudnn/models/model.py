@@ -102,8 +102,8 @@ def full_image(image: Ints, own: tuple[int, ...]) -> tuple[int, ...]:
     shape = (channels, *sizes) if len(sizes) == len(sides) else sizes
     if len(shape) != len(own):
         raise ValueError(
-            f"image {shape} has {len(shape)} sizes; a side, {len(sides)} sides, or "
-            f"channels and {len(sides)} sides are wanted, such as {own}"
+            f"image {shape} has {len(shape)} sizes; give a side, {len(sides)} sides, "
+            f"or channels and {len(sides)} sides, such as {own}"
         )
     return shape
 
@@ -209,14 +209,14 @@ class FunctionModel:
         for name, wanted, found in compared:
             if wanted != found:
                 raise ValueError(
-                    f"{self.name} was asked for {name} {wanted} and returned a graph "
-                    f"with {name} {found}; let the function take `{name}` and use it"
+                    f"{self.name} was called with {name} {wanted} and returned a graph "
+                    f"with {name} {found}; the function must use its argument `{name}`"
                 )
         random = (n for n in graph.nodes if n.mutates or n.traits.random)
         if not training and (node := next(random, None)) is not None:
             raise ValueError(
-                f"{self.name} was asked for a graph for evaluation and returned one "
-                f"with {node.op}, which is for training; let the function take "
+                f"{self.name} was called for an evaluation graph and returned one "
+                f"with {node.op}, which is for training; the function must take "
                 "`training` and pass it to GraphBuilder(training=training)"
             )
         return graph
@@ -240,7 +240,7 @@ class FunctionModel:
         if not {IMAGE, LABEL} <= set(found):
             raise ValueError(
                 f"{self.name} returned a graph with the inputs "
-                f"{', '.join(found) or 'none'}; {IMAGE!r} and {LABEL!r} are wanted"
+                f"{', '.join(found) or 'none'}; it must have {IMAGE!r} and {LABEL!r}"
             )
         if not graph.outputs or graph.tensors[graph.outputs[0]].shape != ():
             raise ValueError(

@@ -101,8 +101,8 @@ def conv_table(
         known = ", ".join(n for n, d in DEVICES.items() if d.rates(problem.dtype))
         kinds = ", ".join(("float32", *figures.tensor_cores))
         raise ValueError(
-            f"a convolution is in {problem.dtype}, for which there are no figures of "
-            f"{figures.title}, only for {kinds}; those devices have some: "
+            f"a convolution computes in {problem.dtype}, for which {figures.title} "
+            f"has no figures, only for {kinds}; devices that have them: "
             f"{known or 'none'}"
         )
     rows = tuple(

@@ -549,8 +549,8 @@ def _check(
     together = sum(of.most for of in times)
     if together < batch:
         raise PlanningError(
-            f"the fleet takes at most {together} samples a step, not {batch}; a "
-            "smaller batch, more memory or gradient accumulation would do"
+            f"the fleet takes at most {together} samples a step, not {batch}; use a "
+            "smaller batch, more memory or gradient accumulation"
         )
 
 

@@ -184,12 +184,12 @@ def divided_by(
         isinstance(plan, ConvPlan) for plan in plans
     ):
         raise TypeError(
-            f"planner {name!r} returned {found!r}; a list of ConvPlan is wanted, one a "
-            "table"
+            f"planner {name!r} returned {found!r}; it must return a list of ConvPlan, "
+            "one per table"
         )
     if [plan.problem for plan in plans] != [table.problem for table in tables]:
         raise ValueError(
             f"planner {name!r} returned {len(plans)} plans for {len(tables)} tables, "
-            "or not in their order; one a table is wanted, of its problem"
+            "or in another order; it must return one per table, of the same problem"
         )
     return plans

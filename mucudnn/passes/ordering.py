@@ -135,8 +135,8 @@ def ordered(
     found: object = ORDERS.resolve(order)(graph, workspaces)
     if not isinstance(found, Graph):
         raise TypeError(
-            f"order {name_of(order)!r} returned {found!r}; a graph with the same nodes "
-            "is wanted"
+            f"order {name_of(order)!r} returned {found!r}; it must return a graph "
+            "with the same nodes"
         )
     if found is not graph and {n.name for n in found.nodes} != {*graph.positions}:
         raise ValueError(

@@ -71,7 +71,7 @@ class Strategies(Generic[F]):
             ValueError: The name is taken or invalid.
         """
         if not callable(fn):
-            raise TypeError(f"a {self._kind} is a function, got {fn!r}")
+            raise TypeError(f"a {self._kind} must be a function, got {fn!r}")
         name = name_of(fn) if name is None else name
         if name == _LAMBDA or not name or set(name) & set(", \t\n"):
             raise ValueError(
@@ -97,8 +97,8 @@ class Strategies(Generic[F]):
         if not isinstance(choice, str):
             if not callable(choice):
                 raise TypeError(
-                    f"a {self._kind} is a name or a function, got {choice!r}; names "
-                    f"are: {', '.join(sorted(self.names))}"
+                    f"a {self._kind} must be a name or a function, got {choice!r}; "
+                    f"names are: {', '.join(sorted(self.names))}"
                 )
             return choice
         known = self._table.get(choice)

@@ -13,9 +13,11 @@ from mucudnn.report.conv_charts import curve, timeline, undivided_perfs
 from mucudnn.report.page import header, interrupted, legend, page, rendered
 from mucudnn.report.svg import Markup, marker, tag
 from mucudnn.report.text import (
+    MOST_EMPTY_ROWS,
     Table,
     bytes_text,
     compared_text,
+    empty_text,
     limit_text,
     ms_text,
     plan_text,
@@ -54,6 +56,12 @@ class _Layer:
     def measured(self) -> bool:
         return any(one.front for one in self.directions)
 
+    @property
+    def empty(self) -> bool:
+        """True if nothing was measured, so that there are only reasons."""
+        outcomes = (outcome for one in self.directions for outcome in one.outcomes)
+        return not self.measured and all(o.choice is None for o in outcomes)
+
     def speedup(self, direction: Direction, index: int) -> float | None:
         found = (x for x in self.directions if x.direction is direction)
         return next((x.outcomes[index].speedup for x in found), None)
@@ -90,11 +98,18 @@ def comparison_body(comparison: Comparison, *, linked: bool = True) -> Markup:
         _Layer(f"layer-{i}" if linked else None, group)
         for i, group in enumerate(groups.values(), start=1)
     ]
+    empty = [layer for layer in layers if layer.empty]
+    folded = ""
+    if len(empty) > MOST_EMPTY_ROWS:
+        layers = [layer for layer in layers if not layer.empty]
+        firsts = (layer.directions[0].outcomes[0] for layer in empty)
+        folded = empty_text("layers", (str(first.missing) for first in firsts))
     shown = {layer.direction for layer in comparison.layers}
     return rendered(
         "comparison",
         comparison=comparison,
         layers=layers,
+        folded=folded,
         directions=[d for d in Direction if d in shown],
         linked=linked,
         few=len(layers) <= _OPEN_UP_TO,

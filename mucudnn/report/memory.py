@@ -55,6 +55,8 @@ def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
     tables = [technique_table(study)]
     if study.curve:
         tables.append(_curve(study))
+    if study.by_batch:
+        tables.append(_throughput(study))
     if study.min_budget or study.max_batch:
         tables.append(_limits(study))
     if study.scaling:
@@ -114,6 +116,22 @@ def placed_words(study: MemoryStudy) -> str:
     )
 
 
+def slowdown_words(study: MemoryStudy) -> str:
+    """Return the budget that keeps a slowdown as a sentence, if requested."""
+    if (kept := study.for_slowdown) is None:
+        return ""
+    if (found := kept.technique) is None:
+        return kept.reason
+    words = f"{bytes_text(found.budget)} ({found.budget} bytes)"
+    if found.budget >= study.unbounded.peak_bytes:
+        words += ", as much as without a budget"
+    else:
+        words += (
+            f", where {found.policy} takes {study.slowdown(found):.3f} times as long"
+        )
+    return f"within a slowdown of {kept.slowdown:g}: {words}"
+
+
 def technique_table(study: MemoryStudy) -> Table:
     """Return all techniques, with sources of the figures as notes."""
     rows = tuple(_cells(study, t) for t in study.techniques)
@@ -126,6 +144,8 @@ def technique_table(study: MemoryStudy) -> Table:
     if study.minimum is not None:
         least = f"{bytes_text(study.minimum)} ({study.minimum} bytes)"
         notes.append(f"minimum feasible budget: {least}")
+    if words := slowdown_words(study):
+        notes.append(words)
     if study.splitting is not None:
         notes += [f"in micro-batches: {line}" for line in study.splitting.lines]
     notes += [f"{name}: {text}" for name, text in study.figures.items()]
@@ -198,6 +218,28 @@ def _limits(study: MemoryStudy) -> Table:
         cells.append(str(study.max_batch.get(policy, NOTHING)) for policy in policies)
     title = f"limits of each policy; batches within {bytes_text(study.budget)}"
     return Table(title, tuple(columns), tuple(zip(*cells, strict=True)))
+
+
+def _throughput(study: MemoryStudy) -> Table:
+    """Return the predicted throughput by batch, up to the largest one."""
+    rates = study.samples_per_s
+    rows = tuple(
+        (
+            str(batch),
+            study.by_batch[batch].policy,
+            ms_text(study.by_batch[batch].step_ms),
+            f"{rate:.4g}",
+            "best" if batch == study.best_batch else "",
+        )
+        for batch, rate in rates.items()
+    )
+    strong = {i for i, batch in enumerate(rates) if batch == study.best_batch}
+    return Table(
+        f"throughput of smaller batches within {bytes_text(study.budget)}",
+        (">batch", "policy", ">step ms", ">samples/s", "remark"),
+        rows,
+        frozenset(strong),
+    )
 
 
 # Report of a memory study as one HTML file: needs and costs of a step.

@@ -216,22 +216,25 @@ def _within(rule: re.Match[str]) -> str:
 def demo_page(acts: Sequence[LayerAct | StepAct], machine: str) -> str:
     """Return the file as text."""
     return page(
-        "What memory buys",
+        "mucudnn demonstration",
         SHEETS,
-        header("What memory buys, and what can be had without it", machine, []),
+        header("Fast convolutions and training steps in less memory", machine, []),
         tag("main", map(_section, acts)),
-        tag("footer", "Measured here, just now; a busy machine changes the times."),
+        tag(
+            "footer",
+            "Measured on this machine just now; other programs affect the times.",
+        ),
     )
 
 
 def _section(act: LayerAct | StepAct) -> Markup:
     if isinstance(act, LayerAct):
-        layer, name = act.comparison.layers[0], "A convolution in a limit"
+        layer, name = act.comparison.layers[0], "A convolution within a workspace limit"
         colours = {algo: i for i, algo in enumerate(act.comparison.algorithms)}
         figures = (tag("figure", one(layer, colours)) for one in (curve, timeline))
         picture = tag("div", figures, class_="figures")
     else:
-        name = f"A training step in a budget: {act.name}"
+        name = f"A training step within a budget: {act.name}"
         chart = memory_chart(act.plan, act.whole, act.budget)
         picture = tag("div", chart, class_="wide")
     sentence = tag("p", act.sentence)

@@ -14,6 +14,7 @@ from mucudnn.report.text import (
     DIRECTIONS,
     Table,
     bytes_text,
+    fold_empty_rows,
     ms_text,
     speedup_text,
 )
@@ -55,6 +56,7 @@ def table(
 
     It has its title if `captioned`; rows with indices in `faint` have a faint style.
     """
+    shown, folded = fold_empty_rows(shown)
     columns = [
         {
             "name": column.removeprefix(">"),
@@ -69,7 +71,8 @@ def table(
         }
         for i, row in enumerate(shown.rows)
     ]
-    return _part("table", columns, rows, shown.title if captioned else "")
+    caption = shown.title if captioned else ""
+    return _part("table", columns, rows, caption, folded)
 
 
 def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Markup:

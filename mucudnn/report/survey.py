@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.report.page import header, interrupted, page, rendered
-from mucudnn.report.text import DIRECTIONS, NOTHING, Table, bytes_text
+from mucudnn.report.text import DIRECTIONS, NOTHING, Table, bytes_text, places_text
 from mucudnn.studies.algorithms import AlgorithmSurvey, SurveyedBatch
-
-_MOST_PLACES = 6
 
 
 def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
@@ -19,7 +17,7 @@ def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
     # A row per micro-batch size and limit; and one per layer and limit.
     sizes: list[tuple[str, ...]] = []
     reach: list[tuple[str, ...]] = []
-    strong = set()
+    strong, without, empty = set(), {}, {}
     for layer in survey.layers:
         name, mini_batch = (
             (layer.name, DIRECTIONS[layer.direction]),
@@ -27,9 +25,10 @@ def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
         )
         for batch in layer.batches:
             first = batch.first_choice
-            sizes += (
-                (
-                    *name,
+            for limit in survey.limits:
+                if first is None:
+                    without[len(sizes)] = "no algorithm"
+                cells = (
                     str(batch.batch),
                     bytes_text(batch.least_workspace),
                     bytes_text(batch.greatest_workspace),
@@ -37,16 +36,16 @@ def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
                     bytes_text(None if first is None else first.workspace),
                     bytes_text(limit),
                     f"{batch.within(limit).algorithms}/{len(batch.algorithms)}",
-                    *_best(batch, limit),
                 )
-                for limit in survey.limits
-            )
+                sizes.append((*name, *cells, *_best(batch, limit)))
         for limit in survey.limits:
             largest = layer.largest_batch(limit)
             if largest is not None and largest < mini_batch:
                 strong.add(len(reach))
             up_to = NOTHING if largest is None else str(largest)
             best = _best(layer.batches[-1], limit)
+            if up_to == best[0] == NOTHING:
+                empty[len(reach)] = "nothing fits"
             reach.append((*name, bytes_text(limit), str(mini_batch), up_to, *best))
     of_sizes = (
         *("layer", "direction", ">batch", ">least", ">greatest", "first choice"),
@@ -60,8 +59,13 @@ def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
     spare = ("greatest", "least", "fit")
     notes = tuple(_summary(survey))
     return (
-        Table("", of_sizes, tuple(sizes), notes=tuple(_notes(survey)), spare=spare),
-        Table(title, of_reach, tuple(reach), frozenset(strong), notes),
+        Table(
+            *("", of_sizes, tuple(sizes)),
+            notes=tuple(_notes(survey)),
+            spare=spare,
+            empty=without,
+        ),
+        Table(title, of_reach, tuple(reach), frozenset(strong), notes, empty=empty),
     )
 
 
@@ -105,9 +109,7 @@ def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
                 where = f"{layer.name} {DIRECTIONS[layer.direction]} at {batch.batch}"
                 empty.setdefault(reason, []).append(where)
     for reason, places in empty.items():
-        more = len(places) - _MOST_PLACES
-        shown = [*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])]
-        yield f"no algorithm: {reason}: {', '.join(shown)}"
+        yield f"no algorithm: {reason}: {places_text(places)}"
     if missing := survey.asked - len(survey.layers):
         yield f"interrupted: {missing} of {survey.asked} were not surveyed"
 

@@ -5,8 +5,9 @@ instead of truncating all. In a pipe they are plain columns, two spaces apart, w
 truncation and colour, for `grep`, `awk` and logs.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TextIO
 
@@ -20,6 +21,12 @@ from mucudnn.studies.convolutions import (
 
 _FASTER = 1.05
 _NARROW = 110
+
+MOST_EMPTY_ROWS = 3
+"""Largest number of empty rows that a table shows; more become one line."""
+
+_MOST_PLACES = 6
+"""Largest number of layers that a note lists; further ones are counted."""
 
 _WRAPPED = {
     "layer": 7,
@@ -43,6 +50,7 @@ class Table:
         strong: Indices of highlighted rows.
         notes: Lines below.
         spare: Columns that a narrow terminal leaves out, the first one first.
+        empty: Index of a row without results -> short reason; see `fold_empty_rows`.
     """
 
     title: str
@@ -51,18 +59,45 @@ class Table:
     strong: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
+    empty: Mapping[int, str] = field(default_factory=dict)
+
+
+def fold_empty_rows(table: Table) -> tuple[Table, str]:
+    """Replace many rows without results by a line that counts them, with reasons.
+
+    Returns the table without them and the line, which is empty if nothing was folded.
+    """
+    if len(table.empty) <= MOST_EMPTY_ROWS:
+        return table, ""
+    kept = [i for i in range(len(table.rows)) if i not in table.empty]
+    folded = replace(
+        table,
+        rows=tuple(table.rows[i] for i in kept),
+        strong=frozenset(new for new, i in enumerate(kept) if i in table.strong),
+        empty={},
+    )
+    return folded, empty_text("rows", table.empty.values())
+
+
+def empty_text(things: str, reasons: Iterable[str]) -> str:
+    """Summarize as `9 rows without results are not listed: time limit (9)`."""
+    counts = Counter(reasons)
+    why = ", ".join(f"{reason} ({n})" for reason, n in counts.most_common())
+    return f"{counts.total()} {things} without results are not listed: {why}"
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     """Return the tables of layers and of the summary."""
     rows: list[tuple[str, ...]] = []
-    strong = set()
+    strong, empty = set(), {}
     for layer in comparison.layers:
         for outcome in layer.outcomes:
             if (outcome.speedup or 0.0) >= _FASTER:
                 strong.add(len(rows))
             choice, figures = outcome.choice, (NOTHING,) * 5
-            if choice is not None:
+            if choice is None:
+                empty[len(rows)] = str(outcome.missing)
+            else:
                 figures = (
                     ms_text(choice.undivided_ms),
                     ms_text(choice.planned_ms),
@@ -80,12 +115,18 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
         *("layer", "direction", ">limit", ">undivided ms", ">planned ms", ">speed-up"),
         *(">workspace", "plan"),
     )
-    layers = Table("", columns, tuple(rows), frozenset(strong), tuple(notes))
+    layers = Table(
+        "", columns, tuple(rows), frozenset(strong), tuple(notes), empty=empty
+    )
     return (layers, _summary(comparison))
 
 
 def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
     """Draw tables in a terminal, or print them plainly elsewhere."""
+    tables = [
+        replace(folded, notes=(line, *folded.notes)) if line else folded
+        for folded, line in map(fold_empty_rows, tables)
+    ]
     if not stream.isatty():
         stream.write("\n".join(_plain(table) for table in tables))
         return
@@ -106,7 +147,7 @@ def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
 
 
 def _reasons(comparison: Comparison) -> list[str]:
-    """Return one line per reason, with all layers it applies to."""
+    """Return one line per reason, with the layers it applies to."""
     found: dict[str, list[str]] = {}
     for layer in comparison.layers:
         where = f"{layer.name} {DIRECTIONS[layer.direction]}"
@@ -118,7 +159,13 @@ def _reasons(comparison: Comparison) -> list[str]:
             if outcome.reason is not None:
                 there = f"{where} within {limit_text(outcome.limit)}"
                 found.setdefault(outcome.reason, []).append(there)
-    return [f"{reason}: {', '.join(places)}" for reason, places in found.items()]
+    return [f"{reason}: {places_text(places)}" for reason, places in found.items()]
+
+
+def places_text(places: Sequence[str]) -> str:
+    """List the first places and count further ones."""
+    more = len(places) - _MOST_PLACES
+    return ", ".join([*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])])
 
 
 def _summary(comparison: Comparison) -> Table:

@@ -85,11 +85,13 @@ def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
         path = os.fspath(choice)
         if isinstance(path, str):
             if not path:
-                raise ValueError("cache is an empty path; None remembers nothing")
+                raise ValueError(
+                    "cache is an empty path; pass None to store nothing on disk"
+                )
             return BenchmarkCache(path)
     raise TypeError(
-        f"cache is {choice!r}; give a path, a BenchmarkCache, or None to remember in "
-        "memory only"
+        f"cache is {choice!r}; give a path, a BenchmarkCache, or None to store "
+        "measurements in memory only"
     )
 
 

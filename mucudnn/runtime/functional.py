@@ -243,7 +243,7 @@ def _checked_bias(backend: Backend, bias: Any, w: Any, out: Any) -> Any:
         raise TypeError(f"bias must be an array, got {type(bias).__name__}") from None
     if shape != w.shape[:1] or dtype != w.dtype:
         raise ValueError(
-            f"bias must be {w.dtype} {tuple(w.shape[:1])}, one number an output "
+            f"bias must be {w.dtype} {tuple(w.shape[:1])}, one number per output "
             f"channel of w {tuple(w.shape)}, got {dtype} {tuple(shape)}"
         )
     if backend.kernels.get("bias") is None:
@@ -272,7 +272,7 @@ def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:
     way, rank, shape, (stride, padding, dilation, groups, layout) = signature
     direction = Direction(way)
     if str(a.dtype) != str(b.dtype):
-        raise ValueError(f"operands are of two data types, {a.dtype} and {b.dtype}")
+        raise ValueError(f"operands have different data types, {a.dtype} and {b.dtype}")
     if rank is not None and len(a.shape) != rank + 2:
         raise ValueError(
             f"conv{rank}d takes an input of {rank + 2} axes, got shape {a.shape}"

@@ -71,8 +71,8 @@ class LayerAct:
             f"{choice.undivided_ms:.0f} ms in one call"
         )
         if not choice.plan.divided:
-            why = outcome.reason or "parts were not faster when both were run"
-            return f"{undivided}, and is best left whole here: {why}."
+            why = outcome.reason or "micro-batches were not faster when both were run"
+            return f"{undivided}; it is not divided: {why}."
         first = choice.plan.steps[0]
         return (
             f"{undivided}, and {choice.planned_ms:.0f} ms in {len(choice.plan.steps)} "
@@ -156,18 +156,17 @@ class StepAct:
     @property
     def sentence(self) -> str:
         """Result in words."""
-        bits = "the same losses to the last bit" if self.same else "OTHER losses"
+        bits = "bit-identical" if self.same else "DIFFERENT"
         eager = ""
         if self.eager is not None:
             times = self.without.time_ms / self.eager.time_ms
-            eager = f" (without a limit: {times:.2f} of the time of PyTorch's own loop)"
+            eager = f" Without a limit, it takes {times:.2f} of eager mode's time."
         return (
             f"A training step ({self.name}) took {format_bytes(self.whole_bytes)}; "
             f"within {format_bytes(self.budget, self.peak_bytes)} it took "
-            f"{format_bytes(self.peak_bytes, self.budget)} and, measured in turn, "
-            f"{self.measured:.2f} ± {self.noise:.2f} times as long as without a limit, "
-            f"where {self.predicted:.2f} were predicted; with {bits}{eager}."
-            f"{self._difference()}"
+            f"{format_bytes(self.peak_bytes, self.budget)}, and {self.measured:.2f} ± "
+            f"{self.noise:.2f} of the time without a limit (predicted: "
+            f"{self.predicted:.2f}). Losses are {bits}.{eager}{self._difference()}"
         )
 
     def _difference(self) -> str:
@@ -176,10 +175,10 @@ class StepAct:
         if abs(error) <= _NEAR:
             return ""
         if abs(self.measured - self.predicted) <= self.noise:
-            return " The two differ by no more than single steps do here, just now."
+            return " Prediction and time differ by no more than single steps vary."
         sides = "; ".join(
-            f"{name} {timing.time_ms:.0f} ms where "
-            f"{plan.prediction.step_ms:.0f} were predicted"
+            f"{name} {timing.time_ms:.0f} ms, predicted "
+            f"{plan.prediction.step_ms:.0f} ms"
             for name, timing, plan in (
                 ("within the budget", self.within, self.plan),
                 ("without", self.without, self.whole),
@@ -187,11 +186,11 @@ class StepAct:
         )
         copied = self.plan.prediction.out_bytes + self.plan.prediction.in_bytes
         also = (
-            f" {format_bytes(copied)} a step were copied, by the cores that compute."
+            f" The cores that compute also copied {format_bytes(copied)} in each step."
             if copied and error > 0
             else ""
         )
-        return f" The two differ by {abs(error):.0%}: {sides}.{also}"
+        return f" Prediction and time differ by {abs(error):.0%}: {sides}.{also}"
 
 
 def small_step(tuner: Tuner, say: Say) -> StepAct:

@@ -293,14 +293,14 @@ def parse_device(text: str) -> FleetDevice:
         name = device_name(name)
     if name in DEVICES:
         if equals and not file:
-            raise ValueError(f"{text!r} names no recording behind the =")
+            raise ValueError(f"{text!r} has no recording after the =")
         return FleetDevice(name, file or None, count)
     if not equals and Path(word).is_file():
         stem = Path(word).name.partition(".")[0]
         recorded = stem in DEVICES and not is_step_table(word)
         return FleetDevice(stem if recorded else None, word, count)
     if name.endswith(".json") or "/" in name:
-        raise ValueError(f"{name} is not there; a table of steps is wanted")
+        raise ValueError(f"{name} does not exist; name a file with a table of steps")
     raise ValueError(
         f"unknown device {name!r}; choose one of: {', '.join(DEVICES)}: or write "
         "NAME=RECORDING, or a file with a table of steps"

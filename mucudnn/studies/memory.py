@@ -12,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.sizes import format_bytes, parse_bytes
 from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE
 from mucudnn.passes.placement.layout import PlacedStep
@@ -35,7 +36,9 @@ from mucudnn.passes.planning.place_step import (
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
     PolicyResult,
+    batches_to_compare,
     best_technique,
+    budget_for_slowdown,
     largest_batch_within,
     minimum_budget,
     try_technique,
@@ -55,6 +58,7 @@ from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.studies.memory_results import (
     CostedStep,
     MemoryStudy,
+    SlowdownBudget,
     StepSpec,
     costed_step,
     with_layouts,
@@ -72,6 +76,7 @@ def study_memory(
     curve: bool = False,
     max_batch: bool = False,
     min_budget: bool = False,
+    slowdown: float | None = None,
     profile: Measured | None = None,
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
@@ -95,8 +100,11 @@ def study_memory(
         budget: Bytes, or "1.5GiB"; by default the memory of the device.
         device: `cpu`, or a name in `DEVICES`; by default the step's own.
         curve: Whether to plan for several budgets, too.
-        max_batch: Whether to search the largest mini-batch of every policy.
+        max_batch: Whether to search the largest mini-batch of every policy, and to
+            predict the throughput of smaller ones.
         min_budget: Whether to search the minimum feasible budget of every policy.
+        slowdown: Wanted step time relative to that without a budget, such as 1.05, to
+            search about the least budget that keeps it.
         profile: Measured profile of `StepSpec.graph()`, or a function that measures a
             graph; required for the CPU. A function also serves the step without fusion,
             which may fit smaller budgets.
@@ -120,12 +128,15 @@ def study_memory(
     """
     described = isinstance(step, DescribedStep)
     if described and (device, profile, recordings) != (None, None, ()):
-        raise ValueError("a described step has its costs: give no others")
+        raise ValueError(
+            "a described step has its own costs; pass no profile or recordings"
+        )
     spec = step if isinstance(step, DescribedStep) else _as_spec(step, device)
     if max_batch and isinstance(spec, StepSpec) and isinstance(spec.model, Graph):
         raise ValueError(
-            f"max_batch needs other batches than {spec.batch}, and a graph has one; "
-            "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
+            f"max_batch needs other batch sizes than {spec.batch}, and a graph has "
+            "only one; pass StepSpec(model=…, batch=…) with a name or a function of "
+            "the batch"
         )
     if policies is None:
         policies = sorted(policy_names(), key=PLANNED.__eq__)  # the slowest last
@@ -134,9 +145,11 @@ def study_memory(
     for scheduler in schedulers:
         SCHEDULERS.resolve(scheduler)
     check_split(split)
+    if slowdown is not None:
+        check_number("slowdown", slowdown, 1.0)
     if split != WHOLE and not described and spec.device == CPU:
         raise ValueError(
-            "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
+            "on the CPU a divided step has to be measured; use Trainer(…, split='auto')"
         )
     choices = parse_tiers(tiers)
     nbytes = None if budget is None else parse_bytes(budget)
@@ -146,7 +159,7 @@ def study_memory(
         spec = with_layouts(spec, recordings)
     costed = costed_step(spec, profile, recordings, choices, say, split)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
-        curve=curve, max_batch=max_batch, min_budget=min_budget
+        curve=curve, max_batch=max_batch, min_budget=min_budget, slowdown=slowdown
     )
 
 
@@ -155,14 +168,14 @@ def _as_spec(step: object, device: str | None) -> StepSpec:
         return step if device is None else replace(step, device=device)
     if not isinstance(step, Graph):
         raise TypeError(
-            f"a step is a Graph or a StepSpec, got {step!r}; networks are made with "
-            "mucudnn.models.get_model(NAME)(batch)"
+            f"a step must be a Graph or a StepSpec, got {step!r}; create networks "
+            "with mucudnn.models.get_model(NAME)(batch)"
         )
     found = [spec.name for spec in step.with_role(Role.INPUT)]
     if IMAGE not in found:
         raise ValueError(
-            f"the graph has the inputs {', '.join(found) or 'none'}; {IMAGE!r} is "
-            "wanted, whose first axis is the batch"
+            f"the graph has the inputs {', '.join(found) or 'none'}; it must have "
+            f"{IMAGE!r}, whose first axis is the batch"
         )
     if step.gradients:
         raise ValueError(
@@ -183,6 +196,10 @@ IN_PARTS = "planned, in parts"
 
 _SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of the unbounded peak; the minimum is added."""
+
+
+_WIDER = (0.0, 0.01, 0.04, 0.16, 1.0)
+"""Bytes beyond the unbounded peak with which everything may be placed, as shares."""
 
 
 class MemoryTrials:
@@ -224,9 +241,18 @@ class MemoryTrials:
         self._curve: list[PolicyResult] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
+        self._for_slowdown: SlowdownBudget | None = None
+        self._by_batch: dict[int, PolicyResult] = {}
         self._scaling: tuple[ScalingRow, ...] = ()
 
-    def run(self, *, curve: bool, max_batch: bool, min_budget: bool) -> MemoryStudy:
+    def run(
+        self,
+        *,
+        curve: bool,
+        max_batch: bool,
+        min_budget: bool,
+        slowdown: float | None,
+    ) -> MemoryStudy:
         """Run all trials; Ctrl-C ends them with the results so far."""
         interrupted = False
         try:
@@ -241,8 +267,11 @@ class MemoryTrials:
             self._minimum = self._least_of_all()
             if min_budget:
                 self._find_min_budgets()
+            if slowdown is not None:
+                self._for_slowdown = self._find_budget_for(slowdown)
             if max_batch:
                 self._find_max_batches()
+                self._compare_batches()
             if curve:
                 self._try_budgets()
             if isinstance(self._spec, DescribedStep) and self._spec.scaling:
@@ -267,6 +296,8 @@ class MemoryTrials:
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
+            for_slowdown=self._for_slowdown,
+            by_batch=self._by_batch,
             splitting=self._splitting,
             scaling=self._scaling,
             interrupted=interrupted,
@@ -279,19 +310,25 @@ class MemoryTrials:
 
     def _requests(self, form: StepRequest, policy: str) -> list[StepRequest]:
         """Return a request per scheduler, or one with the policy's own."""
-        asked = replace(form, policy=self._policies[policy])
+        asked = form.planned_by(self._policies[policy])
         return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
 
-    def _trials(self, budget: int, policy: str) -> list[tuple[StepRequest, ...]]:
+    def _trials(
+        self, forms: Sequence[StepRequest], policy: str
+    ) -> list[tuple[StepRequest, ...]]:
         """Return the forms of a step, for every scheduler."""
-        forms = self._costed.forms(budget)
         return list(zip(*(self._requests(f, policy) for f in forms), strict=True))
+
+    @property
+    def _fastest_policies(self) -> Sequence[str]:
+        """The planner's own search if it is asked for, which is the fastest; or all."""
+        return [PLANNED] if PLANNED in self._policies else list(self._policies)
 
     def _try_techniques(self) -> None:
         trials = [
             forms
             for policy in self._policies
-            for forms in self._trials(self._budget, policy)
+            for forms in self._trials(self._costed.forms(self._budget), policy)
         ]
         for i, forms in enumerate(trials):
             self._say(_describe_request(forms[0]), i, len(trials))
@@ -301,9 +338,10 @@ class MemoryTrials:
 
     def _try(self, forms: Sequence[StepRequest]) -> tuple[PolicyResult, StepRequest]:
         """Plan the first form that fits, as `Trainer` does; return its request, too."""
-        *preferred, last = forms
-        request = next((form for form in preferred if self._fits(form)), last)
-        technique = self._as_placed(try_technique(request), request)
+        for request in forms:
+            technique = self._as_placed(try_technique(request), request)
+            if technique.fits and (request is forms[-1] or self._fits(request)):
+                break
         if technique.fits:
             self._planned[technique.budget].append(request.graph)
         elif technique.least_bytes is not None:
@@ -327,7 +365,9 @@ class MemoryTrials:
         return replace(found, plan=placed.plan)
 
     def _fits(self, request: StepRequest) -> bool:
-        """Return whether a step can be planned and placed within its budget."""
+        """Return whether a step that could be planned can be placed, too."""
+        if not self._costed.tiers:
+            return True  # it is placed already
         try:
             if self._least(request) <= request.budget:
                 return True
@@ -426,7 +466,7 @@ class MemoryTrials:
         for budget in budgets:
             for policy in self._policies:
                 self._say(f"{policy} within {budget / most:.0%}", done, total)
-                forms, *_ = self._trials(budget, policy)
+                forms, *_ = self._trials(self._costed.forms(budget), policy)
                 self._curve.append(self._try(forms)[0])
                 done += 1
             self._bound(budget)
@@ -442,8 +482,7 @@ class MemoryTrials:
 
     def _least_of_all(self) -> int:
         """Return the least budget; the planner's own search needs the least."""
-        ours = (PLANNED,) if PLANNED in self._policies else self._policies
-        forms = self._costed.forms(0)
+        forms, ours = self._costed.forms(0), self._fastest_policies
         whole = min(self._least_of_policy(forms, policy) for policy in ours)
         if self._splitting is not None:
             self._least_in_parts = self._least_of_parts(self._splitting)
@@ -475,6 +514,62 @@ class MemoryTrials:
                 start=self._spec.batch,
                 progress=say,
             )
+
+    def _find_budget_for(self, slowdown: float) -> SlowdownBudget:
+        """Find about the least budget in which a step is no slower than wanted."""
+        known: dict[int, PolicyResult] = {}
+
+        def slowdown_at(budget: int) -> float:
+            self._say(f"the slowdown within {format_bytes(budget)}", 0, 1)
+            found = self._fastest_of(self._costed.forms(budget))
+            if self._splits:
+                parts, _ = self._in_parts(budget)
+                found = best_technique(filter(None, (found, parts)))
+            if found is None or found.step_ms is None:
+                return math.inf
+            known[budget] = found
+            return found.step_ms / self._unbounded.prediction.step_ms
+
+        try:
+            budget = budget_for_slowdown(
+                slowdown, self._minimum or 0, self._most(slowdown), slowdown_at
+            )
+        except PlanningError as e:
+            return SlowdownBudget(slowdown, None, str(e))
+        return SlowdownBudget(slowdown, known[budget])
+
+    def _most(self, slowdown: float) -> int:
+        """Return a budget in which everything is kept, and placed without more time."""
+        nbytes = self._unbounded.peak_bytes
+        if not self._costed.placed:
+            return nbytes
+        enough_ms = slowdown * self._unbounded.prediction.step_ms
+        for share in _WIDER:
+            budget = int((1 + share) * nbytes)
+            whole, *_ = self._costed.forms(budget)
+            kept, _ = self._try([whole.planned_by("keep_all")])
+            if kept.step_ms is not None and kept.step_ms <= enough_ms:
+                break
+        return budget
+
+    def _compare_batches(self) -> None:
+        """Plan batches up to the largest one, to compare their throughput."""
+        most = max(self._max_batch.values(), default=0)
+        if self._costed.timed_at is None:
+            return
+        for batch in batches_to_compare(most):
+            self._say(f"the throughput at batch {batch}", 0, 1)
+            found = self._fastest_of(self._costed.timed_at(batch, self._budget))
+            if found is not None:
+                self._by_batch[batch] = found
+
+    def _fastest_of(self, forms: Sequence[StepRequest]) -> PolicyResult | None:
+        """Return the fastest technique that fits, of a step in several forms."""
+        return best_technique(
+            self._try(trial)[0]
+            for policy in self._fastest_policies
+            for trial in self._trials(forms, policy)
+        )
 
 
 def _describe_request(request: StepRequest) -> str:

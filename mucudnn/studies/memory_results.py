@@ -133,6 +133,22 @@ class StepSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SlowdownBudget:
+    """About the least budget that keeps a slowdown.
+
+    Attributes:
+        slowdown: Wanted time relative to the step without a budget.
+        technique: The fastest technique within that budget; None if no budget keeps
+            the slowdown.
+        reason: Why there is none.
+    """
+
+    slowdown: float
+    technique: PolicyResult | None
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStudy:
     """Result of `study_memory`.
@@ -155,6 +171,9 @@ class MemoryStudy:
         curve: Results for several budgets, with the first scheduler.
         max_batch: Policy -> largest mini-batch within the budget, if requested.
         min_budget: Policy -> minimum feasible budget, if requested.
+        for_slowdown: About the least budget that keeps a slowdown, if requested.
+        by_batch: Batch -> the fastest technique within the budget, up to the largest
+            batch, if that is requested and times are not measured.
         splitting: Decision whether to split the step within the budget; None if not
             requested or nothing fits.
         scaling: The fastest way that fits for several numbers of devices, of a step
@@ -178,6 +197,10 @@ class MemoryStudy:
     curve: tuple[PolicyResult, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    for_slowdown: SlowdownBudget | None = None
+    by_batch: Mapping[int, PolicyResult] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     splitting: SplitDecision | None = None
     scaling: tuple[ScalingRow, ...] = ()
     interrupted: bool = False
@@ -224,6 +247,18 @@ class MemoryStudy:
         """Fastest technique that fits."""
         return best_technique(self.techniques)
 
+    @property
+    def samples_per_s(self) -> Mapping[int, float]:
+        """Predicted throughput of the batches that were compared."""
+        found = {batch: t.step_ms for batch, t in self.by_batch.items()}
+        return {batch: 1e3 * batch / ms for batch, ms in found.items() if ms}
+
+    @property
+    def best_batch(self) -> int | None:
+        """Batch with the highest throughput of those that were compared."""
+        rates = self.samples_per_s
+        return max(rates, key=lambda batch: rates[batch], default=None)
+
     def slowdown(self, technique: PolicyResult) -> float | None:
         """Return a technique's step time over the unbounded one's."""
         ms = technique.step_ms
@@ -236,7 +271,7 @@ class MemoryStudy:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {
+        data: dict[str, Any] = {
             "schema": 1,
             "model": self.spec.title,
             "batch": self.spec.batch,
@@ -259,11 +294,31 @@ class MemoryStudy:
             "min_budget_bytes": dict(self.min_budget),
             "splitting": None if self.splitting is None else self.splitting.to_json(),
             "interrupted": self.interrupted,
-        } | (
-            {"scaling": list(map(dataclasses.asdict, self.scaling))}
-            if self.scaling
-            else {}
-        )
+        }
+        if self.scaling:
+            data["scaling"] = list(map(dataclasses.asdict, self.scaling))
+        if (kept := self.for_slowdown) is not None:
+            found = kept.technique
+            data["for_slowdown"] = {
+                "slowdown": kept.slowdown,
+                "budget_bytes": found and found.budget,
+                "policy": found and found.policy,
+                "scheduler": found and found.scheduler,
+                "predicted_slowdown": found and self.slowdown(found),
+            }
+        if self.by_batch:
+            data["throughput"] = [
+                {
+                    "batch": batch,
+                    "policy": self.by_batch[batch].policy,
+                    "scheduler": self.by_batch[batch].scheduler,
+                    "predicted_ms": self.by_batch[batch].step_ms,
+                    "samples_per_s": rate,
+                    "best": batch == self.best_batch,
+                }
+                for batch, rate in self.samples_per_s.items()
+            ]
+        return data
 
     _repr_html_ = html_of
 
@@ -322,6 +377,8 @@ class CostedStep:
         forms: Budget -> the forms of the step, as planning requests.
         at: Batch -> the forms with the least memory at another batch, precise enough to
             decide what fits.
+        timed_at: Batch and budget -> the forms at another batch with their times; None
+            if they would have to be measured.
         in_parts: Budget -> the forms, to choose a split of their batch.
         tiers: Offload targets; none means unlimited host memory.
         placed: Whether the step runs in an arena, which may be larger than its peak.
@@ -333,6 +390,7 @@ class CostedStep:
 
     forms: Callable[[float], Sequence[StepRequest]]
     at: Callable[[int], Sequence[StepRequest]]
+    timed_at: Callable[[int, float], Sequence[StepRequest]] | None
     in_parts: Callable[[float], Sequence[SplitStep]]
     tiers: tuple[MemoryTier, ...]
     placed: bool
@@ -358,9 +416,14 @@ def costed_step(
         own = spec.request(spec.batch)
         found = _tiers(spec, tiers, own.profile)
         own = over_fastest(own, found)
+
+        def at(batch: int) -> StepRequest:
+            return over_fastest(spec.request(batch), found)
+
         return CostedStep(
             forms=lambda budget: [own.within(budget)],
-            at=lambda batch: [over_fastest(spec.request(batch), found)],
+            at=lambda batch: [at(batch)],
+            timed_at=lambda batch, budget: [at(batch).within(budget)],
             in_parts=lambda budget: [] if parts is None else [parts.within(budget)],
             tiers=found,
             placed=False,
@@ -379,12 +442,16 @@ def costed_step(
             StepRequest(graph, profile, placement=spec.placement), found
         )
 
+    def timed_at(batch: int, budget: float) -> Sequence[StepRequest]:
+        return StepForms(spec, batch, costs.of, request).within(budget)
+
     own_forms = StepForms(spec, spec.batch, costs.of, request)
     return CostedStep(
         forms=functools.cache(own_forms.within),
         at=lambda batch: StepForms(spec, batch, costs.at_another_batch, request).within(
             0
         ),
+        timed_at=None if spec.device == CPU else timed_at,
         in_parts=own_forms.in_parts,
         tiers=found,
         placed=True,
@@ -448,8 +515,8 @@ class StepForms:
                 found.append(request.within(budget))
         if not found:
             raise ValueError(
-                "the profile is of another step; pass one of StepSpec.graph(), or a "
-                "function that measures a graph"
+                "the profile belongs to another step; pass one of StepSpec.graph(), "
+                "or a function that measures a graph"
             )
         return found
 

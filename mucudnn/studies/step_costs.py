@@ -64,7 +64,7 @@ class StepCosts:
             raise ValueError("the CPU is measured: pass a profile of the step")
         if device == CPU and recordings:
             raise ValueError(
-                "the CPU is measured: recordings are for devices that are estimated"
+                "the CPU is measured: recordings are for estimated devices"
             )
         self._device, self._measured = device, measured
         problems = _conv_problems(graph)
@@ -130,8 +130,7 @@ def fastest_layouts(
     """Return the nodes that are predicted to be fastest with channels last."""
     if device == CPU:
         raise ValueError(
-            "layouts have to be measured on the CPU; a Trainer does it: "
-            "Trainer(…, layout='auto')"
+            "on the CPU layouts have to be measured; use Trainer(…, layout='auto')"
         )
     trials = layout_trials(forward, channels_last_nodes(forward), trains=trains)
     costs = StepCosts(trials.graph, device, recordings=recordings)

@@ -88,7 +88,9 @@ def problem_from_fields(
         )
     groups = values.get("groups", 1)
     if groups < 1 or values["c"] % groups:
-        raise ValueError(f"{values['c']} channels do not divide into {groups} groups")
+        raise ValueError(
+            f"{values['c']} channels cannot be divided into {groups} groups"
+        )
     return ConvProblem(
         direction=Direction.FORWARD,
         x_shape=(values["n"], values["c"], *(values[i] for i in inputs)),
@@ -128,7 +130,7 @@ def _per_axis(values: Mapping[str, int], step: str, axes: Sequence[str]) -> list
     stray = [f"{step}_{axis}" for axis in absent if f"{step}_{axis}" in values]
     if stray:
         raise ValueError(
-            f"{stray[0]} is given, but the input has only the axes {', '.join(axes)}"
+            f"{stray[0]} is given, but the input has only these axes: {', '.join(axes)}"
         )
     default = values.get(step, _STEPS[step])
     return [values.get(f"{step}_{axis}", default) for axis in axes]
@@ -224,9 +226,9 @@ def _header(cells: Sequence[str], at: str) -> dict[str, str]:
         key = _ALIASES.get(label.lower(), label.lower())
         if key not in COLUMNS:
             raise ValueError(
-                f"{at}: unknown column {label!r}; known are {', '.join(COLUMNS)} "
-                f"(and {', '.join(_ALIASES)}), or, without a header, "
-                f"{','.join(_DEEPBENCH)} by position"
+                f"{at}: unknown column {label!r}; known columns are "
+                f"{', '.join(COLUMNS)} (and {', '.join(_ALIASES)}), or, without a "
+                f"header, {','.join(_DEEPBENCH)} by position"
             )
         if key in columns:
             raise ValueError(f"{at}: two columns for {key!r} in {','.join(cells)}")

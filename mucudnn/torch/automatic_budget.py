@@ -4,7 +4,7 @@
 budget, `budget="device"` the memory that is free on its device, and `budget="auto"` the
 least memory in which the step is predicted to take at most 5 % longer. The options that
 such a budget needs are chosen here: first none, then offloaded parameters and state,
-then, where results may differ by rounding, slices of the batch and strips of images.
+then, if results may differ by rounding, micro-batches and spatial tiles.
 """
 
 import math
@@ -98,7 +98,7 @@ class AutomaticBudget:
                 limit = resident + int(_SHARE_OF_FREE * free_bytes(step))
             else:
                 limit = int(self.share * most)
-            found, names = self._fastest(step, options, limit)
+            found, names = self._fastest(step, options, limit, most)
         lines = (
             f"budget {self.text}: {format_bytes(int(found.plan.budget), most)} of the "
             f"{format_bytes(most, int(found.plan.budget))} that the step needs without "
@@ -110,7 +110,7 @@ class AutomaticBudget:
         return replace(found, plan=replace(found.plan, chosen=lines))
 
     def _fastest(
-        self, step: LoweredStep, options: PlanOptions, limit: int
+        self, step: LoweredStep, options: PlanOptions, limit: int, most: int
     ) -> tuple[PlannedProgram, str]:
         """Return the first plan at nearly full speed, or else the fastest, and options.
 
@@ -118,14 +118,14 @@ class AutomaticBudget:
             PlanningError: No options fit.
         """
         found: list[tuple[PlannedProgram, str]] = []
-        least: list[int] = []
+        least: list[tuple[int, str]] = []
         for tried, names in self._options(options):
             if found and self.exact is None and tried.split != options.split:
                 break
             try:
                 program = plan_program(step, tried, limit)
             except PlanningError as e:
-                least += [] if e.least_bytes is None else [e.least_bytes]
+                least += [] if e.least_bytes is None else [(e.least_bytes, names)]
                 continue
             except UnsupportedError:  # not on this device, or nothing can be cut
                 continue
@@ -136,12 +136,15 @@ class AutomaticBudget:
             return min(found, key=lambda one: one[0].plan.slowdown)
         if not least:
             raise PlanningError(f"no plan fits the budget {self.text!r}")
-        more = "; without exact=True it may run in slices" if self.exact else ""
+        more = "; without exact=True it may run in micro-batches" if self.exact else ""
+        needed, names = min(least)
+        percent = math.ceil(100 * needed / most)
         raise PlanningError(
             f"the step does not fit the budget {self.text!r}, {exact_bytes(limit)}; "
-            f"the least budget that works is {exact_bytes(min(least))}{more}",
-            short_by=min(least) - limit,
-            least_bytes=min(least),
+            f"the least budget that works is {exact_bytes(needed)}"
+            f"{names and f' with {names}'}, or budget='{percent}%'{more}",
+            short_by=needed - limit,
+            least_bytes=needed,
         )
 
     def _options(self, options: PlanOptions) -> Iterator[tuple[PlanOptions, str]]:

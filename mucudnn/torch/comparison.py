@@ -78,8 +78,8 @@ def compare_step(
     batch = Batch.of(() if named else tuple(example), named)
     if any(t.is_meta for t in (*model.parameters(), *batch.tensors)):
         raise UnsupportedError(
-            "a comparison runs the step here, and the model or its batch has no data "
-            "(device 'meta'); make them on the CPU"
+            "the comparison runs the step, but the model or its batch has no data "
+            "(device 'meta'); create them on the CPU"
         )
     found = []
     total = 2 * len(_WAYS)
@@ -124,7 +124,8 @@ def _copied(
         parts: Parts = copy.deepcopy((model, loss_fn, optimizer))
     except (TypeError, RuntimeError) as e:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be copied, which a comparison needs: {e}"
+            f"{type(model).__name__} cannot be copied, which the comparison requires: "
+            f"{e}"
         ) from e
     return parts
 

@@ -88,49 +88,47 @@ def backend(
 ) -> "CompileBackend":
     """Make a backend for `torch.compile` that keeps a memory budget in training.
 
-    The budget counts what one compiled graph has in use, forward to backward: its
-    parameters and buffers, activations, gradients, results and scratch memory. The
-    other inputs, the gradients that come in, and the optimizer's state are the
-    caller's. Without gradients nothing is planned.
+    The budget counts the memory of one compiled graph, forward and backward: its
+    parameters and buffers, activations, gradients, results and scratch memory. It does
+    not count other inputs, incoming gradients and optimizer state. Without gradients
+    nothing is planned.
 
-    A model with graph breaks is several graphs, and they share the budget: one that
-    ends in a break takes a third of what is left, or what it cannot do without, and
-    the last one the rest. Models that are compiled apart with one backend keep it each
-    for itself; a warning says so, once, if all together may need more. In
-    DistributedDataParallel, around or inside of it, Dynamo cuts a graph at the gradient
-    buckets: the parts share the budget by the bytes of their tensors. What Dynamo runs
-    eagerly is in no graph and keeps nothing: after a break in a loop, beyond
-    `torch._dynamo.config.recompile_limit` versions of one function (8), modules with
-    full backward hooks, recurrent ones, or what `torch.compiler.disable` marks.
-    `fullgraph=True` refuses breaks, and `left_eager` has Dynamo's reasons; reading
-    `plans` or `peak_bytes` warns if nothing was planned for them.
+    The graphs of a model with graph breaks share the budget: a graph that ends in a
+    break gets a third of the remaining budget, or its minimum, and the last one gets
+    the rest. Models that are compiled separately with one backend each have the whole
+    budget; a warning says so, once, if they may exceed it together. With
+    DistributedDataParallel, around or inside it, Dynamo divides a graph at the gradient
+    buckets, and the parts share the budget in proportion to their tensors. Code that
+    Dynamo runs eagerly is not planned: after a break in a loop, beyond
+    `torch._dynamo.config.recompile_limit` versions of a function (8), modules with
+    full backward hooks, recurrent modules, and code under `torch.compiler.disable`.
+    `fullgraph=True` refuses breaks, and `left_eager` lists Dynamo's reasons; reading
+    `plans` or `peak_bytes` warns if nothing was planned.
 
-    Every size of a batch has a plan of its own, made when it is first seen; sizes do
-    not count as versions, unless `dynamic=False` makes them. With `retain_graph=True`
-    gradients are right, but what the first backward pass would let go of stays, beyond
-    the plan.
+    Each batch size has its own plan, made when the size is first seen; sizes count as
+    versions only with `dynamic=False`. With `retain_graph=True` gradients are correct,
+    but tensors that the first backward pass would free stay in memory, beyond the plan.
 
-    What a graph returns may be changed in place before the backward pass. Where that
-    pass reads it, autograd raises, as in eager mode. One case PyTorch 2.13 itself does
-    not see, with any backend: a view that is returned without what it is a view of,
-    such as a linear layer's result of three dimensions.
+    Results of a graph may be modified in place before the backward pass. If that pass
+    reads them, autograd raises an error, as in eager mode. PyTorch 2.13 itself misses
+    one case with any backend: a view that is returned without its base, such as the
+    result of a linear layer with three dimensions.
 
-    Operations that draw random numbers draw them in eager's order from PyTorch's
-    generator; one that runs again gets the numbers it had, unless another thread draws
-    at that moment.
+    Random operations draw from PyTorch's generator in eager mode's order. A recomputed
+    operation gets the same numbers, unless another thread draws at the same time.
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         tuner: As `train_step` takes it.
-        cache: Folder of the file `plans.sqlite` that remembers measurements and plans;
-            by default the cache in the user's cache directory; None remembers nothing.
+        cache: Folder of the file `plans.sqlite` with measurements and plans, by default
+            the cache in the user's cache directory; None stores nothing.
         inductor: As `train_step` takes it.
-        tiers: As `train_step` takes it; sizes hold for every graph that is under way.
+        tiers: As `train_step` takes it; sizes apply to every graph in flight.
 
     Raises:
-        ValueError: The budget is no size, the tuner has another backend, or a tier is
-            none.
-        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
+        ValueError: The budget is not a size, the tuner has another backend, or a tier
+            is unknown.
+        TypeError: An argument has the wrong type.
     """
     limit = parse_budget(budget)
     options = PlanOptions.of(
@@ -157,8 +155,8 @@ def compile_graph(
     if unknown := ", ".join(repr(n) for n in given if n not in _OPTIONS + _REFUSED):
         return _raiser(
             ValueError(
-                f"unknown option {unknown}; there are 'budget', 'tuner', 'inductor' "
-                "and 'tiers'"
+                f"unknown option {unknown}; choose one of: 'budget', 'tuner', "
+                "'inductor', 'tiers'"
             )
         )
     try:
@@ -204,7 +202,7 @@ class GraphSource:
 
 
 class CompileBackend:
-    """A backend of `torch.compile` that plans every graph that it is given.
+    """A backend of `torch.compile` that plans every graph it receives.
 
     Args:
         budget: Bytes for all graphs of one model.
@@ -242,24 +240,24 @@ class CompileBackend:
     def plans(self) -> list[TorchPlan]:
         """Plans in the order in which graphs were first seen.
 
-        Each names its graph, the user's line where that begins, and sizes.
+        Each has the name and sizes of its graph and the line where it begins.
         """
         self._warn_if_eager()
         return self._plans
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory while every graph is under way once, at its largest size."""
+        """Peak memory with every graph in memory once, at its largest size."""
         self._warn_if_eager()
         return self._budget.peak_bytes
 
     @property
     def left_eager(self) -> tuple[str, ...]:
-        """Dynamo's reasons for what it left eager since this backend was made.
+        """Dynamo's reasons for running code eagerly since this backend was created.
 
-        Dynamo only gives a backend what it has captured: a model with full backward
-        hooks, with recurrent cells or with a function that is not to be compiled runs
-        without it, and PyTorch logs that at most. But Dynamo counts its reasons.
+        Dynamo passes only captured code to a backend. Models with full backward hooks,
+        recurrent cells or functions excluded from compilation run without it, which
+        PyTorch logs at most. Dynamo counts its reasons, which are listed here.
         """
         before = self._reasons_before
         return tuple(
@@ -274,10 +272,10 @@ class CompileBackend:
         self._warned_of_eager = True
         more = f" ({len(reasons) - _SHOWN} more)" if len(reasons) > _SHOWN else ""
         warnings.warn(
-            "nothing was planned, so that no budget is kept: Dynamo has left to eager "
-            f"mode what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
-            "torch.compile(..., fullgraph=True) raises there and says at which line; "
-            "train_step plans without Dynamo",
+            "nothing was planned, so no budget is kept: Dynamo runs in eager mode "
+            f"what it cannot capture: {'; '.join(reasons[:_SHOWN])}{more}. "
+            "torch.compile(..., fullgraph=True) raises an error that names the line; "
+            "train_step does not use Dynamo",
             stacklevel=3,
         )
 
@@ -416,8 +414,8 @@ class CompileBackend:
         if len(saved) > 1 and not self._warned_of_copies:
             self._warned_of_copies = True
             warnings.warn(
-                f"{name} is the graph of several equal layers that are under way at "
-                "once, and the budget counts one of them; "
+                f"{name} is the graph of several equal layers whose saved tensors are "
+                "in memory at once, and the budget counts one of them; "
                 "mt.compile_layers(layers, budget=...) counts every layer",
                 stacklevel=2,
             )
@@ -512,9 +510,9 @@ class SharedBudget:
             return ""
         first = next(iter(self._parts.values())).source.name
         return (
-            f"there are several models ({first}; {source.name}), and each keeps the "
-            f"budget of {format_bytes(int(self.budget), self.peak_bytes)} for itself: "
-            f"together up to {format_bytes(self.peak_bytes, int(self.budget))} so far"
+            f"there are several models ({first}; {source.name}), and each has its own "
+            f"budget of {format_bytes(int(self.budget), self.peak_bytes)}: together "
+            f"up to {format_bytes(self.peak_bytes, int(self.budget))} so far"
         )
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
@@ -584,11 +582,11 @@ class SharedBudget:
         used = sum(part.peak for part in others)
         return PlanningError(
             f"{source.name} is one of {len(others) + 1} graphs that share the budget "
-            f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: up to "
-            f"{exact_bytes(used)} of it are the other graphs', and it needs "
-            f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} works"
-            f"{'' if source.ends is None else ' up to its end'}. "
-            "torch.compile with fullgraph=True says why a graph ends",
+            f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: the "
+            f"other graphs take up to {exact_bytes(used)} of it, and this one needs "
+            f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} "
+            f"works{('' if source.ends is None else ' up to its end')}. torch.compile "
+            "with fullgraph=True shows the cause of a graph break",
             node=node,
             short_by=needed - int(self.budget),
             least_bytes=needed,

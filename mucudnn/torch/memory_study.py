@@ -34,6 +34,7 @@ from mucudnn.notebook import html_of
 from mucudnn.passes.planning.cutting import WHOLE, Split, SplitStep
 from mucudnn.passes.planning.plan_step import (
     DescribedStep,
+    batches_to_compare,
     budget_for_slowdown,
     largest_batch_within,
 )
@@ -72,8 +73,6 @@ from mucudnn.torch.planning import Planner, parse_budget
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
-_BATCH_SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Batches of which the throughput is predicted, as shares of the largest."""
 
 
 def memory(
@@ -90,43 +89,43 @@ def memory(
     mesh: Sequence[int] = (),
     shard: Shard = "fsdp2",
 ) -> "MemoryStudy":
-    """Study the memory of a training step on a device that need not be there.
+    """Study the memory of a training step on a device, which need not be present.
 
-    Model and optimizer stay as they are; nothing is run and nothing of their size is
-    allocated, but for an optimizer whose update cannot be recorded: a copy of it makes
-    a few. Operations are those that PyTorch would run on the CPU: where a device has a
-    kernel of its own, such as another attention, its bytes may be others.
+    Model and optimizer do not change. Nothing runs and no memory of their size is
+    allocated, except for an optimizer whose update cannot be recorded: a copy of it
+    runs a few updates. Operations are those that PyTorch runs on the CPU; a device with
+    other kernels, such as another attention, may need other amounts of memory.
 
     Args:
-        model: Called with the first of a batch; with or without data.
+        model: Called with the first element of a batch; with or without data.
         loss_fn: Called with the model's result and the rest of the batch.
-        example: What a step is called with, `step(*example)`, or of a dict
-            `step(**example)`; only shapes and types of tensors are looked at.
-        optimizer: Of the model's parameters. What one that makes its update itself
-            needs is measured when it is first asked for, with copies of parameters,
-            gradients and state; on other devices than `cpu` with `foreach=True` where
-            it leaves that open, as PyTorch does on them.
-        device: Whose published figures times are estimated with: a name in
-            `mucudnn.ir.devices.DEVICES`. `cpu` measures every operation, here.
-        accumulate: Parts that every batch is cut into, as `train_step` does.
-        offload_state: Whether parameters and state may leave, as `train_step` has it.
-        split: Whether the step may run in parts, as `train_step` has it. Then every
-            budget takes as long as several do.
-        tiers: Offload targets, as `train_step` takes them. Append `@RATE` in bytes a
-            second to one whose link is not to be measured or taken from published
-            figures.
+        example: Arguments of a step, `step(*example)`, or for a dict
+            `step(**example)`; only shapes and types of tensors are read.
+        optimizer: Of the model's parameters. The memory of one that updates eagerly
+            is measured when it is first needed, with copies of parameters, gradients
+            and state; on devices other than `cpu`, its default is `foreach=True`, as in
+            PyTorch.
+        device: A name in `mucudnn.ir.devices.DEVICES`, whose published figures are used
+            to estimate times. `cpu` measures every operation on this machine.
+        accumulate: Parts of a batch, as in `train_step`.
+        offload_state: Whether parameters and state may be offloaded, as in
+            `train_step`.
+        split: Whether the step may run in parts, as in `train_step`. Planning then
+            takes several times as long.
+        tiers: Offload targets, as in `train_step`. Append `@RATE` in bytes per second
+            instead of measuring the link or using its published rate.
         mesh: Number of devices that train together, such as (8,), eight in a node; by
-            default one. Then everything is of one of them, the example is its share of
-            the batch, and collectives take time by published link rates.
-        shard: How they do: "fsdp2" shards parameters, gradients and state, a unit for
-            each numbered submodule such as `layers.3`; "ddp" shards nothing.
+            default one. All figures are then those of one device, the example is its
+            share of the batch, and collectives take time by published link rates.
+        shard: "fsdp2" shards parameters, gradients and state over the mesh, with one
+            unit for each numbered submodule such as `layers.3`; "ddp" replicates them.
 
     Raises:
-        ValueError: The device is not known, `accumulate` less than one, a split or a
-            tier none, or the mesh none that can be studied.
-        TypeError: Something is of another type.
-        UnsupportedError: The step cannot be captured; says why. Or there is no room
-            here to measure the optimizer's update.
+        ValueError: The device, the split or a tier is unknown, `accumulate` is less
+            than one, or the mesh is not supported.
+        TypeError: An argument has the wrong type.
+        UnsupportedError: The step cannot be captured, for the given reason, or there
+            is not enough memory to measure the optimizer's update.
     """
     if device != _CPU:
         device = device_name(device)
@@ -183,7 +182,7 @@ class MemoryStudy:
 
     @cached_property
     def least_budget(self) -> int:
-        """The least budget in bytes that the example's step is planned in."""
+        """Minimum feasible budget of the example's step in bytes."""
         return least_budget(self._at(None), self._options)
 
     @cached_property
@@ -195,7 +194,7 @@ class MemoryStudy:
         """Plan the example's step within a budget, as `train_step` plans it.
 
         Raises:
-            PlanningError: It does not fit; says the least budget that works.
+            PlanningError: The step does not fit; the message names the minimum budget.
         """
         limit = parse_budget(budget)
         return plan_program(self._at(None), self._options, limit).plan
@@ -204,7 +203,7 @@ class MemoryStudy:
         """Return the study of the same step on another number of devices.
 
         Raises:
-            ValueError: The mesh is none that can be studied.
+            ValueError: The mesh is not supported.
         """
         ranks = check_mesh(mesh, shard, self._device, self._options.split)
         found = copy(self)
@@ -222,13 +221,13 @@ class MemoryStudy:
         return MappingProxyType(found)
 
     def budget_for(self, slowdown: float = 1.05) -> int:
-        """Return about the least budget that costs no more than a slowdown.
+        """Return approximately the smallest budget with at most the given slowdown.
 
         Args:
             slowdown: Predicted time over that of the step without a limit.
 
         Raises:
-            ValueError: The slowdown is less than 1.
+            ValueError: The slowdown is less than 1, or not a number.
         """
         return budget_for_slowdown(
             slowdown,
@@ -244,11 +243,10 @@ class MemoryStudy:
 
         Raises:
             PlanningError: Not even a batch of one fits.
-            ValueError: There is no axis that all tensors of the example share.
+            ValueError: The example's tensors have no common first axis.
         """
-        limit, most = parse_budget(budget), self.max_batch(budget)
-        found = {}
-        for size in sorted({math.ceil(share * most) for share in _BATCH_SHARES}):
+        limit, found = parse_budget(budget), {}
+        for size in batches_to_compare(self.max_batch(budget)):
             plan = plan_program(self._at(size), self._options, limit).plan
             found[size] = 1e3 * size / plan.plan.prediction.step_ms
         return MappingProxyType(found)
@@ -260,7 +258,7 @@ class MemoryStudy:
 
         Raises:
             PlanningError: Not even a batch of one fits.
-            ValueError: There is no axis that all tensors of the example share.
+            ValueError: The example's tensors have no common first axis.
         """
         limit, start = parse_budget(budget), self._step.batch
 
@@ -362,7 +360,7 @@ class MemoryStudy:
         """Plan the example's whole step at other costs; return it as captured, too.
 
         Raises:
-            PlanningError: It does not fit; says the least budget that works.
+            PlanningError: The step does not fit; the message names the minimum budget.
         """
         limit, step = parse_budget(budget), self._at(None)
         costs = change_costs(step.planner(self._options).profile)

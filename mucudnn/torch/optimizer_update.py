@@ -90,10 +90,10 @@ class EagerUpdate:
                 )
             except UnsupportedError as e:
                 raise UnsupportedError(
-                    f"the optimizer's update cannot be planned: {reason}. Nor can it "
-                    f"be left to the optimizer: {e}. A model that is compiled, "
-                    "torch.compile(model, backend=mt.backend(budget=...)), keeps a "
-                    "budget of forward and backward with any optimizer"
+                    f"the optimizer's update cannot be planned: {reason}. It cannot "
+                    f"run eagerly either: {e}. torch.compile(model, "
+                    "backend=mt.backend(budget=...)) keeps forward and backward "
+                    "within a budget with any optimizer"
                 ) from e
             if usage.closure and "" in captured.gradients:
                 raise scaled_closure_error(optimizer)
@@ -168,7 +168,7 @@ class EagerUpdate:
     def _refusal(self, budget: float, least: int, node: str | None) -> PlanningError:
         return PlanningError(
             f"the step does not fit into {exact_bytes(int(budget))}: its optimizer "
-            f"makes its update itself ({self.reason}), with all gradients and "
+            f"updates eagerly ({self.reason}), which takes all gradients and "
             f"{exact_bytes(self.usage.peak)} more; the least budget that works is "
             f"{exact_bytes(least)}",
             node=node,
@@ -241,11 +241,11 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
     there = CpuDevice().available_bytes()
     if needed > there:
         raise UnsupportedError(
-            f"{type(optimizer).__name__}'s update cannot be recorded, and what it "
-            f"needs can only be measured by running it: about {exact_bytes(needed)} "
-            f"for copies of its parameters and gradients, and this machine has "
-            f"{exact_bytes(there)}; take a machine that has them, a smaller model, or "
-            "an optimizer whose update can be recorded, such as AdamW"
+            f"{type(optimizer).__name__}'s update cannot be recorded, so its memory "
+            "must be measured by running it on copies of its parameters and "
+            f"gradients: they take about {exact_bytes(needed)}, and this machine has "
+            f"{exact_bytes(there)}; use a machine with more memory, a smaller model, "
+            "or an optimizer whose update can be recorded, such as AdamW"
         )
 
 
@@ -293,8 +293,8 @@ class _Measured:
         if states[-1] > states[-2] and not more:
             raise UnsupportedError(
                 f"{type(self._twin).__name__} has {exact_bytes(states[-1])} of state "
-                f"after {_UPDATES} steps and had {exact_bytes(states[-2])} one before: "
-                "no budget can be promised while it grows with every step"
+                f"after {_UPDATES} steps and had {exact_bytes(states[-2])} one step "
+                "before: no budget can be guaranteed while its state grows"
             )
         gradients = sum(map(_nbytes, self._trained)) if self._closure else 0
         return UpdateBytes(
@@ -373,8 +373,8 @@ def _copied(
         vars(twin).update(copy.deepcopy(rest, memo))
     except (TypeError, RuntimeError) as e:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot be copied, so that nobody knows what "
-            f"its update needs: {e}"
+            f"{type(optimizer).__name__} cannot be copied, so the memory of its "
+            f"update cannot be measured: {e}"
         ) from e
     return twin, {id(p): copies[id(p)] for p in parameters}
 
@@ -488,8 +488,8 @@ def own_update(
 def scaled_closure_error(optimizer: torch.optim.Optimizer) -> UnsupportedError:
     """Return the error of steps with a scaler whose optimizer needs a closure."""
     return UnsupportedError(
-        f"{type(optimizer).__name__} takes a closure, and a step with a scaler gives "
-        "it none; train without scaler=..., in bfloat16 for example"
+        f"{type(optimizer).__name__} needs a closure, which a step with a scaler does "
+        "not pass; train without scaler=..., for example in bfloat16"
     )
 
 

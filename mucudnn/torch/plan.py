@@ -51,25 +51,25 @@ class TorchPlan:
 
     Attributes:
         plan: The planner's own plan, whose bytes include the caller's.
-        given_bytes: Bytes that the caller holds and no budget counts.
+        given_bytes: Bytes that the caller holds and the budget does not count.
         budget: Bytes; infinity without a budget.
         resident_bytes: Bytes on the device before and after a step: parameters,
             buffers and optimizer state, as far as the budget counts them.
         source: Source code of the program that runs.
-        name: Which graph this is, where a model has several; else empty.
+        name: Name of the graph, if a model has several; else empty.
         kernels: Number of kernels that Inductor compiled or calls, each counted once.
         splitting: The choice between a whole and a split step; None without `split`.
-        own_update: Bytes of an optimizer that makes its update itself, behind what is
-            planned; None where the update is planned.
-        update_peak_bytes: The most that is in use during such an update.
-        update_reason: Why it is not planned.
+        own_update: Bytes of an optimizer that updates eagerly after the planned passes;
+            None if the update is planned.
+        update_peak_bytes: Peak memory during such an update.
+        update_reason: Why the update is not planned.
         library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
         fragmentation_bytes: Bytes that CUDA's allocator reserves beyond the peak, for
             gaps that no tensor fits into; 0 on the CPU.
         device: The CUDA device that the step runs on; None for the CPU.
-        chosen: What a budget that is not in bytes came to, and what it costs.
+        chosen: The bytes of a budget that is not given in bytes, and its cost.
         unplanned_bytes: Peak of the whole graph without a budget, in the planner's own
-            bytes; 0 if it is not known.
+            bytes; 0 if it is unknown.
     """
 
     plan: StepPlan = field(repr=False)
@@ -107,7 +107,7 @@ class TorchPlan:
 
     @property
     def slowdown(self) -> float:
-        """Predicted time over that of every node once, its fastest way, no copies.
+        """Predicted time over that of the fastest step without copies or recomputation.
 
         Of a step that was considered in parts: over that of the unbounded step.
         """
@@ -179,7 +179,7 @@ class TorchPlan:
         if prediction.placement is not None:
             lines.append(str(prediction.placement))
         if self.kernels:
-            lines.append(f"{self.kernels} kernels of Inductor's make up both passes")
+            lines.append(f"both passes consist of {self.kernels} kernels of Inductor")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)

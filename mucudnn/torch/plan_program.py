@@ -69,20 +69,28 @@ REFUSALS = (
         faces=("train_step", "backend"),
         options=("tiers",),
         unless="budget",
-        reason="tiers are for tensors that leave, and nothing leaves without a budget",
-        instead="give budget=SIZE",
+        reason=(
+            "tiers are targets of offloading, and nothing is offloaded without a budget"
+        ),
+        instead="pass budget=SIZE",
     ),
     Refusal(
         faces=("train_step",),
         options=("split", "inductor"),
-        reason="whole steps are compiled, and slices run operation by operation",
-        instead="take one of both",
+        reason=(
+            "Inductor compiles whole steps, and a divided step runs operation by "
+            "operation"
+        ),
+        instead="use only one of them",
     ),
     Refusal(
         faces=("backend",),
         options=("split",),
-        reason="each slice runs forward and backward before the next one begins, and "
-        "autograd needs all of the forward pass before the backward pass",
+        reason=(
+            "each micro-batch runs forward and backward before the next one "
+            "begins, and autograd runs the whole forward pass before the backward "
+            "pass"
+        ),
         instead="mucudnn.torch.train_step(…, split=…) plans both as one step",
     ),
     Refusal(
@@ -300,7 +308,7 @@ class LoweredStep:
         the allocator reserves beyond the peak.
 
         Raises:
-            PlanningError: It does not fit; says the least budget that works.
+            PlanningError: The step does not fit; the message names the minimum budget.
         """
         device = device_of(self.lowered.layouts)
         held = self.held_bytes(options)
@@ -407,9 +415,9 @@ class LoweredStep:
         device = device_of(lowered.layouts)
         if options.offload_state and device.type != "cpu":
             raise UnsupportedError(
-                f"offload_state=True keeps parameters and state in host memory between "
-                f"steps, where the model's own tensors are on {device}: it works on "
-                "the CPU only; leave it out, and the budget counts them"
+                "offload_state=True works on the CPU only, and the model is on "
+                f"{device}; without it, the budget counts parameters and optimizer "
+                "state"
             )
         costs = options.costs
         if self.together:
@@ -472,7 +480,7 @@ def plan_program(
     """Plan a step within a budget of bytes.
 
     Raises:
-        PlanningError: It does not fit; says the least budget that works.
+        PlanningError: The step does not fit; the message names the minimum budget.
         UnsupportedError: It cannot be measured; says why.
         OutOfMemoryError: There is no room in a tier.
     """

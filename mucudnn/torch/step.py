@@ -235,7 +235,7 @@ def train_step(
             step, which changes results by rounding, only where nothing else fits.
 
     Raises:
-        ValueError: The budget is no size, the tuner has another backend, the split is
+        ValueError: The budget is not a size, the tuner has another backend, `split` is
             unknown, `split` is combined with `inductor`, a tier is unknown, or tiers
             are given without a budget.
         TypeError: An argument has the wrong type.
@@ -340,9 +340,9 @@ class TrainStep:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a planned step is neither copied nor pickled, as it belongs to its model "
-            "and optimizer; copy or save their state_dict(), and make a step of others "
-            "with train_step(...): its plans come from the cache"
+            "a planned step cannot be copied or pickled, as it belongs to its model "
+            "and optimizer; copy or save their state_dict(), and call "
+            "train_step(...) again: plans are read from the cache"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -399,7 +399,10 @@ class TrainStep:
             RuntimeError: No batch was seen yet; `prepare` plans without a step.
         """
         if self._last is None:
-            raise RuntimeError("no batch was seen yet; prepare(*batch) plans for one")
+            raise RuntimeError(
+                "nothing is planned before the first batch; "
+                "prepare(*batch) plans for one"
+            )
         return self._last.plan
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
@@ -472,13 +475,13 @@ class TrainStep:
         """
         if not torch.is_grad_enabled():
             raise UnsupportedError(
-                "a step is called where gradients are off, as within torch.no_grad(); "
-                "call it outside"
+                "the step was called with gradients disabled, as within "
+                "torch.no_grad(); call it outside"
             )
         if any(map(is_lazy, self._model.parameters())):
             raise UnsoundCaptureError(
-                "the model has lazy parameters, whose shapes its first call decides; "
-                "call it once on a batch before the first step"
+                "the model has uninitialized lazy parameters; call the model once on "
+                "a batch before the first step"
             )
         self._take_floats()
         while True:
@@ -729,8 +732,8 @@ def _checked_overlaps(
         if any(results[i] not in inputs for i in pair):
             first, second = (captured.names[i] for i in pair)
             raise UnsoundCaptureError(
-                f"{first} and {second} share memory, and the step changes it; give "
-                "each a copy of its own (clone), or make both one parameter"
+                f"{first} and {second} share memory that the step modifies; give each "
+                "its own copy (clone), or use one parameter for both"
             )
     return overlaps
 
@@ -814,10 +817,9 @@ class PlannedSteps:
             if not self._warned:
                 warnings.warn(
                     f"more than max_plans={self._most} plans are needed, so the least "
-                    f"recently used one is dropped and may be made again; the last was "
-                    f"needed because of {reason}. Pad batches to a few sizes, keep a "
-                    "number that changes from step to step in a tensor, or raise "
-                    "max_plans",
+                    "recently used one is dropped; the last one was needed because "
+                    f"of {reason}. Pad batches to a few sizes, keep numbers that "
+                    "change between steps in tensors, or raise max_plans",
                     stacklevel=5,
                 )
                 self._warned = True

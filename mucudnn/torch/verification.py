@@ -87,8 +87,8 @@ class VerifiedStep:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise VerificationError(
                 f"step {number}: {wrong[0]}{more} differs from that of the same step "
-                f"in eager mode: {_described(*pairs[wrong[0]])}. The planned "
-                "step's results are in place: go back to a checkpoint, train without "
+                f"in eager mode: {_described(*pairs[wrong[0]])}. The model has the "
+                "planned step's results: load a checkpoint, train without "
                 "train_step, and please report this"
             )
         return result

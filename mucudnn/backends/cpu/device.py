@@ -60,8 +60,9 @@ class CpuTicket:
         """Wait until the copy is over; raise BackendError if a fork left it pending."""
         if self.process != os.getpid() and not self.over.is_set():
             raise BackendError(
-                "a copy was under way when this process was forked, and is not made "
-                "here; finish all copies before forking, or begin them afterwards"
+                "a copy was running when this process was forked, and is not "
+                "completed here; finish all copies before forking, or start them "
+                "afterwards"
             )
         self.over.wait()
 
@@ -182,7 +183,7 @@ def _serve(
             lost = any(earlier.failed for earlier in after)  # maybe of another copier
             ticket.failed = lost or not _copy_chunks(source, target, state, copy)
             if lost:
-                state.fail(BackendError("one that it waits for was not made"), what)
+                state.fail(BackendError("a copy that it waits for failed"), what)
         except Exception as e:  # any failure must reach the waiting thread
             ticket.failed = True
             state.fail(e, what)
@@ -406,11 +407,13 @@ class SharedSegment:
 
     def __init__(self, index: int, nbytes: int) -> None:
         if index == 0:
-            raise ValueError("peer:0 is the device itself; peer:1 is another one")
+            raise ValueError(
+                "peer:0 is the device itself; the first other device is peer:1"
+            )
         if not _SEGMENTS.is_dir():
             raise BackendUnavailableError(
                 f"peer:{index} on the CPU is shared memory in {_SEGMENTS}, which this "
-                "system has not"
+                "system lacks"
             )
         self.name = f"peer:{index}"
         self.nbytes = nbytes
@@ -450,7 +453,7 @@ class SharedSegment:
         if status is not None:
             raise BackendError(
                 f"process {self.owner}, which owned the memory of {self.name}, ended "
-                f"with exit status {status}; what was there is lost"
+                f"with exit status {status}; its contents are lost"
             )
         copy_bytes(source, target)
 

@@ -35,8 +35,8 @@ class CpuMapper:
     def __init__(self, available: Callable[[], int], chunk_bytes: int = _CHUNK) -> None:
         if chunk_bytes <= 0 or chunk_bytes % mmap.PAGESIZE:
             raise ValueError(
-                f"chunks of {chunk_bytes} bytes cannot be mapped; a multiple of "
-                f"{mmap.PAGESIZE} can"
+                f"chunks of {chunk_bytes} bytes cannot be mapped; their size must be "
+                f"a multiple of {mmap.PAGESIZE}"
             )
         self._available = available
         self.chunk_bytes = chunk_bytes

@@ -97,9 +97,9 @@ def _may_be_shared(cupy: Any, index: int) -> bool:
     mode: int = cupy.cuda.runtime.deviceGetAttribute(_COMPUTE_MODE, index)
     if mode == _EXCLUSIVE:
         logger.warning(
-            "GPU %d is in exclusive-process mode: algorithms are timed in this "
-            "process, and one that fails badly ends it; nvidia-smi -c DEFAULT "
-            "allows others",
+            "GPU %d is in exclusive-process mode, so algorithms are timed in this "
+            "process, and a crash of one ends it; nvidia-smi -c DEFAULT allows "
+            "separate processes",
             index,
         )
     return mode != _EXCLUSIVE
@@ -119,7 +119,7 @@ def _described(argument: str) -> Backend:
     try:
         device = DescribedDevice(text, library.version)
     except (ValueError, KeyError, TypeError) as e:
-        raise BackendUnavailableError(f"{argument} is no device description") from e
+        raise BackendUnavailableError(f"{argument} is not a device description") from e
     conv = CudaConv(session, absent=f"{device.name} is only described, not here")
     return Backend(f"cuda:{argument}", device, conv, split_alignment=ALIGNMENT)
 
@@ -139,8 +139,8 @@ def _description(argument: str) -> str:
                 f"description; set CUDA_VISIBLE_DEVICES={argument}, and use 'cuda'"
             ) from e
         raise BackendUnavailableError(
-            f"device description {argument!r} cannot be read ({e}); name a file as "
-            f"cuDNN writes it, or one of: {', '.join(shipped)}"
+            f"device description {argument!r} cannot be read ({e}); name a file that "
+            f"cuDNN wrote, or one of: {', '.join(shipped)}"
         ) from e
 
 

@@ -132,7 +132,7 @@ class CudaCopier:
     def _launch(self, copy: _Copy, after: Sequence[Any] = ()) -> Any:
         """Start a copy after the work launched so far and after other copies."""
         if self._closed:
-            raise BackendError("a copy was asked of a closed copier")
+            raise BackendError("a copy was requested from a closed copier")
         runtime, stream, computed = self._runtime, copy.stream, copy.computed.ptr
         try:
             runtime.eventRecord(computed, self._compute())

@@ -264,8 +264,8 @@ class DescribedDevice:
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise BackendUnavailableError for everything that needs the device."""
         raise BackendUnavailableError(
-            f"{self.name} is only described, not here: its engines "
-            "and workspaces can be listed (--plan-only), nothing can be run"
+            f"{self.name} is a description without a device: engines and workspaces "
+            "can be listed (--plan-only), but nothing can run"
         )
 
     available_bytes = allocate = view = dense = randomize = upload = download = _refuse
@@ -302,7 +302,7 @@ class PeerMemory:
         count = runtime.getDeviceCount()
         if peer == index or not 0 <= peer < count:
             raise ValueError(
-                f"peer:{peer} is no other GPU: this is number {index} of {count}"
+                f"peer:{peer} is not another GPU: this is number {index} of {count}"
             )
         self.name = f"peer:{peer}"
         self.nbytes = nbytes

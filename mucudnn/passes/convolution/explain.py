@@ -87,7 +87,7 @@ def _plan_lines(
 ) -> Iterator[str]:
     known = {(perf.algo, perf.batch) for perf in table.perfs}
     if any((step.algo, step.batch) not in known for step in plan.steps):
-        yield "- The plan is of other measurements than those it is compared with."
+        yield "- The plan is based on other measurements than those shown here."
     if not plan.divided:
         yield f"- The plan does not divide: {_needs(plan.steps[0])}."
         if trial is not None and trial.ratio is not None and whole is not None:
@@ -112,13 +112,13 @@ def _gain(whole: AlgoPerf, trial: Trial) -> str:
     alone = f"{_ratio(whole.time_ms, trial.plan.time_ms):.2f}×"
     if trial.ratio is None:
         return (
-            f" {alone} as fast as undivided by separate measurements, the two were not "
+            f" {alone} as fast as undivided from per-kernel timings; the two were not "
             "run together"
         )
     together = f"{_ratio(1.0, trial.ratio):.2f}× as fast as undivided"
     if trial.ratio >= 1:
         together = "not faster than undivided"
-    return f" {together} when run together, {alone} by separate measurements"
+    return f" {together} when run together, {alone} from per-kernel timings"
 
 
 def _parts(plan: ConvPlan) -> str:
@@ -149,7 +149,10 @@ def _excluded_lines(
             f"of {format_bytes(workspace_limit, perf.workspace)}."
         )
     if len(faster) > _MOST_LINES:
-        yield f"- {len(faster) - _MOST_LINES} more would be faster, but need more, too."
+        yield (
+            f"- {len(faster) - _MOST_LINES} more would be faster, but also exceed "
+            "the limit."
+        )
 
 
 def _further_limit_lines(
@@ -164,7 +167,7 @@ def _further_limit_lines(
             worth.append(better)
             best = better.time_ms
     if not worth:
-        yield "- More workspace would not make it notably faster."
+        yield "- Larger limits would not make it notably faster."
         return
     shown = (
         worth if len(worth) <= _MOST_LINES else [*worth[: _MOST_LINES - 1], worth[-1]]
@@ -175,7 +178,7 @@ def _further_limit_lines(
         f"({_ratio(reference, better.time_ms):.2f}×)"
         for better in shown
     )
-    yield f"- More workspace would buy: {offers}, by separate measurements."
+    yield f"- Larger limits would allow: {offers}, from per-kernel timings."
 
 
 def _failure_lines(table: PerfTable) -> Iterator[str]:

@@ -495,6 +495,6 @@ def _check_total(
         needed += least
     if needed > total:
         raise PlanningError(
-            f"{len(tables)} kernels do not fit in {total} bytes of workspace together: "
-            f"the smallest plans need {needed} bytes, {needed - total} more"
+            f"{len(tables)} kernels do not fit into {total} bytes of workspace in "
+            f"total: the smallest plans need {needed} bytes, {needed - total} more"
         )

@@ -36,8 +36,9 @@ def check_divisible(batch: int, sizes: int) -> None:
     if sizes > 1 and batch > most:
         raise PlanningError(
             f"a mini-batch of {batch} samples is too large to be divided into "
-            f"micro-batches of {sizes} sizes: up to {most} are; the batch policy "
-            "`undivided` takes any, `powers_of_two` more than `all`"
+            f"micro-batches of {sizes} sizes: the maximum is {most}; the batch policy "
+            "`undivided` has no maximum, and that of `powers_of_two` is larger than "
+            "that of `all`"
         )
 
 

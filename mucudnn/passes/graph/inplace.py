@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.liveness import Use, touches, uses_by
+from mucudnn.passes.liveness import Positions, Use, touches, uses_by
 
 
 def in_place(graph: Graph) -> Graph:
@@ -20,10 +20,17 @@ def in_place(graph: Graph) -> Graph:
     return in_place_with_uses(graph)[0]
 
 
-def in_place_with_uses(graph: Graph) -> tuple[Graph, Mapping[str, Use]]:
-    """Return the graph with results in place, and its `uses_of`, in one walk."""
+def in_place_with_uses(
+    graph: Graph, touched: tuple[Positions, Positions] | None = None
+) -> tuple[Graph, Mapping[str, Use]]:
+    """Return the graph with results in place, and its `uses_of`, in one walk.
+
+    Args:
+        graph: The graph.
+        touched: Result of `touches`, if known; it is changed.
+    """
     tensors, storages = dict(graph.tensors), graph.storages
-    positions, writes = touches(graph)
+    positions, writes = touches(graph) if touched is None else touched
     fixed = {storages[name] for name in graph.inputs}
     merged: dict[str, str] = {}  # storage of a result -> storage that it overwrites
 

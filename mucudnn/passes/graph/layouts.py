@@ -221,8 +221,8 @@ def with_layout(
     check_choice("layout", layout, LAYOUT_CHOICES)
     if layout == AUTO and chosen is None:
         raise ValueError(
-            "which layout is fastest has to be measured here: choose NCHW or NHWC, or "
-            "let a Trainer do it"
+            "the fastest layout has to be measured: choose NCHW or NHWC, or let a "
+            "Trainer measure it"
         )
     nodes = convolutions_last(graph) if layout == "NHWC" else chosen or frozenset()
     return graph if layout == "NCHW" else with_channels_last(graph, nodes)

@@ -11,7 +11,7 @@ Nodes that cannot run again, or whose inputs were overwritten since, are not rec
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -38,6 +38,19 @@ def rematerialize(
     return Rematerializer(graph, saved)(residency)
 
 
+@dataclass(frozen=True, slots=True)
+class Insertions:
+    """Differences of a rewritten graph from the graph that it was made of.
+
+    Attributes:
+        copies: Positions of the inserted nodes, ascending.
+        rebound: Positions, before and after, of the nodes that read copies instead.
+    """
+
+    copies: Sequence[int] = ()
+    rebound: Sequence[tuple[int, int]] = ()
+
+
 class Rematerializer:
     """Rewriter of one graph for many residencies, with cached facts about the graph."""
 
@@ -47,15 +60,33 @@ class Rematerializer:
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
         """Return the graph rewritten for these residencies; see `rematerialize`."""
+        return self.rewrite(residency)[0]
+
+    def rewrite(
+        self, residency: Mapping[str, Residency]
+    ) -> tuple[Graph, Insertions | None]:
+        """Return the rewritten graph, and how it differs from this one.
+
+        The differences are None if tensors of this graph have other storages.
+        """
         if not any(choice in RECOMPUTED for choice in residency.values()):
-            return self.graph  # unsaved tensors are read by copies only
+            return self.graph, Insertions()  # unsaved tensors are read by copies only
         rewriter, done = _Rewriter(self, residency), 0
+        copies: list[int] = []
+        rebound: list[tuple[int, int]] = []
         for position in rewriter.reader_positions():
+            node = self.graph.nodes[position]
             rewriter.nodes += self.graph.nodes[done:position]
-            rewriter.visit(self.graph.nodes[position], position)
+            before = len(rewriter.nodes)
+            rewriter.visit(node, position)
+            now = len(rewriter.nodes) - 1
+            copies += range(before, now)
+            if rewriter.nodes[now] is not node:
+                rebound.append((position, now))
             done = position + 1
         rewriter.nodes += self.graph.nodes[done:]
-        return rewriter.build()
+        known = Insertions(copies, rebound) if rewriter.same_views else None
+        return rewriter.build(), known
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
         """Return tensors that may be dropped or replaced before they are read again."""
@@ -160,7 +191,7 @@ class _Rewriter:
         graph = known.graph
         self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
         self._storages: dict[str, str] = dict(graph.storages)
-        self._same_views = True
+        self.same_views = True
         self.nodes: list[Node] = []
         self._graph = graph
         self._residency = residency
@@ -184,7 +215,7 @@ class _Rewriter:
 
     def build(self) -> Graph:
         """Return the rewritten graph after all nodes were visited."""
-        storages = self._storages if self._same_views else None
+        storages = self._storages if self.same_views else None
         tensors = MappingProxyType(self._tensors)
         return self._graph.with_more_nodes(tensors, tuple(self.nodes), storages)
 
@@ -214,7 +245,7 @@ class _Rewriter:
             alias = self._alias(node, spec, inputs)
             if alias != spec.alias:
                 self._tensors[spec.name] = spec.sharing(alias)
-                self._same_views = False
+                self.same_views = False
         return replace(node, inputs=inputs)
 
     def _recompute(self, name: str, mine: dict[str, str]) -> str:

@@ -94,8 +94,8 @@ def along_height(graph: Graph) -> SplitAxis:
     """
     if any(spec.layout != "NCHW" for spec in graph.tensors.values()):
         raise ValueError(
-            "images are cut along their height where channels come first; this step "
-            "has channels last: give it the layout NCHW"
+            "spatial tiles need channels-first images, and this step has channels "
+            "last; use the layout NCHW"
         )
     any_size = SplitAxis(HEIGHT, 1, 1)
     heights = set()
@@ -107,8 +107,8 @@ def along_height(graph: Graph) -> SplitAxis:
             heights |= {graph.tensors[t].shape[axis] for t, axis in cut}
     if not heights:
         raise ValueError(
-            "the graph has no images, (N, C, *spatial), that can be cut into strips; "
-            "ask for a number of parts of its batch"
+            "the graph has no images, (N, C, *spatial), that can be divided into "
+            "spatial tiles; pass a number of micro-batches"
         )
     return SplitAxis(HEIGHT, max(heights), math.gcd(*heights))
 
@@ -118,7 +118,9 @@ def batch_of(graph: Graph) -> int:
     for spec in graph.with_role(Role.INPUT):
         if spec.shape:
             return spec.shape[0]
-    raise ValueError("no input of the graph has a batch; say how many samples it has")
+    raise ValueError(
+        "no input of the graph has a batch axis; pass the number of samples"
+    )
 
 
 def cuttable(graph: Graph, along: SplitAxis) -> frozenset[str]:
@@ -259,7 +261,7 @@ def parts_by_bytes(
         ValueError: The limit is not positive.
     """
     if limit <= 0:
-        raise ValueError(f"slices have some bytes: the limit must be positive, {limit}")
+        raise ValueError(f"the limit of a slice's bytes must be positive, got {limit}")
     along = along_batch(graph) if along is None else along
     if window is None:
         window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS

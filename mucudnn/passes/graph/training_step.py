@@ -247,8 +247,8 @@ def up_to_answers(forward: Graph) -> Graph:
     answers = answers_of(forward)
     if answers is None:
         raise ValueError(
-            "nothing is compared with the labels: which tensors are answers is not "
-            "known"
+            "no tensor is compared with the labels, so the network's predictions are "
+            "unknown"
         )
     wanted, nodes = {answers}, []
     for node in reversed(forward.nodes):

@@ -133,8 +133,8 @@ def _no_room(
     )
     if not there:
         return PlanningError(
-            f"{what}; they are parameters and state, which go where the host can read "
-            "them: add the tier host or disk:FOLDER"
+            f"{what}; they are parameters and optimizer state, which need a target "
+            "that the host can read: add the tier host or disk:FOLDER"
         )
     remedy = "give more of them, or another tier"
     if any(t.name.startswith("disk:") for t in tiers):

@@ -162,8 +162,8 @@ def check_split(split: object) -> None:
     counted = word == HEIGHT and number.isdecimal() and int(number) > 0
     if not (counted if colon else word in (AUTO, WHOLE, HEIGHT)):
         raise ValueError(
-            f"a step is split 'auto', 'none', 'height', 'height:4' into so many "
-            f"strips, or into a number of parts, not {split!r}"
+            "split must be 'auto', 'none', 'height', 'height:N' for N spatial tiles, "
+            f"or a number of micro-batches, got {split!r}"
         )
 
 

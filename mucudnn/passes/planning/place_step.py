@@ -148,8 +148,8 @@ def _place_within(request: StepRequest, plan: StepPlan) -> PlacedStep:
     if least.nbytes <= budget:
         return _with_grown_workspaces(request, least)
     raise PlanningError(
-        f"places for {exact_bytes(plan.peak_bytes)} could not be found within "
-        f"{exact_bytes(int(budget))}; {exact_bytes(least.nbytes)} will do",
+        f"no placement for {exact_bytes(plan.peak_bytes)} was found within "
+        f"{exact_bytes(int(budget))}; {exact_bytes(least.nbytes)} is enough",
         short_by=least.nbytes - int(budget),
         least_bytes=least.nbytes,
     )

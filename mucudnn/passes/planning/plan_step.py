@@ -304,8 +304,24 @@ def largest_batch_within(
     return low
 
 
+_BATCH_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Batches of which the throughput is predicted, as shares of the largest."""
+
+
+def batches_to_compare(most: int) -> tuple[int, ...]:
+    """Return batches up to the largest one, ascending, to compare their throughput.
+
+    The largest batch is often not the fastest: it is planned in the least memory that
+    works, so more is copied and recomputed for every sample.
+    """
+    return tuple(sorted({math.ceil(share * most) for share in _BATCH_SHARES} - {0}))
+
+
 _FINEST = 64
 """Parts of the range of useful budgets to which a budget for a slowdown is found."""
+
+_EQUAL = 1 + 1e-9
+"""Factor within which two slowdowns are equal: sums of times are rounded."""
 
 
 def budget_for_slowdown(
@@ -321,18 +337,26 @@ def budget_for_slowdown(
         least: The minimum feasible budget.
         most: A budget that does not slow down the step.
         slowdown_at: Plans the step within a budget and returns the slowdown.
+
+    Raises:
+        ValueError: The slowdown is less than 1, or not a number.
+        PlanningError: Not even within `most` is the step fast enough.
     """
     check_number("slowdown", slowdown, 1.0)
-    low, high = least, most
-    finest = (most - least) // _FINEST
-    if least >= most or slowdown_at(least) <= slowdown:
+    if slowdown_at(least) <= slowdown * _EQUAL:
         return least
-    while high - low > max(1, finest):
+    low, high = least, (most := max(least, most))
+    while high - low > max(1, (most - least) // _FINEST):
         middle = (low + high) // 2
-        if slowdown_at(middle) <= slowdown:
+        if slowdown_at(middle) <= slowdown * _EQUAL:
             high = middle
         else:
             low = middle
+    if high == most and (best := slowdown_at(most)) > slowdown * _EQUAL:
+        raise PlanningError(
+            f"no budget keeps a slowdown of {slowdown:g}: even within "
+            f"{exact_bytes(most)} the step takes {best:.4g} times as long as without"
+        )
     return high
 
 

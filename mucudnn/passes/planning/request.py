@@ -16,8 +16,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import PLACEMENTS, STATIC, VIRTUAL
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.graph.inplace import in_place_with_uses
-from mucudnn.passes.graph.rematerialize import Rematerializer
-from mucudnn.passes.liveness import ALIGNMENT, Use, rounded
+from mucudnn.passes.graph.rematerialize import Insertions, Rematerializer
+from mucudnn.passes.liveness import ALIGNMENT, Touches, Use, rounded
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -178,8 +178,8 @@ class StepRequest:
         check_choice("placement", self.placement, PLACEMENTS)
         if self.placement == VIRTUAL and self.profile.mapping_costs is None:
             raise ValueError(
-                "virtual placement needs a device that can map its memory; the "
-                "profile is of one that cannot, or does not say in which chunks"
+                "virtual placement needs a device that can map memory; the profile's "
+                "device cannot, or the profile lacks the chunk size"
             )
         if self.seed is not None:
             check_type(
@@ -227,6 +227,10 @@ class StepRequest:
         """Return the request with another budget."""
         return self._sharing(replace(self, budget=budget))
 
+    def planned_by(self, policy: str | ResidencyPolicy) -> "StepRequest":
+        """Return the request with another policy."""
+        return self._sharing(replace(self, policy=policy))
+
     def scheduled(self, scheduler: str | Scheduler) -> "StepRequest":
         """Return the request with another scheduler."""
         return self._sharing(replace(self, scheduler=scheduler))
@@ -264,7 +268,7 @@ def _refuse_missing(
     if missing := sorted(wanted - found.keys()):
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(
-            f"the {name} must have all {kind} of the graph; {missing[0]!r}{others} "
+            f"the {name} must cover all {kind} of the graph; {missing[0]!r}{others} "
             "are missing"
         )
 
@@ -290,6 +294,7 @@ class Rewriter:
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self._rematerialize = Rematerializer(graph)
+        self._touches: Touches | None = None
         self._profile = without_others(profile, graph)
         self._own_ms = sum(self._profile.node_ms.values())
         self._last: tuple[object, Rewritten] | None = None
@@ -355,8 +360,10 @@ class Rewriter:
             if choice in RECOMPUTED or name in unsaved
         )
         if again not in self._known:
+            graph, changes = self._rematerialize.rewrite(dict(again))
+            self._touches = self._touches or Touches(self._rematerialize.graph)
             self._known[again] = _Rematerialized(
-                self._rematerialize(dict(again)), self._profile
+                graph, self._profile, changes, self._touches
             )
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
@@ -367,9 +374,16 @@ class Rewriter:
 class _Rematerialized:
     """A rematerialized graph, with cached results derived from it."""
 
-    def __init__(self, graph: Graph, profile: Profile) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        profile: Profile,
+        changes: Insertions | None,
+        touches: Touches,
+    ) -> None:
         self.graph = graph
         self._profile = profile
+        self._changes, self._touches = changes, touches
 
     @cached_property
     def copies_ms(self) -> float:
@@ -380,7 +394,12 @@ class _Rematerialized:
     @cached_property
     def rewritten(self) -> Rewritten:
         """The step with in-place results and no offload."""
-        final, uses = in_place_with_uses(self.graph)
+        changes, touched = self._changes, None
+        if changes is not None:
+            touched = self._touches.with_nodes(
+                self.graph, changes.copies, changes.rebound
+            )
+        final, uses = in_place_with_uses(self.graph, touched)
         fixed = final.immovable
         idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
         return Rewritten(

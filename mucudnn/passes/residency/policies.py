@@ -443,8 +443,8 @@ def decide(policy: str | ResidencyPolicy, step: PolicyInput) -> Mapping[str, Res
     found: object = POLICIES.resolve(policy)(step)
     if not isinstance(found, Mapping):
         raise TypeError(
-            f"{name} returned {found!r}; a mapping from names of tensors to Residency "
-            "is wanted, such as {} to keep everything"
+            f"{name} returned {found!r}; it must return a mapping from names of "
+            "tensors to Residency, such as {} to keep everything"
         )
     check_residencies(name, found, step.graph)
     return found
@@ -455,8 +455,9 @@ def check_residencies(whose: str, found: Mapping[Any, object], graph: Graph) -> 
     for tensor, choice in found.items():
         if tensor not in graph.tensors and tensor not in (EVERYTHING, PERSISTENTS):
             raise ValueError(
-                f"{whose} names {tensor!r}, which is no tensor of the step; "
-                "saved_tensors(step.graph) has those that may leave"
+                f"{whose} names {tensor!r}, which is not a tensor of the step; "
+                "saved_tensors(step.graph) lists those that can be offloaded or "
+                "recomputed"
             )
         if not isinstance(choice, Residency):
             valid = ", ".join(f"Residency.{r.name}" for r in Residency)

@@ -41,6 +41,6 @@ def intervals_of(
             if all(issubclass(kind, ResidencyInterval) for kind in kinds):
                 return intervals, ledger
     raise TypeError(
-        f"scheduler {name_of(scheduler)!r} returned {type(found).__name__}; a list of "
-        "intervals and their ledger are wanted, such as problem.least() has"
+        f"scheduler {name_of(scheduler)!r} returned {type(found).__name__}; it must "
+        "return a list of intervals and their ledger, as problem.least() does"
     )

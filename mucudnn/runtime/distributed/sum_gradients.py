@@ -130,9 +130,9 @@ def summed_gradients(
             for reader in each.readers:
                 if reader <= begin:
                     raise ValueError(
-                        f"update {names[reader]!r} comes before all gradients that are "
-                        "summed with its own; order='builder' has updates behind the "
-                        "backward pass"
+                        f"update {names[reader]!r} comes before all gradients that "
+                        "are summed with its own; use order='builder', which has "
+                        "updates after the backward pass"
                     )
                 target = array(names[reader], each.name)
                 before[names[reader]] += (partial(bucket.hand_out, place, target),)
@@ -289,8 +289,8 @@ def _check_order(
     own = [merging.get(m.position, m.tensors[0]) for m in meetings]
     if any(order != own for order in together.all_gather(own)):
         raise ValueError(
-            "the ranks run their steps in different orders, so that their statistics "
-            "would not meet; give all of them the same order and split"
+            "the ranks run their steps in different orders, so their statistics "
+            "cannot be exchanged; use the same order and split on all ranks"
         )
 
 

@@ -290,9 +290,9 @@ class Executor:
         """Raise `BackendError` in a fork, which lacks the mapped arena."""
         if self._process is not None and self._process != os.getpid():
             raise BackendError(
-                "the memory of this step is mapped in the process that made it "
-                f"({self._process}), not in one forked from it; make the step in the "
-                "process that runs it"
+                "the memory of this step is mapped in the process that created it "
+                f"({self._process}), not in its forks; create the step in the process "
+                "that runs it"
             )
 
     def _host_slots(

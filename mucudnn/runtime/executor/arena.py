@@ -33,9 +33,9 @@ def arenas(backend: Backend, layouts: Sequence[Layout]) -> list[Buffer]:
     if mapper is None or any(size % mapper.chunk_bytes for size in sizes):
         found = "nothing" if mapper is None else f"chunks of {mapper.chunk_bytes} bytes"
         raise UnsupportedError(
-            f"a layout has tensors in chunks of {max(sizes)} bytes, and backend "
-            f"{backend.name!r} maps {found}; plan with a profile of this backend, or "
-            "with the static placement"
+            f"the plan maps memory in chunks of {max(sizes)} bytes, and backend "
+            f"{backend.name!r} in chunks of {found}; plan with a profile of this "
+            "backend, or with the static placement"
         )
     memory = mapper.allocate(nbytes // mapper.chunk_bytes)
     return [memory.map(_chunks(a, nbytes, mapper.chunk_bytes)) for a in layouts]
@@ -94,7 +94,9 @@ class Pool:
 
     def __init__(self, device: Device, nbytes: int, name: str = "the pool") -> None:
         if nbytes < 0:
-            raise ValueError(f"a pool cannot have {nbytes} bytes; 0 is the least")
+            raise ValueError(
+                f"the size of a pool must be at least 0 bytes, got {nbytes}"
+            )
         self.nbytes = nbytes
         self.blocks: dict[str, Block] = {}
         self.holes = {0: nbytes} if nbytes else {}
@@ -118,11 +120,13 @@ class Pool:
         self._opened()
         if name in self.blocks:
             raise ValueError(
-                f"{name!r} already has {format_bytes(self.blocks[name].nbytes)} of "
+                f"{name!r} already has {format_bytes(self.blocks[name].nbytes)} in "
                 f"{self._name}; free it first"
             )
         if nbytes < 0:
-            raise ValueError(f"{name!r} cannot have {nbytes} bytes; 0 is the least")
+            raise ValueError(
+                f"the size of {name!r} must be at least 0 bytes, got {nbytes}"
+            )
         if nbytes > self.largest_hole:
             raise OutOfMemoryError(self._shortage(name, nbytes))
         offset = reserved = 0

@@ -207,7 +207,7 @@ class _Binder:
                 if name in self._last:
                     self._wait([self._last[name]], f"Wait({name})")
                 elif name not in self._binding.schedule.live_across:
-                    raise ScheduleError(f"{instruction}: nothing is being copied")
+                    raise ScheduleError(f"{instruction}: no copy is running")
 
     def _compute(self, node: Node) -> None:
         label = f"Compute({node.name})"

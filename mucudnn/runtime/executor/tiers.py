@@ -73,8 +73,7 @@ class DiskTier:
                 mapping = mmap.mmap(file.fileno(), max(1, nbytes))
         except OSError as e:
             raise ValueError(
-                f"no file can be made in {where}: {e.strerror}; name a folder that can "
-                "be written to"
+                f"cannot create a file in {where}: {e.strerror}; name a writable folder"
             ) from e
         self._bytes: Any = np.frombuffer(mapping, np.uint8)
 
@@ -161,8 +160,8 @@ class Tiers:
             )
             raise OutOfMemoryError(
                 f"no room for {format_bytes(short, needed)} of the "
-                f"{format_bytes(needed, short)} that leave the device; "
-                f"there are {there or 'no tiers'}"
+                f"{format_bytes(needed, short)} that are offloaded; "
+                f"{there or 'no tiers'} are available"
             )
         return {name: self._slot(*at, sizes[name]) for name, at in found.items()}
 
@@ -188,15 +187,15 @@ def _reserve(file: int, nbytes: int, where: Path) -> None:
             raise
         if nbytes > (most := file_size_limit()):
             raise OutOfMemoryError(
-                f"no file in {where} may have {format_bytes(nbytes, int(most))}: the "
-                f"limit of this process is {format_bytes(int(most), nbytes)} a file "
-                "(`ulimit -f` in blocks); raise it, or give less of this tier"
+                f"a file in {where} cannot have {format_bytes(nbytes, int(most))}: "
+                f"the limit of this process is {format_bytes(int(most), nbytes)} per "
+                "file (`ulimit -f`, in blocks); raise it, or use less of this tier"
             ) from e
         stat = os.statvfs(where)
         free = stat.f_bavail * stat.f_frsize
         raise OutOfMemoryError(
             f"no room for {format_bytes(nbytes, free)} on the disk of {where}; "
-            f"{format_bytes(free, nbytes)} are free, perhaps less by a quota"
+            f"{format_bytes(free, nbytes)} are free, or less if there is a quota"
         ) from e
 
 
@@ -222,7 +221,7 @@ def file_size_limit() -> float:
 
 Kind = Literal["host", "disk", "peer"]
 
-_FORMS = "host, disk:FOLDER or peer:DEVICE, each perhaps with =SIZE and @RATE behind it"
+_FORMS = "host, disk:FOLDER or peer:DEVICE, optionally followed by =SIZE and @RATE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ class TierChoice:
         text, rate = _split_size(text, "@")
         text, size = _split_size(text, "=")
         if rate == 0:
-            raise ValueError(f"nothing goes to {text} at 0 bytes a second; raise @RATE")
+            raise ValueError(f"the rate of {text} is 0 bytes per second; raise @RATE")
         how = math.inf if size is None else size, rate and rate / 1e3
         kind, _, argument = text.partition(":")
         match kind:
@@ -257,7 +256,7 @@ class TierChoice:
                 return cls("disk", argument, *how)
             case "peer" if argument:
                 return cls("peer", str(parse_integer(argument)), *how)
-        raise ValueError(f"{text!r} is no tier; choose {_FORMS}")
+        raise ValueError(f"unknown tier {text!r}; choose {_FORMS}")
 
     def __str__(self) -> str:
         """Return the target without size and rate, such as `peer:1`."""
@@ -301,11 +300,11 @@ def parse_tiers(
     """Parse the offload targets that a user gives."""
     given: object = [tiers] if isinstance(tiers, str | TierChoice) else tiers
     if not isinstance(given, Sequence):
-        raise TypeError(f"tiers must be texts such as 'host=4GiB', got {tiers!r}")
+        raise TypeError(f"tiers must be strings such as 'host=4GiB', got {tiers!r}")
     found: dict[str, TierChoice] = {}
     for one in given:
         if not isinstance(one, str | TierChoice):
-            raise TypeError(f"tiers must be texts such as 'host=4GiB', got {one!r}")
+            raise TypeError(f"tiers must be strings such as 'host=4GiB', got {one!r}")
         choice = one if isinstance(one, TierChoice) else TierChoice.parse(one)
         if str(choice) in found:
             raise ValueError(f"tier {choice} is given twice")

@@ -58,8 +58,8 @@ def profile(
     if memory is not None and node and needed and needed.pool_bytes > memory:
         raise OutOfMemoryError(
             f"node {node.name!r} ({node.op}) cannot be timed within "
-            f"{exact_bytes(memory)}: it uses {needed} at once; "
-            f"{needed.pool_bytes} bytes are the least"
+            f"{exact_bytes(memory)}: it uses {needed} at once; the minimum is "
+            f"{needed.pool_bytes} bytes"
         )
     counter = itertools.count(1)
 

@@ -125,7 +125,7 @@ class Entries:
         """Warn that an entry is not used."""
         where = self._file.path or "memory"
         warn(
-            f"passing over the {kind} {key[:12]} in {where}, which will be made anew: "
+            f"ignoring the {kind} {key[:12]} in {where}, which will be created again: "
             f"{reason}"
         )
 
@@ -191,7 +191,8 @@ class BenchmarkCache:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a BenchmarkCache cannot be copied or pickled, as it holds an open file; "
-            "open another with BenchmarkCache(path), or carry its rows with export_json"
+            "open another with BenchmarkCache(path), or transfer its rows with "
+            "export_json"
         )
 
     def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
@@ -437,7 +438,7 @@ class BenchmarkCache:
             count = sum(isinstance(row, ValueError) for row in of_all)
             warn(
                 f"{count} of the {len(of_all)} rows in {self.path or 'memory'} are "
-                f"damaged and passed over; the first: {wrong[0]}"
+                f"damaged and ignored; the first: {wrong[0]}"
             )
         return tuple(row for row in found if not isinstance(row, ValueError))
 

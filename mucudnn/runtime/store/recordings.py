@@ -82,7 +82,7 @@ def spare_newer(target: Path) -> None:
     if schema is not None and schema > SCHEMA:
         raise CacheError(
             f"{target} is a recording of a newer version of mucudnn (schema {schema}, "
-            f"this one writes {SCHEMA}) and stays as it is; name another file"
+            f"this one writes {SCHEMA}) and is not overwritten; name another file"
         )
 
 
@@ -181,9 +181,9 @@ def read_fronts(
     if not useful:
         found = {m.problem.with_batch(1) for r in recordings for m in r.measurements}
         raise ValueError(
-            f"{where}: none of this step's {len(wanted)} different convolutions can be "
-            f"made up of the {len(found)} that were measured there; record its layers "
-            "at its mini-batch size with `mucudnn tune --record FILE`"
+            f"{where}: none of this step's {len(wanted)} different convolutions are "
+            f"covered by its {len(found)} measured ones; record the layers at their "
+            "mini-batch size with `mucudnn tune --record FILE`"
         )
     if len(useful) > 1:
         devices = " and ".join(repr(one.device) for one in useful)

@@ -264,7 +264,8 @@ class RecordFile:
                         words = f"{salvage(source, db)} of its rows are kept"
                     self.checked_since = checked_since(db)
         warn(
-            f"beginning {file} anew, what was there is now {aside}: {problem}; {words}"
+            f"starting a new {file}; the previous file is now {aside}: {problem}; "
+            f"{words}"
         )
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:

@@ -99,7 +99,7 @@ def is_empty(db: sqlite3.Connection) -> bool:
         if version > _VERSION:
             raise NewerError(
                 f"a newer version of mucudnn wrote it (schema {version}, this one "
-                f"reads {_VERSION}); it stays as it is"
+                f"reads {_VERSION}); it is not changed"
             )
         if version != _VERSION:
             raise ForeignError(

@@ -87,7 +87,7 @@ class MemoryBudget:
             short = (TierChoice("disk", str(check_path("disk", disk))),)
             if chosen not in ((), short):
                 raise ValueError(
-                    "disk=FOLDER is short for tiers='disk:FOLDER'; give only one of "
+                    "disk=FOLDER is short for tiers='disk:FOLDER'; pass only one of "
                     "them"
                 )
             chosen = short

@@ -89,8 +89,8 @@ class Checkpoints:
         if _of_other_version(path):
             raise CheckpointError(
                 f"cannot write the checkpoint of step {checkpoint.step} to "
-                f"{self.folder}: there is one of another version of mucudnn, which "
-                "stays; name another folder"
+                f"{self.folder}: the folder has one of another version of mucudnn, "
+                "which is not overwritten; name another folder"
             )
         header = {
             "schema": _SCHEMA,
@@ -106,7 +106,7 @@ class Checkpoints:
         except OSError as e:
             raise CheckpointError(
                 f"cannot write the checkpoint of step {checkpoint.step} to "
-                f"{self.folder}: {e.strerror or e}; those before it are unharmed"
+                f"{self.folder}: {e.strerror or e}; earlier checkpoints are intact"
             ) from e
         self._delete_old(checkpoint.step)
 
@@ -130,7 +130,7 @@ class Checkpoints:
             except _OtherVersionError as e:
                 raise CheckpointError(
                     f"the checkpoint of step {step} in {self.folder} is of another "
-                    f"version of mucudnn: {e}; go on with that version, or name "
+                    f"version of mucudnn: {e}; continue with that version, or name "
                     "another folder"
                 ) from e
             except (OSError, ValueError) as e:
@@ -141,7 +141,7 @@ class Checkpoints:
             if complaints:
                 warnings.warn(
                     f"a checkpoint in {self.folder} is damaged ({complaints[0]}); "
-                    f"going on from step {step}",
+                    f"continuing from step {step}",
                     stacklevel=2,
                 )
             return checkpoint
@@ -171,7 +171,7 @@ class Checkpoints:
                     f"type {kind.__name__}"
                 )
         if header["step"] != step:
-            raise ValueError(f"{path.name} says it is of step {header['step']}")
+            raise ValueError(f"{path.name} states that it is of step {header['step']}")
         return Checkpoint(step, arrays, header["words"], header["progress"])
 
     def _check_words(self, found: Checkpoint, words: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class Checkpoints:
                 )
                 raise CheckpointError(
                     f"the checkpoint in {self.folder} is of another training: its "
-                    f"{name} is {was}, this one's is {now}; go on with the same "
+                    f"{name} is {was}, this one's is {now}; continue with the same "
                     "settings or name another folder"
                 )
 
@@ -225,7 +225,7 @@ class Checkpoints:
 def _header(path: Path) -> dict[str, Any]:
     header = read_header(path)
     if header is None:
-        raise ValueError(f"{path.name} holds arrays, but is no checkpoint")
+        raise ValueError(f"{path.name} holds arrays, but is not a checkpoint")
     return header
 
 
@@ -307,9 +307,7 @@ def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"{path.name} does not state the checksums of its tensors")
     for name, array in arrays.items():
         if stated[name] != _checksum(array):
-            raise ValueError(
-                f"{name!r} of {path.name} does not have the checksum it had"
-            )
+            raise ValueError(f"{name!r} of {path.name} does not match its checksum")
     return arrays
 
 
@@ -321,19 +319,19 @@ def read_first_arrays(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body.get("data"), dict) or (
         body["data"].get("crc32") != zlib.crc32(raw)
     ):
-        raise ValueError(f"{data.name} does not have the checksum it had")
+        raise ValueError(f"{data.name} does not match its checksum")
     try:
         with np.load(io.BytesIO(raw)) as archive:
             return dict(archive)
     except Exception as e:  # readers of archives raise anything
-        raise ValueError(f"{data.name} is no archive of arrays: {e}") from e
+        raise ValueError(f"{data.name} is not an archive of arrays: {e}") from e
 
 
 def _sealed(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
     """Return a header without its checksum, which is verified."""
     body = {name: value for name, value in header.items() if name != "crc32"}
     if header.get("crc32") != seal(body):
-        raise ValueError(f"{path.name} does not have the checksum it states")
+        raise ValueError(f"{path.name} does not match the checksum it states")
     return body
 
 

@@ -305,9 +305,7 @@ class LogFile:
         suffix = self._path.suffix.lower()
         if suffix not in _SUFFIXES:
             valid = ", ".join(_SUFFIXES)
-            raise ValueError(
-                f"{path}: a log ends in {valid}; other forms are not known"
-            )
+            raise ValueError(f"{path}: a log must end in {valid}")
         self._is_csv = suffix == ".csv"
         self._head = _write_csv(_NAMES) if self._is_csv else ""
         self._kept = "" if since is None else self._lines_before(since)
@@ -327,8 +325,8 @@ class LogFile:
         except OSError as e:
             self._failed = True
             warnings.warn(
-                f"cannot write the log {self._path}: {e.strerror or e}; training goes "
-                "on without it",
+                f"cannot write the log {self._path}: {e.strerror or e}; training "
+                "continues without it",
                 stacklevel=2,
             )
 
@@ -349,7 +347,7 @@ class LogFile:
         except FileNotFoundError:
             return ""
         except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError(f"cannot go on with the log {self._path}: {e}") from e
+            raise CheckpointError(f"cannot continue the log {self._path}: {e}") from e
         body = text.removeprefix(self._head)
         whole, _, _ = body.rpartition("\n")  # drop a line cut off by a kill
         try:
@@ -357,7 +355,7 @@ class LogFile:
             kept = [entry for entry in entries if entry.before(since)]
         except (ValueError, TypeError, KeyError) as e:
             raise CheckpointError(
-                f"{self._path} is no log of this training: {e}; name another file"
+                f"{self._path} is not a log of this training: {e}; name another file"
             ) from e
         return "".join(map(self._line, kept))
 

@@ -119,7 +119,7 @@ def fit(
         if count is not None or name == "epochs":
             check_integer(name, count, least=1)
     if eval_every is not None and test is None:
-        raise ValueError("eval_every needs test: images to evaluate on")
+        raise ValueError("eval_every needs the argument test: images to evaluate on")
     if len(batches) == 0:
         raise ValueError("there is no batch to train on")
     for name, value, kind, wanted in (

@@ -402,7 +402,7 @@ class SplitChooser:
                     raise
                 last = unmeasured[-1]
                 raise PlanningError(
-                    f"{e}, whole or in parts; in the last way that was tried, {last}"
+                    f"{e}, whole or in parts; in the last attempt, {last}"
                 ) from last
             chosen = self.decision.chosen
             cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan

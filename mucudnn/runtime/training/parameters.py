@@ -148,8 +148,8 @@ class StateStore(Mapping[str, Array]):
         unknown = [name for name in values if name not in known]
         if missing or unknown:
             raise ValueError(
-                f"these are tensors of another model: {len(missing)} are missing "
-                f"({', '.join(missing[:3])}), {len(unknown)} unknown "
+                f"the tensors belong to another model: {len(missing)} are missing "
+                f"({', '.join(missing[:3])}), {len(unknown)} are unknown "
                 f"({', '.join(unknown[:3])})"
             )
         for name in wanted:

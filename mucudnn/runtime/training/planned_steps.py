@@ -197,8 +197,9 @@ class _BoundedStep:
         short = least - self.budget.nbytes
         return PlanningError(
             f"{exact_bytes(short)} short: the budget is "
-            f"{exact_bytes(self.budget.nbytes)}, node {error.node!r} needs most; with "
-            f"what measuring takes, and others meanwhile, {exact_bytes(least)} will do",
+            f"{exact_bytes(self.budget.nbytes)}, node {error.node!r} needs most; "
+            f"{exact_bytes(least)} is enough, including the memory of measuring and "
+            "of other nodes",
             node=error.node,
             short_by=short,
             least_bytes=least,

@@ -242,6 +242,6 @@ def check_together(tuner: Tuner) -> None:
     """Raise `ValueError` unless gradients are in host memory, where they are summed."""
     if tuner.backend.name != _HOST:
         raise ValueError(
-            f"several processes train on the backend {_HOST!r}, whose gradients are in "
-            f"host memory; this one is {tuner.backend.name!r}"
+            f"several processes train on the backend {_HOST!r} only, whose gradients "
+            f"are in host memory; this one is {tuner.backend.name!r}"
         )

@@ -95,15 +95,15 @@ class Evaluator:
             correct += found.correct
             labels += found.labels
         if labels == 0:
-            raise ValueError("there is no image to evaluate on")
+            raise ValueError("there are no images to evaluate on")
         return Evaluation(loss / labels, correct, labels)
 
     def predict(self, images: Any) -> Any:
         """Return the network's answers to images; see `Trainer.predict`."""
         if self._answers is None:
             raise ValueError(
-                "this network compares nothing with its labels, so it is not known "
-                "which of its tensors are answers"
+                "this network compares no tensor with its labels, so its predictions "
+                "are unknown"
             )
         images = as_images(images)
         if list(images.shape[1:]) != self._image:
@@ -182,15 +182,14 @@ def as_labels(labels: Any, classes: int | None) -> Any:
         found = found.astype(np.int64)
     if found.dtype.kind not in "iu":
         raise TypeError(
-            f"labels must be whole numbers, one an image, got {found.dtype} "
-            f"{found.shape}"
+            f"labels must be integers, one per image, got {found.dtype} {found.shape}"
         )
     if classes is not None and found.size:
         low, high = int(found.min()), int(found.max())
         if low < 0 or high >= classes:
             raise ValueError(
-                f"labels must be from 0 to {classes - 1}, the network has {classes} "
-                f"classes; they reach from {low} to {high}"
+                f"labels must be from 0 to {classes - 1}, as the network has "
+                f"{classes} classes; they range from {low} to {high}"
             )
     return found
 
@@ -199,9 +198,9 @@ def check_batches(name: str, batches: object) -> None:
     """Raise `TypeError` unless `batches` has epochs."""
     if not callable(getattr(batches, "epoch", None)):
         raise TypeError(
-            f"{name} must have epochs of (images, labels), as a mucudnn.data.Loader "
-            f"has, got {reprlib.repr(batches)}; Loader(ArrayDataset(images, labels), "
-            "batch) makes one of arrays"
+            f"{name} must provide epochs of (images, labels), as mucudnn.data.Loader "
+            f"does, got {reprlib.repr(batches)}; create one from arrays with "
+            "Loader(ArrayDataset(images, labels), batch)"
         )
 
 
@@ -209,7 +208,7 @@ def image_and_label(batch: Any) -> tuple[Any, Any]:
     """Split a batch in images and labels; `TypeError` if it is no pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         parts = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
-        raise TypeError(f"a batch is a pair (images, labels), got {parts}")
+        raise TypeError(f"a batch must be a pair (images, labels), got {parts}")
     return batch[0], batch[1]
 
 
@@ -270,8 +269,8 @@ class SharedArena:
         """Return the executor of a graph, ready to run; `ValueError` if closed."""
         if not self._executors:
             raise ValueError(
-                "this trainer is closed: its arena is freed; make another one, and "
-                "hand over the weights by save_weights and load_weights"
+                "this trainer is closed and its arena freed; create another one, and "
+                "transfer the weights with save_weights and load_weights"
             )
         executor = self._executors[index]
         # Another graph overwrites the arena: bring the state in it to the host first.

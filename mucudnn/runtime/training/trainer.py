@@ -264,9 +264,9 @@ class Trainer:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Trainer cannot be copied or pickled, as it holds device memory; make "
-            "another with the same arguments and hand over the weights by "
-            "`other.state.load(trainer.state.save())`, or by a checkpoint of `fit`"
+            "a Trainer cannot be copied or pickled, as it holds device memory; "
+            "create another with the same arguments and transfer the weights with "
+            "`other.state.load(trainer.state.save())`, or with a checkpoint of `fit`"
         )
 
     def __repr__(self) -> str:
@@ -404,5 +404,5 @@ class Trainer:
 
     def _require_evaluator(self) -> Evaluator:
         if self._evaluator is None:
-            raise ValueError("this trainer was given no graph for evaluation")
+            raise ValueError("this trainer has no evaluation graph")
         return self._evaluator

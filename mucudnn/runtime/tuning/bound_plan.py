@@ -255,7 +255,9 @@ class BoundPlan:
             expected = device.dense(added_to, copy=True)
         algo = self._run_undivided(problem, (a, b, expected), added_to is not None)
         if algo is None:
-            raise BackendError(f"{problem} cannot be verified: nothing runs it at once")
+            raise BackendError(
+                f"{problem} cannot be verified: no algorithm runs it undivided"
+            )
         scale = np.maximum(scale, largest(expected))
         wanted = device.download(expected).astype(np.float64)
         # The relative error that rounding of operands and sums can explain.
@@ -276,8 +278,8 @@ class BoundPlan:
                     f"{problem}: {plan} differs from {algo} in one call by "
                     f"{error[at]:.2g} of the results' magnitude at "
                     f"{tuple(map(int, at))}: {found[at]:.9g}, not {wanted[at]:.9g}; "
-                    f"rounding explains {most:.1g}. Do not use `out`; "
-                    "Tuner(planner='undivided') does without divisions"
+                    f"rounding explains at most {most:.1g}. Do not use `out`; "
+                    "Tuner(planner='undivided') never divides a convolution"
                 )
 
         return check
@@ -299,7 +301,7 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
     if device.dense(out) is not out:
         raise ValueError("out must be densely packed, in the order of the layout")
     if not getattr(getattr(out, "flags", None), "writeable", True):
-        raise ValueError("out must be writable; it is a read-only array")
+        raise ValueError("out must be writable, got a read-only array")
 
 
 def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> None:

@@ -162,7 +162,7 @@ class ChildTimer:
                     hello = self._child[0].hear(_START_S)
                     if (reason := hello.get("unavailable")) is not None:
                         raise BackendUnavailableError(
-                            f"backend {name!r} cannot measure in a process of its own: "
+                            f"backend {name!r} cannot measure in a separate process: "
                             f"{reason}; {_REMEDY}"
                         )
                 child = self._child[0]
@@ -174,9 +174,9 @@ class ChildTimer:
                 attempt += 1
                 if attempt == _FALSE_STARTS:
                     raise BackendUnavailableError(
-                        f"backend {name!r} cannot measure in a process of its own, "
-                        f"which {e} {attempt} times in a row before it began; it said: "
-                        f"{stderr or 'nothing'}; {_REMEDY}"
+                        f"backend {name!r} cannot measure in a separate process, "
+                        f"which {e} {attempt} times in a row before it began; its "
+                        f"output: {stderr or 'nothing'}; {_REMEDY}"
                     ) from e
                 logger.warning(
                     "the measuring process %s before it began: %s", e, stderr
@@ -254,14 +254,14 @@ class Child:
             line = self._answers.get(timeout=min(seconds, threading.TIMEOUT_MAX))
         except queue.Empty:
             self.end()
-            raise ChildEndedError(f"was ended after {seconds:.3g} s") from None
+            raise ChildEndedError(f"was terminated after {seconds:.3g} s") from None
         if line is None:
             raise self._ended()
         try:
             message: Message = json.loads(line)
         except ValueError:
             self.end()
-            raise ChildEndedError("was ended: it garbled its answer") from None
+            raise ChildEndedError("was terminated: its answer was invalid") from None
         return message
 
     def end(self) -> None:
@@ -284,7 +284,7 @@ class Child:
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            return ChildEndedError("was ended: it had closed its end")
+            return ChildEndedError("was terminated: it had closed its connection")
         finally:
             self.end()
         if status >= 0:

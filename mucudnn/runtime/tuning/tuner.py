@@ -166,8 +166,8 @@ class Tuner:
         self._validates, self._replay = validate, replay
         if isinstance(verify, bool):
             raise TypeError(
-                f"verify is a number of runs, got {verify}; 1 verifies every run, 100 "
-                "every hundredth, None none"
+                f"verify must be a number of runs, got {verify}; 1 verifies every "
+                "run, 100 every hundredth, None no run"
             )
         self._verify = 0 if verify is None else check_integer("verify", verify, least=0)
         self._arena = Arena(self.backend.device)
@@ -205,8 +205,9 @@ class Tuner:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Tuner cannot be copied or pickled, as it holds a device, a lock and a "
-            "cache; share this one among threads and forked processes, or make another "
-            "with the same arguments, which finds in the same cache what was measured"
+            "cache; share this one among threads and forked processes, or create "
+            "another with the same arguments, which reads measurements from the same "
+            "cache"
         )
 
     def __enter__(self) -> Self:

@@ -85,7 +85,9 @@ class Validator:
         try:
             return self.validate(plan, undivided).plan
         except MucudnnError as e:
-            logger.warning("%s is not divided, for want of proof: %s", plan.problem, e)
+            logger.warning(
+                "%s is not divided, as no gain could be verified: %s", plan.problem, e
+            )
             return undivided
 
     def validate(

@@ -183,7 +183,7 @@ class Workers:
             return self._executor.submit(answer, message)
         except BrokenExecutor as e:
             self._broken = True
-            logger.warning("the executor is broken (%s); it is measured here", e)
+            logger.warning("the executor is broken (%s); measuring in this process", e)
             return None
         except RuntimeError as e:
             raise BackendUnavailableError(
@@ -196,12 +196,12 @@ class Workers:
             reply = future.result(timeout=0)
         except ImportError as e:
             raise BackendUnavailableError(
-                f"a worker of the executor has no mucudnn that can measure: {e}"
+                f"a worker of the executor has no mucudnn with which to measure: {e}"
             ) from e
         except Exception as e:  # executors report lost workers by any exception
             self._broken |= isinstance(e, BrokenExecutor)
             logger.warning(
-                "a worker was lost (%s: %s); its measurements of %s are made here",
+                "a worker was lost (%s: %s); measuring %s in this process",
                 *(type(e).__name__, e, sent.request.problem),
             )
             self._measure_here(sent)
@@ -231,8 +231,8 @@ def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
     """Raise `ValueError` where rows of one device do not apply to the other."""
     if other != mine:
         raise ValueError(
-            f"measurements do not carry over between {mine!r} and {other!r}{whose}; "
-            "use devices of one model, with the same libraries"
+            f"measurements of {mine!r} are not valid for {other!r}{whose}; use "
+            "devices of one model, with the same libraries"
         )
 
 

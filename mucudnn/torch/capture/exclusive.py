@@ -34,9 +34,9 @@ def exclusive_capture() -> Iterator[None]:
     locks = _locks()
     if locks.cut:
         raise BackendError(
-            "this process was forked while another thread of its parent captured or "
-            "compiled a step, and has half of that; fork before or after, or start "
-            "the process by 'spawn'"
+            "this process was forked while another thread captured or compiled a "
+            "step, which is incomplete here; fork before or after that, or use the "
+            "start method 'spawn'"
         )
     with locks.dynamo, CAPTURE_LOCK:
         yield

@@ -74,7 +74,8 @@ class DatalessStep:
             copies = [copy.deepcopy(module, memo) for module in modules]
         except (TypeError, RuntimeError) as e:
             raise UnsupportedError(
-                f"{type(model).__name__} cannot be copied, which a study needs: {e}"
+                f"{type(model).__name__} cannot be copied, which the study requires: "
+                f"{e}"
             ) from e
         lent = _optimizer(optimizer, memo, mode)
         with mode:
@@ -121,8 +122,8 @@ class DatalessStep:
         if self.size_or_none is None:
             shapes = ", ".join(str(tuple(t.shape)) for t in self.example.tensors)
             raise ValueError(
-                f"the example's tensors have the shapes {shapes}; other batches than "
-                "it need one first axis that all of them share"
+                f"the example's tensors have the shapes {shapes}; other batch sizes "
+                "can be studied only if all first axes have the same length"
             )
         return self.size_or_none
 
@@ -141,13 +142,13 @@ def _check(example: Any) -> None:
     several = isinstance(example, Sequence | Mapping)
     if isinstance(example, torch.Tensor | str) or not several:
         raise TypeError(
-            "example must be a batch, such as (x, y), or a dict of what the model "
-            f"takes by name, got a {type(example).__name__}"
+            "example must be a batch, such as (x, y), or a dict of the model's "
+            f"keyword arguments, got a {type(example).__name__}"
         )
     if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(example)):
         raise TypeError(
-            "example must be a batch with tensors, such as (x, y), or a dict of what "
-            "the model takes by name, and has no tensor"
+            "example must be a batch with tensors, such as (x, y), or a dict of the "
+            "model's keyword arguments, but it has no tensor"
         )
 
 

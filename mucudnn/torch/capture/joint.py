@@ -74,7 +74,7 @@ class Joint:
                 raise UnsupportedError(
                     f"{node.name} is a collective of torch.distributed "
                     f"({node.target}), which cannot be measured on one rank; compile "
-                    "the module inside of the distributed one, or take mt.distribute"
+                    "the module inside the distributed wrapper, or use mt.distribute"
                 )
         for node in self.primals:
             value = node.meta.get("val")
@@ -442,9 +442,9 @@ class BySize:
     def _new(self, key: Any, given: Sequence[Any]) -> Callable[..., Any]:
         if len(self._compiled) >= _MOST:
             raise UnsupportedError(
-                f"this graph has been planned for {_MOST} kinds of inputs, and now "
-                f"there are {_said(given, self._places)}; pad batches to a few sizes, "
-                "and give numbers that change from call to call as tensors"
+                f"this graph was planned for {_MOST} input signatures, and now there "
+                f"are {_said(given, self._places)}; pad batches to a few sizes, and "
+                "pass numbers that change between calls as tensors"
             )
         run = self._compile_for(given, _said(given, self._places))
         self._compiled[key] = run

@@ -76,9 +76,9 @@ def swapped(
                 # The model has replaced it. Without a gradient it is left alone.
                 if parameter.grad is not None:
                     raise UnsupportedError(
-                        f"parameter {j} of the optimizer's group {i} is not the "
-                        "model's, and has a gradient; make an optimizer of the model's "
-                        "parameters alone, or set the gradient to None"
+                        f"parameter {j} of the optimizer's group {i} has a gradient "
+                        "but does not belong to the model; create the optimizer from "
+                        "the model's parameters only, or set the gradient to None"
                     )
                 mine.append(parameter)
                 of_parameter[parameter].update(old_state.get(parameter, {}))
@@ -133,7 +133,7 @@ def _lent(key: str, value: Any) -> Any:
         return value
     if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
         raise UpdateNotRecordedError(
-            f"the optimizer keeps tensors in lists, in {key!r}"
+            f"the optimizer stores tensors in lists, in {key!r}"
         )
     return copy.deepcopy(value)
 
@@ -188,8 +188,9 @@ def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | 
     alike = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
     if not alike or (value.shape, value.dtype) != (old.shape, old.dtype):
         raise UpdateNotRecordedError(
-            f"the optimizer changes {key!r} of its state in a step, which is no tensor "
-            "or not of one shape; a count as torch.tensor(0.0) could be recorded"
+            f"the optimizer changes {key!r} of its state in a step, which is not a "
+            "tensor or changes its shape; a counter stored as torch.tensor(0.0) "
+            "could be recorded"
         )
     old.copy_(value)
     return None

@@ -237,8 +237,8 @@ class ReadRecorder:
         ]
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise UnsoundCaptureError(
-                "the step is called within hooks of saved tensors, such as those of "
-                "save_on_cpu, which a planned step has no use for; call it outside"
+                "the step was called within saved-tensor hooks, such as save_on_cpu, "
+                "which do not apply to planned steps; call it outside"
             )
         own = threading.get_ident()
         # Autograd may call hooks in threads of its own, which Python did not start.
@@ -337,7 +337,7 @@ class ReadRecorder:
             }
             if changed and not self._opaque:
                 self._opaque = (
-                    f"the step makes or removes {min(changed)!r} of a {kind}; do so "
+                    f"the step creates or removes {min(changed)!r} of a {kind}; do so "
                     "before the first step"
                 )
             held.clear()
@@ -376,9 +376,9 @@ class ReadRecorder:
                 plain = isinstance(leaf, (*_STILL, torch.Tensor, type, Missing))
                 if not plain and id(leaf) not in self._seen:
                     raise UnsoundCaptureError(
-                        f"the step keeps a {type(leaf).__name__} that it has made, in "
+                        f"the step stores a new {type(leaf).__name__} in "
                         f"{effect.place.label}; only tensors, plain values and "
-                        "containers of them can be kept from step to step"
+                        "containers of them can be stored between steps"
                     )
 
     # -- objects
@@ -1007,6 +1007,6 @@ def _reason(effect: Effect) -> str:
     """Return why a step with an effect on what it reads is captured for one run."""
     place = effect.place
     if place.kind is Kind.GENERATOR:
-        return f"it draws from {place.label}; draw from PyTorch's (torch.rand)"
+        return f"it draws from {place.label}; use PyTorch's generator (torch.rand)"
     values = f"({shown(place.value)} -> {shown(effect.after)})"
     return f"it changes {place.label}, which it also reads {values}"

@@ -54,7 +54,7 @@ _KINDS = (
         _QUANTIZING,
         "quantized tensors are not captured; use torch.ao's fake quantization",
     ),
-    (_NESTING, "nested tensors are not captured; pad them, with a mask"),
+    (_NESTING, "nested tensors are not captured; use padding and a mask"),
     (_SPARSE, f"sparse tensors are not captured; {DENSE}"),
 )
 """Prefixes of names, and the reason to refuse them."""
@@ -65,8 +65,8 @@ _VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
 _SET_DATA = torch.Tensor.data.__set__
 
 _DATA_DEPENDENT = (
-    "its result has as many elements as the data say; keep the shape, with torch.where "
-    "or a mask to multiply with, or do it outside of the step"
+    "its output shape depends on data; keep the shape fixed, with torch.where or by "
+    "multiplying with a mask, or do it outside the step"
 )
 
 
@@ -94,9 +94,9 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise UnsupportedError(
-                f"the step calls {func.name()}{line_now()}, which runs functions of "
-                "its own; compute what every branch gives, to choose with torch.where, "
-                "or write loops and attention in plain operations"
+                f"the step calls {func.name()}{line_now()}, a higher-order operation, "
+                "which is not captured; compute all branches and select with "
+                "torch.where, or write loops and attention in ordinary operations"
             )
         reason = self._reason(func, args, kwargs)
         if reason is not None:
@@ -129,8 +129,8 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
             return reason
         if func._schema.is_mutable and _writes_elsewhere(func, args, kwargs):
             return (
-                "it changes a tensor that is no parameter or buffer of the model; "
-                "register it (register_buffer)"
+                "it modifies a tensor that is not a parameter or buffer of the "
+                "model; register it (register_buffer)"
             )
         name = func._schema.name.partition("::")[2]
         for beginnings, reason in _KINDS:
@@ -139,13 +139,13 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if torch.Tag.nondeterministic_seeded in func.tags:
             if kwargs.get("generator") is not None:
                 return (
-                    "it draws from a generator of its own; only what PyTorch's default "
-                    "generator draws is drawn in every step"
+                    "it uses its own random generator; only PyTorch's default "
+                    "generator draws new numbers in every step"
                 )
             if not torch.equal(self._state, torch.get_rng_state()):
                 return (
-                    "the state of PyTorch's generator was set before it, inside of the "
-                    "step; set it outside (torch.manual_seed)"
+                    "the step sets the state of PyTorch's generator before it; call "
+                    "torch.manual_seed outside the step"
                 )
         if kwargs.get("layout") not in (None, torch.strided):
             return f"{kwargs['layout']} is not captured; use dense tensors"
@@ -245,8 +245,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             return func(*args[:2], *lengths, *args[4:], **kwargs)
         if func == _SET_DATA:
             raise UnsoundCaptureError(
-                f"the step gives a tensor other data{line_now()}; change it in place, "
-                "within torch.no_grad()"
+                f"the step assigns to .data of a tensor{line_now()}; modify the "
+                "tensor in place, within torch.no_grad()"
             )
         if func in FUSED:
             return record_fused(func, args, kwargs)
@@ -254,8 +254,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             return [tensor.add_(*args[1:], **kwargs) for tensor in args[0]]
         if func in _VALUES:
             raise UnsupportedError(
-                f"the step calls {func.__name__}{line_now()}: it gives values to "
-                "Python that only a run has; keep them in tensors"
+                f"the step calls {func.__name__}{line_now()}: it passes tensor values "
+                "to Python, which are unknown during capture; keep them in tensors"
             )
         result = func(*args, **kwargs)
         if args and type(args[0]) is torch.Tensor:
@@ -274,16 +274,15 @@ def saying_where() -> Iterator[None]:
         yield
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as e:
         raise UnsupportedError(
-            "the step decides something by a value that only a run has"
-            f"{line_of_traceback(e.__traceback__)}; keep such decisions in tensors "
-            "(torch.where), a check as torch._assert_async, or decide outside of the "
-            "step"
+            "the step branches on the value of a "
+            f"tensor{line_of_traceback(e.__traceback__)}; use torch.where, write a "
+            "check as torch._assert_async, or branch outside the step"
         ) from e
     except (DynamicOutputShapeException, UnsupportedOperatorException) as e:
         reason = (
             _DATA_DEPENDENT
             if isinstance(e, DynamicOutputShapeException)
-            else "PyTorch cannot tell its result's shape without running it"
+            else "PyTorch cannot infer its output shape without running it"
         )
         raise UnsupportedError(
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
@@ -291,18 +290,19 @@ def saying_where() -> Iterator[None]:
     except RuntimeError as e:
         if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
             raise UnsupportedError(
-                f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)}, "
-                "or an operation like it that runs functions of its own; wrap it by "
-                "torch.library.custom_op, with register_fake and register_autograd"
+                f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)} "
+                "or a similar higher-order operation; wrap it with "
+                "torch.library.custom_op, register_fake and register_autograd"
             ) from e
         if isinstance(e, NotImplementedError) and not is_raised_by_user(e):
             raise UnsoundCaptureError(
-                "the step calls what cannot be captured"
-                f"{line_of_traceback(e.__traceback__)}: {e}; do it outside of the step"
+                "the step makes a call that cannot be "
+                f"captured{line_of_traceback(e.__traceback__)}: {e}; make it outside "
+                "the step"
             ) from e
         if "data is not allocated yet" not in str(e):
             raise
         raise UnsupportedError(
-            "the step calls a kernel that reads values to tell its result's shape"
-            f"{line_of_traceback(e.__traceback__)}; do it outside of the step"
+            "the step calls a kernel whose output shape depends on "
+            f"data{line_of_traceback(e.__traceback__)}; call it outside the step"
         ) from e

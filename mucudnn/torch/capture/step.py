@@ -199,8 +199,8 @@ def _check_trained(
         found = isinstance(value, torch.Tensor) and others.get(storage_of(value))
         if found:
             raise UnsoundCaptureError(
-                f"the step uses {found}, which is none of the model's; give the model "
-                "every tensor that is trained (torch.nn.Parameter), or have it in a "
+                f"the step uses {found}, which does not belong to the model; register "
+                "every trained tensor with the model (torch.nn.Parameter), or with a "
                 "loss that is a module"
             )
 
@@ -357,8 +357,9 @@ class _Tracer:
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
                 found = None if now is None else (tuple(now.shape), now.dtype)
                 raise UnsupportedError(
-                    f"the step makes buffer {name.partition('.')[2]!r} {found}; it was "
-                    f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
+                    f"the step changes buffer {name.partition('.')[2]!r} to {found}; "
+                    f"it was {(tuple(buffer.shape), buffer.dtype)}, and shape and "
+                    "type must stay the same"
                 )
             buffer.copy_(now.detach())
 
@@ -536,16 +537,16 @@ def loss_of(result: Any) -> tuple[torch.Tensor, Any]:
             else f"{type(loss).__name__}"
         )
         raise ValueError(
-            f"loss_fn returned {found}; a tensor of one element is wanted, or a pair "
-            "of one and whatever else is to come back"
+            f"loss_fn returned {found}; it must return a tensor with one element, or "
+            "a pair of the loss and further results"
         )
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any parameter that is trained")
     for leaf in pytree.tree_leaves(extras):
         if not isinstance(leaf, (torch.Tensor, str, type(None))):
             raise TypeError(
-                f"what comes back with the loss has a {type(leaf).__name__}, which "
-                "would be the same in every step; tensors are wanted"
+                f"the further results of loss_fn contain a {type(leaf).__name__}, "
+                "which would be the same in every step; return tensors only"
             )
     return loss, extras
 
@@ -559,9 +560,9 @@ def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise UnsoundCaptureError(
-            "a parameter has a hook that runs when its gradient is stored "
-            "(register_post_accumulate_grad_hook); gradients are not stored here: use "
-            "register_hook, or a hook of the optimizer"
+            "a parameter has a hook that runs when its gradient is accumulated "
+            "(register_post_accumulate_grad_hook), which never happens in a planned "
+            "step; use register_hook, or a hook of the optimizer"
         )
     leaf = tensor.detach().requires_grad_(parameter.requires_grad)
     vars(leaf).update(vars(parameter))  # attributes that a user has given it

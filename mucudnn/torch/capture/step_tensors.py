@@ -44,11 +44,13 @@ class Batch:
         """
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
-                "a step is called within torch.inference_mode(), where PyTorch keeps "
-                "no gradients; call it outside"
+                "the step was called within torch.inference_mode(), which disables "
+                "gradients; call it outside"
             )
         if not args and not kwargs:
-            raise TypeError("a step is called with a batch, such as step(x, y)")
+            raise TypeError(
+                "the step was called without a batch; call it as step(x, y)"
+            )
         plain = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)
         flat, form = pytree.tree_flatten((plain, dict(kwargs)))
         for leaf in flat:
@@ -56,9 +58,9 @@ class Batch:
                 check_tensor("the batch", leaf)
             elif not isinstance(leaf, _DECIDED):
                 raise TypeError(
-                    f"a batch has a {type(leaf).__name__}; tensors are wanted, such as "
-                    "step(x, y), step((x1, x2), y) or step(**batch): a number that "
-                    "changes from step to step as torch.tensor(number)"
+                    f"the batch has a {type(leaf).__name__}; it must contain tensors "
+                    "only, as in step(x, y), step((x1, x2), y) or step(**batch); "
+                    "pass a number that changes between steps as torch.tensor(number)"
                 )
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
         leaves = tuple(None if isinstance(v, torch.Tensor) else (v,) for v in flat)
@@ -96,8 +98,8 @@ class Batch:
         if sizes or size is None:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             raise ValueError(
-                f"accumulate={count} cuts every tensor of a batch along its first "
-                f"axis, which must be the batch's; the tensors are {shapes}"
+                f"accumulate={count} splits every tensor of the batch along its first "
+                f"axis, whose lengths must be equal; the shapes are {shapes}"
             )
         count = min(count, int(size))
         cut = [t.tensor_split(count) for t in tensors]
@@ -116,19 +118,20 @@ def check_tensor(of: str, tensor: torch.Tensor, *, hooks: bool = False) -> None:
     kind: Any = type(tensor)
     if kind is not torch.Tensor and _computes_itself(kind):
         raise UnsupportedError(
-            f"{of} has a {kind.__name__}, a class of tensors with a "
-            "__torch_function__ of its own; give a plain one, "
+            f"{of} has a {kind.__name__}, a tensor subclass with its own "
+            "__torch_function__; pass a plain tensor, "
             "tensor.as_subclass(torch.Tensor)"
         )
     if tensor.is_inference():
         raise UnsupportedError(
-            f"{of} has a tensor made within torch.inference_mode(), which PyTorch does "
-            "not keep for a backward pass; give a clone, or make it within no_grad()"
+            f"{of} has a tensor created within torch.inference_mode(), which cannot "
+            "be saved for the backward pass; pass a clone, or create it within "
+            "no_grad()"
         )
     if not hooks and tensor.requires_grad and tensor._backward_hooks:
         raise UnsupportedError(
-            f"{of} has a tensor with a hook, which would not run: a step gives batches "
-            "no gradients; remove it, or have a hook of a module"
+            f"{of} has a tensor with a hook, which would not run, as a step computes "
+            "no gradients of the batch; remove it, or use a hook of a module"
         )
 
 
@@ -251,11 +254,11 @@ _COMPILED = "torch.compile(model, backend=mt.backend(budget=...))"
 
 
 _WRAPPERS = {
-    "DataParallel": "take the module inside of it, on one device",
+    "DataParallel": "use the module inside it, on one device",
     "DistributedDataParallel": (
-        f"DistributedDataParallel({_COMPILED}) keeps a budget on every rank, and "
-        "mt.distribute divides batches among ranks; the module inside of it alone "
-        "would train every rank by itself"
+        f"use DistributedDataParallel({_COMPILED}) to keep a budget on every rank, or "
+        "mt.distribute to divide batches among ranks; with the inner module alone, "
+        "every rank would train by itself"
     ),
     "FullyShardedDataParallel": (
         f"shard the model with torch.distributed.fsdp.fully_shard; {_COMPILED} keeps a "
@@ -282,9 +285,8 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
     own = set(map(id, root_of(model, loss_fn).parameters()))
     if own.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
         raise ValueError(
-            "optimizer must have parameters of the model, or of a loss that is a "
-            "module, and has none of them; make it with model.parameters(), after "
-            "whatever replaces them"
+            "optimizer has no parameter of the model or of a loss module; create it "
+            "from model.parameters(), after anything that replaces parameters"
         )
 
 
@@ -306,21 +308,22 @@ def root_of(
             )
         if kinds[0] == "OptimizedModule":
             raise UnsupportedError(
-                "the model is compiled by torch.compile; take the one that was given "
-                "to it, or compile with backend='mucudnn' in place of this step"
+                "the model is compiled by torch.compile; pass the original model, or "
+                "compile it with backend='mucudnn' and keep your training loop"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"the model has a scripted module ({module.original_name}), whose "
-                "operations cannot be seen; take the one that torch.jit was given"
+                "operations cannot be captured; use the module that was passed to "
+                "torch.jit"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not is_lazy(tensor):
             check_tensor(f"{name} of the model", tensor, hooks=True)
         if is_traceable_wrapper_subclass(tensor):
             raise UnsupportedError(
-                f"{name} of the model is a {type(tensor).__name__}, a tensor that is "
-                "made of others; a step takes plain ones"
+                f"{name} of the model is a {type(tensor).__name__}, a tensor subclass "
+                "that wraps other tensors; only plain tensors are supported"
             )
     root = torch.nn.Module()
     root.model = model

@@ -107,8 +107,8 @@ def recorded_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     writes = UNDECLARED_WRITES[function._schema.name]
     if writes.refusal:
         raise UnsupportedError(
-            f"{function} writes {', '.join(writes.operands)}, which PyTorch does not "
-            f"declare: {writes.refusal}"
+            f"{function} writes to {', '.join(writes.operands)}, which its schema "
+            f"does not declare as mutated: {writes.refusal}"
         )
     pure = functional_variant(function)
     results = list(pure(*args, **kwargs))

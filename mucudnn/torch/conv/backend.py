@@ -226,7 +226,7 @@ class Overrides:
         with self._lock.value:
             mine = [i for i, c in enumerate(self._serving) if c is convolver]
             if not mine:
-                raise RuntimeError("the context is left, but it was not entered")
+                raise RuntimeError("the context was exited without having been entered")
             del self._serving[mine[-1]]
             self._install_last()
             return any(c is convolver for c in self._serving)
@@ -271,8 +271,8 @@ def _forward_of(shared: Callable[..., Any]) -> Callable[..., Any]:
 def _shared_kernel(name: str, key: str) -> Callable[..., Any]:
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
         raise BackendUnavailableError(
-            f"another library has put its own kernel for aten::{name} on {key} in "
-            "place of PyTorch's; ours cannot stand in for both"
+            f"another library has replaced PyTorch's kernel for aten::{name} on "
+            f"{key}; mucudnn cannot replace it as well"
         )
     operator = getattr(torch.ops.aten, name).default
     keys = torch._C.DispatchKeySet(_NOBODYS_KEY)

@@ -98,8 +98,8 @@ class Convolutions(ContextDecorator):
             )
         if any(returns_early(function) for returns_early in _RETURN_EARLY):
             raise TypeError(
-                f"{function.__qualname__} returns before its body has run: use `with` "
-                "in it, or where what it returns is used up"
+                f"{function.__qualname__} returns before its body has run; use `with` "
+                "inside it, or around the code that consumes its result"
             )
         return super().__call__(function)
 
@@ -209,7 +209,7 @@ class Convolutions(ContextDecorator):
 def convolutions(
     workspace_limit: int | str | None = None, *, tuner: Tuner | None = None
 ) -> Convolutions:
-    """Run PyTorch's convolutions by our plans, in a context or a decorated function.
+    """Run PyTorch's convolutions with our plans, in a context or a decorated function.
 
     The context covers every convolution on the CPU in float32 or float64: forward and
     both gradients, transposed ones as well, in 1, 2 or 3 dimensions, in any memory
@@ -233,7 +233,7 @@ def convolutions(
             `mucudnn.torch.cpu_backend()`.
 
     Raises:
-        ValueError: The limit is no size, both are given, or the tuner has another
+        ValueError: The limit is not a size, both are given, or the tuner has another
             backend.
         TypeError: `tuner` is not a tuner.
     """
@@ -241,7 +241,10 @@ def convolutions(
         limit = "64MiB" if workspace_limit is None else workspace_limit
         tuner = Tuner(backend=cpu_backend(), workspace_limit=limit)
     elif workspace_limit is not None:
-        raise ValueError("give workspace_limit to the tuner, or no tuner")
+        raise ValueError(
+            "workspace_limit and tuner cannot both be given; pass "
+            "Tuner(workspace_limit=...)"
+        )
     else:
         check_tuner(tuner)
     return Convolutions(tuner)

@@ -308,8 +308,9 @@ def _check_pure(
         for operand, old in zip(small, before, strict=True)
     ):
         raise UnsupportedError(
-            f"{node.name} ({call.function}) changes an operand, which its schema does "
-            "not declare; declare it with mutates_args, or return a new tensor"
+            f"{node.name} ({call.function}) modifies an operand that its schema does "
+            "not declare as mutated; declare it with mutates_args, or return a new "
+            "tensor"
         )
     return outputs
 
@@ -338,16 +339,16 @@ def _check(
         spec = lowered.graph.tensors[name]
         if shares != (spec.alias is not None):
             raise UnsupportedError(
-                f"{node.name} ({call.function}) returns "
-                f"{'a view' if shares else 'a copy'} where its graph has the other"
+                f"{node.name} ({call.function}) returned "
+                f"{('a view' if shares else 'a copy')}, unlike when it was captured"
             )
         difference = _difference(tensor, lowered.layouts[name])
         nbytes = tensor.untyped_storage().nbytes()
         # Plans count whole units of alignment, within which storages may differ.
         if not difference and not shares and rounded(nbytes) > rounded(spec.nbytes):
             raise UnsupportedError(
-                f"{node.name} ({call.function}) returns a tensor in a storage of "
-                f"{nbytes} bytes; its graph has {spec.nbytes}"
+                f"{node.name} ({call.function}) returned a tensor with a storage of "
+                f"{nbytes} bytes; the captured graph expects {spec.nbytes}"
             )
         if difference:
             wrong[path] = Layout.of(tensor)

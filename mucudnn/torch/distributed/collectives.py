@@ -52,8 +52,8 @@ def lost_rank(error: BaseException) -> RankLostError | None:
         return None
     reason = (str(error).strip().splitlines() or [""])[0][:_MAX_REASON]
     return RankLostError(
-        "another rank of the training is gone or does not answer; start all of them "
-        f"again from the last checkpoint ({reason})"
+        "another rank failed or does not respond; restart all ranks from the last "
+        f"checkpoint ({reason})"
     )
 
 
@@ -193,8 +193,8 @@ def samples_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     found = _first_axis(args, kwargs)
     if found is None:
         raise ValueError(
-            "the model is called without a tensor whose first axis is the batch; say "
-            "how many samples there are with distribute(count=...)"
+            "the model was called without a tensor whose first axis is the batch; "
+            "pass distribute(count=...) to count the samples"
         )
     return found
 

@@ -137,7 +137,7 @@ def distribute(
             check_integer("memory", memory, 1)
         if isinstance(model, DistributedDataParallel):
             raise ValueError(  # noqa: TRY004 - the type is right, its state is not
-                "the model is distributed already; give the model itself, and "
+                "the model is distributed already; pass the original model, and "
                 "wrap=lambda model: DistributedDataParallel(model, ...)"
             )
         device = device_of(model)
@@ -175,8 +175,8 @@ def _measured(
 ) -> StepTable:
     if loss_fn is None or example is None:
         raise TypeError(
-            "distribute needs a loss function and an example batch to measure this "
-            "rank with, or its table"
+            "distribute needs a loss function and an example batch, to measure this "
+            "rank, or the table of this rank"
         )
     most = max(at_least, batch - (ranks - 1) * at_least)
     try:
@@ -315,9 +315,9 @@ class Distribution:
             least = len(self.fleet.ranks) * self._at_least
             if 0 < last < least:
                 raise ValueError(
-                    f"the last batch of an epoch has {last} samples, of which the "
-                    f"ranks take {least} at the least: drop_last=True leaves it out, "
-                    "or choose another batch size"
+                    f"the last batch of an epoch has {last} samples, and the ranks "
+                    f"need at least {least}; pass drop_last=True, or choose another "
+                    "batch size"
                 )
         before = (self.replan,) if keep_up else ()
         first = (self._check_batch,) if keep_up else ()

@@ -89,8 +89,8 @@ def compile_layers(
         The backend: `plans` has the plan of one layer, `peak_bytes` counts all layers.
 
     Raises:
-        ValueError: There are no layers, or they are not alike; as `backend` otherwise.
-        TypeError: Something is of another type.
+        ValueError: There are no layers, or they differ; otherwise as `backend`.
+        TypeError: An argument has the wrong type.
     """
     found = list(layers)
     for layer in found:
@@ -98,8 +98,8 @@ def compile_layers(
     kinds = {_kind(layer) for layer in found}
     if len(kinds) != 1:
         raise ValueError(
-            f"layers must be equal ones, and there are {len(kinds)} kinds, by class, "
-            "parameters and fully_shard; compile each kind with a share of the budget"
+            "layers must be equal in class, parameters and fully_shard, and there "
+            f"are {len(kinds)} kinds; compile each kind with a share of the budget"
         )
     limit = parse_budget(budget)
     options = PlanOptions.of(

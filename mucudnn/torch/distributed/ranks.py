@@ -59,8 +59,8 @@ def check_mesh(mesh: Sequence[int], shard: str, device: str, split: Split) -> in
         check_integer("mesh", size, 1)
     if len(sizes) > 1:
         raise ValueError(
-            f"mesh={sizes} has {len(sizes)} dimensions; one is studied, such as "
-            "mesh=(8,), over which shard='fsdp2' or 'ddp' divides the batch"
+            f"mesh={sizes} has {len(sizes)} dimensions; only one is supported, such "
+            "as mesh=(8,), over which shard='fsdp2' or 'ddp' divides the batch"
         )
     count = sizes[0] if sizes else 1
     if count > 1 and device not in DEVICES:
@@ -70,8 +70,8 @@ def check_mesh(mesh: Sequence[int], shard: str, device: str, split: Split) -> in
         )
     if count > 1 and split != WHOLE:
         raise ValueError(
-            f"mesh={sizes} is studied for whole steps, not split={split!r}; "
-            "accumulate= runs parts of a batch"
+            f"mesh={sizes} cannot be combined with split={split!r}; accumulate= runs "
+            "a batch in parts"
         )
     return count
 

@@ -75,8 +75,8 @@ class HostResidents:
         """Move tensors that share a storage."""
         if not tensors[0].is_cpu:
             raise UnsupportedError(
-                f"a parameter or state is on {tensors[0].device}; these are offloaded "
-                "only if they are on the CPU"
+                f"a parameter or optimizer state is on {tensors[0].device}; these are "
+                "offloaded only if they are on the CPU"
             )
         whole = bytes_of(tensors[0].detach())
         host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()

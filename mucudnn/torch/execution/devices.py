@@ -76,7 +76,7 @@ def device_of(layouts: Mapping[str, Layout]) -> torch.device:
         (one, first), (other, second), *_ = found.items()
         raise UnsupportedError(
             f"{first} is on {one} and {second} on {other}; a step runs on one device: "
-            "move the model and the batch to the same"
+            "move model and batch to the same device"
         )
     return next(iter(found), torch.device("cpu"))
 

@@ -41,9 +41,9 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 def partitioner(
     *, budget: float | str | None = None, device: str = "h200", offload: bool = False
 ) -> "HintedPartitioner":
-    """Make a partitioner for Inductor that saves and recomputes what our plans do.
+    """Make a partitioner for Inductor that saves and recomputes as our plans do.
 
-    It promises no peak; see `mucudnn.torch.backend` for one that is kept. Give it to
+    It guarantees no peak, unlike `mucudnn.torch.backend`. Pass it to
     `torch.compile(model, options={"custom_partitioner_fn": ...})`, or to the setting of
     that name in `torch._inductor.config`. `aot_autograd(partition_fn=...)` takes it,
     too.
@@ -57,8 +57,8 @@ def partitioner(
             still offload is saved.
 
     Raises:
-        ValueError: The device is not known, or the budget no size.
-        TypeError: Something is of another type.
+        ValueError: The device is unknown, or the budget is not a size.
+        TypeError: An argument has the wrong type.
     """
     limit = parse_budget(budget)
     return HintedPartitioner(limit, device, check_bool("offload", offload))
@@ -202,6 +202,6 @@ def _check(parts: Joint) -> None:
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(size, torch.SymInt) for size in sizes):
             raise UnsupportedError(
-                f"{node.name} has a size that is a symbol; give torch.compile "
-                "dynamic=False, and every size has a plan of its own"
+                f"{node.name} has a symbolic size; pass dynamic=False to "
+                "torch.compile, so that every size has its own plan"
             )

@@ -43,7 +43,7 @@ def checkpoint_contexts(
 ) -> Callable[[], tuple[Any, Any]]:
     """Make the `context_fn` of `torch.utils.checkpoint.checkpoint` for a whole model.
 
-    It promises no peak; see `mucudnn.torch.train_step` for one that is kept. Random
+    It guarantees no peak, unlike `mucudnn.torch.train_step`. Random
     numbers, running statistics and operations that the study has not captured are never
     recomputed.
 
@@ -53,14 +53,14 @@ def checkpoint_contexts(
             the backward pass reads.
 
     Raises:
-        PlanningError: The step does not fit; says the least budget that works.
+        PlanningError: The step does not fit; the message names the minimum budget.
         BackendUnavailableError: PyTorch's selective checkpoints show no results.
     """
     if "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters:
         raise BackendUnavailableError(
             "checkpoint_contexts needs PyTorch 2.12 or newer and found "
-            f"{torch.__version__}, whose selective checkpoints do not show what "
-            "operations give"
+            f"{torch.__version__}, whose selective checkpointing does not expose "
+            "results of operations"
         )
     program, captured = study.hinted(budget, without_copies)
     found = policies_of(program)
@@ -143,8 +143,8 @@ class _Policy:
             return CheckpointPolicy.MUST_RECOMPUTE
         if changed & (self._again | self._read):
             raise UnsupportedError(
-                f"{function} changes a tensor in place that is computed again or read "
-                "by what is; use a function that returns another tensor"
+                f"{function} modifies a tensor in place that is recomputed, or read "
+                "by a recomputed operation; use an out-of-place function"
             )
         return CheckpointPolicy.MUST_SAVE
 

@@ -112,10 +112,13 @@ class KernelGraph:
         name = f"{'fb'[phase is Phase.BACKWARD]}{len(self.nodes)}.{line.name}"
         for value in line.operands:
             if value not in self.tensors:  # read before anything is written to it
-                raise NotCompiledError(f"a result of Inductor's is not known: {value}")
+                raise NotCompiledError(
+                    "the reader of Inductor's wrapper does not "
+                    f"know this result: {value}"
+                )
         sizes = {v: self.tensors[v].nbytes for v in line.operands}
         if any(self.tensors[v].role is Role.STATE for v in line.changes):
-            raise NotCompiledError(f"{line.name} of Inductor's writes to an input")
+            raise NotCompiledError(f"kernel {line.name} of Inductor writes to an input")
         unknown = [v for v in line.results if v not in line.layouts]
         layouts = {**line.layouts}
         if unknown:
@@ -198,7 +201,9 @@ class KernelGraph:
             storages = {storage_of(t) for t in given}
             for tensor in found:
                 if storage_of(tensor) in storages:
-                    raise NotCompiledError(f"{line.name} of Inductor's returns a view")
+                    raise NotCompiledError(
+                        f"kernel {line.name} of Inductor returns a view"
+                    )
                 storages.add(storage_of(tensor))
             self._seen[key] = [Layout.of(t) for t in found]
         return dict(zip(line.results, self._seen[key], strict=True))
@@ -258,7 +263,9 @@ class KernelGraph:
                     self._seen[key] = value
                     break
             else:
-                raise NotCompiledError(f"{line.name} of Inductor's reads out of bounds")
+                raise NotCompiledError(
+                    f"kernel {line.name} of Inductor reads out of bounds"
+                )
         found: int = self._seen[key]
         return found
 
@@ -284,13 +291,17 @@ class KernelGraph:
             return expression
         of = next((w for w in expression.split("(")[1:2]), "").split(",")[0]
         if not expression.startswith("reinterpret_tensor(") or of not in self.tensors:
-            raise NotCompiledError(f"a result of Inductor's is not known: {expression}")
+            raise NotCompiledError(
+                "the reader of Inductor's wrapper does not know "
+                f"this result: {expression}"
+            )
         try:
             arguments = eval(f"({expression.partition(',')[2][:-1]})", {})
             shape, stride, offset = arguments
         except Exception as e:
             raise NotCompiledError(
-                f"a result of Inductor's is not known: {expression}"
+                "the reader of Inductor's wrapper does not know this result: "
+                f"{expression}"
             ) from e
         base = self.layouts[of]
         name = f"{of}_view{len(self.nodes)}"  # a word in other wrappers
@@ -423,7 +434,7 @@ def tensor_of(node: torch.fx.Node) -> torch.Tensor:
     """
     value = tensor_in(node)
     if not isinstance(value, torch.Tensor):
-        raise NotCompiledError(f"an input is no tensor ({node.name})")
+        raise NotCompiledError(f"an input is not a tensor ({node.name})")
     return value
 
 

@@ -393,8 +393,8 @@ def unknown(statement: ast.AST) -> NotCompiledError:
     """Return the error of a line that is not known."""
     text = " ".join(ast.unparse(statement).split())
     return NotCompiledError(
-        f"a line of Inductor's is not known to PyTorch {torch.__version__}'s reader: "
-        f"{text[:160]}"
+        f"the reader of Inductor's wrapper (PyTorch {torch.__version__}) does not "
+        f"know this line: {text[:160]}"
     )
 
 

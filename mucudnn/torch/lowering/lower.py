@@ -354,8 +354,8 @@ def _count_uses(call: Call, index: int) -> int:
 
 
 DENSE = (
-    "use dense ones (sparse=False, and Adam in place of SparseAdam), or let mt.backend "
-    "compile what is behind an embedding and leave the embedding as it is"
+    "use dense ones (sparse=False, and Adam instead of SparseAdam), or compile only "
+    "the layers after the embedding with mt.backend"
 )
 """Advice to users of sparse tensors."""
 
@@ -375,18 +375,19 @@ def refuse(
     schema = getattr(function, "_schema", None)
     if schema is None:
         raise UnsupportedError(
-            f"{node.name} calls {function}{where}, which is no operation of PyTorch; "
+            f"{node.name} calls {function}{where}, which is not a PyTorch operation; "
             "such calls cannot be planned"
         )
     if schema.is_mutable:
         raise UnsupportedError(
-            f"{node.name} calls {function}{where}, which changes its operands; only "
-            "tensors that are not views of outside tensors may be changed"
+            f"{node.name} calls {function}{where}, which modifies its operands; only "
+            "tensors that are not views of the graph's inputs may be modified"
         )
     if writes_of(function, node.args, node.kwargs):
         raise UnsupportedError(
-            f"{node.name} calls {function}{where}, which changes operands that PyTorch "
-            "does not declare, and is planned as a part of train_step only"
+            f"{node.name} calls {function}{where}, which modifies operands that its "
+            "schema does not declare as mutated; only train_step plans such "
+            "operations"
         )
     for _, name, value in outputs:
         if value.layout is not torch.strided:
@@ -397,5 +398,6 @@ def refuse(
         if any(not isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
                 f"the shape of {name} of {function}{where} depends on data: "
-                f"{tuple(value.shape)}; keep the shape, with torch.where or a mask"
+                f"{tuple(value.shape)}; keep the shape fixed, with torch.where or a "
+                "mask"
             )

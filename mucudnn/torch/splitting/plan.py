@@ -66,15 +66,15 @@ def split_candidates(
         return SplitCandidates(lowered, step, make)
     if strips:
         raise UnsupportedError(
-            f"the step was to run in strips, split={split!r}, but its batch has no "
-            "images, (N, C, height, width) or with a depth, or no operation on their "
-            "rows can be cut; ask for a number of parts of its batch"
+            f"split={split!r} runs a step in spatial tiles, but its batch has no "
+            "images, (N, C, height, width) or with a depth, or none of its "
+            "operations can be tiled; pass a number of micro-batches"
         )
     if split != AUTO:
         raise UnsupportedError(
-            f"the step was to run in {split} parts, but its batch has one sample, or "
-            "no operation on it can be cut; split='height' cuts images, split='auto' "
-            "runs it whole where nothing can be cut"
+            f"the step cannot run in {split} micro-batches: its batch has one sample, "
+            "or none of its operations can be split; split='height' uses spatial "
+            "tiles, split='auto' runs the step whole if it cannot be split"
         )
     return None
 

@@ -125,7 +125,9 @@ class CudaConv:
         alignment.
         """
         if self._absent is not None:
-            raise BackendUnavailableError(f"nothing can be run: {self._absent}")
+            raise BackendUnavailableError(
+                f"this device cannot run anything: {self._absent}"
+            )
         name = algo.removesuffix(float32_sum.SUFFIX)
         if name == algo:
             add = accumulate or not first
@@ -134,8 +136,8 @@ class CudaConv:
             raise UnsupportedError(f"{algo} is for half-precision filter gradients")
         if operands.nbytes < float32_sum.scratch(problem):
             raise BackendError(
-                f"{algo} needs {float32_sum.scratch(problem)} bytes of workspace and "
-                f"what {name} needs for {problem}, got {operands.nbytes}"
+                f"{algo} needs {float32_sum.scratch(problem)} bytes of workspace plus "
+                f"the workspace of {name} for {problem}, got {operands.nbytes}"
             )
         part = float32_sum.engine_operands(problem, operands)
         added = float32_sum.add_launch(

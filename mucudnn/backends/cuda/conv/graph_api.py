@@ -197,7 +197,7 @@ def parse_engine_name(name: str) -> tuple[int, Knobs]:
     """Parse a name made by `engine_name`."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise UnsupportedError(f"{name!r} is no engine of cuDNN's graph API")
+        raise UnsupportedError(f"{name!r} is not an engine of cuDNN's graph API")
     knobs = tuple((int(k), int(v)) for k, v in _KNOB.findall(match[2]))
     return int(match[1]), knobs
 

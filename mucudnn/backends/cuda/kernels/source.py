@@ -78,7 +78,7 @@ def compiler_options(
     for name in (dtype, parameters):
         if name is not None and name not in TYPES:
             raise UnsupportedError(
-                f"no kernel computes in {name}; they do in {', '.join(TYPES)}"
+                f"no kernel computes in {name}; supported: {', '.join(TYPES)}"
             )
     element, computed = TYPES[dtype]
     beside, _ = TYPES[parameters or dtype]
