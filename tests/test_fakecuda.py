@@ -16,8 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.fakecuda import device as fakecuda  # noqa: E402  (where there is PyTorch)
-from tests.fakecuda.triton_kernels import on_host  # noqa: E402
+from tests.fakecuda import device as fakecuda, triton_kernels  # noqa: E402
 
 if fakecuda.library() is None:
     pytest.skip(fakecuda.NEEDED, allow_module_level=True)
@@ -421,7 +420,7 @@ def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation(
 
 def test_compiled_steps_are_eagers_at_every_budget(recomputing):
     """Triton's kernels: batch norm with its statistics, pooling, reductions."""
-    with fakecuda.KernelsOnHost(), on_host() as ran:
+    with fakecuda.KernelsOnHost(), triton_kernels.on_host() as ran:
         model, *batch = case("pooled")
         eager = copy.deepcopy(model)
         of_eager = torch.optim.SGD(eager.parameters(), 0.1)
@@ -450,7 +449,7 @@ def test_compiled_steps_are_eagers_at_every_budget(recomputing):
 
 def test_compiled_steps_draw_the_same_numbers_at_every_budget(recomputing):
     losses = []
-    with fakecuda.KernelsOnHost(), on_host():
+    with fakecuda.KernelsOnHost(), triton_kernels.on_host():
         model, *batch = case("dropout")
         budget = None
         for _ in range(2):
@@ -670,17 +669,22 @@ def test_a_large_tensor_gets_a_block_of_its_own_where_one_block_leaves_gaps():
     assert min(gaps) == 0
 
 
+@pytest.fixture
+def empty_kernels():
+    """Triton's kernels compute nothing."""
+    with triton_kernels.on_host(values=False):
+        yield
+
+
 @pytest.mark.parametrize(
     ("share", "inductor"),
     [(0.0, False), (0.5, False), (1.0, False), (0.0, True), (1.0, True)],
 )
-def test_requested_and_reserved_bytes_are_within_the_plan(share, inductor):
+def test_requested_and_reserved_bytes_are_within_the_plan(
+    share, inductor, empty_kernels
+):
     """Of a step whose activations are 40 MiB, between its least budget and its most."""
-    with on_host(values=False) if inductor else contextlib.nullcontext():
-        check_bytes(share, inductor=inductor)
-
-
-def check_bytes(share, **options):
+    options = {"inductor": inductor}
     gc.collect()
     torch.cuda.init()
     torch._C._cuda_clearCublasWorkspaces()
@@ -712,7 +716,7 @@ def check_bytes(share, **options):
     foreseen = plan.reserved_bytes + plan.given_bytes
     assert reserved <= 1.02 * foreseen + (20 << 20)
     assert "has reserved" in str(plan)
-    assert bool(plan.kernels) == options["inductor"]
+    assert bool(plan.kernels) == inductor
 
 
 def test_the_bench_for_a_gpu_is_rehearsed():

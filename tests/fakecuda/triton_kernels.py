@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from tests.fakecuda.device import host_view
 
@@ -27,6 +26,7 @@ def on_host(*, values=True):
     """
     import triton
     from torch._inductor import config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
