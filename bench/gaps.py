@@ -89,6 +89,8 @@ def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"|{'---|' * (2 + len(SHARES))}"
     for model, batch in MODELS.items():
         rows = [row for row in result["rows"] if row["model"] == model]
+        if not rows:
+            continue
         cells = [f"{row['slowdown']:.2f} ({100 * row['gap']:.0f} %)" for row in rows]
         rivals = [time for time in rows[0]["rivals"].values() if time is not None]
         best = f"{min(rivals):.2f}" if rivals else "–"

@@ -280,11 +280,11 @@ def test_bad_input():
     optimizer = adamw(model)
     with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
         mt.memory(model, loss_fn, (x, y), optimizer, device="abacus")
-    with pytest.raises(ValueError, match="a step is split"):
+    with pytest.raises(ValueError, match="split must be"):
         mt.memory(model, loss_fn, (x, y), optimizer, split="width")
     with pytest.raises(TypeError, match=r"must be a batch, such as \(x, y\)"):
         mt.memory(model, loss_fn, x, optimizer)
-    with pytest.raises(TypeError, match="a batch has a int"):
+    with pytest.raises(TypeError, match="the batch has a int"):
         mt.memory(model, loss_fn, (x, 3), optimizer)
     with pytest.raises(TypeError, match="has no tensor"):
         mt.memory(model, loss_fn, (), optimizer)
@@ -300,7 +300,7 @@ def test_bad_input():
     def deciding(out, target):
         return out.sum() if out.sum().item() > 0 else -out.sum()
 
-    with pytest.raises(UnsupportedError, match="only a run has"):
+    with pytest.raises(UnsupportedError, match="branches on the value"):
         _ = mt.memory(model, deciding, (x, y), optimizer).least_budget
 
 
