@@ -19,7 +19,7 @@ DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 # PyTorch's CUDA build without NVIDIA's libraries, which tests/fakecuda stands in for.
 FAKECUDA := .venv-fakecuda
-FAKECUDA_TORCH := torch==2.14.1
+FAKECUDA_TORCH := torch==2.14.1 triton==3.8.0
 FAKECUDA_HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fsspec setuptools
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.fakecuda import device as fakecuda  # noqa: E402  (where there is PyTorch)
+from tests.fakecuda import device as fakecuda, triton_kernels  # noqa: E402
 
 if fakecuda.library() is None:
     pytest.skip(fakecuda.NEEDED, allow_module_level=True)
@@ -39,6 +39,7 @@ from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamOffloadedStorage,
 )
 from mucudnn.torch.execution.cuda_memory import PROGRAM, live_tensors  # noqa: E402
+from mucudnn.torch.inductor import compiling  # noqa: E402
 
 CROSS_ENTROPY = nn.functional.cross_entropy
 
@@ -107,8 +108,20 @@ def tokens(n=8):
     return torch.randint(0, 50, (n, 16), device="cuda")
 
 
+def pooled():
+    return nn.Sequential(
+        nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.BatchNorm2d(8),
+        nn.GELU(), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 MODELS = {
     "norms": (norms, images),
+    "pooled": (pooled, images),
+    "dropout": (
+        lambda: dense(nn.Dropout(0.3), nn.Linear(64, 10)),
+        lambda: torch.rand(8, 64, device="cuda"),
+    ),
     "dense": (dense, lambda: torch.rand(8, 64, device="cuda")),
     "attention": (attended, tokens),
     "attention, dropout": (functools.partial(attended, 0.1), tokens),
@@ -147,8 +160,10 @@ def case(name, dtype=torch.float32):
     return model, (x.to(dtype) if x.is_floating_point() else x), classes(8)
 
 
-def least_budget(model, optimizer, batch):
-    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget="1KiB", cache=None)
+def least_budget(model, optimizer, batch, **options):
+    step = mt.train_step(
+        model, CROSS_ENTROPY, optimizer, budget="1KiB", cache=None, **options
+    )
     with pytest.raises(PlanningError) as found:
         step.prepare(*batch)
     return found.value.least_bytes
@@ -392,12 +407,62 @@ def test_hints_partition_a_graph_of_the_device(fresh_compiler):
     assert hints.plans
 
 
-def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation():
+def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation(
+    monkeypatch,
+):
+    monkeypatch.setattr(compiling, "has_triton", lambda: False)
     model, *batch = case("dense")
     own = torch.optim.SGD(model.parameters(), 0.1)
     step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
-    with pytest.warns(UserWarning, match="runs operation by operation"):
+    with pytest.warns(UserWarning, match="operation by operation.*pip install triton"):
         assert step(*batch).is_cuda
+
+
+def test_compiled_steps_are_eagers_at_every_budget(recomputing):
+    """Triton's kernels: batch norm with its statistics, pooling, reductions."""
+    with fakecuda.KernelsOnHost(), triton_kernels.on_host() as ran:
+        model, *batch = case("pooled")
+        eager = copy.deepcopy(model)
+        of_eager = torch.optim.SGD(eager.parameters(), 0.1)
+        for _ in range(3):
+            CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
+            of_eager.step()
+            of_eager.zero_grad()
+        found, budget = [], None
+        for _ in range(2):
+            mine = copy.deepcopy(model)
+            own = torch.optim.SGD(mine.parameters(), 0.1)
+            options = {"cache": None, "inductor": True}
+            step = mt.train_step(mine, CROSS_ENTROPY, own, budget=budget, **options)
+            for _ in range(3):
+                step(*batch)
+            found.append([v.cpu() for v in mine.state_dict().values()])
+            budget = least_budget(mine, own, batch, inductor=True)
+        assert step.plan.kernels
+        assert step.plan.leaving or step.plan.recomputed
+        assert any("triton_poi" in name for name in ran)
+        expected = [v.cpu() for v in eager.state_dict().values()]
+    assert all(map(torch.equal, *found))
+    pairs = zip(expected, found[0], strict=True)
+    assert all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in pairs)
+
+
+def test_compiled_steps_draw_the_same_numbers_at_every_budget(recomputing):
+    losses = []
+    with fakecuda.KernelsOnHost(), triton_kernels.on_host():
+        model, *batch = case("dropout")
+        budget = None
+        for _ in range(2):
+            mine = copy.deepcopy(model)
+            own = torch.optim.SGD(mine.parameters(), 0.1)
+            options = {"cache": None, "inductor": True}
+            step = mt.train_step(mine, CROSS_ENTROPY, own, budget=budget, **options)
+            step.prepare(*batch)
+            torch.manual_seed(1)
+            losses.append([step(*batch).item() for _ in range(3)])
+            budget = least_budget(mine, own, batch, inductor=True)
+    assert losses[0] == losses[1]
+    assert len({*losses[0]}) == 3
 
 
 @pytest.fixture
@@ -604,9 +669,22 @@ def test_a_large_tensor_gets_a_block_of_its_own_where_one_block_leaves_gaps():
     assert min(gaps) == 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_requested_and_reserved_bytes_are_within_the_plan(share):
+@pytest.fixture
+def empty_kernels():
+    """Triton's kernels compute nothing."""
+    with triton_kernels.on_host(values=False):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("share", "inductor"),
+    [(0.0, False), (0.5, False), (1.0, False), (0.0, True), (1.0, True)],
+)
+def test_requested_and_reserved_bytes_are_within_the_plan(
+    share, inductor, empty_kernels
+):
     """Of a step whose activations are 40 MiB, between its least budget and its most."""
+    options = {"inductor": inductor}
     gc.collect()
     torch.cuda.init()
     torch._C._cuda_clearCublasWorkspaces()
@@ -616,11 +694,15 @@ def test_requested_and_reserved_bytes_are_within_the_plan(share):
     model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
     x = torch.rand(4096, 256, device="cuda")
     own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    least = least_budget(model, own, (x, y))
-    most = mt.train_step(model, CROSS_ENTROPY, own, cache=None).prepare(x, y).peak_bytes
+    least = least_budget(model, own, (x, y), **options)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, **options)
+    most = step.prepare(x, y).peak_bytes
+    del step
     budget = int(least + share * (most - least))
     gc.collect()  # optimizer state that was made for these two plans
-    step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+    step = mt.train_step(
+        model, CROSS_ENTROPY, own, budget=budget, cache=None, **options
+    )
     for _ in range(3):
         step(x, y)
     stats, plan = torch.cuda.memory_stats(), step.plan
@@ -634,6 +716,7 @@ def test_requested_and_reserved_bytes_are_within_the_plan(share):
     foreseen = plan.reserved_bytes + plan.given_bytes
     assert reserved <= 1.02 * foreseen + (20 << 20)
     assert "has reserved" in str(plan)
+    assert bool(plan.kernels) == inductor
 
 
 def test_the_bench_for_a_gpu_is_rehearsed():

@@ -167,7 +167,7 @@ def test_a_second_kernel_changes_what_the_first_has_made():
 @pytest.mark.parametrize(
     "line",
     [
-        "with torch.cuda._DeviceGuard(0):\n            pass",
+        "with torch.no_grad():\n            pass",
         "triton_poi_fused_0.run(x, y, 16, stream=stream0)",
         "s0 = x.size()[0]",
         "a = torch.ops.aten.view.default(x, [16])",
@@ -214,3 +214,73 @@ def test_a_pair_is_dropped_unless_its_bits_are_equal(kernel, kept):
     before = x.clone()
     assert keeps_bits(line, "x", [x]) == kept
     assert torch.equal(x, before)
+
+
+TRITON = """
+triton_{kind}_fused_0 = async_compile.triton('triton_{kind}_fused_0', '''
+@triton_heuristics.{heuristic}(
+    triton_meta={{'signature': {{'in_ptr0': '*fp32', '{out}': '*fp32', 'n': 'i32'}}}},
+)
+@triton.jit
+def triton_{kind}_fused_0(in_ptr0, {out}, n, XBLOCK : tl.constexpr):
+    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
+    x0 = xindex
+    tmp0 = tl.load(in_ptr0 + ({read}), x0 < n)
+    tl.store({out} + (x0), tmp0 * 2, x0 < n)
+''', device_str='cuda')
+def call(args):
+    x, = args
+    args.clear()
+    with {guard}(1):
+        torch.cuda.set_device(1)
+        x = copy_if_misaligned(x)
+        a = empty_strided_cuda((32, 64), (64, 1), torch.float32)
+        stream1 = get_raw_stream(1)
+        triton_{kind}_fused_0.run(x, a, 2048, stream=stream1)
+        del x
+    return (a, )
+"""
+
+
+def triton_line(**changed):
+    """Read a wrapper for a GPU that has one kernel."""
+    words = {
+        "kind": "poi", "heuristic": "pointwise", "out": "out_ptr0", "read": "x0",
+        "guard": "torch.cuda._DeviceGuard",
+    }  # fmt: skip
+    source = TRITON.format(**{**words, **changed})
+    (line,) = read_wrapper(CompiledHalf(source, {}, ("x",), ()), "f_", "x").lines
+    return line
+
+
+def test_a_triton_kernel_has_its_operands_and_results():
+    line = triton_line()
+    assert (line.name, line.operands, line.results) == (
+        "triton_poi_fused_0",
+        ["x"],
+        ["f_a"],
+    )
+    layout = line.layouts["f_a"]
+    assert (layout.shape, layout.device) == ((32, 64), torch.device("cuda", 1))
+    assert line.pure
+
+
+@pytest.mark.parametrize(
+    ("changed", "safe"),
+    [
+        ({}, True),
+        ({"read": "x0 + 1"}, False),
+        ({"kind": "per", "heuristic": "persistent_reduction"}, False),
+    ],
+)
+def test_a_triton_kernel_may_overwrite_what_it_reads_at_one_address(changed, safe):
+    line = triton_line(**changed)
+    layouts = {"x": line.layouts["f_a"], **line.layouts}
+    found = candidates(line, "f_a", layouts, dict.fromkeys(layouts, 8192))
+    assert found == ["x"] * safe
+
+
+@pytest.mark.parametrize("changed", [{"out": "result"}, {"guard": "torch.no_grad"}])
+def test_a_triton_kernel_that_is_not_understood_is_refused(changed):
+    with pytest.raises(NotCompiledError, match="does not know"):
+        triton_line(**changed)

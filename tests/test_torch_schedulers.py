@@ -110,7 +110,10 @@ def test_the_third_plan_made_again_is_logged_with_its_reason(caplog):
 
 @pytest.mark.parametrize(
     ("width", "share", "named"),
-    [(4, 0.6, "split='auto' fits"), (512, 0.9, "offload_state=True fits")],
+    [
+        (4, 0.6, "it may fit with split='auto'"),
+        (512, 0.9, "it fits with offload_state=True"),
+    ],
 )
 def test_a_refusal_names_the_option_that_fits(width, share, named):
     model = torch.nn.Sequential(

@@ -202,7 +202,7 @@ def test_a_full_disk_is_one_error_before_anything_runs(tmp_path, monkeypatch):
         step.run(*step.batch)
     monkeypatch.undo()
     assert step.losses() == wanted
-    with pytest.raises(PlanningError, match=r"no room for .* are 1.0 KiB of host"):
+    with pytest.raises(PlanningError, match=r"no room for .* 1.0 KiB of host"):
         Step(budget, "host=1KiB@1GiB").losses()
 
 

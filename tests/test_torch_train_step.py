@@ -335,7 +335,7 @@ def test_bad_input_is_said():
     def deciding(out, target):
         return out.sum() if out.sum().item() > 0 else -out.sum()
 
-    with pytest.raises(UnsupportedError, match="only a run has"):
+    with pytest.raises(UnsupportedError, match="branches on the value"):
         mt.train_step(model, deciding, sgd(model))(x, y)
 
 

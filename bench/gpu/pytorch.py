@@ -4,7 +4,8 @@ Sections in the order that is most worth having, each asked once and written by 
 every face runs; parameters and buffers after many steps equal eager mode's at three
 budgets; PyTorch's sanitizer sees no race; requested, allocated and reserved bytes stay
 within what is promised; the largest batch within a memory limit; time against budget,
-beside what PyTorch offers; what the GPU waits for; and Inductor with a plan's hints.
+beside what PyTorch offers; what the GPU waits for; planned steps of Inductor's kernels;
+and Inductor with a plan's hints.
 
 Sections that change how PyTorch allocates, or may leave the device unusable, run in a
 process of their own.
@@ -21,6 +22,7 @@ from typing import Any
 from bench.gpu.job import Job, Report
 from bench.gpu.pytorch_steps import (
     batch_limits,
+    compiled,
     faces,
     inductor,
     memory,
@@ -54,6 +56,7 @@ SECTIONS: Mapping[str, tuple[Section, tuple[Any, ...], Mapping[str, str]]] = {
     **{f"largest batch {name}": (batch_limits, (name,), {}) for name in ("resnet50",)},
     **{f"times {name}": (times, (name,), {}) for name in ("gpt2", "resnet50")},
     "trace": (trace, ("gpt2",), {}),
+    "compiled": (compiled, ("gpt2",), {}),
     "inductor": (inductor, ("gpt2",), {}),
 }
 """Name -> what is run, on which network, with which environment."""

@@ -523,6 +523,38 @@ def inductor(network: str, device: str, *, small: bool) -> dict[str, Any]:
     return {"ms": medians(steps, device, _ROUNDS), "allocated_bytes": peaks}
 
 
+def compiled(network: str, device: str, *, small: bool) -> dict[str, Any]:
+    """Compare planned steps of Inductor's kernels with `torch.compile`."""
+    import torch
+
+    if small:
+        return {"left_out": "Inductor compiles for minutes"}
+    case = training(network, device, small=small)
+    steps: dict[str, Step] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    expected: list[Any] = []
+    for name in ("torch.compile", "no budget", "75%", "50%"):
+        mine, rows[name] = case.copied(), {}
+        if name == "torch.compile":
+            compiled_model = torch.compile(mine.model)
+            steps[name] = replace(mine, model=compiled_model).eager()
+        else:
+            budget = None if name == "no budget" else name
+            planned = mine.train_step(budget=budget, inductor=True)
+            rows[name]["planned_bytes"] = planned.prepare(*case.batch).peak_bytes
+            steps[name] = partial(planned, *case.batch)
+        for _ in range(3):
+            steps[name]()
+        state = [value.cpu() for value in mine.model.state_dict().values()]
+        expected = expected or state
+        rows[name]["equal"] = all(map(torch.equal, state, expected))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        steps[name]()
+        rows[name]["added_bytes"] = torch.cuda.max_memory_allocated() - before
+    return {"ms": medians(steps, device, _ROUNDS), "steps": rows}
+
+
 def _covered(spans: list[tuple[float, float]]) -> float:
     """Return the length of a union of spans."""
     total, until = 0.0, float("-inf")

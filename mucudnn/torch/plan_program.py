@@ -490,8 +490,8 @@ def plan_program(
         else:
             planner, plan = step.update.plan(budget, partial(step.plan, options))
     except PlanningError as e:
-        if names := _fitting_options(step, options, budget):
-            e.args = (f"{e}; {names} fits", *e.args[1:])
+        if advice := _advise_options(step, options, budget):
+            e.args = (f"{e}; {advice}", *e.args[1:])
         raise
     lowered = options.choice.bound(planner.lowered, plan.plan)
     tiers = options.tiers
@@ -499,10 +499,10 @@ def plan_program(
     return PlannedProgram(lowered, plan, copies)
 
 
-def _fitting_options(step: LoweredStep, options: PlanOptions, budget: float) -> str:
-    """Return options of `train_step` under which a refused step fits; empty if none.
+def _advise_options(step: LoweredStep, options: PlanOptions, budget: float) -> str:
+    """Name an option of `train_step` under which a refused step fits; empty if none.
 
-    Parts of a step are not measured for this: their scratch memory is not counted.
+    Micro-batches are not measured for this, so their scratch memory is not counted.
     """
     cpu = device_of(step.lowered.layouts).type == "cpu"
     if not step.names or not budget or options.inductor or not cpu:
@@ -517,7 +517,7 @@ def _fitting_options(step: LoweredStep, options: PlanOptions, budget: float) -> 
     planner = step.planner(options)
     if not options.offload_state:
         if fits(replace(planner, offload_state=True).least_budget()):
-            return "offload_state=True"
+            return "it fits with offload_state=True"
         if not fits(planner.resident_bytes):
             return ""
     costs = partial(estimated, device=get_device("null"))
@@ -526,7 +526,7 @@ def _fitting_options(step: LoweredStep, options: PlanOptions, budget: float) -> 
         least = least_budget(replace(step, update=None), auto)
     except MucudnnError:
         return ""
-    return "split='auto'" if fits(least) else ""
+    return "it may fit with split='auto'" if fits(least) else ""
 
 
 def least_budget(step: LoweredStep, options: PlanOptions) -> int:

@@ -218,7 +218,7 @@ def train_step(
         inductor: Whether both passes are compiled by PyTorch's Inductor, once for all
             budgets, and planned kernel by kernel. Results are those of `torch.compile`,
             bit for bit, unless there is a tuner. Where a step cannot be compiled, a
-            warning says why, and it runs operation by operation. CPU only.
+            warning says why, and it runs operation by operation.
         tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
             another process); append `=SIZE` to limit one. Several are filled fastest
             first. Host memory by default.

@@ -16,7 +16,7 @@ Loops over large buffers are kernels of their own, see `_separate_loops`. New va
 buffers are results of the forward half; the plan stores them at its end.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
-from torch._inductor import config
+from torch._inductor import config, graph as inductor_graph, inductor_prims
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -35,11 +35,17 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._triton import has_triton
 
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 
 _LARGE = 1 << 17
 """Bytes that a kernel's loops read and write from which on no other loop joins them."""
+
+_PLACES_OF_MAXIMA = (
+    inductor_prims._low_memory_max_pool_offsets_to_indices,
+    torch.ops.prims._low_memory_max_pool_offsets_to_indices.default,
+)
 
 SETTINGS: Mapping[str, Any] = {
     "inplace_buffers": False,
@@ -108,11 +114,14 @@ class CompiledStep:
             and then values that the backward half reads.
         backward: The backward half; its results are those of the backward pass.
         results: Number of results of the step's forward pass.
+        middle: The middle place in every pooling window, counted from its first one;
+            None if there is no such place.
     """
 
     forward: CompiledHalf
     backward: CompiledHalf
     results: int
+    middle: int | None
 
 
 def check_compiler(device: torch.device) -> None:
@@ -130,10 +139,16 @@ def check_compiler(device: torch.device) -> None:
                 f"none was found among {config.cpp.cxx}; install g++, or name one in "
                 "the environment variable CXX"
             ) from e
-        return
-    raise NotCompiledError(
-        f"inductor=True compiles kernels for the CPU so far, not for {device}"
-    )
+    elif device.type != "cuda":
+        raise NotCompiledError(
+            f"inductor=True compiles kernels for the CPU and for CUDA, not for {device}"
+        )
+    elif not has_triton():
+        raise NotCompiledError(
+            "inductor=True compiles kernels for CUDA with Triton, which is missing or "
+            "does not know this GPU; pip install triton, of the version that PyTorch "
+            f"{torch.__version__} needs"
+        )
 
 
 def traced_joint(
@@ -191,6 +206,9 @@ def compile_joint(
     """
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     mode = next(v.fake_mode for v in given if isinstance(v, torch.Tensor))
+    middle = _middle_of_windows(joint)
+    # Only PyTorch's own memory is known to begin at a multiple of what kernels need.
+    owned = {f"primals_{i + 1}" for i in static}
     try:
         with (
             tracing(TracingContext(mode)),
@@ -210,14 +228,18 @@ def compile_joint(
             output.meta["user_visible_output_idxs"] = [
                 i for i in visible if isinstance(output.args[0][i], torch.fx.Node)
             ]
-            fakes = [n.meta["val"] for n in forward.graph.find_nodes(op="placeholder")]
+            nodes = forward.graph.find_nodes(op="placeholder")
+            fakes = [n.meta["val"] for n in nodes]
             outputs = _names(output.args[0])
-            first = compile_fx_inner(forward, fakes, static_input_idxs=list(static))
+            with _aligned(
+                v for n, v in zip(nodes, fakes, strict=True) if n.name in owned
+            ):
+                first = compile_fx_inner(forward, fakes, static_input_idxs=list(static))
             forward_half = _half(first, forward, outputs)
             # Inductor chooses strides of saved values; the backward half is compiled
             # for these, as AOTAutograd does.
             strides = dict(zip(outputs, first.output_strides or (), strict=False))
-            fakes = []
+            fakes, aligned = [], []
             for node in backward.graph.find_nodes(op="placeholder"):
                 fake, real = node.meta["val"], strides.get(node.name)
                 if isinstance(fake, torch.Tensor) and real is not None:
@@ -226,10 +248,13 @@ def compile_joint(
                         with mode:
                             fake = fake.as_strided(fake.shape, real)
                 fakes.append(fake)
+                if node.name in owned or not node.name.startswith(_GIVEN):
+                    aligned.append(fake)
             output = backward.graph.output_node()
             output.meta["user_visible_output_idxs"] = []
             last = _names(output.args[0])
-            second = compile_fx_inner(backward, fakes, is_backward=True)
+            with _aligned(aligned):
+                second = compile_fx_inner(backward, fakes, is_backward=True)
             backward_half = _half(second, backward, last)
     except NotCompiledError:
         raise
@@ -238,7 +263,47 @@ def compile_joint(
         raise NotCompiledError(
             f"Inductor cannot compile the step: {type(e).__name__}: {text}"
         ) from e
-    return CompiledStep(forward_half, backward_half, results)
+    return CompiledStep(forward_half, backward_half, results, middle)
+
+
+_GIVEN = "primals_", "tangents_"
+"""Beginnings of the names of what is given to a step, by the partitioner."""
+
+
+@contextmanager
+def _aligned(fakes: Iterable[Any]) -> Iterator[None]:
+    """Have kernels for CUDA rely on the alignment of these inputs only.
+
+    Inductor relies on that of all inputs, and its own runner, which is not used here,
+    copies others before every call: a batch may be a slice.
+    """
+    known = {id(fake) for fake in fakes}
+
+    def should_assume_input_aligned(example: torch.Tensor) -> bool:
+        return id(example) in known and before(example)
+
+    before = inductor_graph.should_assume_input_aligned
+    inductor_graph.should_assume_input_aligned = should_assume_input_aligned
+    try:
+        yield
+    finally:
+        inductor_graph.should_assume_input_aligned = before
+
+
+def _middle_of_windows(joint: torch.fx.GraphModule) -> int | None:
+    """Return the place of the middle of all pooling windows, if they have one.
+
+    The middle lies within the image for every window, since padding is at most half of
+    a window.
+    """
+    places = set()
+    for node in joint.graph.nodes:
+        if node.target in _PLACES_OF_MAXIMA:
+            place = 0
+            for size in node.args[1]:
+                place = place * size + size // 2
+            places.add(place)
+    return places.pop() if len(places) == 1 else None
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 A kernel was compiled to write its results to memory of their own. A result may take the
 place of an operand if each element of the operand is read at the address at which the
-result is written, which the C++ source shows. Then the kernel is tried: it runs out of
+result is written, which the source shows. Then the kernel is tried: it runs out of
 place and in place on the same values, and the pair is dropped unless all bits are
 equal. The compiler may use other instructions, which round differently, where pointers
-alias, and a later loop of the kernel may read the operand again.
+alias, and a later loop of the kernel may read the operand again. Of Triton's kernels
+only pointwise ones are tried: in a reduction, one thread may read what another writes.
 """
 
 import re
@@ -20,7 +21,8 @@ from mucudnn.torch.lowering.lowered import Layout
 _SMALLEST = 1 << 12
 """Bytes of a result from which on it is worth a try."""
 
-_ADDRESS = r"static_cast<int64_t>\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
+_INDEX = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
+"""An index in parentheses, which may have more of them within."""
 
 
 def candidates(
@@ -28,6 +30,8 @@ def candidates(
 ) -> list[str]:
     """Return operands of a line that have the result's size, type and addresses."""
     if line.kernel is None or result not in line.layouts or line.changes:
+        return []
+    if line.kernel.triton and "@triton_heuristics.pointwise(" not in line.kernel.source:
         return []
     made = line.layouts[result]
     if sizes[result] < _SMALLEST:
@@ -74,9 +78,14 @@ def _addresses(line: KernelLine, value: str) -> set[str]:
     if len(places) != 1:
         return set()
     name = line.kernel.parameters[places[0]][0]
-    body = line.kernel.source.partition("{")[2]
+    if line.kernel.triton:
+        body = line.kernel.source.partition("\ndef ")[2].partition("):\n")[2]
+        address = rf"\b{name} \+ {_INDEX}"
+    else:
+        body = line.kernel.source.partition("{")[2]
+        address = rf"\b{name}(?: \+ |\[)static_cast<int64_t>{_INDEX}"
     uses = len(re.findall(rf"\b{name}\b", body))
-    plain = re.findall(rf"\b{name}(?: \+ |\[){_ADDRESS}", body)
+    plain = re.findall(address, body)
     if uses != len(plain):
         return set()
     return {address.replace("_tail", "") for address in plain}

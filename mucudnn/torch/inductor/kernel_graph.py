@@ -68,6 +68,7 @@ class KernelGraph:
     compiled: dict[Any, tuple[list[str], CompiledStep]] = field(default_factory=dict)
     _seen: dict[Any, Any] = field(default_factory=dict)
     _steps: int = 0
+    _middle: int | None = None
 
     def declare_input(self, name: str, layout: Layout, nbytes: int) -> None:
         """Declare an input of both halves."""
@@ -86,6 +87,7 @@ class KernelGraph:
         Raises:
             NotCompiledError: A line is not known.
         """
+        self._middle = step.middle
         given = [inputs[name] for name in step.forward.inputs]
         number = str(self._steps or "")
         self._steps += 1
@@ -239,10 +241,19 @@ class KernelGraph:
 
         Places in a pooling window are bytes, counted from its first one. That lies in
         the padding at the image's edges, where the kernel stops with an error, and the
-        middle of the window does not.
+        middle of the window does not. On a GPU such an error ends the process, so that
+        nothing is tried there.
         """
-        if all(self.layouts[v].dtype is not torch.int8 for v in line.operands):
+        places = [v for v in line.operands if self.layouts[v].dtype is torch.int8]
+        if not places:
             return 0
+        if self.layouts[places[0]].device.type == "cuda":
+            if self._middle is None:
+                raise NotCompiledError(
+                    f"{line.name} of Inductor's reads places in windows of several "
+                    "sizes"
+                )
+            return self._middle
         key = "integer", line.function, *(self.layouts[v] for v in line.operands)
         if key not in self._seen:
             for value in _PLACES:

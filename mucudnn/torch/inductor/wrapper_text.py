@@ -5,14 +5,14 @@ Python function that runs the line alone. Allocations belong to the kernel that 
 writes to them; views are part of the calls that read them; `del` is ignored, since the
 plan decides what is freed. A line that is not known is refused by its text.
 
-Directions of arguments come from the C++ signature (`const` is read), from `out=`, and
-from the schemas of PyTorch's operations.
+Directions of arguments come from a kernel's signature (`const` in C++, the names of
+pointers in Triton), from `out=`, and from the schemas of PyTorch's operations.
 """
 
 import ast
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,28 +21,35 @@ import torch
 from mucudnn.torch.inductor.compiling import CompiledHalf
 from mucudnn.torch.lowering.lowered import Call, Layout, NotCompiledError, Operand
 
-_ALLOCATE = "empty_strided_cpu"
+_ALLOCATE = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}
 _VIEW = "reinterpret_tensor"
+_STREAM = "get_raw_stream"
+_COPY = "copy_if_misaligned"
 
 _PURE = frozenset(
     {"convolution", "mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm", "_addmm_activation"}
 )
 """Functions of `extern_kernels` that return a new tensor, or write to `out`."""
 
-_SKIPPED = frozenset({"assert_size_stride", "assert_alignment"})
+_SKIPPED = frozenset({"assert_size_stride", "assert_alignment", "set_device"})
+
+_POINTER = re.compile(r"(in|in_out|out)_ptr\d+")
+"""Names of the pointers of a Triton kernel that Inductor wrote."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A C++ kernel of a wrapper.
+    """A C++ or Triton kernel of a wrapper.
 
     Attributes:
-        source: Its C++ source.
+        source: Its source.
         parameters: Name of each pointer or number, and whether it is only read.
+        triton: Whether it is a Triton kernel.
     """
 
     source: str
     parameters: Sequence[tuple[str, bool]]
+    triton: bool = False
 
 
 @dataclass
@@ -62,7 +69,7 @@ class KernelLine:
         random: Whether it draws random numbers.
         pure: Whether it may run twice.
         heavy: Whether it is a product or a convolution.
-        kernel: The C++ kernel; None for a function of PyTorch's.
+        kernel: The kernel that Inductor wrote; None for a function of PyTorch's.
         pointers: Value of each of the kernel's parameters.
         convolution: The line as a call of PyTorch's convolution or its gradient; None
             if it is another one.
@@ -122,6 +129,7 @@ class _Reader:
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
         self._body = next(n for n in functions if n.name == "call").body
         self._space = dict(half.space)
+        self._gpu: int | None = None  # which the lines are guarded for
         self._prefix = prefix
         self._given = given
         self._names: dict[str, str] = {}  # variable -> expression in values
@@ -133,7 +141,7 @@ class _Reader:
 
     def read(self) -> Wrapper:
         results: list[str] = []
-        for statement in self._body:
+        for statement in self._statements():
             match statement:
                 case ast.Delete() | ast.Pass() | ast.Expr(ast.Constant()):
                     pass
@@ -151,6 +159,18 @@ class _Reader:
         lines = [self._line(*row) for row in self._lines]
         return Wrapper(lines, results)
 
+    def _statements(self) -> Iterator[ast.stmt]:
+        """Yield all statements, with those for one GPU in their place."""
+        for statement in self._body:
+            match statement:
+                case ast.With([ast.withitem(ast.Call(guard, [ast.Constant(int(i))]))]):
+                    if not ast.unparse(guard).endswith("_DeviceGuard"):
+                        raise unknown(statement)
+                    self._gpu = i
+                    yield from statement.body
+                case _:
+                    yield statement
+
     def _assign(self, statement: ast.stmt, target: ast.expr, value: ast.expr) -> None:
         match target, value:
             case ast.Tuple(elements) | ast.List(elements), ast.Name("args"):
@@ -158,15 +178,22 @@ class _Reader:
                 if len(names) != len(self._given):
                     raise unknown(statement)
                 self._names.update(zip(names, self._given, strict=True))
+            case ast.Name(name), ast.Call(ast.Name(function)) if function == _COPY:
+                # Kernels of such inputs were compiled for any address.
+                if ast.unparse(value) != f"{_COPY}({name})":
+                    raise unknown(statement)
             case ast.Name(name), ast.Name() | ast.Attribute():
                 self._names[name] = ast.unparse(self._in_values(value))
             case ast.Name(name), ast.Subscript(ast.Name(whole), ast.Constant(int(i))):
                 if whole not in self._parts:
                     raise unknown(statement)
                 self._parts[whole][1][i] = self._declare(name)
-            case ast.Name(name), ast.Call(ast.Name(function)) if function == _ALLOCATE:
+            case ast.Name(name), ast.Call(ast.Name(function)) if function in _ALLOCATE:
                 self._allocated[self._declare(name)] = ast.unparse(value)
-            case ast.Name(name), ast.Call(ast.Name(function)) if function == _VIEW:
+            case (
+                ast.Name(name),
+                ast.Call(ast.Name(function)),
+            ) if function in (_VIEW, _STREAM):
                 self._names[name] = ast.unparse(self._in_values(value))
             case ast.Name(name), ast.Call(ast.Attribute()):
                 call = self._in_values(value)
@@ -205,7 +232,11 @@ class _Reader:
         pointers: list[str | None] = []
         function: Any = None
         if kernel is not None:
-            if len(call.args) != len(kernel.parameters) or call.keywords:
+            keywords = ["stream"] if kernel.triton else []
+            if (
+                len(call.args) != len(kernel.parameters)
+                or [k.arg for k in call.keywords] != keywords
+            ):
                 raise unknown(call)
             for argument, (parameter, const) in zip(
                 call.args, kernel.parameters, strict=True
@@ -248,12 +279,12 @@ class _Reader:
             paths = [] if result is None else [f"[{i}]" for i in items] or [""]
             results = [*made, *(items.values() or ([result] if result else []))]
             texts = [
-                _Text(self._allocated, call, operands, made, paths, into)
+                _Text(self._allocated, call, operands, made, paths, into, self._gpu)
                 for into in (False, True)
             ]
             functions = [t.function(self._space, kernel) for t in texts]
             return KernelLine(
-                name,
+                name.removesuffix(".run"),
                 operands,
                 results,
                 layouts,
@@ -294,7 +325,10 @@ class _Reader:
         except ValueError as e:
             raise unknown(call) from e
         dtype = getattr(torch, call.args[2].attr)
-        return Layout(tuple(shape), tuple(stride), dtype, 0, torch.device("cpu"))
+        device = torch.device("cpu")
+        if _ALLOCATE[call.func.id] == "cuda":
+            device = torch.device("cuda", self._gpu or 0)
+        return Layout(tuple(shape), tuple(stride), dtype, 0, device)
 
 
 @dataclass(frozen=True)
@@ -307,6 +341,7 @@ class _Text:
     made: Sequence[str]
     paths: Sequence[str]
     into: bool
+    gpu: int | None
 
     def function(self, space: dict[str, Any], kernel: Kernel | None) -> Any:
         """Compile the function; equal lines have equal names, for remembered plans."""
@@ -334,6 +369,9 @@ class _Text:
         parameters += ["*", "out"] if self.into else []
         if results:
             body.append(f"return {', '.join(results)}")
+        if self.gpu is not None:
+            guard = f"with torch.cuda._DeviceGuard({self.gpu}):"
+            body = [guard, *(f"    {line}" for line in body)]
         source = f"def line({', '.join(parameters)}):\n    " + "\n    ".join(body)
         key = source if kernel is None else source + kernel.source
         digest = hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -406,7 +444,7 @@ def _is_whole(argument: ast.expr) -> bool:
 
 
 def _kernels_of(tree: ast.Module) -> dict[str, Kernel]:
-    """Return the C++ kernels that a module defines, by name."""
+    """Return the kernels that a module defines, by what a call names."""
     found = {}
     for node in tree.body:
         match node:
@@ -421,7 +459,30 @@ def _kernels_of(tree: ast.Module) -> dict[str, Kernel]:
                 words = [p.split()[-1].lstrip("*") for p in head.group(1).split(",")]
                 kinds = [t.startswith("const") for t in ast.literal_eval(types)]
                 found[name] = Kernel(text, list(zip(words, kinds, strict=True)))
+            case ast.Assign(
+                [ast.Name(name)],
+                ast.Call(ast.Attribute(attr="triton"), [_, ast.Constant(str(text))]),
+            ):
+                if (kernel := _triton_kernel(text)) is not None:
+                    found[f"{name}.run"] = kernel
     return found
+
+
+def _triton_kernel(source: str) -> Kernel | None:
+    """Return a Triton kernel; None if its pointers do not tell their direction."""
+    signature = re.search(r"'signature': (\{.*?\})", source)
+    head = re.search(r"^def \w+\((.*)\):$", source, re.MULTILINE)
+    if signature is None or head is None:
+        return None
+    kinds = ast.literal_eval(signature.group(1))
+    parameters = []
+    for name in head.group(1).split(", "):
+        if ":" in name:  # the size of a block, which Triton chooses
+            continue
+        if kinds[name].startswith("*") and not _POINTER.fullmatch(name):
+            return None
+        parameters.append((name, not name.startswith(("in_out_ptr", "out_ptr"))))
+    return Kernel(source, parameters, triton=True)
 
 
 def _written_arguments(call: ast.Call, function: Any) -> Sequence[ast.expr] | None:
