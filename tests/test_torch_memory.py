@@ -324,3 +324,37 @@ def test_a_study_for_another_device_has_no_kernel_that_only_the_cpu_has():
     assert kernels("cpu") == {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
     assert not kernels("h200")
     assert torch._C._get_mkldnn_enabled() == enabled
+
+
+class Masked(nn.Module):
+    """Attention with a mask, of an input that was rounded to eight bits."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 1)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        x = x.to(torch.float8_e4m3fn).to(self.out.weight.dtype)
+        q, k, v = self.qkv(x).unflatten(-1, (2, 24)).transpose(1, 2).chunk(3, -1)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.bfloat16])
+def test_attention_with_a_mask_and_short_types_are_studied(kind):
+    whole = torch.float32 if kind is torch.bool else kind
+    model = Masked(torch.ones(8, 8).tril().to(kind)).to(whole)
+    batch = torch.randn(4, 8, 16), torch.randn(4, 8, 1, dtype=whole)
+    study = mt.memory(model, functional.mse_loss, batch, adamw(model), device=H200)
+    assert 0 < study.least_budget <= study.unlimited_bytes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
+def test_a_part_that_is_compiled_in_place_is_captured_as_it_is_written():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    batch = torch.randn(4, 8), torch.randn(4, 1)
+    plain = mt.memory(model, functional.mse_loss, batch, adamw(model), device=H200)
+    model[0].compile()
+    found = mt.memory(model, functional.mse_loss, batch, adamw(model), device=H200)
+    assert found.least_budget == plain.least_budget

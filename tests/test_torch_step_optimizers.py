@@ -134,3 +134,16 @@ def test_one_that_takes_sparse_gradients_alone_is_refused_by_name():
     model, optimizer, x, y = built(optim.SparseAdam)
     with pytest.raises(UnsupportedError, match=r"SparseAdam.*dense gradients"):
         mt.train_step(model, functional.mse_loss, optimizer)(x, y)
+
+
+def test_momentum_of_a_parameter_of_a_class_of_its_own_is_a_plain_tensor():
+    class Named(torch.Tensor):
+        pass
+
+    model = nn.Linear(4, 2)
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Named))
+    own = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = mt.train_step(model, functional.mse_loss, own, cache=None)
+    step(torch.randn(3, 4), torch.randn(3, 2))
+    kinds = {type(own.state[p]["momentum_buffer"]) for p in model.parameters()}
+    assert kinds == {torch.Tensor}

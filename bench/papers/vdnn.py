@@ -8,6 +8,10 @@ holds x, dy and dx, a pooling also y, and what the window search brings back mea
 an in-place rectification is a moment of its own, before its layer's, with y and dy. The
 softmax is a moment at the turn; the first layer makes no dx. The average is over all
 moments. Which moments there are is our reading: the paper gives sums, not steps.
+
+Which AlexNet and OverFeat vDNN was evaluated on is not known for sure, so two AlexNets
+stand here. Rectifications in place hold no feature map; local response normalization is
+left out.
 """
 
 from collections import Counter

@@ -63,7 +63,6 @@ class Rewritten:
         graph: The rematerialized graph with in-place results.
         profile: Costs of that graph.
         uses: Uses of its storages.
-        idle: Uses with gaps, and the gaps, of all movable storages.
         changes: Change of bytes in use at every node without offload (`changes_of`).
         swaps: Gaps over which storages are offloaded.
         away: Host-resident parameters and state.
@@ -72,7 +71,6 @@ class Rewritten:
     graph: Graph
     profile: Profile
     uses: Mapping[str, Use]
-    idle: Sequence[tuple[Use, Sequence[tuple[int, int]]]]
     changes: Sequence[int]
     swaps: Swaps
     away: frozenset[str] = frozenset()
@@ -294,10 +292,11 @@ class Rewriter:
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self._rematerialize = Rematerializer(graph)
-        self._touches: Touches | None = None
         self._profile = without_others(profile, graph)
         self._own_ms = sum(self._profile.node_ms.values())
+        self._small = _small_bytes(graph)
         self._last: tuple[object, Rewritten] | None = None
+        self._latest: tuple[object, _Rematerialized] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
         self._known: OrderedDict[frozenset[tuple[str, Residency]], _Rematerialized] = (
             OrderedDict()
@@ -317,7 +316,7 @@ class Rewriter:
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         ready = self._rematerialized(residency).rewritten
-        swaps = _swaps(ready, residency, hosted)
+        swaps = _swaps(ready, residency, hosted, self._small)
         away = (hosted or frozenset()) - ready.graph.immovable
         found = replace(ready, swaps=swaps, away=away)
         self._last = key, found
@@ -353,22 +352,33 @@ class Rewriter:
         return self._own_ms + self._rematerialized(residency).copies_ms
 
     def _rematerialized(self, residency: Mapping[str, Residency]) -> "_Rematerialized":
-        unsaved = self._rematerialize.unsaved - self._rematerialize.saved
+        # A trial asks for its compute time first, and then for the rewritten step.
+        if self._latest is not None and self._latest[0] == residency:
+            return self._latest[1]
         again = frozenset(
             (name, choice)
             for name, choice in residency.items()
-            if choice in RECOMPUTED or name in unsaved
+            if choice in RECOMPUTED or name in self._unsaved
         )
         if again not in self._known:
             graph, changes = self._rematerialize.rewrite(dict(again))
-            self._touches = self._touches or Touches(self._rematerialize.graph)
             self._known[again] = _Rematerialized(
                 graph, self._profile, changes, self._touches
             )
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
+        self._latest = dict(residency), self._known[again]
         return self._known[again]
+
+    @cached_property
+    def _unsaved(self) -> frozenset[str]:
+        """Forward results that no backward node reads."""
+        return self._rematerialize.unsaved - self._rematerialize.saved
+
+    @cached_property
+    def _touches(self) -> Touches:
+        return Touches(self._rematerialize.graph)
 
 
 class _Rematerialized:
@@ -400,13 +410,10 @@ class _Rematerialized:
                 self.graph, changes.copies, changes.rebound
             )
         final, uses = in_place_with_uses(self.graph, touched)
-        fixed = final.immovable
-        idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
             uses=uses,
-            idle=[(u, gaps) for u, gaps in idle if u.storage not in fixed],
             changes=changes_of(uses.values(), len(final.nodes)),
             swaps={},
         )
@@ -416,8 +423,12 @@ def _swaps(
     ready: Rewritten,
     residency: Mapping[str, Residency],
     hosted: frozenset[str] | None,
+    small: float,
 ) -> Swaps:
-    """Return the gaps over which residencies offload storages."""
+    """Return the gaps over which residencies offload storages.
+
+    Parameters and state of fewer than `small` bytes stay unless they are named.
+    """
     graph = ready.graph
     forward = [node.phase is Phase.FORWARD for node in graph.nodes]
     chosen = {
@@ -427,10 +438,9 @@ def _swaps(
     }
     others = residency.get(EVERYTHING, Residency.KEEP)
     persistents = residency.get(PERSISTENTS, Residency.KEEP)
-    everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
-    small = min(SMALL, everything / 1024)
+    fixed = graph.immovable
     found = {}
-    for use, gaps in ready.idle:
+    for use in ready.uses.values():
         storage, nbytes, _, _, period = use
         if not period:
             choice = chosen.get(storage, others)
@@ -439,9 +449,17 @@ def _swaps(
             choice = chosen.get(storage, default)
         else:
             choice = Residency.PAGE if storage in hosted else Residency.KEEP
-        if choice in _LEAVING and (over := _leaves_over(use, gaps, choice, forward)):
+        if choice not in _LEAVING or storage in fixed or not (gaps := use.gaps()):
+            continue
+        if over := _leaves_over(use, gaps, choice, forward):
             found[storage] = over
     return found
+
+
+def _small_bytes(graph: Graph) -> float:
+    """Return the bytes below which parameters and state are not worth offloading."""
+    everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
+    return min(SMALL, everything / 1024)
 
 
 def _leaves_over(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
@@ -267,7 +268,10 @@ def make_state(
         if not isinstance(optimizer, torch.optim.SGD) or group["dampening"]:
             continue
         if group["momentum"] and optimizer.state[parameter].get(_MOMENTUM) is None:
-            optimizer.state[parameter][_MOMENTUM] = torch.zeros_like(parameter.detach())
+            value = parameter.detach()
+            if not is_traceable_wrapper_subclass(value):
+                value = value.as_subclass(torch.Tensor)  # as gradients are
+            optimizer.state[parameter][_MOMENTUM] = torch.zeros_like(value)
 
 
 class UnusedState:
