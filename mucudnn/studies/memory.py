@@ -559,7 +559,11 @@ class MemoryTrials:
             return
         for batch in batches_to_compare(most):
             self._say(f"the throughput at batch {batch}", 0, 1)
-            found = self._fastest_of(self._costed.timed_at(batch, self._budget))
+            try:
+                forms = self._costed.timed_at(batch, self._budget)
+            except PlanningError:  # too large to be divided into micro-batches
+                continue
+            found = self._fastest_of(forms)
             if found is not None:
                 self._by_batch[batch] = found
 
