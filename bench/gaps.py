@@ -2,14 +2,11 @@
 
 Beside our plan are those of five rivals under the same budget: checkpointing every
 block, some blocks or all but expensive operations, offloaded checkpoints, and PyTorch's
-knapsack.
+knapsack. Whole steps, estimated for an H200. The bound is a relaxation's: where it is
+not reached, either the plan could be faster or the bound is too low.
 
-Whole steps, estimated for an H200. Budgets lie between the least that works and what
-the step takes with all the memory it could use. The bound is a relaxation's: where it
-is not reached, either the plan could be faster or the bound is too low.
-
-All of it takes 7 minutes of a core. `python -m bench.gaps MODEL … --out FILE` plans
-some of the networks, and adds their rows to those that a file has, after each.
+`python -m bench.gaps MODEL … --out FILE` plans some of the networks, and adds their
+rows to those that a file has, after each.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def run() -> dict[str, Any]:
     """Time everything. Ready for JSON."""
     torch_rows: list[dict[str, Any]] = []
     guards: list[dict[str, Any]] = []
-    with _no_collection():
+    with no_collection():
         rows = [_conv2d(parts) for parts in _PARTS]
         if importlib.util.find_spec("torch") is not None:
             import torch
@@ -99,7 +99,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep the garbage collector from running within."""
     collecting = gc.isenabled()
     gc.disable()

@@ -6,13 +6,13 @@ calls of the planned program from a list, with everything made ahead. All take t
 one process, and the processor's time is taken, since others may be at work beside.
 """
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from bench.overhead import no_collection
 from bench.table import render
 from mucudnn.torch.execution.program import bind
 
@@ -174,18 +174,13 @@ def _calls(segment: Any, given: list[Any]) -> list[tuple[Any, Any, Any]]:
 
 def _least_ms(runners: dict[str, Callable[[], object]]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runners}
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with no_collection():
         for _ in range(_ROUNDS):
             for name, runner in runners.items():
                 runner()  # caches as its own last step leaves them
                 start = time.process_time()
                 runner()
                 times[name].append(time.process_time() - start)
-    finally:
-        if collecting:
-            gc.enable()
     return {name: 1e3 * min(found) for name, found in times.items()}
 
 

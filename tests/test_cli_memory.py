@@ -184,7 +184,7 @@ def test_a_recording_that_is_no_use_is_one_line(recording, tmp_path):
         (("alexnet", *NULL, "--recording", recording), "none of this step's 14"),
         (
             ("lenet", "--device", "cpu", "--recording", recording),
-            "is for a device that is estimated, and --device cpu is measured",
+            "is for estimated devices, and --device cpu is measured",
         ),
     ):
         result = run(*args)
@@ -284,7 +284,7 @@ def test_each_precision_takes_its_peak_of_the_device_in_any_case():
     assert ms("--device", "H200", "--precision", "bfloat16") < 0.7 * ms()
     none = run("lenet", "--device", "p100", "--precision", "bfloat16")
     assert none.exit_code == ExitCode.BAD_INPUT
-    assert "a convolution is in bfloat16" in none.stderr
+    assert "a convolution computes in bfloat16" in none.stderr
 
 
 def test_a_largest_batch_is_an_answer_and_none_is_not():

@@ -87,7 +87,10 @@ def test_nothing_is_suggested_where_nothing_is_near(message):
         (["cache", "import", "torn.json.gz"], "torn.json.gz"),
         (["tune", "."], "nor a file"),
         (["memory", "lenet", "--recording", "."], "cannot be read"),
-        (["memory", "lenet", "--device", "cpu", "--split", "2"], "is estimated"),
+        (
+            ["memory", "lenet", "--device", "cpu", "--split", "2"],
+            "is for estimated devices",
+        ),
     ],
     ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
 )

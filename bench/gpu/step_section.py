@@ -256,7 +256,7 @@ class Section:
     def _wait(self) -> Callable[[], Any]:
         import torch
 
-        return torch.cuda.synchronize if self._device == "cuda" else _nothing
+        return torch.cuda.synchronize if self._device == "cuda" else lambda: None
 
     def _ours(self, tuner: Tuner, replay: bool) -> Any:
         begun = time.monotonic()
@@ -274,7 +274,7 @@ class Section:
         begun = time.monotonic()
         step()
         facts = {"planning_s": time.monotonic() - begun}
-        return step, facts, _nothing
+        return step, facts, lambda: None
 
 
 class _Loss:
@@ -295,10 +295,6 @@ def _host_ms(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
     ms = 1e3 * (time.perf_counter() - begun)
     wait()
     return ms
-
-
-def _nothing() -> None:
-    pass
 
 
 def main() -> int:

@@ -340,16 +340,12 @@ def row(network: Network, batch: int) -> dict[str, object]:
         "image": network.data[1],
         "layers": len(network.layers),
         "tensors": len(way.sizes),
-        "parameters": network.parameters,
         "baseline_mib": sum(way.sizes.values()) * scale,
         "liveness_mib": mib["liveness"],
-        "liveness_step": worst + 1,
         "liveness_live_tensors": curves["liveness"].live[worst],
-        "offload_mib": mib["offload_prefetch"],
         "offload_prefetch_mib": mib["offload_prefetch"],
         "offload_on_demand_mib": mib["offload_on_demand"],
         **recomputed,
-        "largest_layer_mib": way.largest_layer * scale,
         "conv_output_mib": scale
         * sum(
             way.sizes[layer.outputs[0]]
