@@ -99,7 +99,7 @@ def check_refusal(tuner, spec, least, policy):
     """Check that a trainer names the study's least budget where it has less."""
     with pytest.raises((PlanningError, OutOfMemoryError)) as refused:
         trained(tuner, spec, least // 2, policy)
-    assert f"({least} bytes) will do" in str(refused.value) or (
+    assert f"({least} bytes) is enough" in str(refused.value) or (
         refused.value.least_bytes == least
     )
 

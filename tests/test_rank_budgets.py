@@ -53,10 +53,10 @@ def together(name, each, **options):
 
 
 def least_bytes(name, samples):
-    """What will do for a step of so many samples, whatever is measured."""
+    """What is enough for a step of so many samples, whatever is measured."""
     with tuner_of() as tuner, pytest.raises(MucudnnError) as refused:
         trainer_of(network(name, samples), tuner, budget="1KiB")
-    return int(re.findall(r"(\d+) bytes\) will do", str(refused.value))[0])
+    return int(re.findall(r"(\d+) bytes\) is enough", str(refused.value))[0])
 
 
 def agree(found, steps, state, close=CLOSE):

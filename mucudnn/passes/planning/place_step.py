@@ -162,7 +162,7 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
     nbytes = _smallest(request).nbytes
     if nbytes <= error.least_bytes:
         return error
-    remedy = f"with places for all of it {exact_bytes(nbytes)} will do"
+    remedy = f"with places for all tensors {exact_bytes(nbytes)} is enough"
     words = budget_error(error.node, error.least_bytes, request.budget, remedy)
     return PlanningError(
         str(words),

@@ -142,7 +142,7 @@ class _BoundedStep:
                 measuring_bytes(self.tuner.backend, final), self._least_by_sizes()
             )
             words = exact_bytes(least + self.beside)
-            raise type(e)(f"{e}; for all of the step {words} will do") from e
+            raise type(e)(f"{e}; for the whole step {words} is enough") from e
 
     def _with_input_buffers(
         self, request: StepRequest, placed: PlacedStep
