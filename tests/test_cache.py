@@ -299,7 +299,7 @@ def test_a_bad_import_imports_nothing(cache, tmp_path):
     for name, data, message in (
         ("cut.json", good[:-9], "line"),
         ("cut.json.gz", zipped[:-9], "damaged gzip"),
-        ("other.json", b'{"rows": []}', "no recording"),
+        ("other.json", b'{"rows": []}', "not a recording"),
         ("new.json", good.replace(b'"schema": 2', b'"schema": 3'), "schema is 3"),
         ("row.json", good.replace(b'"GEMM"', b"5"), r"rows\[1\].algo: 5"),
     ):
@@ -443,7 +443,7 @@ def drop_table(file):
 def test_a_damaged_file_is_set_aside(file, ruin):
     ruin(file)
     before = file.read_bytes()
-    with pytest.warns(CacheWarning, match="anew") as caught, BenchmarkCache(file) as c:
+    with pytest.warns(CacheWarning, match="a new") as caught, BenchmarkCache(file) as c:
         assert_works(c, file)
     assert len(caught) == 1
     (kept,) = aside(file, "corrupt")
@@ -462,7 +462,7 @@ def test_damaged_pages_are_found_when_a_file_is_opened(file):
     for page in range(root - 1, len(data) // size):
         data[page * size : (page + 1) * size] = b"\xff" * size
     file.write_bytes(data)
-    with pytest.warns(CacheWarning, match="anew.*none of its rows") as caught:
+    with pytest.warns(CacheWarning, match="starting a new.*none of its rows") as caught:
         cache = BenchmarkCache(file)
     with cache:
         assert cache.get(GPU, PROBLEM) == ()
@@ -596,7 +596,7 @@ def older_schema(file):
 def test_what_a_newer_version_wrote_stays_where_it_is(file):
     newer_schema(file)
     before = file.read_bytes()
-    with pytest.warns(CacheWarning, match="newer version .* stays") as caught:
+    with pytest.warns(CacheWarning, match="newer version .* not changed") as caught:
         cache = BenchmarkCache(file)
     with cache:
         assert_works(cache, None)
@@ -608,7 +608,7 @@ def test_what_a_newer_version_wrote_stays_where_it_is(file):
 @pytest.mark.parametrize("make", [foreign_tables, foreign_application, older_schema])
 def test_a_foreign_database_is_kept_whole(file, make):
     make(file)
-    with pytest.warns(CacheWarning, match="anew") as caught, BenchmarkCache(file) as c:
+    with pytest.warns(CacheWarning, match="a new") as caught, BenchmarkCache(file) as c:
         assert_works(c, file)
     assert len(caught) == 1
     (kept,) = aside(file, "foreign")
@@ -620,7 +620,7 @@ def test_a_foreign_database_is_kept_whole(file, make):
 def test_setting_aside_never_overwrites(file):
     for i in range(3):
         file.write_bytes(b"garbage %d" % i)
-        with pytest.warns(CacheWarning, match="anew"):
+        with pytest.warns(CacheWarning, match="a new"):
             BenchmarkCache(file).close()
         for name in (file, Path(f"{file}-wal"), Path(f"{file}-shm")):
             name.unlink(missing_ok=True)
@@ -641,7 +641,7 @@ def test_links_are_followed(file, tmp_path):
     with BenchmarkCache(file) as cache:
         assert len(cache.rows()) == 5
     file.write_bytes(b"garbage")
-    with pytest.warns(CacheWarning, match="anew"), BenchmarkCache(link) as cache:
+    with pytest.warns(CacheWarning, match="a new"), BenchmarkCache(link) as cache:
         assert_works(cache, file)
     assert link.is_symlink()
     assert [p.read_bytes() for p in aside(file, "corrupt")] == [b"garbage"]

@@ -111,7 +111,7 @@ def test_a_recording_of_other_things_is_refused(tmp_path):
         read_fronts([name], [problem(8, dilation=2)])
     empty = tmp_path / "empty.json"
     write_recording(empty, [])
-    with pytest.raises(ValueError, match=r"empty.json: none of .* of the 0 that"):
+    with pytest.raises(ValueError, match=r"empty.json: none of .* its 0 measured"):
         read_fronts([str(empty)], [problem(8)])
     with pytest.raises(BackendUnavailableError, match="gone"):
         read_fronts([str(tmp_path / "gone.json")], [problem(8)])

@@ -217,7 +217,7 @@ def test_a_name_that_is_no_text_is_damage(cache):
     raw = cache.read_bytes()
     assert raw.count(b"noise_ms REAL") == 1
     cache.write_bytes(raw.replace(b"noise_ms REAL", b"noise_\xff\xfe REAL"))
-    with pytest.warns(CacheWarning, match="anew"):
+    with pytest.warns(CacheWarning, match="a new"):
         found = BenchmarkCache(cache)
     with found:
         assert found.path == cache
@@ -236,7 +236,7 @@ def test_a_name_that_is_no_text_is_damage(cache):
 )
 def test_other_tables_than_ours_are_set_aside(cache, statement):
     change(cache, statement)
-    with pytest.warns(CacheWarning, match="anew"), BenchmarkCache(cache) as found:
+    with pytest.warns(CacheWarning, match="a new"), BenchmarkCache(cache) as found:
         assert found.path == cache
     assert len([*cache.parent.glob("*.corrupt-*")]) == 1
 

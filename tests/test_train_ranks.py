@@ -49,7 +49,7 @@ def test_a_rank_takes_no_more_than_fits_its_budget():
 
 def test_what_fits_no_processes_together_is_refused():
     other = StepTable("cpu", (StepPoint(1, 1.0), StepPoint(4, 4.0)))
-    with pytest.raises(BadInputError, match="take 7 images a step, not 12; --split"):
+    with pytest.raises(BadInputError, match="7 images a step, not 12; try --split"):
         Group(Pair(other)).shares("auto", 12, steps(1.0, 3))
     with pytest.raises(PlanningError, match="1 do not fit"):
         Group(Pair(other)).shares("auto", 12, steps(1.0, 0))

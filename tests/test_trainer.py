@@ -204,7 +204,7 @@ def test_settings_that_there_are_not(options):
 
 
 def test_evaluation_needs_its_graph():
-    with pytest.raises(ValueError, match="no graph for evaluation"):
+    with pytest.raises(ValueError, match="no evaluation graph"):
         trainer(evaluate=False).evaluate(Epochs(8, 8))
 
 
@@ -503,7 +503,7 @@ def test_images_that_cannot_be_answered(images, error, message):
 
 
 def test_answers_need_the_graph_for_evaluation():
-    with pytest.raises(ValueError, match="no graph for evaluation"):
+    with pytest.raises(ValueError, match="no evaluation graph"):
         trainer(evaluate=False).predict(np.zeros((1, 2, 6, 6)))
 
 
