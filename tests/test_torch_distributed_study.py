@@ -111,7 +111,7 @@ def test_the_fastest_way_that_fits_is_named(study):
     [
         ({"mesh": (2, 4)}, "2 dimensions; only one is supported"),
         ({"mesh": (2,), "device": "cpu"}, "published link rates"),
-        ({"mesh": (2,), "split": "auto"}, "whole steps"),
+        ({"mesh": (2,), "split": "auto"}, "cannot be combined"),
         ({"mesh": (0,)}, "mesh must be at least 1"),
         ({"mesh": (2,), "shard": "zero"}, "fsdp2, ddp"),
     ],

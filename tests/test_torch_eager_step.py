@@ -302,8 +302,8 @@ def test_a_scaler_and_a_closure_are_refused_in_our_words(optimizer_of):
     step = mt.train_step(
         model, functional.mse_loss, optimizer, scaler=scaler, cache=None
     )
-    with pytest.raises(UnsupportedError, match="takes a closure"):
+    with pytest.raises(UnsupportedError, match="needs a closure"):
         step(*batch)
     settings, given = StepSettings(scaler=scaler), Batch.of(batch, {})
-    with pytest.raises(UnsupportedError, match="takes a closure"):
+    with pytest.raises(UnsupportedError, match="needs a closure"):
         run_eager_step(model, functional.mse_loss, optimizer, given, settings)

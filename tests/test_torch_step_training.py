@@ -222,7 +222,7 @@ def test_a_batch_has_many_forms():
     assert without.item() != second  # what is no tensor has a plan for each value
     with pytest.raises(TypeError, match=r"torch\.tensor\(number\)"):
         step(x=x, other=other, labels=3.0)
-    with pytest.raises(TypeError, match="with a batch"):
+    with pytest.raises(TypeError, match="without a batch"):
         step()
 
 
