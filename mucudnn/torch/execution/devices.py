@@ -13,7 +13,7 @@ from mucudnn.torch.execution.cuda_copies import StreamCopies
 from mucudnn.torch.lowering.lowered import Layout
 
 DEVICES = ("cpu", "cuda")
-"""Types of devices that programs run on; CUDA's no test has run on a GPU yet."""
+"""Types of devices that programs run on."""
 
 
 class OffloadedStorage(Protocol):
