@@ -418,6 +418,18 @@ def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation(
         assert step(*batch).is_cuda
 
 
+def test_a_parameter_that_kernels_cannot_read_is_named(empty_kernels):
+    model, *batch = case("dense")
+    first = model[0].bias
+    flat = torch.zeros(len(first) + 1, device="cuda")
+    model[0].bias = nn.Parameter(flat[1:])
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    with pytest.warns(UserWarning, match=r"begins 4 bytes into its storage.*clone"):
+        step(*batch)
+    assert not step.plan.kernels
+
+
 def test_compiled_steps_are_eagers_at_every_budget(recomputing):
     """Triton's kernels: batch norm with its statistics, pooling, reductions."""
     with fakecuda.KernelsOnHost(), triton_kernels.on_host() as ran:

@@ -321,7 +321,7 @@ class MemoryTrials:
 
     @property
     def _fastest_policies(self) -> Sequence[str]:
-        """The planner's own search if it is asked for, which is the fastest; or all."""
+        """Policies that may be fastest: `planned` alone if requested, otherwise all."""
         return [PLANNED] if PLANNED in self._policies else list(self._policies)
 
     def _try_techniques(self) -> None:

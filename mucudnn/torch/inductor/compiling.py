@@ -42,10 +42,8 @@ from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 _LARGE = 1 << 17
 """Bytes that a kernel's loops read and write from which on no other loop joins them."""
 
-_PLACES_OF_MAXIMA = (
-    inductor_prims._low_memory_max_pool_offsets_to_indices,
-    torch.ops.prims._low_memory_max_pool_offsets_to_indices.default,
-)
+_PLACES_OF_MAXIMA = inductor_prims._low_memory_max_pool_offsets_to_indices
+"""Takes places in pooling windows, and the windows' sizes."""
 
 SETTINGS: Mapping[str, Any] = {
     "inplace_buffers": False,
@@ -298,7 +296,7 @@ def _middle_of_windows(joint: torch.fx.GraphModule) -> int | None:
     """
     places = set()
     for node in joint.graph.nodes:
-        if node.target in _PLACES_OF_MAXIMA:
+        if node.target is _PLACES_OF_MAXIMA:
             place = 0
             for size in node.args[1]:
                 place = place * size + size // 2

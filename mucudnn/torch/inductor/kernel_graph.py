@@ -42,6 +42,9 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _PLACES = (0, 4, 12, 24, *range(1, 127))
 """Places in a pooling window: its first, the middles of square ones, and all others."""
 
+_ALIGNED = 16
+"""Bytes to a multiple of which kernels for CUDA expect parameters to be aligned."""
+
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -112,10 +115,7 @@ class KernelGraph:
         name = f"{'fb'[phase is Phase.BACKWARD]}{len(self.nodes)}.{line.name}"
         for value in line.operands:
             if value not in self.tensors:  # read before anything is written to it
-                raise NotCompiledError(
-                    "the reader of Inductor's wrapper does not "
-                    f"know this result: {value}"
-                )
+                raise _unknown_result(value)
         sizes = {v: self.tensors[v].nbytes for v in line.operands}
         if any(self.tensors[v].role is Role.STATE for v in line.changes):
             raise NotCompiledError(f"kernel {line.name} of Inductor writes to an input")
@@ -291,18 +291,12 @@ class KernelGraph:
             return expression
         of = next((w for w in expression.split("(")[1:2]), "").split(",")[0]
         if not expression.startswith("reinterpret_tensor(") or of not in self.tensors:
-            raise NotCompiledError(
-                "the reader of Inductor's wrapper does not know "
-                f"this result: {expression}"
-            )
+            raise _unknown_result(expression)
         try:
             arguments = eval(f"({expression.partition(',')[2][:-1]})", {})
             shape, stride, offset = arguments
         except Exception as e:
-            raise NotCompiledError(
-                "the reader of Inductor's wrapper does not know this result: "
-                f"{expression}"
-            ) from e
+            raise _unknown_result(expression) from e
         base = self.layouts[of]
         name = f"{of}_view{len(self.nodes)}"  # a word in other wrappers
         self.tensors[name] = TensorSpec(
@@ -321,6 +315,12 @@ class KernelGraph:
             )
         )
         return name
+
+
+def _unknown_result(expression: str) -> NotCompiledError:
+    return NotCompiledError(
+        f"the reader of Inductor's wrapper does not know this result: {expression}"
+    )
 
 
 @dataclass(frozen=True)
@@ -402,6 +402,13 @@ def lower_passes(
     ]
     for device in {layout.device for layout in layouts}:
         check_compiler(device)
+    for node, layout in zip(first, layouts, strict=True):
+        start = layout.offset * layout.dtype.itemsize
+        if node in passes.static and layout.device.type == "cuda" and start % _ALIGNED:
+            raise NotCompiledError(
+                f"a parameter or buffer ({node.name}) begins {start} bytes into its "
+                f"storage, which is not a multiple of {_ALIGNED}; clone it"
+            )
     if (key := passes.key(layouts)) not in graph.compiled:
         joint = traced_joint(passes, layouts, len(passes.gradients))
         names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
