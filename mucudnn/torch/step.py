@@ -205,9 +205,9 @@ def train_step(
         clip_norm: As `torch.nn.utils.clip_grad_norm_` over all gradients.
         clip_value: As `torch.nn.utils.clip_grad_value_`; applied before `clip_norm`.
         scaler: Used as a loop with `scale`, `unscale_`, `step` and `update` uses it.
-        split: Whether the step runs in slices, one after another, to lower the peak:
-            "none"; "auto" for the fastest predicted number; a number of parts of the
-            batch for the largest layers; "height" for strips of images or volumes, or
+        split: Whether the step runs in parts, one after another, to lower the peak:
+            "none"; "auto" for the fastest predicted number; a number of micro-batches
+            of the largest layers; "height" for spatial tiles of images or volumes, or
             "height:4" for four. Gradients are those of the whole batch, up to the order
             of sums.
         max_plans: Number of plans to keep; the least recently used plan is dropped.

@@ -92,7 +92,7 @@ class Cutting:
     def __str__(self) -> str:
         if self.parts == 1:
             return "whole"
-        name = f"{self.parts} {'parts' if self.along == BATCH else 'strips'}"
+        name = f"{self.parts} {'parts' if self.along == BATCH else 'tiles'}"
         return f"{name} throughout" if self.throughout else name
 
     def like(self, other: "Cutting") -> bool:
