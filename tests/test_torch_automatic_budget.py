@@ -127,7 +127,7 @@ def test_half_the_memory_of_an_lstm():
 def test_compilation_is_the_last_resort(exact, monkeypatch):
     plan_program = automatic_budget.plan_program
 
-    def refused(step, options, budget=math.inf):
+    def refused(step, options, budget=math.inf, **more):
         """As if nothing but compiled kernels fitted."""
         if options.inductor or math.isinf(budget):
             return plan_program(step, options, budget)

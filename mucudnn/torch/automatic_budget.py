@@ -155,7 +155,7 @@ class AutomaticBudget:
             if compiles and (found or not near):
                 continue
             try:
-                program = plan_program(step, way.options, limit)
+                program = plan_program(step, way.options, limit, advise=False)
             except PlanningError as e:
                 if e.least_bytes is not None:
                     least.append((e.least_bytes, way.names, e.node or ""))

@@ -60,6 +60,7 @@ class _Layers(GraphRewriter):
             results = dict(zip(call.results, node.outputs, strict=True))
             workspace = results.pop(_WORKSPACE)
             if workspace in self._spare:
+                del self.tensors[workspace], self.layouts[workspace]
                 self.calls[node.name] = replace(call, results=tuple(results))
                 kept = tuple(results.values())
                 self.nodes.append(replace(node, op=_CUT_LAYER, outputs=kept))
