@@ -28,7 +28,7 @@ def run(algorithm, problem, a, b, workers=WORKERS[2]):
         np.moveaxis(t, -1, 1) if problem.layout == "NHWC" else t for t in (a, b, out)
     ]
     workspace = buffer[start : start + nbytes]
-    kernel.run(*logical, workspace, workers, False)
+    kernel.run(logical, workspace, workers, False)
     return out
 
 

@@ -35,7 +35,7 @@ def run(problem, a, b, out=None, crew=CREW):
     buffer = np.full(nbytes + 64, 0xFF, np.uint8)
     workspace = buffer[-buffer.ctypes.data % 64 :][:nbytes]
     arrays = [logical(array, problem) for array in (a, b, out)]
-    kernel.run(*arrays, workspace, crew, accumulate)
+    kernel.run(arrays, workspace, crew, accumulate)
     return out
 
 
@@ -168,7 +168,7 @@ def test_allocates_little_however_many_samples_there_are():
     workspace = np.empty(kernel.nbytes + 64, np.uint8)
     workspace = workspace[-workspace.ctypes.data % 64 :]
     tracemalloc.start()
-    kernel.run(a, b, out, workspace, CREW, False)
+    kernel.run((a, b, out), workspace, CREW, False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 10
