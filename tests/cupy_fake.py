@@ -10,14 +10,17 @@ import contextlib
 import ctypes
 import itertools
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 
+from mucudnn.backends.cuda.kernels import bind
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from tests.cuda_emulator import GOOD, WRONG, compiled
 from tests.cupy_capture import CAPTURED, Captured, CUDARuntimeError
 
-__all__ = ["CAPTURED", "CUDARuntimeError", "StrictArray", "StrictCupy"]
+__all__ = ["CAPTURED", "CUDARuntimeError", "StrictArray", "StrictCupy", "on_cupy"]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _PTX = {  # what a C++ compiler knows by another name
@@ -388,6 +391,13 @@ class StrictCupy:
         start = found.ctypes.data
         self.pinned.append((start, start + found.nbytes))
         return found
+
+
+def on_cupy(monkeypatch, **options):
+    """The module, imported in place of CuPy, and our kernels on it."""
+    cupy = StrictCupy(**options)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return cupy, bind(CupyLauncher(lambda: None))
 
 
 def _whole(*values):

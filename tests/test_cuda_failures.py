@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -107,6 +108,7 @@ def test_a_workspace_one_byte_short_is_refused_before_the_call(algo, backend, li
     with pytest.raises(StepFailedError, match=f"needs {needed} bytes"):
         runner.run(work.a, work.b, work.out, short, False)
     assert library.executions == []
+    assert np.array_equal(work.out.host, work.before)
 
 
 def test_memory_that_runs_short_gives_smaller_parts(backend, library, caplog):

@@ -136,19 +136,6 @@ def test_another_workspace_is_another_call(backend, library):
         assert used == {work.workspace.data.ptr}
 
 
-@pytest.mark.parametrize("algo", ["eng1_k5=0", LEGACY[Direction.FORWARD]])
-def test_a_workspace_that_is_too_small_is_never_written(algo, backend, library):
-    problem = layer(2)
-    work, plan = Work(backend, problem), plan_of(backend, problem, (algo, 2))
-    needed = plan.steps[0].workspace
-    assert needed > 0
-    work.workspace = backend.device.allocate(needed - 1)
-    with pytest.raises(BackendError, match=f"needs {needed} bytes of workspace"):
-        work.run(backend.bind(plan))
-    assert not library.executions
-    assert np.array_equal(work.out.host, work.before)
-
-
 def test_addresses_remembered_are_bounded(backend, library):
     problem = layer(1)
     runner = backend.bind(plan_of(backend, problem, ("eng0", 1)))
