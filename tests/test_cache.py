@@ -133,12 +133,6 @@ def test_every_field_of_the_problem_counts(cache):
         assert cache.get(GPU, problem) == (perf(time_ms=float(i)),)
 
 
-def test_the_newest_wins(cache):
-    cache.put(GPU, PROBLEM, [perf(time_ms=1.0), FAILED])
-    cache.put(GPU, PROBLEM, [perf(time_ms=2.0), perf("FFT")])
-    assert cache.get(GPU, PROBLEM) == (perf("FFT"), perf(time_ms=2.0))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
 def test_a_time_must_be_a_time(cache, bad):
     with pytest.raises(ValueError, match="time_ms"):
