@@ -1,6 +1,5 @@
 """What a recording says of its devices, and how it gets into a file."""
 
-
 import pytest
 from hypothesis import given, strategies as st
 
