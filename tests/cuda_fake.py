@@ -1,7 +1,5 @@
 """A GPU without one: arrays with addresses, streams, graphs and a clock by hand."""
 
-from types import SimpleNamespace
-
 import numpy as np
 
 from mucudnn.backends import Backend
@@ -12,21 +10,13 @@ from mucudnn.backends.cuda.device import CudaDevice, Queue
 from mucudnn.errors import OutOfMemoryError
 from tests.cudnn_fake import FakeCudnn
 from tests.cudnn_kernel import window
+from tests.cupy_fake import StrictArray
 
 __all__ = ["FakeArray", "FakeCupy", "FakeDevice", "fake_backend"]
 
 
-class FakeArray:
-    """As much of a CuPy array as the library uses; `host` is its memory."""
-
-    def __init__(self, host):
-        self.host = host
-        self.shape, self.dtype, self.nbytes = host.shape, host.dtype, host.nbytes
-        self.data = SimpleNamespace(ptr=host.ctypes.data)
-        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
-
-    def __getitem__(self, key):
-        return FakeArray(self.host[key])
+class FakeArray(StrictArray):
+    """An array whose place in memory a test chooses."""
 
     @classmethod
     def of(cls, values, offset=0):
