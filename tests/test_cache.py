@@ -419,10 +419,21 @@ def truncate(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def drop_table(file):
-    some_rows(file)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("DROP TABLE perf")
+def altered(statement):
+    def ruin(file):
+        some_rows(file)
+        with contextlib.closing(sqlite3.connect(file)) as db:
+            db.execute(statement)
+
+    return ruin
+
+
+ALTERED = (
+    "DROP TABLE perf",
+    "DROP TABLE verdict",
+    "ALTER TABLE perf ADD COLUMN more TEXT",
+    "CREATE TRIGGER t AFTER INSERT ON perf BEGIN DELETE FROM perf; END",
+)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +442,7 @@ def drop_table(file):
         lambda file: file.write_bytes(b"\x07" * 3000),
         damage_header,
         truncate,
-        drop_table,
+        *map(altered, ALTERED),
     ],
 )
 def test_a_damaged_file_is_set_aside(file, ruin):
