@@ -28,6 +28,7 @@ from mucudnn.ir.conv import Direction
 from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
 from tests.cudnn_fake_maps import Maps
 from tests.cudnn_kernel import Convolution, Tensor
+from tests.cupy_fake import put
 
 __all__ = ["ENGINES", "Execution", "FakeCudnn"]
 
@@ -132,7 +133,6 @@ class FakeCudnn:
         self.objects = {}
         self.streams = {}
         self.clock_ms = 0.0
-        self.capturing = None
         self.lists = dict(LISTS)
         self._troubles = {}
         self._first = FirstApi(self)
@@ -414,14 +414,7 @@ class FakeCudnn:
             self.clock_ms += 0.01 + cost_ms * kernel.batch
             kernel.compute(pointers, workspace, beta)
 
-        self.put(work)
-
-    def put(self, work):
-        """Run it, or put it into the graph that is being captured."""
-        if self.capturing is None:
-            work()
-        else:
-            self.capturing.append(work)
+        put(work)
 
 
 def _snake(name):

@@ -20,6 +20,7 @@ from mucudnn.backends.cuda.libcudnn import (
 )
 from tests.cudnn_fake_legacy import StatusError
 from tests.cudnn_kernel import Tensor
+from tests.cupy_fake import put
 
 __all__ = ["Maps"]
 
@@ -248,7 +249,7 @@ class Maps:
             library.clock_ms += library.map_ms
             work()
 
-        library.put(run)
+        put(run)
 
 
 def _windows(rules, image, made):
