@@ -247,7 +247,7 @@ class StrictCupy:
         self.random = SimpleNamespace(default_rng=self._rng)
         runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
-            getDevice=lambda: self.device,
+            getDevice=lambda: getattr(self._here, "device", 0),
             getDeviceProperties=lambda device: {
                 "name": b"Strict",
                 "major": 9,
