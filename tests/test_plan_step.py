@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -13,7 +14,11 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.milp import exact
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import (
+    fastest_form,
+    minimum_budget,
+    plan_step,
+)
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import (
     POLICIES,
@@ -267,3 +272,53 @@ def test_unknown_names_are_refused():
         plan_step(StepRequest(graph, profile, budget=1e9, convolutions="x"))
     with pytest.raises(ValueError, match="fixed convolutions need their plans"):
         plan_step(StepRequest(graph, profile, budget=1e9, convolutions="fixed"))
+
+
+def timed(step_ms, own_ms):
+    """A plan of one node, as far as the choice of a form reads it; None: no fit."""
+    if step_ms is None:
+        return None
+    graph = SimpleNamespace(nodes=[SimpleNamespace(name=n) for n in ("conv", "conv~1")])
+    return SimpleNamespace(
+        prediction=SimpleNamespace(step_ms=step_ms),
+        profile=SimpleNamespace(node_ms={"conv": own_ms, "conv~1": own_ms}, fronts={}),
+        schedule=SimpleNamespace(graph=graph),
+    )
+
+
+@pytest.mark.parametrize(
+    ("forms", "chosen", "planned"),
+    [
+        ([(1.1, 1.0), (0.9, 0.9)], 0, 1),  # fast: nothing else is planned
+        ([(2.0, 1.0), (1.8, 1.2)], 1, 2),
+        ([(2.0, 1.0), (2.0, 1.2)], 0, 2),
+        ([(2.0, 1.0), (None, 0.0)], 0, 2),
+        ([(None, 0.0), (9.0, 1.2)], 1, 2),
+        ([(None, 0.0), (None, 0.0)], 1, 2),
+        ([], None, 0),
+    ],
+)
+def test_a_form_that_is_slow_is_compared_with_the_next(forms, chosen, planned):
+    asked = []
+
+    def results():
+        for i, form in enumerate(forms):
+            asked.append(i)
+            yield i, timed(*form)
+
+    found = fastest_form(results(), lambda result: result[1])
+    assert (found and found[0]) == chosen
+    assert len(asked) == planned
+
+
+def test_the_slowest_rank_decides_between_forms():
+    forms = [(1.1, 1.0), (1.2, 1.2)]
+    for others, chosen in (([(2.0, True), (1.5, False)], 1), ([(1.1, False)], 0)):
+        theirs = iter(others)
+
+        def agree(ms, slow, theirs=theirs):
+            other = next(theirs)
+            return max(ms, other[0]), slow or other[1]
+
+        found = fastest_form(range(len(forms)), lambda i: timed(*forms[i]), agree=agree)
+        assert found == chosen
