@@ -51,7 +51,7 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 
 Residencies = Mapping[str, Residency]
 
-_ROUNDS = ((6, 50), (2, 100), (1, 200))
+_ROUNDS = ((8, 40), (4, 60), (2, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
 
 _NODES = 300
