@@ -34,4 +34,4 @@ print(f"weights and their state: {state / 2**20:.1f} MiB")
 print(f"a step without a budget: {whole.peak_bytes / 2**20:.1f} MiB")
 print(f"the same, bit for bit, within {small.peak_bytes / 2**20:.1f} MiB")
 home = small.placed.plan.schedule.hosted
-print(f"{len(home)} of {len(whole.state)} tensors are at home on the host")
+print(f"{len(home)} of {len(whole.state)} tensors are stored on the host")

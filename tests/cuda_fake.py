@@ -1,32 +1,24 @@
-"""A GPU without one: arrays with addresses, streams, graphs and a clock by hand."""
+"""A GPU without one, whose clock is that of the library's stand-in."""
 
-from types import SimpleNamespace
+import sys
 
 import numpy as np
+import pytest
 
 from mucudnn.backends import Backend
 from mucudnn.backends.cuda.conv import CudaConv, CudaPlan
 from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
 from mucudnn.backends.cuda.descriptors import LiveSession
-from mucudnn.backends.cuda.device import CudaDevice, Queue
-from mucudnn.errors import OutOfMemoryError
+from mucudnn.backends.cuda.device import CudaDevice
 from tests.cudnn_fake import FakeCudnn
 from tests.cudnn_kernel import window
+from tests.cupy_fake import StrictArray, StrictCupy, put
 
-__all__ = ["FakeArray", "FakeCupy", "FakeDevice", "fake_backend"]
+__all__ = ["FakeArray", "FakeDevice", "HostSums", "fake_backend"]
 
 
-class FakeArray:
-    """As much of a CuPy array as the library uses; `host` is its memory."""
-
-    def __init__(self, host):
-        self.host = host
-        self.shape, self.dtype, self.nbytes = host.shape, host.dtype, host.nbytes
-        self.data = SimpleNamespace(ptr=host.ctypes.data)
-        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
-
-    def __getitem__(self, key):
-        return FakeArray(self.host[key])
+class FakeArray(StrictArray):
+    """An array whose place in memory a test chooses."""
 
     @classmethod
     def of(cls, values, offset=0):
@@ -40,53 +32,14 @@ class FakeArray:
         return cls(host)
 
 
-class FakeDevice:
-    """A device whose clock is the fake library's, and whose stream a test sets."""
-
-    fingerprint = "cuda/fake"
+class FakeDevice(CudaDevice):
+    """The device over the stand-in for CuPy; its clock is the fake library's."""
 
     def __init__(self, library):
-        self._library = library
-        self._queues = {}
-        self.current = 0
-        self.most = 1 << 30
-        self.captures = 0
-        self.graph_launches = 0
-
-    def description(self):
-        return {"gpu": "fake"}
-
-    def allocate(self, nbytes):
-        if nbytes > self.most:
-            raise OutOfMemoryError(f"no room for {nbytes} bytes")
-        return FakeArray.of(np.zeros(nbytes, np.uint8))
-
-    def trim(self):
-        pass
-
-    def view(self, buffer, offset, spec):
-        part = buffer.host[offset : offset + spec.nbytes]
-        return FakeArray(part.view(spec.dtype).reshape(spec.shape))
-
-    def dense(self, array, *, copy=False):
-        if array.flags.c_contiguous and not copy:
-            return array
-        return FakeArray.of(array.host)
-
-    overlap = CudaDevice.overlap
-
-    def download(self, source):
-        return source.host.copy()
-
-    def randomize(self, array):
-        rng = np.random.default_rng(0)
-        array.host[...] = rng.uniform(-1, 1, array.shape)
-
-    def queue(self):
-        return self._queues.setdefault(self.current, Queue())
-
-    def stream(self):
-        return self.current
+        self._library, self.cupy = library, StrictCupy()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "cupy", self.cupy)
+            super().__init__(0, 91900)
 
     def begin(self, launches=1):
         return self._library.clock_ms
@@ -97,28 +50,11 @@ class FakeDevice:
     def elapsed_ms(self, start, stop):
         return stop - start
 
-    def capture(self, launch):
-        self.captures += 1
-        outer, self.current = self.current, 0xCAFE
-        captured = self._library.capturing = []
-        try:
-            launch()
-        finally:
-            self._library.capturing, self.current = None, outer
 
-        def replay():
-            self.graph_launches += 1
-            for work in captured:
-                work()
-
-        return replay
-
-
-class FakeCupy:
+class HostSums:
     """The module `cupy`, as far as the float32 sums need it: they run on the host."""
 
-    def __init__(self, library):
-        self._library = library
+    def __init__(self):
         self.launched = []
 
     def RawKernel(self, source, name, options):  # noqa: N802
@@ -131,10 +67,7 @@ class FakeCupy:
                 self.launched.append((name, dtype, blocks, threads, arguments))
                 _sum(dtype, *arguments)
 
-            if self._library.capturing is None:
-                work()
-            else:
-                self._library.capturing.append(work)
+            put(work)
 
         return kernel
 

@@ -26,8 +26,9 @@ from mucudnn.backends.cuda.libcudnn import (
 )
 from mucudnn.ir.conv import Direction
 from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
-from tests.cudnn_fake_softmax import AllMaps
+from tests.cudnn_fake_maps import Maps
 from tests.cudnn_kernel import Convolution, Tensor
+from tests.cupy_fake import put
 
 __all__ = ["ENGINES", "Execution", "FakeCudnn"]
 
@@ -66,6 +67,9 @@ ENGINES = {
 _CONVOLUTION = re.compile(
     r"cudnn(?:Get)?Convolution(Forward|BackwardData|BackwardFilter)"
     r"(WorkspaceSize|Algorithm_v7)?"
+)
+_DESCRIPTOR = re.compile(
+    r"cudnn(Create|Destroy)(Tensor|Filter|Convolution|Pooling|LRN)Descriptor"
 )
 
 GLOBAL_COUNT = 6
@@ -129,11 +133,10 @@ class FakeCudnn:
         self.objects = {}
         self.streams = {}
         self.clock_ms = 0.0
-        self.capturing = None
         self.lists = dict(LISTS)
         self._troubles = {}
         self._first = FirstApi(self)
-        self._maps = AllMaps(self)
+        self._maps = Maps(self)
         self.ran, self.map_ms = [], 0.5
         self._numbers = itertools.count(0x1000, 8)
 
@@ -179,6 +182,8 @@ class FakeCudnn:
                 return trouble.status
         match = _CONVOLUTION.fullmatch(name)
         try:
+            if of := _DESCRIPTOR.fullmatch(name):
+                return self._descriptor(*of.groups(), *arguments)
             if match:
                 part = {None: "run", "WorkspaceSize": "size", "Algorithm_v7": "best"}
                 method = getattr(self._first, part[match[2]])
@@ -216,6 +221,13 @@ class FakeCudnn:
     def _set_stream(self, handle, stream):
         self.object(handle, "handle")
         self.streams[handle] = stream
+
+    def _descriptor(self, verb, kind, pointer):
+        if verb == "Create":
+            self.new(kind, pointer)
+        else:
+            del self.objects[pointer]
+        return 0
 
     # --- the graph API ---------------------------------------------------------------
 
@@ -402,14 +414,7 @@ class FakeCudnn:
             self.clock_ms += 0.01 + cost_ms * kernel.batch
             kernel.compute(pointers, workspace, beta)
 
-        self.put(work)
-
-    def put(self, work):
-        """Run it, or put it into the graph that is being captured."""
-        if self.capturing is None:
-            work()
-        else:
-            self.capturing.append(work)
+        put(work)
 
 
 def _snake(name):

@@ -29,21 +29,6 @@ class FirstApi:
     def __init__(self, library):
         self._library = library
 
-    def create_tensor_descriptor(self, out):
-        self._library.new("Tensor", out)
-
-    def create_filter_descriptor(self, out):
-        self._library.new("Filter", out)
-
-    def create_convolution_descriptor(self, out):
-        self._library.new("Convolution", out)
-
-    def destroy_tensor_descriptor(self, pointer):
-        del self._library.objects[pointer]
-
-    destroy_filter_descriptor = destroy_tensor_descriptor
-    destroy_convolution_descriptor = destroy_tensor_descriptor
-
     def set_tensor_nd_descriptor(self, pointer, data_type, count, dims, strides):
         self._library.object(pointer, "Tensor").values = Tensor(
             tuple(dims[:count]), tuple(strides[:count]), data_type, 1
@@ -103,24 +88,9 @@ class FirstApi:
             rows[i].determinism = i
         count._obj.value = 2
 
-    def run(
-        self,
-        name,
-        direction,
-        handle,
-        alpha,
-        a,
-        a_data,
-        b,
-        b_data,
-        convolution,
-        algo,
-        workspace,
-        nbytes,
-        beta,
-        out,
-        out_data,
-    ):
+    def run(self, name, direction, handle, alpha, *rest):
+        a, a_data, b, b_data, convolution, algo, workspace, nbytes, *rest = rest
+        beta, out, out_data = rest
         order, kernel = self._decoded(direction, a, b, convolution, out)
         needed = self._bytes(kernel, algo)
         scalar = ctypes.c_double if kernel.x.dtype == "float64" else ctypes.c_float

@@ -1,4 +1,4 @@
-"""The fake library's functions that are no convolutions: windows and normalisations.
+"""The fake library's functions beside convolutions: pooling, norms and softmax.
 
 Each is computed in float64 from descriptors and bare addresses, by what its
 documentation says, and blended: result = alpha * it + beta * what was there.
@@ -10,14 +10,25 @@ import math
 
 import numpy as np
 
-from mucudnn.backends.cuda.libcudnn import BatchNormMode, DataType, PoolingMode, Status
+from mucudnn.backends.cuda.libcudnn import (
+    BatchNormMode,
+    DataType,
+    PoolingMode,
+    SoftmaxAlgorithm,
+    SoftmaxMode,
+    Status,
+)
 from tests.cudnn_fake_legacy import StatusError
 from tests.cudnn_kernel import Tensor
+from tests.cupy_fake import put
 
-__all__ = ["Maps", "blend"]
+__all__ = ["Maps"]
 
 _EACH = (0, 2, 3)
 """The axes that statistics of a channel are taken over."""
+
+_SUMMED = {SoftmaxMode.INSTANCE: (1, 2, 3), SoftmaxMode.CHANNEL: (1,)}
+"""The axes that the probabilities of a softmax add up to 1 over."""
 
 
 class Maps:
@@ -30,13 +41,7 @@ class Maps:
     def __init__(self, library):
         self._library = library
 
-    # --- descriptors -----------------------------------------------------------------
-
-    def create_pooling_descriptor(self, out):
-        self._library.new("Pooling", out)
-
-    def destroy_pooling_descriptor(self, pointer):
-        del self._library.objects[pointer]
+    # --- pooling ---------------------------------------------------------------------
 
     def set_pooling_nd_descriptor(
         self, pointer, mode, nan, count, window, padding, stride
@@ -46,8 +51,6 @@ class Maps:
         axes = (tuple(values[:count]) for values in (window, padding, stride))
         made = (PoolingMode(mode), int(nan), *axes)
         self._library.object(pointer, "Pooling").values = made
-
-    # --- pooling ---------------------------------------------------------------------
 
     def pooling_forward(self, handle, pooling, alpha, x, x_data, beta, y, y_data):
         rules, x, y = self._windows(pooling, x, y)
@@ -61,25 +64,12 @@ class Maps:
                     made[(..., *at)] = found if rules[1] else np.nanmax(values, -1)
                 else:
                     made[(..., *at)] = values.sum(-1) / count
-            blend(y, y_data, made, alpha, beta)
+            _blend(y, y_data, made, alpha, beta)
 
         self._run("cudnnPoolingForward", handle, work)
 
-    def pooling_backward(
-        self,
-        handle,
-        pooling,
-        alpha,
-        y,
-        y_data,
-        dy,
-        dy_data,
-        x,
-        x_data,
-        beta,
-        dx,
-        dx_data,
-    ):
+    def pooling_backward(self, handle, pooling, alpha, *rest):
+        y, y_data, dy, dy_data, x, x_data, beta, dx, dx_data = rest
         self._same(x, dx)
         self._same(y, dy)
         rules, x, y = self._windows(pooling, x, y)
@@ -91,7 +81,7 @@ class Maps:
             for at, inside, count in _windows(rules, x.dims, y.dims):
                 share = gradient[(..., *at)] / count
                 made[(..., *inside)] += share[(..., *(None for _ in at))]
-            blend(x, dx_data, made, alpha, beta)
+            _blend(x, dx_data, made, alpha, beta)
 
         self._run("cudnnPoolingBackward", handle, work)
 
@@ -107,12 +97,6 @@ class Maps:
 
     # --- normalisation of neighbouring channels ------------------------------------
 
-    def create_lrn_descriptor(self, out):
-        self._library.new("LRN", out)
-
-    def destroy_lrn_descriptor(self, pointer):
-        del self._library.objects[pointer]
-
     def set_lrn_descriptor(self, pointer, size, alpha, beta, k):
         if not (1 <= size <= 16 and beta >= 0.01 and k >= 1e-5):
             raise StatusError(Status.BAD_PARAM)
@@ -127,26 +111,12 @@ class Maps:
         def work():
             image = x.at(x_data).astype("f8")
             scale, _ = _neighbours(rules, image)
-            blend(x, y_data, image * scale ** -rules[2], alpha, beta)
+            _blend(x, y_data, image * scale ** -rules[2], alpha, beta)
 
         self._run("cudnnLRNCrossChannelForward", handle, work)
 
-    def lrn_cross_channel_backward(
-        self,
-        handle,
-        rules,
-        mode,
-        alpha,
-        y,
-        y_data,
-        dy,
-        dy_data,
-        x,
-        x_data,
-        beta,
-        dx,
-        dx_data,
-    ):
+    def lrn_cross_channel_backward(self, handle, rules, mode, alpha, *rest):
+        y, y_data, dy, dy_data, x, x_data, beta, dx, dx_data = rest
         for other in (y, dy, dx):
             self._same(x, other)
         rules, x = (self._library.object(o).values for o in (rules, x))
@@ -159,7 +129,7 @@ class Maps:
             scale, near = _neighbours(rules, image)
             shared = np.einsum("ij,niab->njab", near, back * result / scale)
             made = back * scale**-power - 2 * factor * power / size * image * shared
-            blend(x, dx_data, made, alpha, beta)
+            _blend(x, dx_data, made, alpha, beta)
 
         self._run("cudnnLRNCrossChannelBackward", handle, work)
 
@@ -173,26 +143,9 @@ class Maps:
         made = Tensor((1, channels, 1, 1), (channels, 1, 1, 1), kind, 1)
         self._library.object(derived, "Tensor").values = made
 
-    def batch_normalization_forward_training(
-        self,
-        handle,
-        mode,
-        alpha,
-        beta,
-        x,
-        x_data,
-        y,
-        y_data,
-        numbers,
-        gamma,
-        bias,
-        factor,
-        running_mean,
-        running_var,
-        epsilon,
-        saved_mean,
-        saved_inv_std,
-    ):
+    def batch_normalization_forward_training(self, handle, mode, alpha, beta, *rest):
+        x, x_data, y, y_data, numbers, gamma, bias, factor, *rest = rest
+        running_mean, running_var, epsilon, saved_mean, saved_inv_std = rest
         x, numbers = self._normed(mode, x, y, numbers, epsilon)
         if (running_mean is None) != (running_var is None):
             raise StatusError(Status.BAD_PARAM)
@@ -202,7 +155,7 @@ class Maps:
             mean, var = (f(image, axis=_EACH, keepdims=True) for f in (np.mean, np.var))
             inv_std = 1 / np.sqrt(var + epsilon)
             scale, shift = numbers.at(gamma), numbers.at(bias)
-            blend(x, y_data, (image - mean) * inv_std * scale + shift, alpha, beta)
+            _blend(x, y_data, (image - mean) * inv_std * scale + shift, alpha, beta)
             for data, value in ((saved_mean, mean), (saved_inv_std, inv_std)):
                 numbers.at(data)[...] = value
             if running_mean is not None:
@@ -214,23 +167,8 @@ class Maps:
 
         self._run("cudnnBatchNormalizationForwardTraining", handle, work)
 
-    def batch_normalization_forward_inference(
-        self,
-        handle,
-        mode,
-        alpha,
-        beta,
-        x,
-        x_data,
-        y,
-        y_data,
-        numbers,
-        gamma,
-        bias,
-        mean,
-        var,
-        epsilon,
-    ):
+    def batch_normalization_forward_inference(self, handle, mode, alpha, beta, *rest):
+        x, x_data, y, y_data, numbers, gamma, bias, mean, var, epsilon = rest
         x, numbers = self._normed(mode, x, y, numbers, epsilon)
 
         def work():
@@ -238,50 +176,29 @@ class Maps:
             scale, shift, centre, spread = wide
             apart = x.at(x_data).astype("f8") - centre
             made = scale * apart / np.sqrt(epsilon + spread) + shift
-            blend(x, y_data, made, alpha, beta)
+            _blend(x, y_data, made, alpha, beta)
 
         self._run("cudnnBatchNormalizationForwardInference", handle, work)
 
-    def batch_normalization_backward(
-        self,
-        handle,
-        mode,
-        alpha,
-        beta,
-        alpha_of_parameters,
-        beta_of_parameters,
-        x,
-        x_data,
-        dy,
-        dy_data,
-        dx,
-        dx_data,
-        numbers,
-        gamma,
-        dgamma,
-        dbias,
-        epsilon,
-        saved_mean,
-        saved_inv_std,
-    ):
+    def batch_normalization_backward(self, handle, mode, alpha, beta, *rest):
+        alpha_of_parameters, beta_of_parameters, x, x_data, dy, dy_data, *rest = rest
+        dx, dx_data, numbers, gamma, dgamma, dbias, epsilon, *saved = rest
         self._same(x, dx)
         x, numbers = self._normed(mode, x, dy, numbers, epsilon)
 
         def work():
             image, back = (x.at(data).astype("f8") for data in (x_data, dy_data))
-            mean, inv_std = (
-                numbers.at(a).astype("f8") for a in (saved_mean, saved_inv_std)
-            )
+            mean, inv_std = (numbers.at(a).astype("f8") for a in saved)
             normal = (image - mean) * inv_std
             shift = back.sum(_EACH, keepdims=True)
             scale = (back * normal).sum(_EACH, keepdims=True)
             count = image.size // image.shape[1]
             rest = back - shift / count - normal * scale / count
             made = numbers.at(gamma) * inv_std * rest
-            blend(x, dx_data, made, alpha, beta)
+            _blend(x, dx_data, made, alpha, beta)
             for data, value in ((dgamma, scale), (dbias, shift)):
                 factors = alpha_of_parameters, beta_of_parameters
-                blend(numbers, data, value, *factors)
+                _blend(numbers, data, value, *factors)
 
         self._run("cudnnBatchNormalizationBackward", handle, work)
 
@@ -293,6 +210,28 @@ class Maps:
         if numbers.dims != (1, x.dims[1], 1, 1):
             raise StatusError(Status.BAD_PARAM)
         return x, numbers
+
+    # --- softmax ---------------------------------------------------------------------
+
+    def softmax_forward(
+        self, handle, algorithm, mode, alpha, x, x_data, beta, y, y_data
+    ):
+        """The fast way overflows, as documented."""
+        self._same(x, y)
+        x, axes = self._library.object(x).values, _SUMMED[SoftmaxMode(mode)]
+        algorithm = SoftmaxAlgorithm(algorithm)
+
+        def work():
+            logits = x.at(x_data).astype("f8")
+            if algorithm is not SoftmaxAlgorithm.FAST:
+                logits = logits - logits.max(axes, keepdims=True)
+            total = np.exp(logits).sum(axes, keepdims=True)
+            made = np.exp(logits) / total
+            if algorithm is SoftmaxAlgorithm.LOG:
+                made = logits - np.log(total)
+            _blend(self._library.object(y).values, y_data, made, alpha, beta)
+
+        self._run("cudnnSoftmaxForward", handle, work)
 
     # --- what all have in common -----------------------------------------------------
 
@@ -310,7 +249,7 @@ class Maps:
             library.clock_ms += library.map_ms
             work()
 
-        library.put(run)
+        put(run)
 
 
 def _windows(rules, image, made):
@@ -338,7 +277,7 @@ def _neighbours(rules, image):
     return k + alpha / size * np.einsum("ij,njab->niab", near, image**2), near
 
 
-def blend(tensor: Tensor, data, made, alpha, beta):
+def _blend(tensor: Tensor, data, made, alpha, beta):
     """Write alpha * what was made + beta * what was there."""
     scalar = ctypes.c_double if tensor.dtype == "float64" else ctypes.c_float
     alpha, beta = (scalar.from_address(a).value for a in (alpha, beta))

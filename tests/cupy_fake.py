@@ -6,18 +6,29 @@ The stream that computes runs at once. A stream of copies runs at once too, or l
 as late as its waits allow, so that a missing wait gives wrong numbers in one of them.
 """
 
-import contextlib
 import ctypes
 import itertools
+import math
 import re
+import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 
+from mucudnn.backends.cuda.kernels import bind
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from tests.cuda_emulator import GOOD, WRONG, compiled
 from tests.cupy_capture import CAPTURED, Captured, CUDARuntimeError
 
-__all__ = ["CAPTURED", "CUDARuntimeError", "StrictArray", "StrictCupy"]
+__all__ = [
+    "CAPTURED",
+    "CUDARuntimeError",
+    "StrictArray",
+    "StrictCupy",
+    "on_cupy",
+    "put",
+]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _PTX = {  # what a C++ compiler knows by another name
@@ -185,7 +196,7 @@ class _Event:
         return stream.begun >= position
 
     def record(self):
-        pass
+        self._cupy.timed.append(("event", self._cupy.device))
 
     def synchronize(self):
         refuse_capturing("a wait of the host")
@@ -193,9 +204,20 @@ class _Event:
         stream.drain(position)
 
 
-class _Device(contextlib.nullcontext):
+class _Device:
+    """Which one a thread works on; all have the same memory and streams."""
+
+    def __init__(self, cupy, index):
+        self._cupy, self._index = cupy, cupy.device if index is None else index
+
     def use(self):
-        """It is the only one."""
+        self._cupy.device = self._index
+
+    def __enter__(self):
+        self._outer, self._cupy.device = self._cupy.device, self._index
+
+    def __exit__(self, *_):
+        self._cupy.device = self._outer
 
 
 class NoRoomError(MemoryError):
@@ -216,13 +238,16 @@ class StrictCupy:
         self._numbers, self._libraries = itertools.count(1), {}
         self.events, self.launched = {}, []
         self.captured, self.replayed, self.pinned = [], 0, []
+        self.timed = []  # what timing launches: (name, device)
+        self.most = math.inf  # bytes that there is room for at once
+        self._here = threading.local()
         self._null = _Stream(self, 0, lazy=False)
         self._streams = {0: self._null}
         self.current = self._null
         self.random = SimpleNamespace(default_rng=self._rng)
         runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
-            getDevice=lambda: 0,
+            getDevice=lambda: getattr(self._here, "device", 0),
             getDeviceProperties=lambda device: {
                 "name": b"Strict",
                 "major": 9,
@@ -244,7 +269,7 @@ class StrictCupy:
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
-            Device=lambda device=None: _Device(),
+            Device=lambda device=None: _Device(self, device),
             Event=self._event,
             Stream=self._stream,
             get_current_stream=lambda device_id=-1: self.current,
@@ -253,6 +278,18 @@ class StrictCupy:
             PinnedMemoryPointer=self._locked,
             memory=SimpleNamespace(OutOfMemoryError=NoRoomError),
         )
+
+    @property
+    def device(self):
+        return getattr(self._here, "device", 0)
+
+    @device.setter
+    def device(self, index):
+        self._here.device = index
+
+    def _take(self, nbytes):
+        if nbytes > self.most:
+            raise NoRoomError(f"{nbytes} bytes on device {self.device}")
 
     def get_default_memory_pool(self):
         return SimpleNamespace(free_all_blocks=lambda: None)
@@ -266,12 +303,14 @@ class StrictCupy:
 
     def empty(self, shape, dtype):
         refuse_capturing("an allocation")
+        self._take(shape)
         room = np.full(shape + 512, 0xFF, np.uint8)  # NaN of every float
         start = -room.ctypes.data % 512
         return StrictArray(room[start : start + shape].view(dtype))
 
     def ascontiguousarray(self, a):
         refuse_capturing("an allocation")
+        self._take(a.nbytes)
         return StrictArray(np.ascontiguousarray(a.host))
 
     def asnumpy(self, a):
@@ -300,6 +339,7 @@ class StrictCupy:
         if not (isinstance(grid, tuple) and isinstance(block, tuple)):
             raise TypeError(f"grids and blocks are tuples, not {grid!r} and {block!r}")
         if name == "spin":
+            self.timed.append((name, self.device))
             return
         passed = [
             ctypes.c_uint64(a.data.ptr)
@@ -333,9 +373,12 @@ class StrictCupy:
 
     def _rng(self, seed=None):
         real = np.random.default_rng(seed)
-        return SimpleNamespace(
-            random=lambda size, dtype: StrictArray(real.random(size, dtype))
-        )
+
+        def random(size, dtype):
+            self._take(4 * size)
+            return StrictArray(real.random(size, dtype))
+
+        return SimpleNamespace(random=random)
 
     def _event(self, block=False, disable_timing=False):
         ptr = next(self._numbers)
@@ -388,6 +431,13 @@ class StrictCupy:
         start = found.ctypes.data
         self.pinned.append((start, start + found.nbytes))
         return found
+
+
+def on_cupy(monkeypatch, **options):
+    """The module, imported in place of CuPy, and our kernels on it."""
+    cupy = StrictCupy(**options)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return cupy, bind(CupyLauncher(lambda: None))
 
 
 def _whole(*values):

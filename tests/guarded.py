@@ -35,15 +35,33 @@ def run_guarded(conv, problem, algo, a, b, before=None):
         b: Second operand.
         before: What to add the result to; None to overwrite.
     """
+    nbytes = dict(conv.algorithms(problem))[algo]
+
+    def run(out, workspace, accumulate):
+        conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
+
+    return _between_guards(run, problem, nbytes, a, b, before)
+
+
+def run_kernel(kernel, workers, problem, a, b, before=None):
+    """The same by a kernel, which no library has to list."""
+    last = problem.layout == "NHWC"
+
+    def run(out, workspace, accumulate):
+        arrays = tuple(np.moveaxis(t, -1, 1) if last else t for t in (a, b, out))
+        kernel.run(arrays, workspace, workers, accumulate)
+
+    return _between_guards(run, problem, kernel.nbytes, a, b, before)
+
+
+def _between_guards(run, problem, nbytes, a, b, before):
     spec = problem.operands()[2]
-    workspace = Fenced(dict(conv.algorithms(problem))[algo])
-    result = Fenced(spec.nbytes)
+    workspace, result = Fenced(nbytes), Fenced(spec.nbytes)
     out = result.inner.view(spec.dtype).reshape(spec.shape)
     if before is not None:
         out[...] = before
     inputs = a.copy(), b.copy()
-    accumulate = before is not None
-    conv.run(problem, algo, a, b, out, workspace.inner, accumulate=accumulate)
+    run(out, workspace.inner, before is not None)
     workspace.check("the workspace")
     result.check("the output")
     assert (a == inputs[0]).all(), "wrote to the first operand"

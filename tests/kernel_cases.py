@@ -8,6 +8,7 @@ import numpy as np
 
 from mucudnn.backends.cpu.kernels import bind
 from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.tensor import TensorSpec
 
 KERNELS = bind(Workers(2))
 PLAIN = {"weight_decay": 0.0, "gradient_scale": 1.0}
@@ -30,6 +31,31 @@ def run(
     made = [o if isinstance(o, np.ndarray) else stale(*o) for o in outputs]
     kernels[op].run(list(inputs), made, attrs or {}, None)
     return made
+
+
+def prepared(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    attrs: Mapping[str, Any],
+    wrap: Callable[[Any], Any] = lambda a: a,
+) -> tuple[Callable[[], None], Any]:
+    """A call of a kernel on wrapped arrays; its workspace, of its bytes, all NaN."""
+    specs = [
+        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
+        for some in (inputs, outputs)
+    ]
+    scratch = np.full(kernel.workspace(*specs, attrs), 0xFF, np.uint8)
+    arrays = [[wrap(a) for a in some] for some in (inputs, outputs)]
+    workspace = wrap(scratch) if scratch.size else None
+    return kernel.call(*arrays, attrs, workspace), scratch
+
+
+def within(found: Any, expected: Any, tolerance: float) -> None:
+    """Each array agrees, relative to the greatest number of the expected one."""
+    for one, other in zip(found, expected, strict=True):
+        scale = max(1.0, np.abs(other).max())
+        assert np.abs(one - other).max() <= tolerance * scale
 
 
 def stale(shape: Sequence[int], dtype: Any = np.float64) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ARCHITECTURES", "assembly", "compiled", "hopper"]
+__all__ = ["ARCHITECTURES", "compiled", "hopper"]
 
 ARCHITECTURES = (70, 75, 80, 90, 100)
 """Volta, Turing, Ampere, Hopper, Blackwell; an NVRTC knows some of them."""
@@ -49,28 +49,17 @@ def compiled(source, name, options=()):
     return [_compile(source, name, arch, options)[0] for arch in ends]
 
 
-def assembly(source, name, options=()):
-    """Kernel -> its text in PTX, as it is before it is made for one architecture."""
-    architectures()
-    (text,) = _compile(source, name, 90, options, "compute", ["PTX"])
-    return _entries(text)
-
-
 @functools.cache
 def hopper(source, name, options):
     """(machine code, kernel -> its text in PTX) of one compilation for sm_90."""
     if 90 not in architectures():
         pytest.skip("needs an NVRTC that compiles for sm_90")
-    code, text = _compile(source, name, 90, options, "sm", ["CUBIN", "PTX"])
-    return code, _entries(text)
-
-
-def _entries(text):
+    code, text = _compile(source, name, 90, options, ["CUBIN", "PTX"])
     entries = text.decode().split(".entry ")[1:]
-    return {entry.partition("(")[0]: entry for entry in entries}
+    return code, {entry.partition("(")[0]: entry for entry in entries}
 
 
-def _compile(source, name, arch, options, kind="sm", what=("CUBIN",)):
+def _compile(source, name, arch, options, what=("CUBIN",)):
     nvrtc = library()
     program = ctypes.c_void_p()
     text = source.encode()
@@ -79,7 +68,7 @@ def _compile(source, name, arch, options, kind="sm", what=("CUBIN",)):
     )
     assert made == 0
     try:
-        given = [f"--gpu-architecture={kind}_{arch}", *options]
+        given = [f"--gpu-architecture=sm_{arch}", *options]
         values = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
         if nvrtc.nvrtcCompileProgram(program, len(given), values):
             pytest.fail(f"sm_{arch}: {_text(nvrtc, program, 'ProgramLog').decode()}")

@@ -197,7 +197,7 @@ REFUSED = [
     (lambda g, x: g.max_pool(x, 2, padding=2), "more than half the kernel"),
     (lambda g, x: g.max_pool(x, 16, 1, 8), "more than 255 values"),
     (lambda g, x: g.group_norm(x, 4), "6 channels cannot be divided into 4 groups"),
-    (lambda g, x: g.leaky_relu(x, 0), "positive, got 0"),
+    (lambda g, x: g.leaky_relu(x, 0), "slope must be above 0, got 0"),
     (lambda g, x: g.dropout(x, 1), "below 1, got 1"),
     (lambda g, x: g.add(x, "small"), "'small' has (2, 3)"),
     (lambda g, x: g.multiply("small", x), "'small' has shape (2, 3)"),

@@ -133,12 +133,6 @@ def test_every_field_of_the_problem_counts(cache):
         assert cache.get(GPU, problem) == (perf(time_ms=float(i)),)
 
 
-def test_the_newest_wins(cache):
-    cache.put(GPU, PROBLEM, [perf(time_ms=1.0), FAILED])
-    cache.put(GPU, PROBLEM, [perf(time_ms=2.0), perf("FFT")])
-    assert cache.get(GPU, PROBLEM) == (perf("FFT"), perf(time_ms=2.0))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
 def test_a_time_must_be_a_time(cache, bad):
     with pytest.raises(ValueError, match="time_ms"):
@@ -425,10 +419,21 @@ def truncate(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def drop_table(file):
-    some_rows(file)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("DROP TABLE perf")
+def altered(statement):
+    def ruin(file):
+        some_rows(file)
+        with contextlib.closing(sqlite3.connect(file)) as db:
+            db.execute(statement)
+
+    return ruin
+
+
+ALTERED = (
+    "DROP TABLE perf",
+    "DROP TABLE verdict",
+    "ALTER TABLE perf ADD COLUMN more TEXT",
+    "CREATE TRIGGER t AFTER INSERT ON perf BEGIN DELETE FROM perf; END",
+)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +442,7 @@ def drop_table(file):
         lambda file: file.write_bytes(b"\x07" * 3000),
         damage_header,
         truncate,
-        drop_table,
+        *map(altered, ALTERED),
     ],
 )
 def test_a_damaged_file_is_set_aside(file, ruin):

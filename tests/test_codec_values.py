@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn import codecs, recording_format
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.measurement import Measurement
+from mucudnn.ir.measurement import Measurement, Race, Verdict
 from tests.conv_problems import conv_problems
 
 sizes = st.integers(1, 9)
@@ -200,6 +200,21 @@ ROWS = [
     )
     for perf in (PERF, FAILED)
 ]
+VERDICT = Verdict(fingerprint="gpu", problem=PROBLEM, signature="a / b", ratio=0.5)
+RACE = Race(fingerprint="gpu", raced="a", times_ms=(1.0, 2.0), measured_at=3.0)
+RECORDING = json.loads(
+    recording_format.format_recording(
+        ROWS,
+        {"gpu": {"driver": "580"}},
+        alignments={"gpu": 16},
+        verdicts=[VERDICT] * 2,
+        races=[RACE] * 2,
+    )
+)
+GPU = ("devices", 0)
+LAYER = (*GPU, "problems", 0)
+SECOND_VERDICT, SECOND_RACE = (*LAYER, "verdicts", 1), (*GPU, "races", 1)
+MISSING = object()
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -217,33 +232,60 @@ def test_every_truncation_is_refused(compress):
         (("schema",), 3, "schema is 3"),
         (("more",), 2, "recording.more: unknown"),
         (("devices",), {}, "devices: .* not an array"),
-        (("devices", 0, "fingerprint"), 7, r"devices\[0\].fingerprint: 7"),
-        (("devices", 0, "problems", 0, "rows"), 1, r"problems\[0\].rows"),
+        ((*GPU, "fingerprint"), 7, "fingerprint: 7"),
+        ((*GPU, "split_alignment"), 0, "split_alignment: .*0 is below 1"),
+        ((*GPU, "split_alignment"), "16", "split_alignment: .*is not of type int"),
+        ((*GPU, "environment"), MISSING, "environment: missing"),
+        ((*GPU, "environment"), None, "environment: None is not an object"),
         (
-            ("devices", 0, "problems", 0, "rows", 1, "batch"),
-            "2",
-            r"devices\[0\].problems\[0\].rows\[1\].batch: '2'",
+            (*GPU, "environment"),
+            {"driver": 580},
+            "environment.driver: 580 is not of type str",
         ),
+        ((*GPU, "environment"), {"\ud800": "x"}, "environment: .* is not Unicode"),
+        ((*LAYER, "rows"), 1, "rows"),
+        ((*LAYER, "rows", 1, "batch"), "2", r"rows\[1\].batch: '2'"),
+        ((*LAYER, "rows", 1, "measured_at"), None, r"rows\[1\].measured_at"),
         (
-            ("devices", 0, "problems", 0, "rows", 1, "measured_at"),
-            None,
-            r"rows\[1\].measured_at",
-        ),
-        (
-            ("devices", 0, "problems", 0, "problem", "x_shape"),
+            (*LAYER, "problem", "x_shape"),
             [4, 3, 8, 7],
             r'problem.x_shape: .* does not start with "N"',
         ),
+        ((*SECOND_VERDICT, "batch"), 0, r"verdicts\[1\].batch: 0 is below 1"),
+        (
+            (*SECOND_VERDICT, "batch"),
+            "4",
+            r"verdicts\[1\].batch: '4' is not of type int",
+        ),
+        ((*SECOND_VERDICT, "ratio"), -0.5, r"verdicts\[1\].ratio: -0.5 is below 0"),
+        ((*SECOND_VERDICT, "ratio"), None, r"verdicts\[1\].ratio: None"),
+        ((*SECOND_VERDICT, "signature"), 5, r"verdicts\[1\].signature: 5"),
+        ((*SECOND_VERDICT, "more"), 5, r"verdicts\[1\].more: unknown"),
+        ((*SECOND_RACE, "first_ms"), -1.0, r"races\[1\].first_ms: -1.0 is not from 0"),
+        (
+            (*SECOND_RACE, "second_ms"),
+            "1",
+            r"races\[1\].second_ms: '1' is not of type float",
+        ),
+        ((*SECOND_RACE, "measured_at"), 1e99, r"races\[1\].measured_at: 1e\+99"),
+        ((*SECOND_RACE, "raced"), 5, r"races\[1\].raced: 5"),
+        ((*SECOND_RACE, "more"), 5, r"races\[1\].more: unknown"),
     ],
 )
 def test_a_bad_recording_is_located(path, bad, message):
-    document = json.loads(recording_format.format_recording(ROWS))
-    broken = copy.deepcopy(document)
+    broken = copy.deepcopy(RECORDING)
     *way, last = path
     place = broken
     for step in way:
         place = place[step]
-    place[last] = bad
+    if bad is MISSING:
+        del place[last]
+    else:
+        place[last] = bad
+    if "problems" in way:
+        message = rf"devices\[0\].problems\[0\].{message}"
+    elif "devices" in way:
+        message = rf"devices\[0\].{message}"
     with pytest.raises(ValueError, match=message):
         recording_format.read_recording(json.dumps(broken).encode())
 

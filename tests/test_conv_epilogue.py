@@ -37,6 +37,7 @@ from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import TOLERANCE, layer, layouts
 from tests.cudnn_fake import FakeCudnn
+from tests.doubles import Timer
 from tests.one_algorithm import one_algorithm
 from tests.reference import operands, reference, relative_error
 from tests.test_cuda_training import stand_in
@@ -261,24 +262,6 @@ def test_engines_that_cannot_be_had_are_passed_over(library):
 
 
 # The race.
-
-
-class Timer:
-    """A device whose clock shows what its work says that it took."""
-
-    def __init__(self, device):
-        self._device, self.now = device, 0.0
-
-    def __getattr__(self, name):
-        return getattr(self._device, name)
-
-    def begin(self):
-        return self.now
-
-    record = begin
-
-    def elapsed_ms(self, start, stop):
-        return stop - start
 
 
 class InOne:

@@ -4,7 +4,6 @@ import threading
 import time
 import weakref
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.device import CudaDevice, DescribedDevice
 from mucudnn.backends.virtual import VirtualArray, VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
+from tests.cupy_fake import CUDARuntimeError, StrictArray, StrictCupy
 from tests.examples import examples
 
 
@@ -216,185 +216,103 @@ def test_virtual_engines_work_beside_computations():
         copier.out(small, small)
 
 
-class FakeRuntime:
-    """CUDA's order of things: what every stream knows to be done."""
-
-    memcpyDeviceToHost, memcpyHostToDevice = 2, 1  # noqa: N815
-
-    class CUDARuntimeError(Exception):
-        pass
-
-    def __init__(self):
-        self.known = {}
-        self.events = {}
-        self.calls = []
-        self.waited = []
-        self.broken = False
-
-    def launch(self, stream, name):
-        before = self.known.setdefault(stream, frozenset())
-        self.known[stream] = before | {name}
-        return before
-
-    def eventRecord(self, event, stream):  # noqa: N802
-        self.events[event] = self.known.setdefault(stream, frozenset())
-
-    def streamWaitEvent(self, stream, event):  # noqa: N802
-        self.known[stream] = self.known.get(stream, frozenset()) | self.events[event]
-
-    def streamSynchronize(self, stream):  # noqa: N802
-        self.waited.append(stream)
-
-    def memcpyAsync(self, target, source, nbytes, kind, stream):  # noqa: N802
-        if self.broken:
-            raise self.CUDARuntimeError("cudaErrorIllegalAddress")
-        name = f"copy {len(self.calls)}"
-        self.calls.append((target, source, nbytes, kind, stream))
-        self.calls[-1] += (self.launch(stream, name),)
-
-
-class FakeCupyStreams:
-    """The part of `cupy` that copies use."""
-
-    def __init__(self):
-        self.runtime = FakeRuntime()
-        self.made = {"stream": 0, "event": 0}
-        self.pinned = []
-        self.room = 1 << 20
-        self.idle = True
-        self.cuda = SimpleNamespace(
-            runtime=self.runtime,
-            Device=self._device,
-            Stream=self._stream,
-            Event=self._event,
-            PinnedMemory=self._pinned_memory,
-            PinnedMemoryPointer=lambda memory, offset: memory,
-        )
-
-    def _device(self, index):
-        return threading.Lock()
-
-    def _stream(self, non_blocking):
-        assert non_blocking
-        self.made["stream"] += 1
-        ptr = 100 + self.made["stream"]
-        return SimpleNamespace(
-            ptr=ptr,
-            wait_event=lambda event: self.runtime.streamWaitEvent(ptr, event.ptr),
-            synchronize=self._synchronize,
-        )
-
-    def _synchronize(self):
-        if self.runtime.broken:
-            raise FakeRuntime.CUDARuntimeError("cudaErrorIllegalAddress")
-
-    def _event(self, disable_timing):
-        assert disable_timing
-        self.made["event"] += 1
-        return SimpleNamespace(ptr=1000 + self.made["event"], done=self.idle)
-
-    def _pinned_memory(self, nbytes):
-        if nbytes > self.room:
-            raise FakeRuntime.CUDARuntimeError("cudaErrorMemoryAllocation")
-        self.pinned.append(nbytes)
-        return bytearray(nbytes)
-
-
-class DeviceArray:
-    """The part of a CuPy array that copies use."""
-
-    def __init__(self, address, nbytes):
-        self.data = SimpleNamespace(ptr=address)
-        self.nbytes = nbytes
+# On a GPU, over the stand-in for CuPy: what is not waited for has not run.
 
 
 @pytest.fixture
-def fake():
-    return FakeCupyStreams()
+def cupy():
+    """All streams run as late as they may, that of the kernels too."""
+    made = StrictCupy(lazy=True)
+    made.current._lazy = True
+    return made
 
 
-def test_cuda_copies_follow_the_compute_stream_and_are_followed_by_it(fake):
-    runtime, stream = fake.runtime, 7
-    copier = CudaCopier(fake, 0, lambda: stream)
-    host = np.empty(64, np.uint8)
-    runtime.launch(stream, "kernel 0")
-    out = copier.out(DeviceArray(4096, 64), host)
-    runtime.launch(stream, "kernel 1")
-    back = copier.back(host, DeviceArray(8192, 64), [out])
-    first, second = runtime.calls
-    assert first[:4] == (host.ctypes.data, 4096, 64, FakeRuntime.memcpyDeviceToHost)
-    assert second[:4] == (8192, host.ctypes.data, 64, FakeRuntime.memcpyHostToDevice)
-    assert first[4] != second[4]
-    assert stream not in (first[4], second[4])
-    assert first[5] == {"kernel 0"}
-    assert second[5] == {"kernel 0", "kernel 1", "copy 0"}
-    assert runtime.launch(stream, "kernel 2") == {"kernel 0", "kernel 1"}
+def copier_on(cupy):
+    return CudaCopier(cupy, 0, lambda: cupy.current.ptr)
+
+
+def on_device(nbytes=4):
+    return StrictArray(np.zeros(nbytes, np.uint8))
+
+
+def fails(*_):
+    raise CUDARuntimeError("cudaErrorIllegalAddress")
+
+
+def test_cuda_copies_follow_the_compute_stream_and_are_followed_by_it(cupy):
+    copier, launch, seen = copier_on(cupy), cupy.current.put, []
+    source, target, host = on_device(), on_device(), np.zeros(4, np.uint8)
+    launch(lambda: source.host.fill(1))
+    out = copier.out(source, host)
+    back = copier.back(host, target, [out])
+    launch(lambda: seen.append(host[0]))
+    cupy.current.synchronize()  # no kernel is held up by a copy
     copier.wait(back)
-    assert {"copy 0", "copy 1"} <= runtime.launch(stream, "kernel 3")
+    launch(lambda: seen.append(target.host[0]))
+    assert not host.any()
+    cupy.current.synchronize()
+    assert seen == [0, 1]
     copier.close()
 
 
-def test_cuda_copies_follow_whichever_stream_is_current(fake):
-    current = [7]
-    copier = CudaCopier(fake, 0, lambda: current[0])
-    fake.runtime.launch(8, "elsewhere")
-    current[0] = 8
-    ticket = copier.out(DeviceArray(0, 4), np.empty(4, np.uint8))
-    assert fake.runtime.calls[0][5] == {"elsewhere"}
-    current[0] = 9
+def test_cuda_copies_follow_whichever_stream_is_current(cupy):
+    current = [cupy.current]
+    copier = CudaCopier(cupy, 0, lambda: current[0].ptr)
+    source, host, seen = on_device(), np.zeros(4, np.uint8), []
+    for compute in (cupy.cuda.Stream(non_blocking=True) for _ in range(2)):
+        current[0] = compute
+        compute.put(lambda: source.host.__iadd__(1))
+        ticket = copier.out(source, host)
+    current[0] = cupy.current
     copier.wait(ticket)
-    assert "copy 0" in fake.runtime.launch(9, "kernel")
+    cupy.current.put(lambda: seen.append(host[0]))
+    cupy.current.synchronize()
+    assert seen == [2]
 
 
-def test_cuda_events_are_used_again_in_the_next_step(fake):
-    copier = CudaCopier(fake, 0, lambda: 0)
-    host = np.empty(4, np.uint8)
+def test_cuda_events_are_used_again_in_the_next_step(cupy):
+    copier, host = copier_on(cupy), np.empty(4, np.uint8)
     for _ in range(3):
         for _ in range(5):
-            copier.wait(copier.out(DeviceArray(0, 4), host))
+            copier.wait(copier.out(on_device(), host))
         copier.finish()
-    assert fake.made == {"stream": 2, "event": 10}
+    assert len(cupy.events) == 10
 
 
-def test_a_bound_cuda_copy_is_ordered_anew_whenever_it_is_started(fake):
+def test_a_bound_cuda_copy_is_ordered_anew_whenever_it_is_started(cupy):
     """With two events of its own, whoever has waited for it meanwhile."""
-    runtime, stream = fake.runtime, 7
-    copier = CudaCopier(fake, 0, lambda: stream)
-    host = np.empty(64, np.uint8)
-    out = copier.prebind("out", DeviceArray(4096, 64), host)
-    back = copier.prebind("back", host, DeviceArray(8192, 64))
-    for step in range(3):
-        runtime.launch(stream, f"kernel {step}")
+    copier, launch, seen = copier_on(cupy), cupy.current.put, []
+    source, target, host = on_device(), on_device(), np.zeros(4, np.uint8)
+    out = copier.prebind("out", source, host)
+    back = copier.prebind("back", host, target)
+    for step in range(1, 4):
+        launch(lambda n=step: source.host.fill(n))
         came = back([out()])
-        # Neither holds up the kernels that follow, nor a copy the other direction.
-        assert f"copy {2 * step}" not in runtime.launch(stream, f"beside {step}")
+        # Neither holds up the kernels that follow, nor does the host wait.
+        launch(lambda: seen.append(target.host[0]))
+        cupy.current.synchronize()
         copier.wait(came)
-        first, second = runtime.calls[-2:]
-        assert f"beside {step}" not in first[5] | second[5]
-        assert first[:2] == (host.ctypes.data, 4096)
-        assert second[:2] == (8192, host.ctypes.data)
-        assert f"kernel {step}" in first[5]
-        assert f"copy {2 * step}" in second[5]
-        assert f"copy {2 * step + 1}" not in second[5]
-        assert f"copy {2 * step + 1}" in runtime.launch(stream, "next")
-    assert fake.made == {"stream": 2, "event": 4}
-    assert not runtime.waited
+        launch(lambda: seen.append(target.host[0]))
+        assert host[0] == step - 1
+        cupy.current.synchronize()
+        assert seen[-2:] == [step - 1, step]
+    assert len(cupy.events) == 4
+    launch(lambda: seen.append("done"))
     copier.finish()  # graphs that were captured copy on the stream that computes
-    assert runtime.waited == [stream]
+    assert seen[-1] == "done"
     copier.close()
     with pytest.raises(BackendError, match="closed"):
         out()
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_cuda_copies_that_never_finish_together_are_forgotten_once_done(fake, idle):
+def test_cuda_copies_that_never_finish_together_are_forgotten_once_done(idle):
     """As where copies reach from step to step; nothing is forgotten before."""
-    fake.idle = idle
-    copier = CudaCopier(fake, 0, lambda: 0)
+    copier = copier_on(StrictCupy(lazy=not idle))
     host = np.empty(4, np.uint8)
     held = []
     for _ in range(1000):
-        array = DeviceArray(0, 4)
+        array = on_device()
         held.append(weakref.ref(array))
         ticket = copier.out(array, host)
     del array
@@ -405,47 +323,44 @@ def test_cuda_copies_that_never_finish_together_are_forgotten_once_done(fake, id
     assert not any(ref() for ref in held)
 
 
-def test_cuda_failures_are_told_in_our_words(fake):
-    copier = CudaCopier(fake, 0, lambda: 0)
-    host = np.empty(4, np.uint8)
-    fake.runtime.broken = True
+def test_cuda_failures_are_told_in_our_words(cupy, monkeypatch):
+    copier, host = copier_on(cupy), np.empty(4, np.uint8)
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", fails)
+    monkeypatch.setattr(type(cupy.current), "synchronize", fails)
     with pytest.raises(BackendError, match="copy of 4 bytes failed: cudaErrorIllegal"):
-        copier.out(DeviceArray(0, 4), host)
+        copier.out(on_device(), host)
     with pytest.raises(BackendError, match="a copy failed"):
         copier.finish()
     copier.close()
     with pytest.raises(BackendError, match="closed"):
-        copier.back(host, DeviceArray(0, 4))
+        copier.back(host, on_device())
 
 
-def test_cuda_host_memory_is_pinned_exactly(fake):
+def test_cuda_host_memory_is_pinned_exactly(cupy, monkeypatch):
     nbytes = 5 * 1024 + 3
-    array = pinned(fake, nbytes)
+    array = pinned(cupy, nbytes)
     array[:] = 7
-    assert fake.pinned == [nbytes]
-    assert array.nbytes == nbytes
-    assert array.dtype == np.uint8
-    assert pinned(fake, 0).nbytes == 0
-    with pytest.raises(OutOfMemoryError, match="pinned memory: cudaErrorMemory"):
-        pinned(fake, fake.room + 1)
+    ((start, stop),) = cupy.pinned
+    assert (array.ctypes.data, array.nbytes, array.dtype) == (start, nbytes, np.uint8)
+    assert stop - start == nbytes
+    assert pinned(cupy, 0).nbytes == 0
+    monkeypatch.setattr(cupy.cuda, "PinnedMemory", fails)
+    with pytest.raises(OutOfMemoryError, match="pinned memory: cudaErrorIllegal"):
+        pinned(cupy, 1)
 
 
-def test_a_cuda_device_copies_after_its_current_stream(fake, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    streams = [55]
-    fake.cuda.get_current_stream = lambda index: SimpleNamespace(ptr=streams[0])
-    fake.runtime.getDevice = lambda: 3
-    fake.runtime.getDeviceProperties = lambda index: {}
-    device = CudaDevice(3, 91900)
-    host = device.host(5000)
-    assert fake.pinned == [5000]
-    copier = device.copier()
-    fake.runtime.launch(55, "kernel")
-    copier.out(DeviceArray(0, 5000), host)
-    streams[0] = 56
-    copier.out(DeviceArray(0, 5000), host)
-    assert fake.runtime.calls[0][5] == {"kernel"}
-    assert fake.runtime.calls[1][5] == {"kernel", "copy 0"}
+def test_a_cuda_device_copies_after_its_current_stream(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    device = CudaDevice(0, 91900)
+    hosts, copier = [device.host(5000) for _ in range(2)], device.copier()
+    assert len(cupy.pinned) == 2
+    for number, host in enumerate(hosts, 1):
+        source = on_device(5000)
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.put(lambda n=number, array=source: array.host.fill(n))
+            copier.out(source, host)
+    copier.finish()
+    assert [set(host) for host in hosts] == [{1}, {2}]
 
 
 def test_a_described_device_copies_nothing():

@@ -8,6 +8,7 @@ from mucudnn.backends.cpu.conv import fft
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples
+from tests.guarded import run_kernel
 from tests.reference import operands, reference, relative_error
 
 BOTH = pytest.mark.parametrize(
@@ -17,19 +18,9 @@ BOTH = pytest.mark.parametrize(
 WORKERS = {count: Workers(count) for count in (1, 2, 3)}
 
 
-def run(algorithm, problem, a, b, workers=WORKERS[2]):
-    """Result in logical axis order, with a poisoned workspace."""
-    kernel = algorithm.kernel(problem, workers.count)
-    nbytes = kernel.nbytes
-    buffer = np.full(nbytes + 64, 0xFF, np.uint8)
-    start = -buffer.ctypes.data % 64
-    out = np.full(problem.operands()[2].shape, np.nan, problem.dtype)
-    logical = [
-        np.moveaxis(t, -1, 1) if problem.layout == "NHWC" else t for t in (a, b, out)
-    ]
-    workspace = buffer[start : start + nbytes]
-    kernel.run(*logical, workspace, workers, False)
-    return out
+def run(algorithm, problem, a, b, count=2):
+    kernel = algorithm.kernel(problem, count)
+    return run_kernel(kernel, WORKERS[count], problem, a, b)
 
 
 @st.composite
@@ -80,7 +71,7 @@ def test_any_geometry(algorithm, problem, count):
     assert excluded == (algorithm is fft.FFT_TILING and not fits_a_tile(problem))
     assume(not excluded)
     a, b = operands(problem)
-    out = run(algorithm, problem, a, b, WORKERS[count])
+    out = run(algorithm, problem, a, b, count)
     expected = reference(problem, a, b)
     scale = max(np.abs(expected).max(), 1)  # if nothing meets but padding, noise stays
     assert np.abs(out - expected).max() <= 1e-12 * scale

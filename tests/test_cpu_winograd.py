@@ -7,36 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.backends.cpu.conv import winograd, winograd as winograd_plan
+from mucudnn.backends.cpu.conv import winograd
 from mucudnn.backends.cpu.conv.winograd_transforms import MINIMAL, TAPS
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.examples import examples
+from tests.guarded import run_kernel
 from tests.reference import operands, reference, relative_error
 
 ALGORITHM = winograd.WINOGRAD_NONFUSED
 CREW = Workers(2)
 
 
-def logical(array, problem):
-    return np.moveaxis(array, -1, 1) if problem.layout == "NHWC" else array
-
-
-def run(problem, a, b, out=None, crew=CREW):
-    """Run in a workspace of NaNs; returns the result as stored."""
-    spec = problem.operands()[2]
-    if out is None:
-        out = np.full(spec.shape, np.nan, spec.dtype)
-        accumulate = False
-    else:
-        accumulate = True
+def run(problem, a, b, before=None, crew=CREW):
     kernel = ALGORITHM.kernel(problem, crew.count)
-    nbytes = kernel.nbytes
-    buffer = np.full(nbytes + 64, 0xFF, np.uint8)
-    workspace = buffer[-buffer.ctypes.data % 64 :][:nbytes]
-    arrays = [logical(array, problem) for array in (a, b, out)]
-    kernel.run(*arrays, workspace, crew, accumulate)
-    return out
+    return run_kernel(kernel, crew, problem, a, b, before)
 
 
 @pytest.fixture(params=itertools.product([2, 4], [0, 1 << 20]))
@@ -46,11 +31,11 @@ def only(request, monkeypatch):
     They are shared by all workers, or each has its own.
     """
     step, own_filter = request.param
-    monkeypatch.setattr(winograd_plan, "MINIMAL", {step: MINIMAL[step]})
-    monkeypatch.setattr(winograd_plan, "_STRETCH", 2)
+    monkeypatch.setattr(winograd, "MINIMAL", {step: MINIMAL[step]})
+    monkeypatch.setattr(winograd, "_STRETCH", 2)
     for name in ("_BLOCK_BYTES", "_OWN_BYTES", "_PIECE_BYTES"):
-        monkeypatch.setattr(winograd_plan, name, 1 << 12)
-    monkeypatch.setattr(winograd_plan, "_OWN_FILTER", own_filter)
+        monkeypatch.setattr(winograd, name, 1 << 12)
+    monkeypatch.setattr(winograd, "_OWN_FILTER", own_filter)
 
 
 @st.composite
@@ -102,7 +87,7 @@ def test_four_by_four_tiles_are_accurate_in_single_precision(direction):
         w_shape=(96, 192, 3, 3),
         padding=1,
     )
-    assert winograd_plan.make_plan(problem, 2).minimal.step == 4
+    assert winograd.make_plan(problem, 2).minimal.step == 4
     a, b = operands(problem)
     out = run(problem, a, b)
     error = relative_error(out, reference(problem, a, b))
@@ -119,14 +104,14 @@ def test_the_tile_is_the_cheaper_one(x_size, m):
         x_shape=(1, 16, *x_size),
         w_shape=(16, 16, *[TAPS] * rank),
     )
-    assert winograd_plan.make_plan(problem, 2).minimal.step == m
+    assert winograd.make_plan(problem, 2).minimal.step == m
 
 
 @pytest.mark.parametrize(
     ("channels", "size", "batches", "most"),
     [
-        (64, 28, (2, 4, 6, 64), 2 * winograd_plan._OWN_BYTES),
-        (256, 28, (1, 2, 4, 64), 2 * winograd_plan._BLOCK_BYTES),
+        (64, 28, (2, 4, 6, 64), 2 * winograd._OWN_BYTES),
+        (256, 28, (1, 2, 4, 64), 2 * winograd._BLOCK_BYTES),
     ],
 )
 def test_workspace_grows_with_the_micro_batch_up_to_a_block(
@@ -155,7 +140,7 @@ def test_workers_have_blocks_of_their_own_where_the_filter_is_small(
         w_shape=(channels, channels, 3, 3),
         padding=1,
     )
-    assert winograd_plan.make_plan(problem, workers).crew == crew
+    assert winograd.make_plan(problem, workers).crew == crew
 
 
 def test_allocates_little_however_many_samples_there_are():
@@ -168,7 +153,7 @@ def test_allocates_little_however_many_samples_there_are():
     workspace = np.empty(kernel.nbytes + 64, np.uint8)
     workspace = workspace[-workspace.ctypes.data % 64 :]
     tracemalloc.start()
-    kernel.run(a, b, out, workspace, CREW, False)
+    kernel.run((a, b, out), workspace, CREW, False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 10

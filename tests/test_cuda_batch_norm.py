@@ -4,19 +4,17 @@ Both ways are held against float64 on the CPU, in every type, at sizes that are 
 into 16 bytes and at odd ones, up to what a block has room for.
 """
 
-import sys
-
 import numpy as np
 import pytest
 
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import batch_norm, bind
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+from mucudnn.backends.cuda.kernels import batch_norm
 from mucudnn.backends.cuda.kernels.reductions import Channels
-from mucudnn.ir.tensor import TensorSpec, itemsize
+from mucudnn.ir.tensor import itemsize
 from tests.cuda_emulator import COMPILER
-from tests.cupy_fake import StrictArray, StrictCupy
+from tests.cupy_fake import StrictArray, on_cupy
+from tests.kernel_cases import prepared, within
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
@@ -69,20 +67,16 @@ def compute(kernel, op, inputs, images, wrap, offset=0):
     ]
     if dtype == np.float64:
         made = [a.astype("f8") for a in made]
-    specs = [
-        [TensorSpec("t", a.shape, a.dtype.name) for a in some] for some in (given, made)
-    ]
-    scratch = np.full(kernel.workspace(*specs, ATTRS), 0xFF, np.uint8)
-    wrapped = wrap(scratch) if scratch.size else None
-    kernel.run([wrap(a) for a in given], [wrap(a) for a in made], ATTRS, wrapped)
+    call, _ = prepared(kernel, given, made, ATTRS, wrap)
+    call()
     return [a.astype("f8") for a in (*made, *given)]
 
 
 def ways(op, shape, name, monkeypatch, offset=0):
     """What two launches give, what one does, and what float64 says."""
-    monkeypatch.setitem(sys.modules, "cupy", cupy := StrictCupy())
+    cupy, kernels = on_cupy(monkeypatch)
     dtype, images = TYPES[name][0], OPERATIONS[op]
-    inputs, kernel = inputs_of(op, shape, dtype), bind(CupyLauncher(lambda: None))[op]
+    inputs, kernel = inputs_of(op, shape, dtype), kernels[op]
     found = []
     for room in (0, batch_norm._ROOM):
         monkeypatch.setattr(batch_norm, "_ROOM", room)
@@ -93,20 +87,14 @@ def ways(op, shape, name, monkeypatch, offset=0):
     return *found, compute(CPU[op], op, wide, images, lambda a: a)
 
 
-def agree(found, expected, tolerance):
-    for one, other in zip(found, expected, strict=True):
-        scale = max(1.0, np.abs(other).max())
-        assert np.abs(one - other).max() <= tolerance * scale
-
-
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_one_launch_gives_what_two_do(op, name, monkeypatch):
     for shape in SMALL:
         for offset in (0, 1):
             two, one, wide = ways(op, shape, name, monkeypatch, offset)
-            agree(two, wide, TYPES[name][1])
-            agree(one, two, TYPES[name][1] / 4)
+            within(two, wide, TYPES[name][1])
+            within(one, two, TYPES[name][1] / 4)
 
 
 @pytest.mark.parametrize(("name", "samples"), [("float32", 235), ("float16", 334)])
@@ -117,8 +105,8 @@ def test_the_largest_channel_that_a_block_has_room_for(op, name, samples, monkey
     for more, fits in ((0, True), (1, False)):
         assert batch_norm.fits(Channels.of((samples + more, 1, 7, 7)), nbytes) == fits
     two, one, wide = ways(op, (samples, 1, 7, 7), name, monkeypatch)
-    agree(two, wide, TYPES[name][1])
-    agree(one, two, TYPES[name][1] / 4)
+    within(two, wide, TYPES[name][1])
+    within(one, two, TYPES[name][1] / 4)
 
 
 def test_few_long_channels_are_shared_by_blocks():

@@ -4,19 +4,16 @@ Held against the CPU in float64; whatever the order of the blocks, all bits are 
 same, and a launch that is repeated finds its counters as the first one did.
 """
 
-import sys
-
 import numpy as np
 import pytest
 
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.backends.cuda.kernels.reductions import Channels
-from mucudnn.ir.tensor import TensorSpec
 from tests.cuda_emulator import COMPILER, Emulator
-from tests.cupy_fake import StrictArray, StrictCupy
+from tests.cupy_fake import StrictArray, on_cupy
+from tests.kernel_cases import prepared, within
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
@@ -53,20 +50,6 @@ def operands(op, shape, dtype, wide):
     return inputs, outputs
 
 
-def prepared(kernel, op, shape, dtype, wide, wrap):
-    """What launches it, the arrays that it changes, and its workspace."""
-    inputs, outputs = operands(op, shape, dtype, wide)
-    specs = [
-        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
-        for some in (inputs, outputs)
-    ]
-    scratch = np.full(kernel.workspace(*specs, ATTRS), 0xFF, np.uint8)
-    arrays = [[wrap(a) for a in some] for some in (inputs, outputs)]
-    workspace = wrap(scratch) if scratch.size else None
-    call = kernel.prebind(*arrays, ATTRS, workspace)
-    return call, (*outputs, *inputs), scratch
-
-
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_order_of_blocks_changes_no_bit(op):
     for shape in SHAPES:
@@ -76,8 +59,9 @@ def test_the_order_of_blocks_changes_no_bit(op):
         for backwards in (False, True):
             emulator = Emulator(backwards=backwards)
             kernel = bind(emulator)[op]
-            same = kernel, op, shape, "f4", "f4"
-            call, arrays, scratch = prepared(*same, lambda a: a)
+            inputs, outputs = operands(op, shape, "f4", "f4")
+            call, scratch = prepared(kernel, inputs, outputs, ATTRS)
+            arrays = (*outputs, *inputs)
             call()
             once = [a.copy() for a in arrays]
             scratch[...] = 0xFF
@@ -90,31 +74,28 @@ def test_the_order_of_blocks_changes_no_bit(op):
             assert one.tobytes() == two.tobytes()
         for one, two in zip(first[:results], again[:results], strict=True):
             assert one.tobytes() == two.tobytes()
-        wide, _ = prepared_on_cpu(op, shape)
-        for one, two in zip(first, wide, strict=True):
-            scale = max(1.0, np.abs(two).max())
-            assert np.abs(one - two).max() <= 2e-6 * scale
+        within(first, in_float64(op, shape, "f4"), 2e-6)
 
 
-def prepared_on_cpu(op, shape, dtype="f4", wide="f4"):
-    """What float64 makes of the same numbers."""
-    inputs, outputs = operands(op, shape, dtype, wide)
-    inputs, outputs = ([a.astype("f8") for a in some] for some in (inputs, outputs))
+def in_float64(op, shape, dtype):
+    """What float64 makes of the same numbers: results and changed inputs."""
+    inputs, outputs = (
+        [a.astype("f8") for a in some] for some in operands(op, shape, dtype, "f4")
+    )
     CPU[op].run(inputs, outputs, ATTRS, None)
-    return (*outputs, *inputs), inputs
+    return (*outputs, *inputs)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_half_precision_has_sums_in_single(op, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
-    kernel = bind(CupyLauncher(lambda: None))[op]
+    _, kernels = on_cupy(monkeypatch)
     for shape in SHAPES[:3]:
-        call, arrays, _ = prepared(kernel, op, shape, "f2", "f4", StrictArray)
+        inputs, outputs = operands(op, shape, "f2", "f4")
+        call, _ = prepared(kernels[op], inputs, outputs, ATTRS, StrictArray)
         call()
-        for one, two in zip(arrays, prepared_on_cpu(op, shape, "f2")[0], strict=True):
-            scale = max(1.0, np.abs(two).max())
-            tolerance = 2e-3 if one.dtype == np.float16 else 2e-6
-            assert np.abs(one - two).max() <= tolerance * scale
+        expected = in_float64(op, shape, "f2")
+        for one, two in zip((*outputs, *inputs), expected, strict=True):
+            within([one], [two], 2e-3 if one.dtype == np.float16 else 2e-6)
 
 
 GROUPED = (
@@ -134,8 +115,7 @@ def test_groups_of_channels_are_normalised_where_they_are(
     shape, groups, name, offset, monkeypatch
 ):
     """In the type of the images, by statistics in single precision; not turned."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
-    kernels = bind(CupyLauncher(lambda: None))
+    _, kernels = on_cupy(monkeypatch)
     attrs = {"groups": groups, "eps": 1e-3, "per_element": False}
     last = attrs | {"channels_last": True}
     rng = np.random.default_rng(1)
@@ -164,8 +144,7 @@ def test_groups_of_channels_are_normalised_where_they_are(
         for one, two in zip(found, expected, strict=True):
             one = np.moveaxis(one, 2, 1) if one.shape == shape else one
             tolerance = 2e-3 if one.dtype == np.float16 else 4e-6
-            scale = max(1.0, np.abs(two).max())
-            assert np.abs(one.astype("f8") - two).max() <= tolerance * scale
+            within([one.astype("f8")], [two], tolerance)
 
 
 def on_the_gpu(kernel, given, results, attrs, image, offset):
@@ -181,13 +160,8 @@ def on_the_gpu(kernel, given, results, attrs, image, offset):
 
     inputs = [placed(a.shape, a.dtype, a) for a in given]
     outputs = [placed(*result) for result in results]
-    specs = [
-        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
-        for some in (inputs, outputs)
-    ]
-    scratch = np.full(kernel.workspace(*specs, attrs), 0xFF, np.uint8)
-    arrays = [[StrictArray(a) for a in some] for some in (inputs, outputs)]
-    kernel.run(*arrays, attrs, StrictArray(scratch) if scratch.size else None)
+    call, _ = prepared(kernel, inputs, outputs, attrs, StrictArray)
+    call()
     return outputs
 
 

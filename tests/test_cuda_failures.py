@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -84,13 +85,14 @@ def test_a_handle_that_cannot_be_had_is_a_failed_step(backend, library):
     work = Work(backend, problem)
     runner = backend.bind(mixed(backend, problem))
     work.run(runner)
-    backend.device.current = 64
+    cupy = backend.device.cupy
+    cupy.current = cupy.cuda.Stream(non_blocking=True)
     library.fail("cudnnSetStream", Status.BAD_PARAM)
     with pytest.raises(StepFailedError, match="cudnnSetStream") as caught:
         work.run(runner)
     assert caught.value.done == 0
     work.run(runner)
-    assert library.executions[-1].stream == 64
+    assert library.executions[-1].stream == cupy.current.ptr
 
 
 @pytest.mark.parametrize("algo", ["eng1", "GEMM"])
@@ -107,6 +109,7 @@ def test_a_workspace_one_byte_short_is_refused_before_the_call(algo, backend, li
     with pytest.raises(StepFailedError, match=f"needs {needed} bytes"):
         runner.run(work.a, work.b, work.out, short, False)
     assert library.executions == []
+    assert np.array_equal(work.out.host, work.before)
 
 
 def test_memory_that_runs_short_gives_smaller_parts(backend, library, caplog):
@@ -114,7 +117,7 @@ def test_memory_that_runs_short_gives_smaller_parts(backend, library, caplog):
     work = Work(backend, problem)
     ready = Tuner(backend=backend, rule=QUICK, cache=None).compiled(problem)
     assert ready.plan.workspace == 8192
-    backend.device.most = 2048
+    backend.device.cupy.most = 2048
     ready(work.a, work.b, work.out, False)
     assert work.right()
     assert [e.batch for e in library.executions[-4:]] == [2] * 4

@@ -11,7 +11,7 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM
-from tests.cuda_fake import FakeCupy, fake_backend
+from tests.cuda_fake import HostSums, fake_backend
 from tests.cuda_work import EXECUTE, Work, accumulating, layer, tuner_of
 from tests.cudnn_fake import FakeCudnn
 from tests.doubles import QUICK, plan_of
@@ -29,9 +29,9 @@ def backend(library):
 
 
 @pytest.fixture
-def cupy(library, monkeypatch):
+def cupy(monkeypatch):
     """The float32 sums run on the host."""
-    fake = FakeCupy(library)
+    fake = HostSums()
     monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
     float32_sum._kernel.cache_clear()
     yield fake

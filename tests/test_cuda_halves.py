@@ -5,18 +5,15 @@ Parameters and statistics are in the same type, or in single precision beside it
 network in mixed precision has them.
 """
 
-import sys
-
 import numpy as np
 import pytest
 
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import KERNELS, bind
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher
-from mucudnn.ir.tensor import TensorSpec
+from mucudnn.backends.cuda.kernels import KERNELS
 from tests.cuda_emulator import COMPILER
-from tests.cupy_fake import StrictArray, StrictCupy
+from tests.cupy_fake import StrictArray, on_cupy
+from tests.kernel_cases import prepared
 from tests.mirror_cases import cases
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -74,13 +71,8 @@ def computed(kernel, case, types, wrap):
     inputs = [made(a.shape, t, a) for a, t in zip(case.inputs, kinds, strict=True)]
     shapes = (shape for shape, _ in case.outputs)
     outputs = [made(shape, t) for shape, t in zip(shapes, results, strict=True)]
-    specs = [
-        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
-        for some in (inputs, outputs)
-    ]
-    scratch = np.full(kernel.workspace(*specs, case.attrs), 0xFF, np.uint8)
-    arrays = [[wrap(a) for a in some] for some in (inputs, outputs)]
-    kernel.run(*arrays, case.attrs, wrap(scratch) if scratch.size else None)
+    call, _ = prepared(kernel, inputs, outputs, case.attrs, wrap)
+    call()
     return [a.astype("f8") for a in outputs or inputs]
 
 
@@ -129,10 +121,9 @@ def agree(found, expected, rounding, case):
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_every_kernel_in_half_precision(name, mixed, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
     narrow, rounding = TYPES[name]
     types = narrowing(np.dtype(narrow), mixed)
-    ours, cpu = bind(CupyLauncher(lambda: None)), bind_cpu(Workers(1))
+    (_, ours), cpu = on_cupy(monkeypatch), bind_cpu(Workers(1))
     seen = set()
     for case in cases("f8"):
         if case.op == "cast" or (mixed and case.op not in WIDE):
@@ -148,13 +139,13 @@ def test_every_kernel_in_half_precision(name, mixed, monkeypatch):
 @pytest.mark.parametrize("name", TYPES)
 def test_a_result_is_rounded_to_the_nearest_and_ties_to_even(name, monkeypatch):
     """To the last bit, as NumPy does it."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
+    _, kernels = on_cupy(monkeypatch)
     narrow = np.dtype(TYPES[name][0])
     bits = np.arange(0, 1 << 16, 7, np.uint16)
     one, other = bits.view(narrow), bits[::-1].copy().view(narrow)
     found = np.empty_like(one)
     arrays = [StrictArray(a) for a in (one, other, found)]
-    bind(CupyLauncher(lambda: None))["add"].run(arrays[:2], arrays[2:], {}, None)
+    kernels["add"].run(arrays[:2], arrays[2:], {}, None)
     with np.errstate(all="ignore"):
         right = (one.astype("f4") + other.astype("f4")).astype(narrow)
     numbers = ~np.isnan(right.astype("f4"))

@@ -1,7 +1,5 @@
 """What a launch costs the host in a bound step, counted in calls of Python."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -16,6 +14,7 @@ from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER
 from tests.model_cases import random_feeds
+from tests.python_calls import python_calls
 from tests.test_cuda_training import stand_in
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
@@ -36,22 +35,6 @@ def bound(gpu, depth):
     return made, random_feeds(graph)
 
 
-def calls_of_python(work):
-    """How many functions written in Python it calls."""
-    count = 0
-
-    def watch(frame, event, argument):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(watch)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @emulated
 def test_a_bound_launch_is_one_call_of_python(monkeypatch):
     launches, calls = [], []
@@ -65,14 +48,14 @@ def test_a_bound_launch_is_one_call_of_python(monkeypatch):
         monkeypatch.setattr(cupy, "RawKernel", lambda *_: slice)
         executor, feeds = bound(gpu, depth)
         executor.run(feeds)
-        calls.append(calls_of_python(lambda run=executor.run, f=feeds: run(f)))
+        calls.append(python_calls(lambda run=executor.run, f=feeds: run(f)))
     more = launches[1] - launches[0]
     assert more >= 80
     # One a launch, and one a node that takes several.
     assert calls[1] - calls[0] < 1.7 * more
 
 
-def test_a_bound_copy_makes_nothing_and_is_a_few_calls_of_python(monkeypatch):
+def test_a_bound_copy_makes_nothing_and_is_a_few_python_calls(monkeypatch):
     """Of which three ask the stand-in for the stream that computes."""
     cupy, gpu = stand_in(monkeypatch)
     runtime = cupy.cuda.runtime
@@ -91,5 +74,5 @@ def test_a_bound_copy_makes_nothing_and_is_a_few_calls_of_python(monkeypatch):
 
     steps(1)
     monkeypatch.setattr(cupy.cuda, "Event", None)
-    each = calls_of_python(lambda: steps(11)) - calls_of_python(lambda: steps(1))
+    each = python_calls(lambda: steps(11)) - python_calls(lambda: steps(1))
     assert each / 10 <= 2 * 6 + 5

@@ -26,7 +26,7 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from tests import cudnn_kernel
 from tests.cuda_emulator import COMPILER
 from tests.cudnn_fake import FakeCudnn
-from tests.cupy_fake import CAPTURED, StrictArray, StrictCupy
+from tests.cupy_fake import StrictArray, StrictCupy
 from tests.training_cases import examples, trainer
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
@@ -41,14 +41,6 @@ PRECISIONS = [(None, 1e-5), ("float16", 5e-3), BFLOAT16]
 STEPS = 4
 
 
-class Captured(FakeCudnn):
-    """The library's stand-in, whose launches go where CuPy's do."""
-
-    capturing = property(
-        lambda self: CAPTURED[-1] if CAPTURED else None, lambda self, value: None
-    )
-
-
 def stand_in(monkeypatch, *, lazy=False, kind=StrictCupy):
     monkeypatch.setitem(sys.modules, "cupy", cupy := kind(lazy=lazy))
     # Without a name for bfloat16 the library's stand-in computes something else.
@@ -56,7 +48,7 @@ def stand_in(monkeypatch, *, lazy=False, kind=StrictCupy):
     monkeypatch.setitem(cudnn_kernel._NAMES, 9, "bfloat16" if known else "float16")
     float32_sum._kernel.cache_clear()
     device = CudaDevice(0, 91900)
-    session = LiveSession(Captured(), device.stream)
+    session = LiveSession(FakeCudnn(), device.stream)
     conv, own = CudaConv(session), CudnnKernels(session)
     return cupy, Backend(
         "cuda",
@@ -83,31 +75,22 @@ def losses(backend, **more):
 
 @emulated
 @pytest.mark.slow
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "lazy"), [("NCHW", False), ("NCHW", True), ("NHWC", True)]
+)
 @pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
-def test_training_agrees_with_the_cpus(precision, apart, lazy, monkeypatch):
+def test_training_agrees_with_the_cpus(precision, apart, layout, lazy, monkeypatch):
     expected, _ = losses("cpu")
     cupy, gpu = stand_in(monkeypatch, lazy=lazy)
-    found, free = losses(gpu, precision=precision)
+    more = {"precision": precision, "layout": layout}
+    found, free = losses(gpu, **more)
     assert np.abs(found - expected).max() < apart
     assert "momentum_all" in cupy.launched
+    if layout == "NHWC":
+        assert {"transpose", "transpose_few"} & {*cupy.launched}
     # With tensors on the host for a while, every bit is the same.
     budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
-    again, _ = losses(gpu, precision=precision, budget=budget)
-    assert np.array_equal(again, found)
-
-
-@emulated
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
-def test_training_with_channels_last_agrees(precision, apart, monkeypatch):
-    expected, _ = losses("cpu")
-    cupy, gpu = stand_in(monkeypatch, lazy=True)
-    found, free = losses(gpu, precision=precision, layout="NHWC")
-    assert np.abs(found - expected).max() < apart
-    assert {"transpose", "transpose_few"} & {*cupy.launched}
-    budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
-    again, _ = losses(gpu, precision=precision, layout="NHWC", budget=budget)
+    again, _ = losses(gpu, **more, budget=budget)
     assert np.array_equal(again, found)
 
 

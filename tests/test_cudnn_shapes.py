@@ -1,11 +1,9 @@
 """Shapes by the real library: what it says of an output is what `ConvProblem` says."""
 
-import ctypes
-from contextlib import contextmanager
-
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.backends.cuda.descriptors import Descriptors, ints
 from mucudnn.backends.cuda.libcudnn import (
     ConvolutionMode,
     Cudnn,
@@ -14,6 +12,7 @@ from mucudnn.backends.cuda.libcudnn import (
 )
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
+from tests.cudnn_kernel import strides_of
 from tests.examples import examples
 
 pytestmark = pytest.mark.cudnn
@@ -45,54 +44,22 @@ def convolutions(draw):
     }
 
 
-def ints(values):
-    return (ctypes.c_int * len(values))(*values)
-
-
-def packed(shape):
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides
-
-
-@contextmanager
-def descriptor(calls, kind):
-    pointer = ctypes.c_void_p()
-    calls.call(f"cudnnCreate{kind}Descriptor", ctypes.byref(pointer))
-    try:
-        yield pointer
-    finally:
-        calls.call(f"cudnnDestroy{kind}Descriptor", pointer)
-
-
 def library_says(calls, *, x_shape, w_shape, stride, padding, dilation, groups):
     """The shape of the output; 1-D is given as 2-D, of height 1, as there is no 1-D."""
     if len(x_shape) == 3:
         x_shape, w_shape = ((a, b, 1, c) for a, b, c in (x_shape, w_shape))
         stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-    rank = len(x_shape)
+    rank, made = len(x_shape), Descriptors(calls)
+    kind, cross = DataType.FLOAT, ConvolutionMode.CROSS_CORRELATION
+    x = made.tensor(kind, x_shape, strides_of(x_shape, last=False))
+    values = kind, TensorFormat.NCHW, rank, ints(w_shape)
+    w = made.create("Filter", "FilterNd", *values)
+    axes = map(ints, (padding, stride, dilation))
+    values = rank - 2, *axes, cross, kind
+    conv = made.create("Convolution", "ConvolutionNd", *values)
+    calls.call("cudnnSetConvolutionGroupCount", conv, groups)
     shape = ints([0] * rank)
-    with (
-        descriptor(calls, "Tensor") as x,
-        descriptor(calls, "Filter") as w,
-        descriptor(calls, "Convolution") as conv,
-    ):
-        calls.call(
-            "cudnnSetTensorNdDescriptor",
-            *(x, DataType.FLOAT, rank, ints(x_shape), ints(packed(x_shape))),
-        )
-        calls.call(
-            "cudnnSetFilterNdDescriptor",
-            *(w, DataType.FLOAT, TensorFormat.NCHW, rank, ints(w_shape)),
-        )
-        calls.call(
-            "cudnnSetConvolutionNdDescriptor",
-            *(conv, rank - 2, ints(padding), ints(stride), ints(dilation)),
-            *(ConvolutionMode.CROSS_CORRELATION, DataType.FLOAT),
-        )
-        calls.call("cudnnSetConvolutionGroupCount", conv, groups)
-        calls.call("cudnnGetConvolutionNdForwardOutputDim", conv, x, w, rank, shape)
+    calls.call("cudnnGetConvolutionNdForwardOutputDim", conv, x, w, rank, shape)
     return tuple(shape)
 
 

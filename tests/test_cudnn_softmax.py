@@ -1,7 +1,5 @@
 """cuDNN's softmax with our kernel behind it: the loss, and a gradient from both."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -9,15 +7,13 @@ from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, Case, CudnnKernels
 from mucudnn.backends.cuda.descriptors import LiveSession
-from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.backends.cuda.libcudnn import Status
 from mucudnn.ir.operations import LIBRARY
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.precision import to_mixed_precision
 from tests.cuda_emulator import COMPILER
 from tests.cudnn_fake import FakeCudnn
-from tests.cupy_fake import StrictArray, StrictCupy
+from tests.cupy_fake import StrictArray, on_cupy
 from tests.kernel_cases import normal
 from tests.training_cases import network
 
@@ -32,10 +28,9 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g+
 @pytest.fixture
 def beside(monkeypatch):
     """The library, and our kernels on the stand-in for CuPy beside it."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
+    _, kernels = on_cupy(monkeypatch)
     library = FakeCudnn()
-    own = CudnnKernels(LiveSession(library, lambda: 0))
-    return library, own.beside(bind(CupyLauncher(lambda: None)))
+    return library, CudnnKernels(LiveSession(library, lambda: 0)).beside(kernels)
 
 
 def asked(kernels, x, labels, library="cudnn"):

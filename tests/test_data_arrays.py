@@ -8,11 +8,6 @@ from mucudnn.errors import DataError
 from tests.data_files import read_all, write_npy
 from tests.examples import examples
 
-tmp_settings = examples(
-    60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, ">f4", np.float16])
 def test_both_parts(tmp_path, dtype):
@@ -62,7 +57,7 @@ def test_the_split_is_stratified(labels):
         np.testing.assert_array_equal(test[labels[test] == label], everywhere[4::5])
 
 
-@tmp_settings
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 127), st.integers(0, 255))
 def test_a_damaged_header_raises_nothing_else(tmp_path, place, value):
     write_npy(tmp_path)

@@ -82,10 +82,7 @@ def test_16_bits_are_scaled(tmp_path):
     np.testing.assert_array_equal(images[0, 0], np.arange(256).reshape(16, 16))
 
 
-@examples(
-    40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([".png", ".jpg"]), st.floats(0, 0.9))
 def test_a_truncated_image_is_named(tmp_path, suffix, share):
     write_folder(tmp_path / "train", 1, suffix)

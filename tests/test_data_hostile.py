@@ -168,11 +168,23 @@ codes = st.sampled_from(
 )
 
 
-@examples(400)
-@given(st.lists(codes | st.binary(max_size=3) | st.just(b"}U\x01a"), max_size=12))
-def test_no_program_raises_anything_else(tmp_path_factory, program):
-    path = tmp_path_factory.getbasetemp() / "program"
-    path.write_bytes(pickled(b"".join(program)))
+programs = st.lists(
+    codes | st.binary(max_size=3) | st.just(b"}U\x01a"), max_size=12
+).map(lambda parts: pickled(b"".join(parts)))
+
+
+@st.composite
+def damaged_pickles(draw):
+    raw = bytearray(python2_pickle({"data": np.eye(3, dtype=np.uint8), "labels": [1]}))
+    raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    return bytes(raw)
+
+
+@examples(500)
+@given(programs | damaged_pickles())
+def test_no_pickle_raises_anything_else(tmp_path_factory, raw):
+    path = tmp_path_factory.getbasetemp() / "pickle"
+    path.write_bytes(raw)
     try:
         found = read_pickled_dict(path)
     except DataError as e:

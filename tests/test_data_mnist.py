@@ -9,11 +9,6 @@ from mucudnn.errors import DataError
 from tests.data_files import idx, read_all, write_mnist
 from tests.examples import examples
 
-truncations = examples(
-    60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("mark", ["-", "."])
@@ -39,7 +34,7 @@ def test_several_gzip_members_and_padding(tmp_path):
     np.testing.assert_array_equal(read_all(open_mnist(tmp_path, "train"))[0], images)
 
 
-@truncations
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 400), st.integers(1, 255))
 def test_a_changed_byte_of_a_gzip_file_is_seen(tmp_path, place, flip):
     images, _ = write_mnist(tmp_path, packed=True, n=4, side=9)

@@ -1,7 +1,6 @@
 """The public convolutions: right whatever the plan, and clear about misuse."""
 
 import dataclasses
-import sys
 import threading
 
 import numpy as np
@@ -23,6 +22,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import undivided
 from tests.conv_problems import call
 from tests.doubles import QUICK, arrays, plan_of, watched
+from tests.python_calls import python_calls
 from tests.reference import operands, reference, relative_error
 
 CPU = get_backend("cpu")
@@ -185,22 +185,6 @@ def test_threads_share_a_tuner():
 
 
 # --- what a call costs -------------------------------------------------------------
-
-
-def python_calls(act):
-    """How many Python functions are entered."""
-    entered = []
-
-    def note(frame, event, argument):
-        if event == "call":
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return len(entered)
 
 
 @pytest.mark.parametrize("parts", [1, 4])

@@ -5,12 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
@@ -20,10 +18,9 @@ from mucudnn.passes.graph.split import split_batch
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, compute
 from tests.model_cases import furthest, random_feeds
-from tests.numpy_runner import execute
+from tests.test_split import computed
 from tests.training_cases import examples, trainer, weights
 
-CPU = get_backend("cpu")
 FUSED = {"batch_norm_relu", "batch_norm_add_relu", "bias_relu", "add_relu"}
 
 
@@ -134,18 +131,6 @@ MODELS = {
 
 def model(name, dtype="float64"):
     return get_model(name)(4, classes=3, dtype=dtype, **MODELS[name])
-
-
-def results(graph, values):
-    found = {name: values[name] for name in graph.outputs}
-    found |= {f"d {w}": values[name] for w, name in graph.gradients.items()}
-    states = graph.with_role(Role.STATE)
-    return found | {spec.name: values[spec.name] for spec in states}
-
-
-def computed(graph, given):
-    own = {name: array.copy() for name, array in given.items()}
-    return results(graph, execute(CPU, graph, own))
 
 
 @pytest.mark.parametrize(

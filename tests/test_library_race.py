@@ -19,6 +19,7 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import LibraryRace
 from mucudnn.runtime.training.trainer import Trainer
 from tests.cuda_emulator import COMPILER
+from tests.doubles import Timer
 from tests.one_algorithm import one_algorithm
 from tests.test_cuda_training import stand_in
 from tests.training_cases import SHAPE, examples, tuner_of
@@ -35,25 +36,6 @@ def network(batch, training=True):
     logits = g.linear(g.flatten(x), 3)
     label = g.input("label", (batch,), "int64")
     return g.build(g.softmax_cross_entropy(logits, label), g.accuracy(logits, label))
-
-
-class Timer:
-    """A device whose clock shows what its work says that it took."""
-
-    def __init__(self, device):
-        self._device, self.now = device, 0.0
-
-    def __getattr__(self, name):
-        return getattr(self._device, name)
-
-    def begin(self, launches=1):
-        return self.now
-
-    def record(self):
-        return self.now
-
-    def elapsed_ms(self, start, stop):
-        return stop - start
 
 
 class Library:

@@ -134,7 +134,7 @@ def test_unknown_names_list_the_choices():
 
 
 def test_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="at least one sample, got 0"):
+    with pytest.raises(ValueError, match="the mini-batch must be at least 1, got 0"):
         candidate_batches(0, "all")
 
 

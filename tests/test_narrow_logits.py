@@ -1,18 +1,15 @@
 """Losses of narrow logits: read as they are, answered in single precision."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.precision import to_mixed_precision
 from tests.cuda_emulator import COMPILER
-from tests.cupy_fake import StrictArray, StrictCupy
+from tests.cupy_fake import StrictArray, on_cupy
+from tests.kernel_cases import prepared
 from tests.training_cases import network
 
 SHAPES = ((5, 8), (9, 7), (3, 4, 5, 6), (2, 1000), (2, 3, 1))
@@ -50,9 +47,8 @@ def answers(kernels, shape, dtype, wrap, count="f4"):
         ("accuracy", (x, labels), (right,), {"k": 2}),
     )
     for op, given, made, attrs in calls:
-        scratch = np.full(kernels[op].workspace(given, made, attrs), 0xFF, np.uint8)
-        arrays = [[wrap(a) for a in some] for some in (given, made)]
-        kernels[op].run(*arrays, attrs, wrap(scratch) if scratch.size else None)
+        call, _ = prepared(kernels[op], given, made, attrs, wrap)
+        call()
     return loss, p, dx, right
 
 
@@ -76,8 +72,7 @@ def test_right_answers_are_counted_in_the_type_of_the_result(dtype):
     """A network counts in a float of its own type, a total may be an integer."""
     for count in ("f4", "i8"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "cupy", StrictCupy())
-            kernels = bind(CupyLauncher(lambda: None))
+            _, kernels = on_cupy(patch)
             *_, found = answers(kernels, (50, 7), dtype, StrictArray, count)
         cpu = bind_cpu(Workers(1))
         *_, expected = answers(cpu, (50, 7), "f8", lambda a: a, count)
@@ -92,7 +87,6 @@ def test_the_cpu_reads_narrow_logits(shape):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 def test_a_gpu_reads_narrow_logits(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", StrictCupy())
-    kernels = bind(CupyLauncher(lambda: None))
+    _, kernels = on_cupy(monkeypatch)
     for shape in SHAPES:
         same(kernels, shape, StrictArray)

@@ -173,5 +173,5 @@ def test_texts_that_are_no_schedule(text):
 def test_rates_out_of_range():
     with pytest.raises(ValueError, match="the learning rate must be at least 0"):
         parse_learning_rate("constant", -0.1)
-    with pytest.raises(ValueError, match="warm-up takes at least 0 steps"):
+    with pytest.raises(ValueError, match="warmup_steps must be at least 0"):
         parse_learning_rate("constant", 0.1, warmup_steps=-1)

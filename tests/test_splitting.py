@@ -108,7 +108,7 @@ def test_a_network_that_answers_may_be_cut_throughout():
         x = g.relu(g.conv(g.max_pool(x, 2), 8, 3, padding=1))
     graph = g.build(g.conv(g.add(skip, g.upsample_nearest(x, 4)), 8, 1))
     ways = list(cuttings(graph, "height"))
-    assert [str(way) for way in ways[1:4]] == ["2 strips", "4 strips", "8 strips"]
+    assert [str(way) for way in ways[1:4]] == ["2 tiles", "4 tiles", "8 tiles"]
     largest, throughout = cuttings(graph, "height:4")
     assert (largest.throughout, throughout.throughout) == (False, True)
     assert len(throughout.cut(graph).nodes) > len(largest.cut(graph).nodes)
@@ -134,17 +134,17 @@ def test_a_network_that_answers_may_be_cut_throughout():
 def test_strips_are_tried_where_there_are_few_images():
     one = network(1, norm=True)
     tried = [str(cutting) for cutting in cuttings(one, "auto")]
-    assert tried == ["whole", *(f"{k} strips" for k in (2, 4, 8, 16))]
+    assert tried == ["whole", *(f"{k} tiles" for k in (2, 4, 8, 16))]
     assert {c.along for c in cuttings(network(4, norm=True), "auto")} == {"batch"}
-    assert [str(c) for c in cuttings(network(4, norm=True), "height:3")] == ["3 strips"]
+    assert [str(c) for c in cuttings(network(4, norm=True), "height:3")] == ["3 tiles"]
     free = plan_splitting(step(1 << 40, batch=1))
     assert free.chosen.parts == 1
     least = free.tried[0].least_bytes
     tight = plan_splitting(step(0.6 * least, batch=1), "height:4")
     assert tight.chosen.cutting.along == "height"
     assert tight.chosen.plan.peak_bytes <= 0.6 * least
-    assert "strips" in tight.reason
-    assert "strips" in str(tight.chosen.segments[0])
+    assert "tiles" in tight.reason
+    assert "tiles" in str(tight.chosen.segments[0])
     assert tight.to_json()["along"] == "height"
     assert "rows of images: " in tight.lines[-1]
     assert "matmul" in tight.lines[-1]
@@ -192,7 +192,7 @@ def test_the_least_budget_counts_parts_that_need_no_plan():
 def test_times_of_the_one_way_that_was_asked_for_are_held_against_itself():
     spec = StepSpec(model="lenet", batch=1, inference=True)
     study = study_memory(spec, policies=["planned"], budget="1GiB", split="height:4")
-    assert "1.00x of 4 strips unbounded" in study.splitting.reason
+    assert "1.00x of 4 tiles unbounded" in study.splitting.reason
 
 
 def test_the_cpu_is_measured():

@@ -226,21 +226,6 @@ def test_a_name_that_is_no_text_is_damage(cache):
     assert b"noise_\xff\xfe REAL" in kept.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "CREATE TRIGGER t AFTER INSERT ON perf BEGIN DELETE FROM perf; END",
-        "ALTER TABLE perf ADD COLUMN more TEXT",
-        "DROP TABLE verdict",
-    ],
-)
-def test_other_tables_than_ours_are_set_aside(cache, statement):
-    change(cache, statement)
-    with pytest.warns(CacheWarning, match="a new"), BenchmarkCache(cache) as found:
-        assert found.path == cache
-    assert len([*cache.parent.glob("*.corrupt-*")]) == 1
-
-
 def test_a_table_that_contradicts_its_index_is_set_aside(cache):
     raw = bytearray(cache.read_bytes())
     with contextlib.closing(sqlite3.connect(cache)) as db:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import Direction
 from mucudnn.suites import (
     SUITES,
     load_suite,
@@ -17,6 +17,7 @@ from mucudnn.suites import (
     short_name,
 )
 from mucudnn.suites.layers import read_layers
+from tests.conv_problems import conv_problems
 
 # Multiply-adds of one image's convolutions, as the papers and model cards give them.
 GMACS = {"resnet18": 1.81, "resnet50": 4.09, "vgg16": 15.35}
@@ -87,27 +88,8 @@ def test_unknown_suite_lists_the_known():
         load_suite("nope")
 
 
-@st.composite
-def problems(draw):
-    rank = draw(st.integers(1, 3))
-    size = st.integers(1, 9)
-    groups = draw(st.integers(1, 3))
-    c = groups * draw(size)
-
-    def per_axis(least, most):
-        return draw(st.lists(st.integers(least, most), min_size=rank, max_size=rank))
-
-    return ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(draw(size), c, *per_axis(7, 20)),
-        w_shape=(groups * draw(size), c // groups, *per_axis(1, 3)),
-        stride=per_axis(1, 3),
-        padding=per_axis(0, 2),
-        dilation=per_axis(1, 3),
-        groups=groups,
-        dtype=draw(st.sampled_from(["float32", "float64"])),
-        layout=draw(st.sampled_from(["NCHW", "NHWC"])),
-    )
+def problems():
+    return conv_problems().map(lambda p: p.with_direction(Direction.FORWARD))
 
 
 def fields(problem):

@@ -29,6 +29,14 @@ class Scripted:
         self.runs += 1
         self.now_ms += next(self._times)
 
+    def taking(self, ms):
+        """A run of its own that takes so long."""
+
+        def run():
+            self.now_ms += ms
+
+        return run
+
     def record(self):
         return self.now_ms
 
@@ -105,20 +113,16 @@ def test_with_no_time_for_more_the_warm_up_tells_that_it_is_one():
 
 
 def test_rivals_take_turns():
-    order = []
-    device = Scripted(1)
-    fast, slow = Scripted(1), Scripted(5)
+    device, order = Scripted(1), []
 
-    def runner(name, own):
+    def runner(name, ms):
         def run():
             order.append(name)
-            own.run()
-            device.now_ms += own.now_ms / own.runs
+            device.now_ms += ms
 
         return run
 
-    runs = [runner("a", fast), runner("b", slow)]
-    timings = measure_together(runs, device, RULE)
+    timings = measure_together([runner("a", 1), runner("b", 5)], device, RULE)
     assert "".join(order) == "ab" * 4
     assert device.hidden == [1] * 8
     assert timings == (Timing(1, 0, 3), Timing(5, 0, 3))
@@ -139,34 +143,17 @@ def test_rivals_are_timed_alike_whatever_the_budget():
 
 
 def test_a_clear_lead_of_slow_rivals_needs_no_third_round():
-    fast, slow, near = Scripted(40), Scripted(61), Scripted(59)
     device = Scripted(0)
-
-    def runner(own):
-        def run():
-            own.run()
-            device.now_ms = fast.now_ms + slow.now_ms + near.now_ms
-
-        return run
-
-    ahead = measure_together([runner(fast), runner(slow)], device, RULE)
+    fast, slow, near = (device.taking(ms) for ms in (40, 61, 59))
+    ahead = measure_together([fast, slow], device, RULE)
     assert [t.samples for t in ahead] == [1, 1]
-    close = measure_together([runner(fast), runner(near)], device, RULE)
+    close = measure_together([fast, near], device, RULE)
     assert [t.samples for t in close] == [3, 3]
 
 
 def test_a_slow_challenger_that_is_not_faster_is_tried_once():
     device = Scripted(0)
-    one, other = Scripted(60), Scripted(62)
-
-    def runner(own):
-        def run():
-            own.run()
-            device.now_ms = one.now_ms + other.now_ms
-
-        return run
-
-    mine, theirs = runner(other), runner(one)
+    mine, theirs = device.taking(62), device.taking(60)
     beaten = measure_together([mine, theirs], device, RULE, challenger=True)
     assert [t.samples for t in beaten] == [1, 1]
     ahead = measure_together([theirs, mine], device, RULE, challenger=True)

@@ -1,6 +1,7 @@
 """Budgets of `train_step` that depend on the step or on the device."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -10,8 +11,15 @@ from mucudnn.errors import PlanningError
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch import automatic_budget  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    # Of PyTorch's own modules, as they are imported for compilation.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
 
 
 def network(channels=8, width=64):
@@ -90,6 +98,50 @@ def test_options_that_round_are_chosen_only_where_they_are_allowed():
     (share,) = re.findall(r"or budget='(\d+%)'", str(error.value))
     plan = planned(network(), budget=share, exact=False).prepare(*batch())
     assert plan.budget >= error.value.least_bytes
+
+
+class Language(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 16)
+        self.cells = torch.nn.LSTM(16, 32, batch_first=True)
+        self.head = torch.nn.Linear(32, 50)
+
+    def forward(self, x):
+        return self.head(self.cells(self.words(x))[0]).transpose(1, 2)
+
+
+def test_half_the_memory_of_an_lstm():
+    torch.manual_seed(0)
+    words = torch.randint(0, 50, (16, 40))
+    with pytest.raises(PlanningError) as error:
+        planned(Language(), budget="50%", exact=True).prepare(words, words)
+    assert error.value.node in str(error.value)
+    step = planned(Language(), budget="50%", verify=1)
+    step(words, words)
+    assert step.plan.peak_bytes <= step.plan.budget < error.value.least_bytes
+    assert step.plan.splitting.chosen.parts > 1
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_compilation_is_the_last_resort(exact, monkeypatch):
+    plan_program = automatic_budget.plan_program
+
+    def refused(step, options, budget=math.inf, **more):
+        """As if nothing but compiled kernels fitted."""
+        if options.inductor or math.isinf(budget):
+            return plan_program(step, options, budget)
+        raise PlanningError("too much", least_bytes=int(1.5 * budget), node="mm")
+
+    monkeypatch.setattr(automatic_budget, "plan_program", refused)
+    step = planned(network(), budget="90%", exact=exact, verify=1)
+    if exact:
+        with pytest.raises(PlanningError, match="that needs most is mm; without exact"):
+            step.prepare(*batch())
+        return
+    step(*batch())  # which compares it with eager mode
+    assert step.plan.kernels
+    assert "chosen: inductor=True; results may differ by rounding" in str(step.plan)
 
 
 @pytest.mark.parametrize("budget", ["0%", "101%", "-5%", "half%", "nan%"])

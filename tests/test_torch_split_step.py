@@ -48,6 +48,25 @@ def some_labels_ignored():
     return model, nn.CrossEntropyLoss(weight=weights), (x, y)
 
 
+class Tagger(nn.Module):
+    """Two layers in both directions; samples are strided in their memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 12)
+        self.cells = nn.LSTM(12, 16, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x):
+        states, (last, _) = self.cells(self.words(x))
+        return self.head(states + last.mean()).flatten(0, 1)
+
+
+def recurrent():
+    batch = torch.randint(0, 20, (7, 24)), torch.randint(0, 5, (7 * 24,))
+    return Tagger(), functional.cross_entropy, batch
+
+
 STEPS = {
     "convolutions": convolutions,
     "gpt": without_dropout,
@@ -88,6 +107,18 @@ def test_parts_need_less_and_keep_it(name):
     _, found, step, batch, _ = stepped(STEPS[name], torch.float32, 4, budget=parts)
     assert step.plan.peak_bytes <= parts
     check_kept(step, batch, found, kept)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_an_lstm_runs_in_parts(parts):
+    loss, own, _ = eager(recurrent, torch.float32)
+    mine, found, step, *_ = stepped(recurrent, torch.float32, parts)
+    assert step.plan.splitting.chosen.parts == parts
+    torch.testing.assert_close(mine, loss)
+    assert furthest(found, own) < 1e-5
+    nodes = [node.op for node in step.plan.plan.schedule.graph.nodes]
+    assert nodes.count("lstm:backward") == 4 * parts
+    assert least(recurrent, parts) < 0.8 * least(recurrent, "none")
 
 
 def test_whole_or_in_parts_is_decided_by_the_budget():

@@ -231,7 +231,7 @@ def test_the_budget_decides_how_many_strips():
     tight = stepped(STEPS["chain"], torch.float32, "height", 0.8 * whole)[2].plan
     assert tight.splitting.chosen.parts > 1
     assert not tight.splitting.fused
-    assert f"in {tight.splitting.chosen.parts} strips" in str(tight)
+    assert f"in {tight.splitting.chosen.parts} tiles" in str(tight)
     assert tight.peak_bytes <= 0.8 * whole
 
 

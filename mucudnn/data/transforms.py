@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from mucudnn.arguments import check_integer, check_number
+from mucudnn.arguments import check_choice, check_integer, check_number
 from mucudnn.data.dataset import Dataset, Images
 
 
@@ -41,8 +41,7 @@ class RandomCrop:
     padding: int = 4
 
     def __post_init__(self) -> None:
-        if check_integer("padding", self.padding) < 0:
-            raise ValueError(f"padding must be 0 or more, got {self.padding}")
+        check_integer("padding", self.padding, least=0)
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
         """Return crops of the size of the images."""
@@ -61,10 +60,7 @@ class RandomFlip:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= check_number("probability", self.probability, finite=False) <= 1:
-            raise ValueError(
-                f"a probability must be from 0 to 1, got {self.probability}"
-            )
+        check_number("probability", self.probability, 0, 1)
 
     def __call__(self, images: Images, rng: np.random.Generator, /) -> Images:
         """Return a new batch, even where no image is mirrored."""
@@ -92,8 +88,7 @@ class Normalize:
                 "means and deviations must have the same length, and deviations must "
                 f"not be negative; got {self.mean} and {self.std}"
             )
-        if self.dtype not in ("float32", "float64"):
-            raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
+        check_choice("dtype", self.dtype, ("float32", "float64"))
 
     @classmethod
     def of(

@@ -146,8 +146,7 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         check_integer("nbytes", self.nbytes, 0)
-        if not self.bytes_per_ms > 0:
-            raise ValueError(f"bytes_per_ms must be above 0, got {self.bytes_per_ms}")
+        check_number("bytes_per_ms", self.bytes_per_ms, 0, above=True, finite=False)
         check_number("latency_ms", self.latency_ms, 0.0)
         if self.measured_ms is not None:
             check_number("measured_ms", self.measured_ms, 0.0)

@@ -187,8 +187,7 @@ def relu(g: "GraphBuilder", x: str) -> str:
 
 def leaky_relu(g: "GraphBuilder", x: str, slope: float = 0.01) -> str:
     """Compute x where positive, else slope * x; the slope must be positive."""
-    if check_number("slope", slope) <= 0:
-        raise ValueError(f"the slope must be positive, got {slope}")
+    check_number("slope", slope, 0, above=True)
     return g.append("leaky_relu", (x,), g.shape(x), slope=slope)
 
 

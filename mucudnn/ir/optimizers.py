@@ -303,8 +303,7 @@ def rate_of(choice: Any, base: float) -> Callable[[int], float]:
 
 def _check_rate(base: float, warmup_steps: int) -> None:
     check_number("the learning rate", base, 0)
-    if check_integer("warmup_steps", warmup_steps) < 0:
-        raise ValueError(f"warm-up takes at least 0 steps, got {warmup_steps}")
+    check_integer("warmup_steps", warmup_steps, least=0)
 
 
 def _warmup_factor(step: int, warmup_steps: int) -> float:

@@ -65,8 +65,7 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
         TypeError: The policy is neither a name nor a function.
     """
     found = BATCH_POLICIES.resolve(policy)
-    if (batch := check_integer("the mini-batch", batch)) < 1:
-        raise ValueError(f"a mini-batch has at least one sample, got {batch}")
+    batch = check_integer("the mini-batch", batch, least=1)
     label = f"what batch policy {name_of(policy)!r} returned for {batch}"
     sizes = check_integers(label, found(batch), least=1)
     if sizes and max(sizes) > batch:

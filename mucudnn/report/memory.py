@@ -30,7 +30,7 @@ SHEETS = ("style.css", "memory.css")
 
 _OURS = "planned"
 
-_QUEUES = {
+QUEUES = {
     "heavy": "convolutions and matrix products",
     "light": "all other nodes",
     "again": "recomputed nodes",
@@ -286,7 +286,7 @@ def memory_body(study: MemoryStudy) -> Markup:
         faint={i for i, t in enumerate(study.techniques) if not t.fits},
         speeds=speed_chart(speed_series(study)) if several else None,
         kinds=KINDS,
-        queues=_QUEUES,
+        queues=QUEUES,
         memory_chart=memory_chart,
         stack_chart=stack_chart,
         lanes_chart=lanes_chart,

@@ -14,7 +14,7 @@ from mucudnn.ir.schedule import SwapOut
 from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.plan_step import DescribedStep
 from mucudnn.passes.scheduling.problem import origin
-from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.scheduling.step_plan import CountedPlan, StepPlan
 from mucudnn.report.comparison import comparison_body
 from mucudnn.report.conv_charts import curve, plan_bar, timeline
 from mucudnn.report.fleet import (
@@ -24,13 +24,19 @@ from mucudnn.report.fleet import (
     fleet_heading,
 )
 from mucudnn.report.memory import (
+    QUEUES,
     SHEETS,
     budget_text,
     heading,
     memory_body,
     memory_report,
 )
-from mucudnn.report.memory_charts import KINDS, memory_chart, stack_chart
+from mucudnn.report.memory_charts import (
+    KINDS,
+    lanes_chart,
+    memory_chart,
+    stack_chart,
+)
 from mucudnn.report.page import header, legend, page, rendered, styles, table
 from mucudnn.report.survey import survey_tables
 from mucudnn.report.svg import Child, Markup, marker, tag
@@ -96,7 +102,11 @@ def _conv_plan(plan: ConvPlan) -> str:
 
 
 @draw.register
-def _step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
+def _step_plan(
+    plan: StepPlan,
+    placed: PlacedStep | None = None,
+    counted: CountedPlan | None = None,
+) -> str:
     """Return memory over the step, its peak, its arena, and the predicted slowdown."""
     prediction = plan.prediction
     fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
@@ -112,21 +122,35 @@ def _step_plan(plan: StepPlan, placed: PlacedStep | None = None) -> str:
         for node in plan.schedule.graph.nodes
         if "~" in node.name and node_ms[node.name] > 0
     ]
+    slowdown = prediction.step_ms / unbounded_ms if unbounded_ms else None
     facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
-    if plan.budget < float("inf"):
-        facts += f", budget {bytes_text(int(plan.budget))}"
+    budget = plan.budget
+    if counted is not None:
+        budget, slowdown = counted.budget, counted.slowdown
+        facts = "; ".join(counted.remarks)
+    if budget < float("inf") and not facts.startswith("budget"):
+        facts += f"{facts and ', '}budget {bytes_text(int(budget))}"
     content = rendered(
         "step",
         plan=plan,
         placed=placed,
-        slowdown=prediction.step_ms / unbounded_ms if unbounded_ms else None,
+        counted=counted,
+        slowdown=slowdown,
         offloaded=[i.tensor for i in instructions if isinstance(i, SwapOut)],
         recomputed=[origin(name) for name in recomputed],
         names=_names,
         chart=stack_chart(plan),
         kinds=KINDS,
+        lanes=lanes_chart(plan),
+        queues=QUEUES,
     )
     return _piece(SHEETS, "A training step", facts, content)
+
+
+@draw.register
+def _counted_plan(counted: CountedPlan) -> str:
+    """Return a plan in the bytes that its user counts."""
+    return _step_plan(counted.plan, counted=counted)
 
 
 @draw.register

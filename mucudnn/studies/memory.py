@@ -113,7 +113,7 @@ def study_memory(
         progress: Called with the current activity, the work done, and its total.
         split: Whether the step may run in slices of its batch, as one more technique:
             "none", "auto", the number of parts of its largest layers, "height" for
-            spatial strips, or "height:4" for so many; not on the CPU, where it would
+            spatial tiles, or "height:4" for so many; not on the CPU, where it would
             have to be measured.
         tiers: Offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`, each optionally
             with `=SIZE` and `@RATE` in bytes per second; by default all free memory and

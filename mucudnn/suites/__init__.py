@@ -6,6 +6,7 @@ shape once, with the number of its occurrences as `count`.
 
 from importlib.resources import files
 
+from mucudnn.arguments import check_choice
 from mucudnn.suites.layers import (
     Layer,
     parse_problem,
@@ -41,7 +42,6 @@ def load_suite(name: str) -> tuple[Layer, ...]:
     Raises:
         ValueError: The name is unknown; the message lists the known ones.
     """
-    if name not in SUITES:
-        raise ValueError(f"unknown suite {name!r}; choose one of: {', '.join(SUITES)}")
+    check_choice("suite", name, SUITES)
     text = files(__package__).joinpath(f"{name}.csv").read_text(encoding="utf-8")
     return read_layers(text.splitlines(keepends=True), name, f"{name}.csv")

@@ -4,7 +4,8 @@
 budget, `budget="device"` the memory that is free on its device, and `budget="auto"` the
 least memory in which the step is predicted to take at most 5 % longer. The options that
 such a budget needs are chosen here: first none, then offloaded parameters and state,
-then, if results may differ by rounding, micro-batches and spatial tiles.
+then, if results may differ by rounding, micro-batches and spatial tiles, and at last
+compilation.
 """
 
 import math
@@ -12,6 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +40,27 @@ _TRIES = 5
 
 _SHARE_OF_FREE = 0.9
 """Share of free memory that is used: other programs and the batch need some, too."""
+
+_WORTH_COMPILING = 0.5
+"""Share of the least budget of all other options from which on the step is compiled.
+
+Compilation takes as long as many steps, and seldom halves the memory.
+"""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Options that an automatic budget may choose.
+
+    Attributes:
+        options: All options.
+        names: Those that differ from the given ones, as text.
+        rounds: Whether results may differ by rounding from those of the given options.
+    """
+
+    options: PlanOptions
+    names: str
+    rounds: bool
 
 
 @dataclass(frozen=True)
@@ -91,91 +114,104 @@ class AutomaticBudget:
         unlimited = plan_program(step, replace(options, split=WHOLE))
         most = unlimited.plan.peak_bytes
         if self.text == _AUTO:
-            found, names = self._least_memory(step, options, most)
+            found, way = self._least_memory(step, options, most)
         else:
             if self.share is None:
                 resident = step.planner(options).resident_bytes
                 limit = resident + int(_SHARE_OF_FREE * free_bytes(step))
             else:
                 limit = int(self.share * most)
-            found, names = self._fastest(step, options, limit, most)
+            found, way = self._fastest(step, options, limit, most)
+        step_ms = found.plan.plan.prediction.step_ms
+        usual_ms = unlimited.plan.plan.prediction.step_ms
+        cost = found.plan.slowdown
+        if way.options.inductor != options.inductor and usual_ms:
+            cost = step_ms / usual_ms  # compiled kernels take another time
         lines = (
             f"budget {self.text}: {format_bytes(int(found.plan.budget), most)} of the "
             f"{format_bytes(most, int(found.plan.budget))} that the step needs without "
             "a budget",
-            f"chosen: {names or 'no further options'}"
-            + ("; results may differ by rounding" if "split" in names else ""),
-            f"cost: {found.plan.slowdown:.3f} of the time without a budget (predicted)",
+            f"chosen: {way.names or 'no further options'}"
+            + ("; results may differ by rounding" if way.rounds else ""),
+            f"cost: {cost:.3f} of the time without a budget (predicted)",
         )
         return replace(found, plan=replace(found.plan, chosen=lines))
 
     def _fastest(
         self, step: LoweredStep, options: PlanOptions, limit: int, most: int
-    ) -> tuple[PlannedProgram, str]:
-        """Return the first plan at nearly full speed, or else the fastest, and options.
+    ) -> tuple[PlannedProgram, _Way]:
+        """Return the first plan at nearly full speed, or else the fastest.
 
         Raises:
             PlanningError: No options fit.
         """
-        found: list[tuple[PlannedProgram, str]] = []
-        least: list[tuple[int, str]] = []
-        for tried, names in self._options(options):
-            if found and self.exact is None and tried.split != options.split:
+        found: list[tuple[PlannedProgram, _Way]] = []
+        least: list[tuple[int, str, str]] = []
+        for way in self._ways(options):
+            if found and self.exact is None and way.rounds:
                 break
+            compiles = way.options.inductor and not options.inductor
+            near = any(_WORTH_COMPILING * needed < limit for needed, *_ in least)
+            if compiles and (found or not near):
+                continue
             try:
-                program = plan_program(step, tried, limit)
+                program = plan_program(step, way.options, limit, advise=False)
             except PlanningError as e:
-                least += [] if e.least_bytes is None else [(e.least_bytes, names)]
+                if e.least_bytes is not None:
+                    least.append((e.least_bytes, way.names, e.node or ""))
                 continue
             except UnsupportedError:  # not on this device, or nothing can be cut
                 continue
-            found.append((program, names))
+            found.append((program, way))
             if program.plan.slowdown <= _USUAL_SLOWDOWN:
                 break
         if found:
             return min(found, key=lambda one: one[0].plan.slowdown)
         if not least:
             raise PlanningError(f"no plan fits the budget {self.text!r}")
-        more = "; without exact=True it may run in micro-batches" if self.exact else ""
-        needed, names = min(least)
+        needed, names, node = min(least)
+        more = f"; the operation that needs most is {node}" if node else ""
+        if self.exact:
+            more += "; without exact=True it may run in micro-batches or compiled"
         percent = math.ceil(100 * needed / most)
         raise PlanningError(
             f"the step does not fit the budget {self.text!r}, {exact_bytes(limit)}; "
             f"the least budget that works is {exact_bytes(needed)}"
             f"{names and f' with {names}'}, or budget='{percent}%'{more}",
+            node=node or None,
             short_by=needed - limit,
             least_bytes=needed,
         )
 
-    def _options(self, options: PlanOptions) -> Iterator[tuple[PlanOptions, str]]:
-        """Yield the allowed options with their names, the least intrusive first."""
-        offloading = [False] if options.offload_state else [False, True]
-        splits = [options.split]
-        if options.split == WHOLE and not options.inductor and not self.exact:
-            splits += [AUTO, HEIGHT]
-        for split in splits:
-            for offload in offloading:
-                names = ["offload_state=True"] if offload else []
-                names += [f"{split=}"] if split != options.split else []
-                yield (
-                    replace(
-                        options,
-                        offload_state=offload or options.offload_state,
-                        split=split,
-                    ),
-                    ", ".join(names),
-                )
+    def _ways(self, options: PlanOptions) -> Iterator[_Way]:
+        """Yield the allowed options, the least intrusive first."""
+        changes: list[dict[str, Any]] = [{}]
+        if options.split == WHOLE and not self.exact:
+            # Parts are not compiled; compilation itself is the last resort.
+            plain = {"inductor": False} if options.inductor else {}
+            changes += [{**plain, "split": AUTO}, {**plain, "split": HEIGHT}]
+            if not options.inductor:
+                changes.append({"inductor": True})
+        for change in changes:
+            for offload in [{}, {"offload_state": True}]:
+                if offload and options.offload_state:
+                    continue
+                changed = {**offload, **change}
+                names = ", ".join(f"{name}={v!r}" for name, v in changed.items())
+                yield _Way(replace(options, **changed), names, bool(change))
 
     def _least_memory(
         self, step: LoweredStep, options: PlanOptions, most: int
-    ) -> tuple[PlannedProgram, str]:
-        """Return the plan with the least memory at nearly full speed, and options."""
+    ) -> tuple[PlannedProgram, _Way]:
+        """Return the plan with the least memory at nearly full speed."""
         allowed = [
-            (tried, names)
-            for tried, names in self._options(options)
-            if tried.split == options.split or self.exact is False
+            way
+            for way in self._ways(options)
+            if not way.rounds or self.exact is False
+            if way.options.inductor == options.inductor
         ]
-        for tried, names in reversed(allowed):
+        for way in reversed(allowed):
+            tried = way.options
             try:
                 low, high = least_budget(step, tried), most
                 best = plan_program(step, tried, high)
@@ -188,7 +224,7 @@ class AutomaticBudget:
                     best, high = program, middle
                 else:
                     low = middle
-            return best, names
+            return best, way
         raise UnsupportedError("the step cannot be planned with any options")
 
 

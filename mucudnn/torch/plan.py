@@ -13,6 +13,7 @@ from mucudnn.notebook import html_of
 from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.scheduling.problem import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import (
+    CountedPlan,
     StepPlan,
     memory_intervals,
     memory_points,
@@ -202,7 +203,17 @@ class TorchPlan:
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: memory over the step, tensor by tensor."""
-        return html_of(self.plan)
+        most = self.unplanned_bytes
+        counted = CountedPlan(
+            self.plan,
+            self.peak_bytes,
+            self._counted(most) if most else 0,
+            self.given_bytes,
+            self.budget,
+            self.slowdown,
+            self.chosen,
+        )
+        return html_of(counted)
 
     def _timeline(self) -> list[str]:
         """Draw memory over the step, and when copies and recomputations run."""

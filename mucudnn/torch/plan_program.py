@@ -475,9 +475,19 @@ class PlannedProgram:
 
 
 def plan_program(
-    step: LoweredStep, options: PlanOptions, budget: float = math.inf
+    step: LoweredStep,
+    options: PlanOptions,
+    budget: float = math.inf,
+    *,
+    advise: bool = True,
 ) -> PlannedProgram:
     """Plan a step within a budget of bytes.
+
+    Args:
+        step: The step.
+        options: How it is planned.
+        budget: Bytes.
+        advise: Whether a refusal names an option under which the step fits.
 
     Raises:
         PlanningError: The step does not fit; the message names the minimum budget.
@@ -490,7 +500,7 @@ def plan_program(
         else:
             planner, plan = step.update.plan(budget, partial(step.plan, options))
     except PlanningError as e:
-        if advice := _advise_options(step, options, budget):
+        if advise and (advice := _advise_options(step, options, budget)):
             e.args = (f"{e}; {advice}", *e.args[1:])
         raise
     lowered = options.choice.bound(planner.lowered, plan.plan)

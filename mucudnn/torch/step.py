@@ -187,7 +187,7 @@ def train_step(
             such as "50%" of what the step needs without a limit, "device" for the
             memory that is free, or "auto" for the least memory at a predicted slowdown
             of at most 5 %; these three choose `offload_state` and, as `exact` allows,
-            `split` where they are needed, and `print(step.plan)` says so.
+            `split` or `inductor` where they are needed, and `print(step.plan)` says so.
         tuner: Measures further algorithms and micro-batches for the convolutions; the
             plan uses the fastest that fit. Results then differ from eager mode by
             rounding. Measurements are stored unless the batch policy is a function. The
@@ -205,9 +205,9 @@ def train_step(
         clip_norm: As `torch.nn.utils.clip_grad_norm_` over all gradients.
         clip_value: As `torch.nn.utils.clip_grad_value_`; applied before `clip_norm`.
         scaler: Used as a loop with `scale`, `unscale_`, `step` and `update` uses it.
-        split: Whether the step runs in slices, one after another, to lower the peak:
-            "none"; "auto" for the fastest predicted number; a number of parts of the
-            batch for the largest layers; "height" for strips of images or volumes, or
+        split: Whether the step runs in parts, one after another, to lower the peak:
+            "none"; "auto" for the fastest predicted number; a number of micro-batches
+            of the largest layers; "height" for spatial tiles of images or volumes, or
             "height:4" for four. Gradients are those of the whole batch, up to the order
             of sums.
         max_plans: Number of plans to keep; the least recently used plan is dropped.
@@ -232,7 +232,8 @@ def train_step(
             state. None and 0 compare nothing.
         exact: Whether options that a share, "device" or "auto" chooses must leave
             results bit for bit as they are. By default, a share or "device" divides the
-            step, which changes results by rounding, only where nothing else fits.
+            step, or at last compiles it, only where nothing else fits; both change
+            results by rounding.
 
     Raises:
         ValueError: The budget is not a size, the tuner has another backend, `split` is
@@ -387,8 +388,9 @@ class TrainStep:
         if not self._verify or (self._steps > 1 and self._steps % self._verify):
             return self._run(variant, batch, given)
         parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
-        whole = variant.planned.plan.splitting is None
-        checked = VerifiedStep(*parts, exact=self._exact and whole)
+        plan = variant.planned.plan
+        equal = self._exact and plan.splitting is None and not plan.kernels
+        checked = VerifiedStep(*parts, exact=equal)
         return checked.run(partial(self._run, variant, batch, given), self._steps)
 
     @property

@@ -72,13 +72,7 @@ LOSS_SCALE = "loss_scale"
 
 
 class Tape:
-    """A graph under construction, and the gradients known so far.
-
-    Attributes:
-        tensors: Tensors of the graph.
-        nodes: Nodes of the graph.
-        gradients: Gradient of each tensor.
-    """
+    """A graph under construction, and the gradients of tensors known so far."""
 
     def __init__(self, forward: Graph) -> None:
         self.tensors: dict[str, TensorSpec] = dict(forward.tensors)

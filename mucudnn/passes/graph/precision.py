@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from mucudnn.arguments import check_choice
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.initializers import Constant, CopyOf
 from mucudnn.ir.operations import make_node
@@ -92,9 +93,7 @@ LOSS_SCALES: Mapping[str, float] = MappingProxyType(
 
 def to_mixed_precision(graph: Graph, dtype: str) -> Graph:
     """Return a forward graph with activations in `float16` or `bfloat16`."""
-    if dtype not in LOSS_SCALES:
-        valid = ", ".join(LOSS_SCALES)
-        raise ValueError(f"unknown narrow type {dtype!r}; choose one of: {valid}")
+    check_choice("narrow type", dtype, LOSS_SCALES)
     narrowing = _Narrowing(graph, dtype)
     for node in graph.nodes:
         narrowing.add(node)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mucudnn.arguments import check_integer
+from mucudnn.arguments import check_integer, check_number
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
@@ -260,8 +260,7 @@ def parts_by_bytes(
     Raises:
         ValueError: The limit is not positive.
     """
-    if limit <= 0:
-        raise ValueError(f"the limit of a slice's bytes must be positive, got {limit}")
+    check_number("the limit of a slice's bytes", limit, 0, above=True, finite=False)
     along = along_batch(graph) if along is None else along
     if window is None:
         window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS

@@ -168,9 +168,7 @@ def complete_step(
     """Return the graphs of a step from what `build_gradients` built, perhaps split."""
     if recipe.inference:
         return (graph,)
-    parts = check_integer("the number of parts of a step", recipe.micro_batches)
-    if parts < 1:
-        raise ValueError(f"a step has at least one part, got {parts}")
+    parts = check_integer("micro_batches", recipe.micro_batches, least=1)
     scale = _loss_scale(recipe)
     scaling = scale if isinstance(scale, DynamicLossScale) else None
     updates: dict[str, Any] = {

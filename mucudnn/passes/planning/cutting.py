@@ -80,16 +80,19 @@ class Cutting:
         parts: Number of parts of the largest layers; 1 for the whole step.
         along: `batch`, or `height` of images (depth of volumes).
         throughout: Whether small layers have as many parts.
+        strided: Whether samples are strided in memory, as an LSTM's are: nodes are cut
+            as images are along their height, without halos.
     """
 
     parts: int
     along: str = BATCH
     throughout: bool = False
+    strided: bool = False
 
     def __str__(self) -> str:
         if self.parts == 1:
             return "whole"
-        name = f"{self.parts} {'parts' if self.along == BATCH else 'strips'}"
+        name = f"{self.parts} {'parts' if self.along == BATCH else 'tiles'}"
         return f"{name} throughout" if self.throughout else name
 
     def like(self, other: "Cutting") -> bool:
@@ -98,11 +101,12 @@ class Cutting:
 
     def axis(self, graph: Graph) -> SplitAxis:
         """Return the axis of a graph to split along."""
-        return along_batch(graph) if self.along == BATCH else along_height(graph)
+        contiguous = self.along == BATCH and not self.strided
+        return along_batch(graph) if contiguous else along_height(graph)
 
     def parts_of(self, graph: Graph) -> Mapping[str, int] | int:
         """Return the number of parts of each node, or of all nodes."""
-        if self.throughout:
+        if self.throughout or self.strided:
             return self.parts
         if self.along == BATCH and not (trains(graph) and couples_batch(graph)):
             return self.parts
@@ -171,6 +175,8 @@ def cutting_of(graph: Graph, split: Split) -> Cutting | None:
     """Return the cutting that a split names; None if it is to be chosen."""
     check_split(split)
     if isinstance(split, int):
+        if has_strided_samples(graph):
+            return Cutting(min(split, along_height(graph).size), strided=True)
         return Cutting(min(split, batch_of(graph)))
     _, colon, number = split.partition(":")
     if colon:
@@ -185,6 +191,11 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
         yield from _with_tiles_throughout(graph, [asked])
         return
     yield Cutting(1)
+    if split == AUTO and has_strided_samples(graph):
+        samples = along_height(graph).size
+        ways = (Cutting(parts, strided=True) for parts in _TRIED)
+        yield from (way for way in ways if way.parts <= samples)
+        return
     batch = batch_of(graph)
     if split == AUTO:
         yield from (Cutting(parts) for parts in _TRIED if parts <= batch)
@@ -198,6 +209,17 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
         raise
     strips = [Cutting(parts, HEIGHT) for parts in _TRIED if parts <= rows]
     yield from _with_tiles_throughout(graph, strips)
+
+
+def has_strided_samples(graph: Graph) -> bool:
+    """Return whether nodes are cut along samples that are strided in memory.
+
+    Such nodes have the rules of images, and none of them has windows.
+    """
+    rules = [node.traits.strips for node in graph.nodes]
+    cut = [rule for rule in rules if rule is not None]
+    whole = all(node.traits.batch is None for node in graph.nodes)
+    return whole and bool(cut) and all(rule.reach is None for rule in cut)
 
 
 def _with_tiles_throughout(graph: Graph, ways: Sequence[Cutting]) -> Iterator[Cutting]:

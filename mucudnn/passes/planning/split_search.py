@@ -235,7 +235,8 @@ class SplitDecision:
             next_best = min(others, key=lambda c: c.step_ms)
             return f"whole: {next_best.cutting} take {self._times(next_best)}"
         fused = self._accumulates(chosen)
-        every = fused or chosen.cutting.throughout
+        cutting = chosen.cutting
+        every = fused or cutting.throughout or cutting.strided
         kind = "the whole step" if every else "its largest layers"
         how = ", gradients accumulated" if fused else ""
         words = f"{kind} in {chosen.cutting}{how}: {self._times(chosen)}"

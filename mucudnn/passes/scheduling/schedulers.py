@@ -496,14 +496,7 @@ def _joined(
 
 
 class Clock:
-    """Start times of nodes without any waiting, at cyclic positions.
-
-    Args:
-        node_ms: Time of each node.
-
-    Attributes:
-        count: Number of nodes.
-    """
+    """Start times of nodes without any waiting, at cyclic positions."""
 
     def __init__(self, node_ms: Sequence[float]) -> None:
         self._starts = list(itertools.accumulate(node_ms, initial=0.0))

@@ -158,6 +158,29 @@ _Event = tuple[int, str, float, float]
 """Kind, storage, time of the copy, and slowdown of compute by the copy (ms)."""
 
 
+@dataclass(frozen=True, slots=True)
+class CountedPlan:
+    """A plan with the bytes and the time that its user counts, as pages show it.
+
+    Attributes:
+        plan: The plan, whose bytes include those of the caller.
+        peak_bytes: Peak memory, of what the user's budget counts.
+        unplanned_bytes: The same with every tensor kept; 0 if it is unknown.
+        given_bytes: Bytes that the caller holds and the budget does not count.
+        budget: The user's budget in bytes; infinity without one.
+        slowdown: Predicted time over that of the step without a budget.
+        remarks: How budget and options were chosen.
+    """
+
+    plan: StepPlan
+    peak_bytes: int
+    unplanned_bytes: int
+    given_bytes: int
+    budget: float
+    slowdown: float
+    remarks: tuple[str, ...] = ()
+
+
 _Events = Mapping[int, Sequence[_Event]]
 """Copies started or awaited at each node."""
 

@@ -33,12 +33,7 @@ class Pending(Protocol):
 
 
 class Collectives(Protocol):
-    """One rank's view of its process group.
-
-    Attributes:
-        rank: Number of this process.
-        size: Number of processes.
-    """
+    """The view that process `rank` has of its group of `size` processes."""
 
     rank: int
     size: int

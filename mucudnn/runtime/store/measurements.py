@@ -67,12 +67,7 @@ _FRESH_S = 60.0
 
 
 class Entries:
-    """Entries of a file; the least recently used are evicted.
-
-    Args:
-        file: File that holds them.
-        most: Bytes that all values may take.
-    """
+    """Entries of a file; above `most` bytes the least recently used are evicted."""
 
     def __init__(self, file: RecordFile, most: int = _MOST) -> None:
         self._file = file

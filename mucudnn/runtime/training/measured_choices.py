@@ -348,7 +348,7 @@ class SplitChooser:
 
     Args:
         split: `auto`, `none`, the number of parts of the largest layers, `height`, or
-            `height:4` for so many strips.
+            `height:4` for so many tiles.
         tuner: Measures, for `auto` and `height`.
         budget: Budget of the step; without one, `auto` and `height` do not split.
 

@@ -100,7 +100,7 @@ class Trainer:
             offloaded.
         progress: Called for every measured node: (name, number done, total).
         split: "none", the number of batch slices of the largest layers, "height:4" for
-            so many strips of images, or "auto" or "height" for the predicted fastest
+            so many spatial tiles, or "auto" or "height" for the predicted fastest
             within the budget. Sums are then added in another order; masks, losses and
             statistics are those of the whole batch.
         fuse: Compute a ReLU, and a sum before it, within the kernel of their input, and

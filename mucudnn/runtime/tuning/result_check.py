@@ -54,13 +54,9 @@ def summed_terms(problem: ConvProblem) -> int:
 
 
 class ResultCheck:
-    """Checks the algorithms of one convolution on given operands.
+    """Checks the algorithms of one convolution, at the micro-batch size that is timed.
 
-    Args:
-        backend: The library, on its device.
-        problem: The convolution, at the micro-batch size that is timed.
-        arrays: Its operands and its result.
-        buffers: Their buffers.
+    `arrays` are its operands and its result, `buffers` their buffers.
     """
 
     def __init__(
@@ -96,10 +92,7 @@ class ResultCheck:
     def judged(self, algo: str, scratch: Buffer, nbytes: int) -> tuple[Traits, str]:
         """Return an algorithm's true traits, and what is wrong with it, if anything.
 
-        Args:
-            algo: The algorithm.
-            scratch: Workspace that it may use.
-            nbytes: Size of the workspace in bytes.
+        `scratch` is the workspace that it may use, of `nbytes` bytes.
         """
         traits = self._backend.conv.traits(self._problem, algo)
         if self._reference is None and nbytes > self._searched:

@@ -48,12 +48,8 @@ class Measured:
 class TableFiller:
     """Requests sizes in rounds, and stores the rows in a table and the cache.
 
-    Args:
-        backend: Backend whose algorithms are measured.
-        problem: Convolution whose table is filled.
-        limits: Limits of timing kernels.
-        sizes: Micro-batch sizes to consider.
-        workspace: Workspace limits under which plans will be made.
+    `sizes` are the micro-batch sizes to consider, `limits` those of timing kernels,
+    `workspace` those under which plans will be made.
     """
 
     def __init__(

@@ -287,7 +287,7 @@ class _Tracer:
                 if vars(real):
                     vars(tensor).update(vars(real))
                     self.recorder.lasts_one_run("it is given tensors with attributes")
-            with modules:
+            with _recurrent_lists_kept(self.root), modules:
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
             self.recorder.in_update = True
@@ -362,6 +362,27 @@ class _Tracer:
                     "type must stay the same"
                 )
             buffer.copy_(now.detach())
+
+
+@contextmanager
+def _recurrent_lists_kept(root: torch.nn.Module) -> Iterator[None]:
+    """Give recurrent modules the lists of their parameters back.
+
+    `nn.RNNBase` makes them anew when it is called with other parameters, and does not
+    notice when it gets its own back.
+    """
+    names = "_flat_weights", "_flat_weight_refs"
+    kept = [
+        (vars(module), {name: list(vars(module)[name]) for name in names})
+        for module in root.modules()
+        if isinstance(module, torch.nn.RNNBase)
+        and all(n in vars(module) for n in names)
+    ]
+    try:
+        yield
+    finally:
+        for held, lists in kept:
+            held.update(lists)
 
 
 @contextmanager

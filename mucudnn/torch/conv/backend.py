@@ -14,7 +14,7 @@ import torch
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.cpu.conv import CpuConv
-from mucudnn.backends.cpu.conv.algorithm import Algorithm
+from mucudnn.backends.cpu.conv.algorithm import Algorithm, Arrays
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.kernels import bind
 from mucudnn.backends.cpu.threads import Workers
@@ -87,16 +87,10 @@ class _NativeKernel:
         self._compute = compute
 
     def run(
-        self,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """Run with PyTorch's threads, not `workers`."""
-        first, second, target = map(torch.from_numpy, (a, b, out))
+        first, second, target = map(torch.from_numpy, arrays)
         with torch.inference_mode():
             result = self._compute(first, second, target)
             if accumulate:

@@ -190,7 +190,8 @@ class KernelGraph:
         """Return the layouts of results that a function of PyTorch's allocates.
 
         Raises:
-            NotCompiledError: A result shares memory with an operand or another result.
+            NotCompiledError: A result shares memory with an operand or another result,
+                or is made in training only, as the workspace of an LSTM.
         """
         key = line.function, *(self.layouts[v] for v in line.operands)
         if key not in self._seen:
@@ -200,6 +201,10 @@ class KernelGraph:
             found = found if isinstance(found, tuple) else (found,)
             storages = {storage_of(t) for t in given}
             for tensor in found:
+                if tensor is None:
+                    raise NotCompiledError(
+                        f"kernel {line.name} of Inductor returns no tensor"
+                    )
                 if storage_of(tensor) in storages:
                     raise NotCompiledError(
                         f"kernel {line.name} of Inductor returns a view"

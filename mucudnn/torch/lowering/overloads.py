@@ -47,7 +47,7 @@ def as_laid_out(
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
     if function is torch.ops.aten.mkldnn_rnn_layer.default:
-        return _lstm_layer
+        return lstm_layer
     return function  # type: ignore[no-any-return]
 
 
@@ -63,7 +63,7 @@ def _compact(function: Any) -> Callable[..., Any]:
     return compact
 
 
-def _lstm_layer(*args: Any) -> Any:
+def lstm_layer(*args: Any) -> Any:
     """Run a layer of an LSTM with the workspace that its gradients need.
 
     The kernel fills it only while gradients are enabled.

@@ -35,6 +35,7 @@ from mucudnn.torch.splitting.prepare import (
     split_norms,
     without_shape_operands,
 )
+from mucudnn.torch.splitting.recurrent import has_recurrence, without_workspaces
 from mucudnn.torch.splitting.traits import SplittableStep, follow_rows
 
 _IMAGES = 3
@@ -87,7 +88,11 @@ def _along_batch(lowered: Lowered, names: Sequence[str]) -> SplittableStep | Non
     if samples < 2:
         return None
     axes = dict.fromkeys(given, Axis(0))
-    found = follow_rows(rewrite_for_cutting(lowered), axes, samples)
+    ready = rewrite_for_cutting(lowered)
+    if has_recurrence(lowered.graph):  # samples are strided in its tensors
+        found = follow_rows(without_workspaces(split_norms(ready)), axes, None)
+    else:
+        found = follow_rows(ready, axes, samples)
     return found if found.cuts and axes.keys() & found.axes.keys() else None
 
 

@@ -24,6 +24,7 @@ from mucudnn.torch.lowering.lowered import Call
 from mucudnn.torch.splitting.axes import Axis, Cut, Site, StripCall
 from mucudnn.torch.splitting.batch_rules import carried, cut_of
 from mucudnn.torch.splitting.prepare import NORMS, ShapedGradient
+from mucudnn.torch.splitting.recurrent import RECURRENT
 
 _HEIGHT = Axis(HEIGHT)
 
@@ -488,8 +489,8 @@ def _shifted(site: Site, axis: Axis, before: int, call: Call) -> Cut | None:
 
 def strip_of(site: Site, call: Call) -> Cut | None:
     """Return how a call is cut into strips; None if it stays whole."""
-    if site.op in NORMS:
-        return NORMS[site.op](site)
+    if (own := NORMS.get(site.op) or RECURRENT.get(site.op)) is not None:
+        return own(site)
     if (cut := cut_of(site, call)) is not None:  # row by row
         return cut
     rule = IMAGE_RULES.get(site.op)

@@ -92,7 +92,7 @@ class CpuConv:
                     f"{scratch.nbytes}"
                 )
             with as_kernels():
-                run(a, b, out, scratch, workers, accumulate)
+                run((a, b, out), scratch, workers, accumulate)
 
         return call
 

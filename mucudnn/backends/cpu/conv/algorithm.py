@@ -11,6 +11,9 @@ import numpy as np
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
+Arrays = tuple[Any, Any, Any]
+"""Two inputs and the output, in the order of `ConvLibrary.run`."""
+
 
 class Kernel(Protocol):
     """A problem planned for a number of workers.
@@ -23,13 +26,7 @@ class Kernel(Protocol):
         """Exact workspace in bytes."""
 
     def run(
-        self,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """Run inside the workspace with as many workers as planned.
 

@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv.algorithm import Algorithm, Region, carve, nbytes
+from mucudnn.backends.cpu.conv.algorithm import (
+    Algorithm,
+    Arrays,
+    Region,
+    carve,
+    nbytes,
+)
 from mucudnn.backends.cpu.conv.dft import (
     Chunk,
     ChunkTransform,
@@ -185,18 +191,12 @@ class Spectral:
         return nbytes(self._regions)
 
     def run(
-        self,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """See `Kernel.run`."""
-        arrays = carve(workspace, self._regions)
-        basis, xs, ys, scratch, *arrays = arrays
-        *tables, kernel = arrays
+        a, b, out = arrays
+        regions = carve(workspace, self._regions)
+        basis, xs, ys, scratch, *tables, kernel = regions
         # Tables depend on shapes only, but are refilled: kernels hold no arrays.
         self._fill_tables(tables)
         flat = scratch.reshape(-1)

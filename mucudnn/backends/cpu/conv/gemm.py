@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 from mucudnn.backends.cpu.conv.algorithm import (
     ALIGNMENT,
     Algorithm,
+    Arrays,
     Kernel,
     Region,
     carve,
@@ -91,15 +92,10 @@ class ImplicitGemm:
         self._levels = list(self._planned(workers))
 
     def run(
-        self,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """See `Kernel.run`."""
+        a, b, out = arrays
         if not self._problem.batch:
             if not accumulate:
                 out[...] = 0
@@ -232,15 +228,10 @@ class Correlation:
         return _Part(gather, tiling, patches)
 
     def run(
-        self,
-        source: Any,
-        w: Any,
-        dest: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """See `Kernel.run`."""
+        source, w, dest = arrays
         weights, *buffers = carve(workspace, self.regions)
         source = grouped(source, self._groups, 1)
         dest = grouped(dest, self._groups, 1)
@@ -327,17 +318,12 @@ class FilterGradient:
         self.nbytes = nbytes(self.regions)
 
     def run(
-        self,
-        x: Any,
-        dy: Any,
-        dw: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """See `Kernel.run`."""
-        arrays = carve(workspace, self.regions)
-        sums, buffers = arrays[: len(self._sums)], arrays[len(self._sums) :]
+        x, dy, dw = arrays
+        carved = carve(workspace, self.regions)
+        sums, buffers = carved[: len(self._sums)], carved[len(self._sums) :]
         each = len(self._own)
         x, dy = grouped(x, self._groups, 1), grouped(dy, self._groups, 1)
         dw = grouped(dw, self._groups, 0)
@@ -441,15 +427,10 @@ class Scattering:
         self.nbytes = nbytes(self.regions)
 
     def run(
-        self,
-        dy: Any,
-        w: Any,
-        dx: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """See `Kernel.run`."""
+        dy, w, dx = arrays
         buffers = carve(workspace, self.regions)
         each = len(self._own)
         groups = self._problem.groups

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv import algorithm
-from mucudnn.backends.cpu.conv.algorithm import Algorithm, Region
+from mucudnn.backends.cpu.conv.algorithm import Algorithm, Arrays, Region
 from mucudnn.backends.cpu.conv.winograd_transforms import (
     MINIMAL,
     TAPS,
@@ -54,18 +54,13 @@ class Winograd:
         self.nbytes = algorithm.nbytes(self._regions)
 
     def run(
-        self,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
+        self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
     ) -> None:
         """See `Kernel.run`."""
         problem, plan, minimal = self._problem, self._plan, self._plan.minimal
-        arrays = algorithm.carve(workspace, self._regions)
-        kernel, inner, outer, spare, even, odd, *bands = arrays
+        a, b, out = arrays
+        regions = algorithm.carve(workspace, self._regions)
+        kernel, inner, outer, spare, even, odd, *bands = regions
         adjoint = problem.direction is Direction.BACKWARD_FILTER
         half, scratch = len(bands) // 2, (even, odd)
         matrix = np.array(minimal.data, np.float64)

@@ -7,10 +7,12 @@ from types import MappingProxyType
 
 from mucudnn.backends.cuda.conv.launch import (
     DATA_TYPES,
-    Geometry,
     Launch,
     Operands,
+    as_planar,
+    compute_type,
     operand_order,
+    strides_of,
 )
 from mucudnn.backends.cuda.descriptors import Descriptor, Session
 from mucudnn.backends.cuda.device import LruCache
@@ -375,14 +377,14 @@ def operation_graph(
     Groups need no attribute: the filter has C // groups channels. All operands'
     addresses are multiples of `alignment`; `handle` is None without a device.
     """
-    geometry = Geometry.of(problem)
-    shapes = {"x": geometry.x, "w": geometry.w, "y": geometry.y}
+    problem = as_planar(problem)
+    shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
     tensors = [
-        _tensor(calls, geometry, UIDS[name], shape, alignment)
+        _tensor(calls, problem, UIDS[name], shape, alignment)
         for name, shape in shapes.items()
     ]
     beta = 1.0 if accumulate else 0.0
-    node = _convolution(calls, geometry, problem.direction, tensors, beta)
+    node = _convolution(calls, problem, tensors, beta)
     return _graph_of(calls, [node], handle)
 
 
@@ -400,24 +402,24 @@ def bias_relu_graph(
     convolution and of the sum are virtual tensors: only y is written. Sums are in the
     compute type, whatever the types of x and w.
     """
-    geometry = Geometry.of(problem)
-    wide, y = geometry.compute_type, geometry.y
+    problem = as_planar(problem)
+    wide, y = compute_type(problem), problem.y_shape
 
     def between(uid: int) -> Descriptor:
-        return _tensor(calls, geometry, uid, y, alignment, wide, virtual=True)
+        return _tensor(calls, problem, uid, y, alignment, wide, virtual=True)
 
     def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
-        return _tensor(calls, geometry, UIDS[name], shape, alignment)
+        return _tensor(calls, problem, UIDS[name], shape, alignment)
 
     product, total = between(_PRODUCT), between(_SUM)
     of_channels = 1, y[1], *(1 for _ in y[2:])
     kind = DATA_TYPES[bias]
-    b = _tensor(calls, geometry, BIAS_UID, of_channels, alignment, kind)
-    tensors = stored("x", geometry.x), stored("w", geometry.w), product
-    node = _convolution(calls, geometry, Direction.FORWARD, tensors, 0.0)
+    b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, kind)
+    tensors = stored("x", problem.x_shape), stored("w", problem.w_shape), product
+    node = _convolution(calls, problem, tensors, 0.0)
     mode = PointwiseMode
-    plus = _pointwise(calls, geometry, mode.ADD, (product, b), total)
-    relu = _pointwise(calls, geometry, mode.RELU_FWD, (total,), stored("y", y))
+    plus = _pointwise(calls, wide, mode.ADD, (product, b), total)
+    relu = _pointwise(calls, wide, mode.RELU_FWD, (total,), stored("y", y))
     return _graph_of(calls, [node, plus, relu], handle)
 
 
@@ -434,25 +436,21 @@ def _graph_of(
 
 
 def _convolution(
-    calls: Cudnn,
-    geometry: Geometry,
-    direction: Direction,
-    tensors: Sequence[Descriptor],
-    beta: float,
+    calls: Cudnn, problem: ConvProblem, tensors: Sequence[Descriptor], beta: float
 ) -> Descriptor:
     """Return the finalized node of a convolution of the tensors x, w and y."""
     found = Descriptor(calls, DescriptorType.CONVOLUTION)
-    found.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
+    found.set(Attribute.CONVOLUTION_COMP_TYPE, compute_type(problem))
     mode = ConvolutionMode.CROSS_CORRELATION
     found.set(Attribute.CONVOLUTION_CONV_MODE, mode)
-    found.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(geometry.stride))
-    found.set(Attribute.CONVOLUTION_DILATIONS, *geometry.dilation)
-    found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *geometry.stride)
-    found.set(Attribute.CONVOLUTION_PRE_PADDINGS, *geometry.padding)
-    found.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
-    kind, prefix, names = NODES[direction]
+    found.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(problem.stride))
+    found.set(Attribute.CONVOLUTION_DILATIONS, *problem.dilation)
+    found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *problem.stride)
+    found.set(Attribute.CONVOLUTION_PRE_PADDINGS, *problem.padding)
+    found.set(Attribute.CONVOLUTION_POST_PADDINGS, *problem.padding)
+    kind, prefix, names = NODES[problem.direction]
     node = Descriptor(calls, kind)
-    is_double = geometry.compute_type is DataType.DOUBLE
+    is_double = compute_type(problem) is DataType.DOUBLE
     scalar = AttributeType.DOUBLE if is_double else AttributeType.FLOAT
     node.set(Attribute[f"{prefix}_ALPHA"], 1.0, kind=scalar)
     node.set(Attribute[f"{prefix}_BETA"], beta, kind=scalar)
@@ -464,7 +462,7 @@ def _convolution(
 
 def _tensor(
     calls: Cudnn,
-    geometry: Geometry,
+    problem: ConvProblem,
     uid: int,
     shape: tuple[int, ...],
     alignment: int,
@@ -474,31 +472,32 @@ def _tensor(
 ) -> Descriptor:
     """Return the finalized descriptor of a dense tensor (N, C, *spatial).
 
-    `geometry` has the layout, and the type unless given. A virtual tensor is an
+    `problem` has the layout, and the type unless given. A virtual tensor is an
     intermediate that is never in memory.
     """
     tensor = Descriptor(calls, DescriptorType.TENSOR)
-    kind = geometry.data_type if data_type is None else data_type
+    kind = DATA_TYPES[problem.dtype] if data_type is None else data_type
     tensor.set(Attribute.TENSOR_DATA_TYPE, kind)
     if virtual:
         tensor.set(Attribute.TENSOR_IS_VIRTUAL, virtual)
     tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
     tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
     tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)
-    tensor.set(Attribute.TENSOR_STRIDES, *geometry.strides(shape))
+    strides = strides_of(shape, channels_last=problem.layout == "NHWC")
+    tensor.set(Attribute.TENSOR_STRIDES, *strides)
     return tensor.finalize()
 
 
 def _pointwise(
     calls: Cudnn,
-    geometry: Geometry,
+    computed: DataType,
     mode: PointwiseMode,
     read: tuple[Descriptor, ...],
     made: Descriptor,
 ) -> Descriptor:
     what = Descriptor(calls, DescriptorType.POINTWISE)
     what.set(Attribute.POINTWISE_MODE, mode)
-    what.set(Attribute.POINTWISE_MATH_PREC, geometry.compute_type)
+    what.set(Attribute.POINTWISE_MATH_PREC, computed)
     if mode is PointwiseMode.RELU_FWD:
         propagate = NanPropagation.PROPAGATE_NAN
         what.set(Attribute.POINTWISE_NAN_PROPAGATION, propagate)

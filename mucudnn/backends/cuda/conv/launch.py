@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import DataType
@@ -52,54 +52,24 @@ DATA_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Shapes and parameters of a problem; a 1-D one is written as 2-D of height 1.
+def as_planar(problem: ConvProblem) -> ConvProblem:
+    """Return a 1-D problem as a 2-D one of height 1, and any other as it is."""
+    if len(problem.x_shape) > 3:
+        return problem
+    (n, c, *width), (k, depth, *taps) = problem.x_shape, problem.w_shape
+    return replace(
+        problem,
+        x_shape=(n, c, 1, *width),
+        w_shape=(k, depth, 1, *taps),
+        stride=(1, *problem.stride),
+        padding=(0, *problem.padding),
+        dilation=(1, *problem.dilation),
+    )
 
-    Shapes are (N, C, *spatial), (K, C // groups, *kernel) and (N, K, *spatial). Sums
-    and scale factors are of `compute_type`. Channels last, the channels' stride is 1.
-    """
 
-    x: tuple[int, ...]
-    w: tuple[int, ...]
-    y: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    data_type: DataType
-    compute_type: DataType
-    channels_last: bool
-
-    @classmethod
-    def of(cls, problem: ConvProblem) -> "Geometry":
-        """Translate a problem."""
-        flat = len(problem.x_shape) == 3
-
-        def shape(sizes: tuple[int, ...]) -> tuple[int, ...]:
-            return (*sizes[:2], 1, *sizes[2:]) if flat else sizes
-
-        def axes(values: tuple[int, ...], neutral: int) -> tuple[int, ...]:
-            return (neutral, *values) if flat else values
-
-        data_type = DATA_TYPES[problem.dtype]
-        double = data_type is DataType.DOUBLE
-        return cls(
-            x=shape(problem.x_shape),
-            w=shape(problem.w_shape),
-            y=shape(problem.y_shape),
-            stride=axes(problem.stride, 1),
-            padding=axes(problem.padding, 0),
-            dilation=axes(problem.dilation, 1),
-            groups=problem.groups,
-            data_type=data_type,
-            compute_type=DataType.DOUBLE if double else DataType.FLOAT,
-            channels_last=problem.layout == "NHWC",
-        )
-
-    def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the strides of a dense tensor in elements, as (N, C, *spatial)."""
-        return strides_of(shape, channels_last=self.channels_last)
+def compute_type(problem: ConvProblem) -> DataType:
+    """Return the type of sums and scale factors."""
+    return DataType.DOUBLE if problem.dtype == "float64" else DataType.FLOAT
 
 
 def strides_of(shape: Sequence[int], *, channels_last: bool) -> tuple[int, ...]:

@@ -11,7 +11,15 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.backends.cuda.conv.launch import Geometry, Launch, Operands, operand_order
+from mucudnn.backends.cuda.conv.launch import (
+    DATA_TYPES,
+    Launch,
+    Operands,
+    as_planar,
+    compute_type,
+    operand_order,
+    strides_of,
+)
 from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
 from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
@@ -177,18 +185,24 @@ class _Bound:
     def __init__(self, calls: Cudnn, problem: ConvProblem, math: MathType) -> None:
         self._made = descriptors = Descriptors(calls)
         self.direction = problem.direction
-        of = Geometry.of(problem)
-        layout = TensorFormat.NHWC if of.channels_last else TensorFormat.NCHW
+        of, last = as_planar(problem), problem.layout == "NHWC"
+        layout = TensorFormat.NHWC if last else TensorFormat.NCHW
+        data_type, w = DATA_TYPES[problem.dtype], of.w_shape
+
+        def tensor(shape: tuple[int, ...]) -> int:
+            strides = strides_of(shape, channels_last=last)
+            return descriptors.tensor(data_type, shape, strides)
+
         made = {
-            "x": descriptors.tensor(of.data_type, of.x, of.strides(of.x)),
+            "x": tensor(of.x_shape),
             "w": descriptors.create(
-                "Filter", "FilterNd", of.data_type, layout, len(of.w), ints(of.w)
+                "Filter", "FilterNd", data_type, layout, len(w), ints(w)
             ),
-            "y": descriptors.tensor(of.data_type, of.y, of.strides(of.y)),
+            "y": tensor(of.y_shape),
         }
         axes = map(ints, (of.padding, of.stride, of.dilation))
         mode = ConvolutionMode.CROSS_CORRELATION
-        values = len(of.stride), *axes, mode, of.compute_type
+        values = len(of.stride), *axes, mode, compute_type(of)
         self.convolution = descriptors.create("Convolution", "ConvolutionNd", *values)
         calls.call("cudnnSetConvolutionGroupCount", self.convolution, of.groups)
         calls.call("cudnnSetConvolutionMathType", self.convolution, math)
