@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
@@ -13,7 +13,6 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.plan_step import (
     fastest_form,
     minimum_budget,
@@ -102,7 +101,7 @@ def test_planned_is_never_slower_than_a_named_policy(data):
         except PlanningError as refused:
             assert refused.least_bytes > budget  # noqa: PT017 (either is right)
             continue
-        assert ours.prediction.step_ms <= other.prediction.step_ms
+        assert ours.prediction.step_ms <= other.prediction.step_ms, (name, scheduler)
 
 
 @examples(12)
@@ -231,32 +230,6 @@ def test_fixed_convolutions_stay_fixed(vgg):
             )
         )
         assert all(plan.plans[n] == plans[n.partition("~")[0]] for n in plan.plans)
-
-
-@examples(10)
-@given(data=st.data())
-def test_exact_residencies_fit(data):
-    graph = data.draw(training_graphs(most=5))
-    profile = data.draw(profiles(graph))
-    share = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
-    (budget,) = budgets(graph, profile, share)
-    request = StepRequest(graph, profile, budget)
-    found = exact(request)
-    assume(found is not None)
-    assert request.rewritten(found.residency).least_peak() <= budget
-    assert found.gap >= 0.0
-    assert set(found.residency) <= {s.name for s in saved_tensors(graph)}
-
-
-def test_exact_keeps_everything_where_it_fits():
-    graph = training_graph(get_model("lenet")(8))
-    profile = model_profile(graph)
-    request = StepRequest(graph, profile, 1e12)
-    found = exact(request)
-    assert found is not None
-    assert found.residency == {}
-    unbounded = plan_step(request)
-    assert found.step_ms == pytest.approx(unbounded.prediction.step_ms)
 
 
 def test_unknown_names_are_refused():

@@ -18,10 +18,10 @@ from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import Split, SplitStep
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
-from mucudnn.passes.planning.search.collection import gc_relaxed
-from mucudnn.passes.planning.search.search import least_memory, search
+from mucudnn.passes.planning.search import least_memory, search
 from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED, VDNN_DYN, decide
