@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mucudnn.passes.planning.search.collection import gc_relaxed
+from mucudnn.passes.planning.collection import gc_relaxed
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,12 @@ from hypothesis import given, settings, strategies as st
 from mucudnn import MemoryBudget, Trainer
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.builder import GraphBuilder
+from mucudnn.passes.planning.place_step import place_step, placeable_budget
 from mucudnn.passes.residency import PLANNED
 from mucudnn.runtime.profiling.profiler import profile
-from mucudnn.runtime.training import planned_steps
+from mucudnn.runtime.training import planned_steps, trainer
 from mucudnn.studies.memory import study_memory
-from mucudnn.studies.memory_results import StepSpec
+from mucudnn.studies.memory_results import StepSpec, costed_step
 from tests.training_cases import tuner_of
 
 QUICKLY_PLANNED = ("keep_all", "vdnn_all", "superneurons_memory", "lru", "cost_based")
@@ -116,16 +117,59 @@ def test_a_trainer_runs_what_a_study_promises(spec, share, policy):
         check_refusal(tuner, spec, least, policy)
 
 
+FUSED = "batch_norm_add_relu"
+
+
+def is_fused(graph):
+    return FUSED in {node.op for node in graph.nodes}
+
+
 def test_fusion_is_given_up_only_where_a_budget_needs_it(monkeypatch):
     monkeypatch.setattr(planned_steps, "refine", unrefined)
     model = residual_network([(8, True, True)] * 2)
     spec = StepSpec(model=model, batch=4, device="cpu")
-    fused = "batch_norm_add_relu"
     with tuner_of("null") as tuner:
         most = studied(tuner, spec, "1GiB").unbounded.peak_bytes
         least = studied(tuner, spec, most).minimum
         for budget, fuses in ((least, False), (most, True)):
             study = check_promise(tuner, spec, budget, PLANNED)
-            nodes = study.placed.schedule.graph.nodes
-            assert (fused in {node.op for node in nodes}) == fuses
+            assert is_fused(study.placed.schedule.graph) == fuses
         check_refusal(tuner, spec, least, PLANNED)
+
+
+@pytest.mark.parametrize("policy", ["vdnn_all", "lru"])
+def test_fusion_is_given_up_where_the_step_is_faster_without(monkeypatch, policy):
+    monkeypatch.setattr(planned_steps, "refine", unrefined)
+    model = residual_network([(8, True, True)] * 2, 16)
+    spec = StepSpec(model=model, batch=4, device="cpu")
+    with tuner_of("null") as tuner:
+        step = costed_step(spec, lambda graph: profile(tuner, graph))
+        fused, separate = (form.planned_by(policy) for form in step.forms(0))
+        assert is_fused(fused.graph) > is_fused(separate.graph)
+        budget = max(placeable_budget(fused), placeable_budget(separate))
+        times = [
+            place_step(form.within(budget)).plan.prediction.step_ms
+            for form in (fused, separate)
+        ]
+        assert times[1] < times[0]
+        study = check_promise(tuner, spec, budget, policy)
+        assert not is_fused(study.placed.schedule.graph)
+        assert study.best.step_ms == times[1]
+        # A later trainer plans only the form that was found to be faster.
+        planned = []
+        place = trainer.place_steps
+        monkeypatch.setattr(
+            trainer,
+            "place_steps",
+            lambda tuner, graphs, *rest, **options: (
+                planned.append(is_fused(graphs[0]))
+                or place(tuner, graphs, *rest, **options)
+            ),
+        )
+        with trained(tuner, spec, budget, policy) as later:
+            assert planned == [False]
+            (times_ms,) = later.races.values()
+            assert times_ms == pytest.approx(tuple(times))
+        # With more memory the fused step is fast, and no other is planned.
+        with trained(tuner, spec, 2 * study.unbounded.peak_bytes, policy="keep_all"):
+            assert planned == [False, True]

@@ -18,10 +18,10 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.rematerialize import Rematerializer
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.linear_program import LinearProgram
+from mucudnn.passes.planning.climbing import SearchState
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import StepRequest, plan_residency
-from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import Residency, saved_tensors
 from tests.examples import examples
 from tests.random_graphs import foreign, profiles, training_graphs
@@ -62,7 +62,7 @@ def test_its_plans_fit_and_run(data):
     most = plan_residency(request, {}).peak_bytes
     least = minimum_budget(request)
     budget = least + int(data.draw(st.sampled_from([0.2, 0.6])) * (most - least))
-    best = SearchState(request.within(budget), 0)
+    best = SearchState(request.within(budget))
     fill(request.within(budget), best)
     if best.found:
         assert best.plan.peak_bytes <= budget
@@ -92,7 +92,7 @@ def test_no_residencies_of_the_largest_tensors_are_faster_than_the_plan(kind, sh
 @pytest.mark.parametrize(("model", "batch"), [("resnet20", 32), ("vgg16", 32)])
 def test_its_plan_is_close_to_the_optimum(model, batch):
     request = request_of(model, batch, 0.5)
-    best = SearchState(request, 0)
+    best = SearchState(request)
     optimum = fill(request, best)
     assert 0 < optimum <= best.step_ms <= 1.05 * optimum
     assert best.plan.peak_bytes <= request.budget
@@ -117,9 +117,9 @@ def test_a_result_that_only_the_forward_pass_reads_can_be_kept():
 PLAN = """
 from tests.test_program import request_of
 from mucudnn.passes.planning.program import fill
-from mucudnn.passes.planning.search.trials import SearchState
+from mucudnn.passes.planning.climbing import SearchState
 request = request_of("resnet20", 32, 0.3)
-best = SearchState(request, 0)
+best = SearchState(request)
 print(fill(request, best), best.step_ms, best.residency)
 """
 

@@ -47,7 +47,7 @@ def plans(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, plans):
     """Searches that end soon."""
-    monkeypatch.setattr("mucudnn.passes.planning.search.search._WORK", 2000)
+    monkeypatch.setattr("mucudnn.passes.planning.search._ROUNDS", ((1, 20),))
     monkeypatch.setattr(Step, "plans", plans)
 
 

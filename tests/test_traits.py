@@ -24,7 +24,6 @@ from mucudnn.passes.graph.autodiff import RULES, training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.liveness import live_ranges, uses_of
-from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
@@ -344,19 +343,6 @@ def test_every_policy_plans_foreign_nodes(policy):
         assert not moved & plan.schedule.graph.immovable
     placed = place_step(request.within(2 * least))
     assert "image" not in placed.layout.offsets
-
-
-def test_the_program_leaves_alone_what_must_stay():
-    graph = foreign_step()
-    request = StepRequest(graph, estimate(graph, "p100"), 200_000.0)
-    found = exact(request)
-    assert found is not None
-    assert found.residency
-    for name, choice in found.residency.items():
-        if choice is Residency.OFFLOAD:
-            assert name not in graph.immovable
-        else:
-            assert graph.producers[name].recomputable
 
 
 def test_memory_of_the_caller_is_there_all_the_time():

@@ -13,7 +13,6 @@ from hypothesis import given, strategies as st
 import mucudnn
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
-from mucudnn.models import get_model
 from mucudnn.passes.convolution.knapsack import (
     SOLVERS,
     Item,
@@ -23,17 +22,13 @@ from mucudnn.passes.convolution.knapsack import (
     merge,
     reduce_to_core,
 )
-from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.microbatch import (
     plan_cost_ms,
     workspace_division,
     workspace_division_exact,
 )
-from mucudnn.passes.planning.milp import exact
-from mucudnn.passes.planning.request import StepRequest
 from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
-from tests.test_plan_step import budgets, model_profile
 
 
 def points(table, limit):
@@ -224,12 +219,7 @@ def test_no_plan_depends_on_a_clock(monkeypatch):
     started = commands(monkeypatch)
     tables, total = hard()
     assert workspace_division(tables, total) == workspace_division(tables, total)
-    graph = training_graph(get_model("lenet")(8))
-    profile = model_profile(graph)
-    (budget,) = budgets(graph, profile, 0.5)
-    found = [exact(StepRequest(graph, profile, budget)) for _ in range(2)]
-    assert found[0] == found[1]
-    assert len(started) >= 4
+    assert len(started) >= 2
     for command in started:
         check(command)
 

@@ -34,13 +34,12 @@ def import_pulp() -> Any:
     return pulp
 
 
-def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
+def cbc(most_nodes: int, *, mip: bool = True) -> Any:
     """Return a CBC solver limited by nodes, not by time, so that results reproduce.
 
     Args:
         most_nodes: Limit of the branch-and-bound tree; the best solution so far is
             returned when it is reached.
-        gap: Relative optimality gap at which the search may stop.
         mip: Whether to enforce integrality.
     """
     return import_pulp().PULP_CBC_CMD(
@@ -48,7 +47,6 @@ def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
         mip=mip,
         threads=1,
         maxNodes=most_nodes,
-        gapRel=gap or None,
         options=["randomSeed 1", "randomCbcSeed 1"],
     )
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from mucudnn.passes.load_balancing import (
     split_batch,
     step_bound_ms,
 )
-from mucudnn.passes.planning.plan_step import plan_step, unbounded
+from mucudnn.passes.planning.plan_step import fastest_form, plan_step, unbounded
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.store.recordings import is_step_table, load_step_table
 from mucudnn.studies.memory_results import StepSpec, costed_step
 
@@ -350,8 +352,11 @@ def _estimate_step(
     whole, *_ = step.forms(math.inf)
     plan = unbounded(whole.graph, whole.profile)
     if within is not None and plan.peak_bytes > within:
-        for request in step.forms(within):
-            with contextlib.suppress(PlanningError):
-                plan = plan_step(request)
-                break
+        plan = fastest_form(_plans_of(step.forms(within)), lambda plan: plan) or plan
     return StepPoint(batch, plan.prediction.step_ms, plan.peak_bytes)
+
+
+def _plans_of(forms: Sequence[StepRequest]) -> Iterator[StepPlan]:
+    for request in forms:
+        with contextlib.suppress(PlanningError):
+            yield plan_step(request)

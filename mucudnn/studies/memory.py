@@ -9,7 +9,7 @@ import functools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mucudnn.arguments import check_number
@@ -24,6 +24,7 @@ from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.cutting import (
     WHOLE,
+    Cutting,
     Split,
     check_split,
     cuttings,
@@ -39,6 +40,7 @@ from mucudnn.passes.planning.plan_step import (
     batches_to_compare,
     best_technique,
     budget_for_slowdown,
+    fastest_form,
     largest_batch_within,
     minimum_budget,
     try_technique,
@@ -227,6 +229,8 @@ class MemoryTrials:
         self._unbounded = unbounded(whole.graph, whole.profile)
         self._budget = _device_memory(spec.device) if budget is None else budget
         self._least_of: dict[tuple[int, str, str], tuple[Graph, int]] = {}
+        self._free_ms_of: dict[int, tuple[Graph, float]] = {}
+        self._least_of_cutting: dict[tuple[int, Cutting], int | None] = {}
         self._planned: dict[int, list[Graph]] = defaultdict(list)
         self._techniques: list[PolicyResult] = []
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
@@ -337,17 +341,38 @@ class MemoryTrials:
             self._requests_of[found.policy, found.scheduler] = request
 
     def _try(self, forms: Sequence[StepRequest]) -> tuple[PolicyResult, StepRequest]:
-        """Plan the first form that fits, as `Trainer` does; return its request, too."""
-        for request in forms:
-            technique = self._as_placed(try_technique(request), request)
-            if technique.fits and (request is forms[-1] or self._fits(request)):
-                break
-        if technique.fits:
-            self._planned[technique.budget].append(request.graph)
-        elif technique.least_bytes is not None:
+        """Plan the form of a step that `Trainer` runs; return its request, too."""
+
+        def results() -> Iterator[tuple[PolicyResult, StepRequest]]:
+            fastest_ms = math.inf
+            for request in forms:
+                if math.isfinite(fastest_ms) and self._free_ms(request) >= fastest_ms:
+                    continue  # slower however planned
+                technique = self._as_placed(try_technique(request), request)
+                if request is not forms[-1] and not self._fits(request, technique):
+                    technique = replace(technique, plan=None)
+                if technique.step_ms is not None:
+                    self._planned[technique.budget].append(request.graph)
+                    fastest_ms = technique.step_ms
+                yield technique, request
+
+        compare = not self._costed.tiers
+        found = fastest_form(results(), lambda one: one[0].plan, compare=compare)
+        assert found is not None, "a step has a form"
+        technique, request = found
+        if not technique.fits and technique.least_bytes is not None:
             least = min(map(self._least, forms))
             technique = replace(technique, least_bytes=least)
         return technique, request
+
+    def _free_ms(self, request: StepRequest) -> float:
+        """Return the time of a form of the step without a budget."""
+        key = id(request.graph)
+        if key not in self._free_ms_of:
+            free = unbounded(request.graph, request.profile)
+            # The graph is held, as the identity of a freed one could be reused.
+            self._free_ms_of[key] = request.graph, free.prediction.step_ms
+        return self._free_ms_of[key][1]
 
     def _as_placed(self, found: PolicyResult, request: StepRequest) -> PolicyResult:
         """Return a technique whose plan is the step with offsets, as `Trainer` runs it.
@@ -364,10 +389,10 @@ class MemoryTrials:
         self._placed_steps.append(placed)
         return replace(found, plan=placed.plan)
 
-    def _fits(self, request: StepRequest) -> bool:
+    def _fits(self, request: StepRequest, found: PolicyResult) -> bool:
         """Return whether a step that could be planned can be placed, too."""
-        if not self._costed.tiers:
-            return True  # it is placed already
+        if not found.fits or not self._costed.tiers:
+            return found.fits  # it is placed already
         try:
             if self._least(request) <= request.budget:
                 return True
@@ -403,37 +428,44 @@ class MemoryTrials:
     def _in_parts(self, budget: int) -> tuple[PolicyResult, SplitDecision | None]:
         """Plan the step in parts, or whole if that is faster."""
         least: list[int] = []
-        for step in self._costed.in_parts(budget):
-            try:
-                found = plan_splitting(step, self._split)
-            except PlanningError as e:
-                least += [] if e.least_bytes is None else [e.least_bytes]
-                continue
-            plan = found.chosen.plan
-            name = "any" if plan is None else plan.scheduler
-            technique = PolicyResult(IN_PARTS, name, budget, plan)
-            if (request := found.chosen.request) is not None:
-                technique = self._as_placed(technique, request)
-            return technique, found
+
+        def results() -> Iterator[tuple[PolicyResult, SplitDecision]]:
+            for i, step in enumerate(self._costed.in_parts(budget)):
+                try:
+                    found = plan_splitting(step, self._split)
+                except PlanningError as e:
+                    least.extend([] if e.least_bytes is None else [e.least_bytes])
+                    continue
+                for tried in found.tried:
+                    self._least_of_cutting[i, tried.cutting] = tried.least_bytes
+                plan = found.chosen.plan
+                name = "any" if plan is None else plan.scheduler
+                technique = PolicyResult(IN_PARTS, name, budget, plan)
+                if (request := found.chosen.request) is not None:
+                    technique = self._as_placed(technique, request)
+                yield technique, found
+
+        compare = not self._costed.tiers
+        chosen = fastest_form(results(), lambda one: one[0].plan, compare=compare)
+        if chosen is not None:
+            return chosen
         self._least_in_parts = min(least, default=self._least_in_parts)
         return PolicyResult(
             IN_PARTS, "any", budget, None, min(least, default=None)
         ), None
 
-    def _least_of_parts(self, found: SplitDecision) -> int:
+    def _least_of_parts(self) -> int:
         """Return the least budget of all splits, untried ones included."""
-        tried = {c.cutting: c.least_bytes for c in found.tried}
-        least: list[int | None] = list(tried.values())
-        for step in self._costed.in_parts(self._budget):
+        known = self._least_of_cutting
+        for i, step in enumerate(self._costed.in_parts(self._budget)):
             for cutting in cuttings(step.graph, self._split):
-                if cutting not in tried:
+                if (i, cutting) not in known:
                     self._say(f"the least budget of {cutting}", 0, 1)
                     graph = step.in_parts(cutting)
-                    costs = step.costs(graph)
-                    if costs is not None:
-                        least.append(minimum_budget(step.request(graph, costs)))
-            tried = {}
-        return min(nbytes for nbytes in least if nbytes is not None)
+                    if (costs := step.costs(graph)) is not None:
+                        request = step.request(graph, costs)
+                        known[i, cutting] = minimum_budget(request)
+        return min(nbytes for nbytes in known.values() if nbytes is not None)
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
@@ -485,7 +517,7 @@ class MemoryTrials:
         forms, ours = self._costed.forms(0), self._fastest_policies
         whole = min(self._least_of_policy(forms, policy) for policy in ours)
         if self._splitting is not None:
-            self._least_in_parts = self._least_of_parts(self._splitting)
+            self._least_in_parts = self._least_of_parts()
         return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:

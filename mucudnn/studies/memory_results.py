@@ -370,8 +370,9 @@ class CostedStep:
     """A step with its costs.
 
     A budget decides between forms of a step, as it does in `Trainer`: the fused one is
-    preferred, the one without fusion may need less, and converted copies of parameters
-    are kept where everything fits. Forms are listed in the order of preference.
+    preferred, the one without fusion may need less or be faster within the budget, and
+    converted copies of parameters are kept where everything fits. Forms are listed in
+    the order of preference.
 
     Attributes:
         forms: Budget -> the forms of the step, as planning requests.

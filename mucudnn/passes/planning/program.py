@@ -48,12 +48,12 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.climbing import SearchState
 from mucudnn.passes.planning.request import (
     StepRequest,
     UnsimulatedPlan,
     schedule_residency,
 )
-from mucudnn.passes.planning.search.trials import SearchState
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.problem import first_plans
 from mucudnn.passes.scheduling.step_plan import StepPlan

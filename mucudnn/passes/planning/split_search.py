@@ -13,6 +13,8 @@ from typing import Any
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.graph.split import of_whole
+from mucudnn.passes.planning.climbing import Climb, SearchState, try_changes
+from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import (
     AUTO,
     BATCH,
@@ -27,10 +29,7 @@ from mucudnn.passes.planning.cutting import (
 )
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search.collection import gc_relaxed
-from mucudnn.passes.planning.search.explore import improve, improved, schedulers
-from mucudnn.passes.planning.search.search import search, search_on
-from mucudnn.passes.planning.search.trials import SearchState
+from mucudnn.passes.planning.search import schedulers, search, search_on
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -361,11 +360,15 @@ _WORK = 120_000
 
 
 _LEAST_TRIALS = 40
-"""SearchState of a round that are allowed beyond that limit."""
+"""Trials of a round that are allowed beyond that limit."""
 
 
 _MOST_WORK = 210_000
 """Hard limit of nodes scheduled by the trials of one round."""
+
+
+_AS_FAST = 1.05
+"""Factor on the best time within which another scheduler's plan is improved."""
 
 
 _MUCH = 0.15
@@ -403,10 +406,10 @@ class SliceSearch:
     def __init__(self, request: StepRequest) -> None:
         self._request = request
         self._candidates = candidates_of(request)
-        self._found = [
-            SearchState(request.scheduled(s), 0) for s in schedulers(request)
+        self._climbs = [
+            Climb(request.scheduled(s), self._candidates) for s in schedulers(request)
         ]
-        self._best = SearchState(request, 0)
+        self._best = SearchState(request)
         nodes = len(request.graph.nodes)
         self._trials = max(min(_LEAST_TRIALS, _MOST_WORK // nodes), _WORK // nodes)
 
@@ -447,7 +450,10 @@ class SliceSearch:
     def improve(self) -> bool:
         """Run a round of changes; return whether any of them helped."""
         before = self._best.step_ms
-        improve(self._request, self._candidates, self._found, self._trials, self._best)
+        for climb in sorted(self._climbs, key=lambda climb: climb.step_ms):
+            if climb.state.found and climb.step_ms <= _AS_FAST * self.step_ms:
+                climb.run(self._trials)
+                self._best.take_over(climb.state)
         return self._best.step_ms < before
 
     def finish(self) -> bool:
@@ -456,19 +462,18 @@ class SliceSearch:
         If stalls are long, groups of equivalent tensors are copied less first.
         """
         before = self._best.step_ms
-        last = min(self._found, key=lambda tried: tried.step_ms)
+        last = min(self._climbs, key=lambda climb: climb.step_ms).state
         stalls = last.plan.prediction.stalls_ms.values() if last.found else ()
         if sum(stalls) / last.step_ms > _MUCH:
-            last.allow(_ALIKE * len(Residency))
-            improved(alike_changes(self._candidates, _ALIKE), last)
+            try_changes(alike_changes(self._candidates, _ALIKE), last)
             self._best.offer(last.plan)
             return self._best.step_ms < before
         return self.improve()
 
     def _try(self, starts: Sequence[Residencies]) -> None:
-        for start, tried in itertools.product(starts, self._found):
-            if tried.consider(start, free=True):
-                self._best.take_over(tried)
+        for start, climb in itertools.product(starts, self._climbs):
+            if climb.state.consider(start):
+                self._best.take_over(climb.state)
 
 
 def carried_over(

@@ -254,6 +254,24 @@ def recompute_first(
     }
 
 
+def recomputed_family(
+    candidates: Sequence[Candidate],
+) -> Iterator[Mapping[str, Residency]]:
+    """Yield residencies in which ever more tensors are recomputed, others offloaded.
+
+    Args:
+        candidates: The saved tensors, those first to be recomputed first.
+    """
+    total = len(candidates)
+    counts = sorted({*range(0, total, max(1, total // _MEMBERS)), total})
+    for mode, count in itertools.product(RECOMPUTED_BACKWARD, counts):
+        yield recompute_first(candidates, count, mode)
+
+
+_MEMBERS = 8
+"""Members of the family for one way to recompute, about."""
+
+
 def single_changes(names: Sequence[str]) -> Iterator[Change]:
     """Yield every residency for every name; see `same_changes`."""
     return same_changes([name] for name in names)
@@ -272,11 +290,3 @@ def same_changes(
         for names in known:
             if choice in _OF_GROUPS.get(names[0], _WINNING):
                 yield [(name, choice) for name in names]
-
-
-def pairs(names: Sequence[str]) -> Iterator[Change]:
-    """Yield every pair of residencies for every pair of names."""
-    for one, other in itertools.combinations(names, 2):
-        for first in _OF_GROUPS.get(one, _WINNING):
-            for second in _OF_GROUPS.get(other, _WINNING):
-                yield [(one, first), (other, second)]

@@ -1,8 +1,9 @@
 """Choices of a trainer by measurement: layout, epilogue, library, split, copies."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from mucudnn.passes.planning.place_step import fits_resident
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import SplitDecision, plan_splitting
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.runtime.distributed.collectives import text_of
 from mucudnn.runtime.executor.program import ways_to_run
 from mucudnn.runtime.profiling.links import ColdBench, cold_bench
 from mucudnn.runtime.profiling.profiler import OnNode, profile
@@ -315,6 +317,43 @@ def raced_once(
         times = cache.put_race(fingerprint, key, times)
     known[key] = used[key] = times
     return times
+
+
+class FusionRace:
+    """The predicted times of a step with and without fusion, stored as other races.
+
+    Predictions are made of measured times, and fusion affects the last bits.
+
+    Args:
+        tuner: Its cache stores the times.
+        network: Forward graph.
+        settings: Everything else that determines the step.
+    """
+
+    def __init__(
+        self, tuner: Tuner, network: Graph, settings: Iterable[object]
+    ) -> None:
+        digest = hashlib.sha256()
+        for spec in network.tensors.values():
+            digest.update(f"{spec.name} {spec.shape} {spec.dtype}\n".encode())
+        for node in network.nodes:
+            attrs = {name: text_of(value) for name, value in node.attrs.items()}
+            digest.update(f"{node.op} {node.inputs} {node.outputs} {attrs}\n".encode())
+        digest.update("\n".join(map(text_of, settings)).encode())
+        raced = {"ways": ["fused", "separate"], "op": "step", "of": digest.hexdigest()}
+        self._key = json.dumps(raced, sort_keys=True)
+        self._tuner = tuner
+
+    def known(self) -> dict[str, Times]:
+        """Return the times under the key of the race; empty if never compared."""
+        fingerprint = self._tuner.backend.device.fingerprint
+        times = self._tuner.cache.get_race(fingerprint, self._key)
+        return {} if times is None else {self._key: times}
+
+    def put(self, times: Times) -> None:
+        """Store the times of both forms."""
+        fingerprint = self._tuner.backend.device.fingerprint
+        self._tuner.cache.put_race(fingerprint, self._key, times)
 
 
 def timed_within(

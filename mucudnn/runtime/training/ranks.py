@@ -3,7 +3,7 @@
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from mucudnn.arguments import check_choice
@@ -15,6 +15,8 @@ from mucudnn.models import IMAGE
 from mucudnn.passes.graph.training_step import Complete, decompose, draw_rows
 from mucudnn.passes.graph.updates import updates_last
 from mucudnn.passes.ordering import Order, ordered
+from mucudnn.passes.planning.plan_step import fastest_form
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.distributed.collectives import (
     Collectives,
     RanksDifferError,
@@ -29,6 +31,7 @@ from mucudnn.runtime.distributed.sum_gradients import (
     summed_gradients,
 )
 from mucudnn.runtime.executor.tasks import HookFactory, NodeHooks, TensorLookup
+from mucudnn.runtime.training.measured_choices import FusionRace
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.stepping import (
     StepResult,
@@ -108,24 +111,62 @@ class Ranks:
                 return found
             tuner.forget()
 
-    def first_that_fits(self, plan: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """Plan a step, or in another way on all ranks if any has too little memory.
+    def fastest_form(
+        self,
+        forms: Sequence[Callable[[], T]],
+        plan_of: Callable[[T], StepPlan],
+        race: FusionRace,
+        *,
+        compare: bool,
+    ) -> T:
+        """Plan a step in one or several forms; choose the same one on all ranks.
 
-        If a step fits in neither way, the error has the lesser sufficient budget.
+        A form that any rank has too little memory for is chosen by none. If no form
+        fits, the error has the least sufficient budget. Forms that every rank has
+        compared before are not compared again: the one that was faster is preferred.
+        A rank that does not `compare` takes the form that is fastest on the others. See
+        `passes.planning.plan_step.fastest_form` for `plan_of` and `compare`.
         """
-        refused: PlanningError | OutOfMemoryError | None = None
-        try:
-            found = plan()
-        except (PlanningError, OutOfMemoryError) as e:
-            refused = e
-        if not self.any_rank(refused is not None):
-            return found
-        try:
-            return fallback()
-        except (PlanningError, OutOfMemoryError) as e:
-            if refused is None:
-                raise
-            raise min(e, refused, key=_sufficient_bytes) from None
+        compared = [[*race.known().values()]]
+        if self._together is not None:
+            compared = self._together.all_gather(*compared)
+        decided = len(forms) > 1 and all(compared)
+        if decided:
+            ranks = [times for [times] in compared]
+            if max(one[1] for one in ranks) < max(one[0] for one in ranks):
+                forms = forms[::-1]
+        times: list[float] = []
+
+        def slowest(step_ms: float, slow: bool) -> tuple[float, bool]:
+            if not compare and math.isfinite(step_ms):
+                step_ms = 0.0  # the other ranks decide
+            if self._together is not None:
+                found = self._together.all_gather((step_ms, slow))
+                step_ms, slow = max(ms for ms, _ in found), any(s for _, s in found)
+            times.append(step_ms)
+            return step_ms, slow
+
+        refused: list[PlanningError | OutOfMemoryError] = []
+
+        def results() -> Iterator[T | None]:
+            for form in forms:
+                try:
+                    yield form()
+                except (PlanningError, OutOfMemoryError) as e:
+                    refused.append(e)
+                    yield None
+
+        found = fastest_form(
+            results(),
+            lambda result: None if result is None else plan_of(result),
+            compare=compare and not decided,
+            agree=slowest,
+        )
+        if found is None:
+            raise min(reversed(refused), key=_sufficient_bytes)
+        if not decided and len(times) > 1 and all(map(math.isfinite, times)):
+            race.put((times[0], times[1]))
+        return found
 
     def part(self, split: Split) -> Split:
         """Return a function that splits a training graph of this rank's rows."""

@@ -6,7 +6,7 @@ one, and one arena for all tensors that do not outlive a step.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -42,6 +42,7 @@ from mucudnn.runtime.profiling.profiler import OnNode
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import (
     EpilogueRace,
+    FusionRace,
     Layouts,
     LibraryRace,
     SplitChooser,
@@ -66,6 +67,32 @@ _PER_RANK_ARGUMENTS = (
     *("progress", "order", "split", "placement", "replay"),
 )
 """Arguments that may differ between ranks, or that are compared in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedForm:
+    """One form of a step, with or without fusion, planned and placed.
+
+    Attributes:
+        graphs: Graphs of the step.
+        placed: Placed graphs, the one for evaluation last.
+        budget: The budget, with the profile and plan by which a split was chosen.
+        plans: Convolution plans that were fixed before placement.
+        races: Race -> ms of both candidates.
+        chooser: The split and its alternatives.
+    """
+
+    graphs: StepGraphs
+    placed: Sequence[PlacedStep]
+    budget: MemoryBudget | None
+    plans: Plans
+    races: dict[str, tuple[float, float]]
+    chooser: SplitChooser
+
+    @property
+    def step(self) -> PlacedStep:
+        """The (last part of the) placed step."""
+        return self.placed[len(self.graphs.steps) - 1]
 
 
 class Trainer:
@@ -104,8 +131,8 @@ class Trainer:
             within the budget. Sums are then added in another order; masks, losses and
             statistics are those of the whole batch.
         fuse: Compute a ReLU, and a sum before it, within the kernel of their input, and
-            likewise their gradients; equal up to rounding. Given up where the budget
-            fits the step only without.
+            likewise their gradients; equal up to rounding. Given up where the step
+            fits the budget only without, or is predicted to be faster without.
         placement: "static", each tensor at one offset of the arena, or "virtual", also
             in chunks mapped to contiguous addresses, where that needs less or is
             faster.
@@ -129,7 +156,7 @@ class Trainer:
         budget: The resolved budget; None without one.
         splitting: Decision about the split and its alternatives, for "auto".
         segments: Nodes of the step that run in parts.
-        races: Race -> ms of both candidates, by which kernels were chosen.
+        races: Race -> ms of both candidates, by which kernels and fusion were chosen.
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -191,7 +218,6 @@ class Trainer:
         if budget is not None:
             budget = MemoryBudget.of(budget, tuner.backend.device)
         self.budget = budget
-        self.races: dict[str, tuple[float, float]] = {}
         settings |= {"optimizer": optimizer, "loss_scale": self._scale}
         settings["learning_rate"] = "of each step"  # compared with every step
         self._ranks = Ranks(together, training, batch_norm, settings)
@@ -207,49 +233,62 @@ class Trainer:
             shared_gradients=together is not None,
         )
 
-        def planned(recipe: StepRecipe) -> tuple[StepGraphs, Sequence[PlacedStep]]:
-            self.races.clear()
+        def planned(recipe: StepRecipe) -> _PlannedForm:
+            races: dict[str, tuple[float, float]] = {}
             chooser = SplitChooser(split, tuner, budget, order=order, progress=progress)
             choices = StepChoices(
                 layout=Layouts(layout, tuner, budget, progress),
-                epilogue=EpilogueRace(tuner, budget, plans, self.races).offers,
-                library=LibraryRace(tuner, budget, self.races),
+                epilogue=EpilogueRace(tuner, budget, plans, races).offers,
+                library=LibraryRace(tuner, budget, races),
                 split=self._ranks.part(chooser),
                 keep_copies=partial(copies_fit, tuner, budget, order),
             )
             graphs = build_step(training, recipe, choices, evaluation)
-            self.splitting, self.segments = chooser.decision, chooser.segments
-            self.budget = budget
+            within = budget
             if budget is not None and chooser.profile is not None:
-                self.budget = replace(
-                    budget, measured=chooser.profile, plan=chooser.plan
-                )
-            self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
-            return graphs, place_steps(
+                within = replace(budget, measured=chooser.profile, plan=chooser.plan)
+            known = fixed_plans(tuner, graphs.all, within, plans)
+            placed = place_steps(
                 tuner,
                 graphs.all,
-                self.budget,
+                within,
                 first=len(graphs.steps) - 1,
                 order=order,
-                plans=self.plans,
+                plans=known,
                 progress=progress,
                 placement=placement,
             )
+            return _PlannedForm(graphs, placed, within, known, races, chooser)
 
-        def planned_within() -> tuple[StepGraphs, Sequence[PlacedStep]]:
-            # Ranks have budgets of their own, but agree about fusion.
-            limited = budget is not None or together is not None
-            if not limited or not can_fuse(training, recipe):
-                return planned(recipe)
-            return self._ranks.first_that_fits(
-                partial(planned, recipe), partial(planned, replace(recipe, fuse=False))
+        # Ranks have budgets of their own, but agree about fusion.
+        forms = [partial(planned, recipe)]
+        limited = budget is not None or together is not None
+        if limited and can_fuse(training, recipe):
+            forms.append(partial(planned, replace(recipe, fuse=False)))
+        # Without a budget no times are predicted. A study places a step in tiers only
+        # once its form is chosen, so there the first form that fits is taken.
+        compare = budget is not None and not budget.tiers
+
+        factors: list[object] = [recipe, layout, order, split, placement]
+        if budget is not None:
+            factors += [budget.nbytes, budget.policy, budget.scheduler]
+            factors.append(budget.convolutions)
+        race = FusionRace(tuner, training, factors)
+
+        def chosen() -> _PlannedForm:
+            return self._ranks.fastest_form(
+                forms, lambda form: form.step.plan, race, compare=compare
             )
 
         with own:
-            graphs, placed = self._ranks.plan_until_cached(tuner, planned_within)
+            form = self._ranks.plan_until_cached(tuner, chosen)
+        graphs, placed = form.graphs, form.placed
+        self.budget, self.plans = form.budget, form.plans
+        self.races = form.races | race.known()
+        self.splitting, self.segments = form.chooser.decision, form.chooser.segments
         self.backend = tuner.backend
         self.graph = graphs.steps[-1]
-        self.placed = None if budget is None else placed[len(graphs.steps) - 1]
+        self.placed = None if budget is None else form.step
         how = seed, replay, self._ranks.around
         self._state, self._arena, self.peak_bytes = allocate_step_memory(
             self.backend, graphs, placed, budget, *how

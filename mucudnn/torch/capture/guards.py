@@ -261,8 +261,7 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
     if sized:
         terms.append(f"list(map(len, {name(sized)})) == {name(sizes)}")
     if objects:
-        now = f"map(type, {name(objects)})"
-        terms.append(f"all(map({name(operator.is_)}, {now}, {name(types)}))")
+        terms.append(f"list(map(type, {name(objects)})) == {name(types)}")
     lines = [
         f"  if not ({' and '.join(terms[i : i + _TERMS_A_LINE])}): return False\n"
         for i in range(0, len(terms), _TERMS_A_LINE)

@@ -1,4 +1,4 @@
-"""The search by blocks and groups: what it tries, and that it helps."""
+"""The search from many starts: what it tries, and that it helps."""
 
 from collections import Counter
 
@@ -10,11 +10,11 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning import climbing, search as module
+from mucudnn.passes.planning.climbing import Climb, SearchState
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search import explore as module, search as first
-from mucudnn.passes.planning.search.explore import explore
-from mucudnn.passes.planning.search.trials import SearchState
+from mucudnn.passes.planning.request import StepRequest, schedule_residency
+from mucudnn.passes.planning.search import least_memory, search, search_on
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import (
     blockwise,
@@ -70,34 +70,62 @@ def test_a_change_is_of_a_whole_group():
 
 
 @pytest.mark.parametrize("scheduler", ["timed", "on_demand"])
-def test_exploring_improves_on_policies_and_keeps_to_the_scheduler_that_is_named(
+def test_a_search_improves_on_policies_and_keeps_to_the_scheduler_that_is_named(
     monkeypatch, scheduler
 ):
-    monkeypatch.setattr(module, "_MOST", 40)
+    monkeypatch.setattr(module, "_ROUNDS", ((2, 30), (1, 40)))
     asked = request(share=0.08).scheduled(scheduler)
-    best = SearchState(asked, 0)
+    policies = SearchState(asked)
     for residency in policy_residencies(asked):
-        best.consider(residency, free=True)
-    before = best.step_ms
-    explore(asked, candidates_of(asked), {}, best)
-    assert best.step_ms < 0.95 * before
-    assert best.plan.scheduler == scheduler
-    assert verify(best.plan.schedule, asked.budget, granularity=ALIGNMENT)
+        policies.consider(residency)
+    plan = plan_step(asked)
+    assert plan.prediction.step_ms < 0.95 * policies.step_ms
+    assert plan.scheduler == scheduler
+    assert plan.least_ms <= plan.prediction.step_ms
+    assert verify(plan.schedule, asked.budget, granularity=ALIGNMENT)
 
 
 @pytest.mark.slow
-def test_exploring_helps_where_many_tensors_have_to_leave(monkeypatch):
+def test_further_rounds_help_where_many_tensors_have_to_leave():
     asked = request(share=0.08)
-    times = []
+    first = search(asked, thorough=False)
+    best, on = search(asked), search_on(asked, first)
+    assert best.prediction.step_ms < 0.99 * first.prediction.step_ms
+    assert on.prediction.step_ms < 0.99 * first.prediction.step_ms
+    assert verify(best.schedule, asked.budget, granularity=ALIGNMENT)
 
-    def watched(step, candidates, nearest, best):
-        times.append(best.step_ms)
-        explore(step, candidates, nearest, best)
-        times.append(best.step_ms)
 
-    monkeypatch.setattr(first, "explore", watched)
-    found = plan_step(asked)
-    before, after = times
-    assert found.prediction.step_ms == after < 0.99 * before
-    assert verify(found.schedule, asked.budget, granularity=ALIGNMENT)
-    assert found.least_ms <= found.prediction.step_ms
+def climb(share=0.15):
+    asked = request("alexnet", 128, share)
+    return Climb(asked, candidates_of(asked), least_memory(asked))
+
+
+def test_no_residencies_are_tried_twice_and_no_more_than_were_asked_for(monkeypatch):
+    tried = []
+
+    def noted(step, residency):
+        tried.append(frozenset(residency.items()))
+        return schedule_residency(step, residency)
+
+    monkeypatch.setattr(climbing, "schedule_residency", noted)
+    monkeypatch.setattr(SearchState, "_too_much_compute", lambda *_: False)
+    better = climb()
+    assert len(tried) == 1
+    begun = better.step_ms
+    better.run(10)
+    assert len(tried) == 11 == len(set(tried))
+    better.run(10_000)
+    assert better.step_ms < begun
+    assert len(set(tried)) == len(tried) < 5000
+
+
+def test_a_climb_ends_where_no_change_helps_and_is_the_same_in_parts():
+    whole, parts = climb(), climb()
+    whole.run(10_000)
+    for _ in range(2000):
+        parts.run(5)
+    assert parts.step_ms == whole.step_ms
+    assert parts.state.residency == whole.state.residency
+    asked = request("alexnet", 128, 0.15)
+    for change in climbing._changes(asked, candidates_of(asked)):
+        assert not parts.state.consider({**parts.state.residency, **dict(change)})

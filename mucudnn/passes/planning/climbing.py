@@ -1,0 +1,191 @@
+"""Improvement of one plan by changes of residencies, one after another.
+
+Networks repeat blocks, and under a tight budget no change of a single tensor helps: so
+the largest tensors change first, then equivalent tensors and whole blocks, then others.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+
+from mucudnn.errors import PlanningError
+from mucudnn.passes.planning.request import (
+    StepRequest,
+    UnsimulatedPlan,
+    schedule_residency,
+)
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    RECOMPUTED_BACKWARD,
+    Residency,
+)
+from mucudnn.passes.residency.candidates import (
+    Candidate,
+    Change,
+    group_changes,
+    same_changes,
+    single_changes,
+    slices_of,
+    total_bytes,
+)
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+_FEW = 16
+"""Number of the largest tensors that are tried one by one before groups."""
+
+_ROUNDED = 1 - 1e-9
+
+
+def closer(one: PlanningError, other: PlanningError) -> PlanningError:
+    """Return the error with the smaller sufficient budget."""
+    return min(one, other, key=lambda e: e.least_bytes or math.inf)
+
+
+class SearchState:
+    """The best plan so far of a step; residencies are tried once."""
+
+    def __init__(self, request: StepRequest) -> None:
+        self._request = request
+        self._best: UnsimulatedPlan | StepPlan | None = None
+        self._step_ms = math.inf
+        self._error: PlanningError | None = None
+        self._tried: set[frozenset[tuple[str, Residency]]] = set()
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the best plan; infinity without one."""
+        return self._step_ms
+
+    @property
+    def found(self) -> bool:
+        """True if there is a plan that fits."""
+        return self._best is not None
+
+    @property
+    def residency(self) -> Mapping[str, Residency]:
+        """Residencies of the best plan; empty without one."""
+        return {} if self._best is None else self._best.residency
+
+    @property
+    def plan(self) -> StepPlan:
+        """The best plan, emitted on first access; without one, the closest error."""
+        if self._best is None:
+            raise copy(self._error or PlanningError("nothing was tried"))
+        if isinstance(self._best, UnsimulatedPlan):
+            self._best = self._best.plan()
+        return self._best
+
+    def consider(self, residency: Mapping[str, Residency]) -> bool | None:
+        """Try residencies; return whether they are better than all before.
+
+        Returns:
+            None if they were tried before.
+        """
+        key = frozenset(residency.items())
+        if key in self._tried:
+            return None
+        self._tried.add(key)
+        if self._too_much_compute(residency):
+            return False
+        try:
+            return self.take(schedule_residency(self._request, residency))
+        except PlanningError as e:
+            error = copy(e)  # without a traceback, which would hold callers' locals
+            self._error = closer(self._error or error, error)
+            return False
+
+    def _too_much_compute(self, residency: Mapping[str, Residency]) -> bool:
+        """Return whether compute alone takes as long as the best plan."""
+        if self._best is None or self._request.convolutions != "dynamic":
+            return False
+        return self._request.compute_ms(residency) * _ROUNDED >= self.step_ms
+
+    def offer(self, plan: StepPlan) -> bool:
+        """Offer a plan; return whether it is better than all before."""
+        if plan.prediction.step_ms >= self.step_ms:
+            return False
+        self._best, self._step_ms = plan, plan.prediction.step_ms
+        return True
+
+    def take(self, found: UnsimulatedPlan) -> bool:
+        """Take a scheduled plan; return whether it is better than all before."""
+        step_ms = found.step_ms(self.step_ms)
+        if step_ms >= self.step_ms:
+            return False
+        self._best, self._step_ms = found, step_ms
+        return True
+
+    def take_over(self, other: "SearchState") -> bool:
+        """Adopt the best plan of others; return whether it is better."""
+        if other.step_ms >= self.step_ms:
+            return False
+        self._best, self._step_ms = other._best, other._step_ms
+        return True
+
+
+class Climb:
+    """Improvement of a plan, a limited number of changes at a time.
+
+    Args:
+        request: The planning request; names the scheduler.
+        candidates: The saved tensors, in order of production.
+        start: Residencies to begin with.
+
+    Attributes:
+        state: The best plan so far.
+    """
+
+    def __init__(
+        self,
+        request: StepRequest,
+        candidates: Sequence[Candidate],
+        start: Mapping[str, Residency] | None = None,
+    ) -> None:
+        self.state = SearchState(request)
+        if start is not None:
+            self.state.consider(start)
+        self._known = list(_changes(request, candidates))
+        self._changes = iter(self._known)
+        self._behind = 0  # changes since one helped
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the best plan; infinity without one."""
+        return self.state.step_ms
+
+    def run(self, trials: int) -> None:
+        """Go on with the changes, all around until none of them helps any more."""
+        while trials > 0 and self._behind <= len(self._known):
+            change = next(self._changes, None)
+            if change is None:
+                self._changes = iter(self._known)
+                continue
+            better = self.state.consider({**self.state.residency, **dict(change)})
+            trials -= better is not None
+            self._behind = 0 if better else self._behind + 1
+
+
+def try_changes(changes: Iterable[Change], state: SearchState) -> None:
+    """Try changes one after another, each on the best plan so far."""
+    for change in changes:
+        state.consider({**state.residency, **dict(change)})
+
+
+def _changes(request: StepRequest, candidates: Sequence[Candidate]) -> Iterator[Change]:
+    """Yield changes: of the largest tensors, of groups, of others.
+
+    All slices of a tensor change together before single slices do.
+    """
+    tensors = slices_of(candidates)
+    groups = sorted(tensors.values(), key=total_bytes, reverse=True)
+    largest = [[c.saved.name for c in group] for group in groups]
+    sliced = [names for names in largest if len(names) > 1]
+    yield from same_changes(
+        largest[:_FEW], RECOMPUTED_BACKWARD if sliced else tuple(Residency)
+    )
+    yield from group_changes(request.graph, candidates)
+    others = largest if sliced else largest[_FEW:]
+    yield from same_changes([*others, [EVERYTHING], [PERSISTENTS]])
+    yield from single_changes([*itertools.chain(*sliced)])

@@ -1,0 +1,232 @@
+"""Policy `planned`: search for the least simulated step time within a budget.
+
+The linear program of `planning/program.py` comes first. Where its plan is as good as
+its optimum, or the step is too large for trials of single tensors, nothing else runs.
+
+Otherwise plans from many starts are improved side by side, and the fastest plan wins.
+
+*Starts* are the residencies of every other policy, so the plan is never slower than the
+best of them; the request's seed; the solutions of the program and of the lower bound's
+relaxation; a family with one parameter between offloading and recomputing everything;
+and rules for whole blocks. Each is scheduled by every scheduler. Parameters and
+optimizer state are offloaded where that is faster, or where nothing else fits.
+
+*Improvement*, see `climbing.py`. Under a tight budget most starts lead to a poor local
+optimum, and which of them do shows only after some changes. So the changes that are
+tried are divided into rounds: several plans get a few of them, and the fastest of these
+plans get more.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+
+from mucudnn.errors import PlanningError
+from mucudnn.passes.planning.bound import LowerBound, lower_bound
+from mucudnn.passes.planning.climbing import Climb, SearchState, closer
+from mucudnn.passes.planning.collection import gc_relaxed
+from mucudnn.passes.planning.program import fill
+from mucudnn.passes.planning.request import (
+    StepRequest,
+    check_residency,
+    plan_residency,
+    schedule_residency,
+)
+from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
+from mucudnn.passes.residency.candidates import (
+    Candidate,
+    blockwise,
+    by_cost,
+    candidates_of,
+    initial_residencies,
+    policy_residencies,
+    recomputed_family,
+)
+from mucudnn.passes.residency.policies import keep_all
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+Residencies = Mapping[str, Residency]
+
+_ROUNDS = ((8, 40), (4, 60), (2, 100), (1, 200))
+"""Plans that are improved side by side, and the changes of each that are tried."""
+
+_NODES = 300
+"""Nodes of a step from which fewer changes are tried, in proportion."""
+
+_LEAST_TRIALS = 12
+"""Changes of a plan of the largest steps in one round."""
+
+_NEAR = 1.005
+"""Factor on the lower bound below which a plan is not improved any more."""
+
+_CLOSE = 1.01
+"""Factor on the program's optimum up to which its plan needs no local search."""
+
+_SMALL = 400
+"""Nodes of a step up to which the optimum, which is no proven bound, is not trusted."""
+
+_LARGE = 3000
+"""Nodes of a step from which the program's plan is not compared with a local search."""
+
+_BLIND = "on_demand"
+"""Scheduler that is hardly ever better than the others for the same residencies."""
+
+
+@gc_relaxed()
+def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
+    """Search for the fastest plan.
+
+    Args:
+        request: The planning request.
+        thorough: Whether plans are improved after the first round, which helps little
+            unless the budget is tight.
+
+    Raises:
+        PlanningError: No residencies fit; the error of those that came closest.
+    """
+    best = SearchState(request)
+    best.consider(keep_all(request))
+    if best.found and best.step_ms <= _unbounded_ms(request):
+        return replace(best.plan, least_ms=best.step_ms)
+    bound = lower_bound(request)
+    optimum = fill(request, best)
+    nodes = len(request.graph.nodes)
+    large = best.found and nodes > _LARGE
+    trusted = bound.step_ms if nodes <= _SMALL else optimum
+    if optimum is None or not (large or best.step_ms <= _CLOSE * (trusted or 0.0)):
+        _search_locally(request, bound, best, _ROUNDS if thorough else _ROUNDS[:1])
+    return replace(best.plan, least_ms=bound.step_ms)
+
+
+def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
+    """Improve the plan of a search that was not thorough."""
+    if plan.least_ms is None or plan.prediction.step_ms <= _NEAR * plan.least_ms:
+        return plan
+    best = SearchState(request)
+    best.offer(plan)
+    _search_locally(request, LowerBound(plan.least_ms, {}), best, _ROUNDS)
+    return replace(best.plan, least_ms=plan.least_ms)
+
+
+def _search_locally(
+    request: StepRequest,
+    bound: LowerBound,
+    best: SearchState,
+    rounds: Sequence[tuple[int, int]],
+) -> None:
+    """Look for a better plan than the best so far, from many starts."""
+    candidates = candidates_of(request)
+    begin = _begin(request, by_cost(candidates))
+    starts = [best.residency] if best.found else []
+    for residency in begin:
+        best.consider(residency)
+    if request.scheduler is None:
+        other = SearchState(request.scheduled(_BLIND))
+        for residency in policy_residencies(request):
+            other.consider(residency)
+        best.take_over(other)
+    try:
+        begin.append(least_memory(request, begin))
+    except PlanningError:
+        return  # `best` has the error of the residencies that came closest
+    best.consider(begin[-1])
+    if request.convolutions == "dynamic":
+        _offer_vdnn_dyn(request, best)
+    starts += [*begin, *_other_starts(request, candidates, bound.residency)]
+    climbs = [
+        Climb(request.scheduled(scheduler), candidates, residency)
+        for scheduler, residency in _fastest(request, starts, rounds[0][0])
+    ]
+    fewer = min(1.0, _NODES / len(request.graph.nodes))
+    for plans, trials in rounds:
+        del climbs[plans:]
+        for climb in climbs:
+            climb.run(max(_LEAST_TRIALS, int(fewer * trials)))
+        climbs.sort(key=lambda climb: climb.step_ms)
+        if climbs[0].step_ms <= _NEAR * bound.step_ms:
+            break
+    best.take_over(climbs[0].state)
+
+
+def least_memory(
+    request: StepRequest, begin: Sequence[Residencies] | None = None
+) -> Residencies:
+    """Return residencies that fit, among those that need the least memory.
+
+    A search succeeds if and only if there are any, so the feasibility of a budget is
+    known without a search. If none fit, the error of the closest is raised.
+    """
+    if begin is None:
+        begin = _begin(request, by_cost(candidates_of(request)))
+    closest: PlanningError | None = None
+    for paged in ({PERSISTENTS: Residency.PAGE}, {}):
+        for residency in begin:
+            try:
+                check_residency(request, {**residency, **paged})
+            except PlanningError as e:
+                error = copy(e)  # without a traceback, which would hold callers' locals
+                closest = closer(closest or error, error)
+            else:
+                return {**residency, **paged}
+    raise copy(closest or PlanningError("nothing was tried"))
+
+
+def schedulers(request: StepRequest) -> list[str | Scheduler]:
+    """Return the schedulers to try; only the request's if it names one."""
+    if request.scheduler is None:
+        return [name for name in SCHEDULERS.table if name != _BLIND]
+    return [request.scheduler]
+
+
+def _begin(request: StepRequest, candidates: Sequence[Candidate]) -> list[Residencies]:
+    own = [] if request.seed is None else [request.seed]
+    return own + initial_residencies(request, candidates)
+
+
+def _other_starts(
+    request: StepRequest, candidates: Sequence[Candidate], nearest: Residencies
+) -> Iterator[Residencies]:
+    """Yield the recomputed family, the relaxation's solution, and rules for blocks."""
+    yield from recomputed_family(by_cost(candidates))
+    rules = [nearest] if nearest else []
+    for rule in (*rules, *blockwise(request.graph, candidates)):
+        for others in (Residency.KEEP, Residency.PAGE):
+            yield {EVERYTHING: others, **rule}
+
+
+def _fastest(
+    request: StepRequest, starts: Sequence[Residencies], count: int
+) -> list[tuple[str | Scheduler, Residencies]]:
+    """Return the schedulers and residencies of the fastest starts that differ in time.
+
+    Where residencies do not fit, parameters and state are paged as well.
+    """
+    found: dict[float, tuple[str | Scheduler, Residencies]] = {}
+    distinct = {frozenset(start.items()): start for start in starts}
+    free = request.hosted is None
+    for start in distinct.values():
+        paged = [{**start, PERSISTENTS: Residency.PAGE}] if free else []
+        for scheduler in schedulers(request):
+            for residency in (start, *paged):
+                with suppress(PlanningError):
+                    tried = schedule_residency(request.scheduled(scheduler), residency)
+                    found.setdefault(tried.step_ms(), (scheduler, residency))
+                    break
+    return [found[step_ms] for step_ms in sorted(found)[:count]]
+
+
+def _unbounded_ms(request: StepRequest) -> float:
+    """Return the step time without a budget, slightly increased for rounding."""
+    unbounded = plan_residency(request.within(math.inf), keep_all(request))
+    return unbounded.prediction.step_ms * (1 + 1e-9)
+
+
+def _offer_vdnn_dyn(request: StepRequest, best: SearchState) -> None:
+    others = (_BLIND,) if request.scheduler is None else ()
+    for scheduler in (request.timing, *others):
+        with suppress(PlanningError):
+            best.offer(vdnn_dyn(request.scheduled(scheduler)))

@@ -1,1 +1,0 @@
-"""Search for the fastest residencies on the simulator."""
