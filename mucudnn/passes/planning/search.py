@@ -108,7 +108,7 @@ def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
         return plan
     best = SearchState(request)
     best.offer(plan)
-    _search_locally(request, LowerBound(plan.least_ms, {}), best, _ROUNDS)
+    _search_locally(request, LowerBound(plan.least_ms), best, _ROUNDS)
     return replace(best.plan, least_ms=plan.least_ms)
 
 
