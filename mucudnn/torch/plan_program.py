@@ -211,7 +211,7 @@ class LoweredStep:
         threads: How many threads compute it: autograd's has workspaces of its own.
         together: Bytes of gradients that may be updated together; 0 to update one
             tensor at a time.
-        known: Costs of nodes that were measured, for another grouping of updates.
+        known: Costs of nodes that were measured, for other forms of the graph.
     """
 
     lowered: Lowered
@@ -420,10 +420,10 @@ class LoweredStep:
                 "state"
             )
         costs = options.costs
+        if costs is measured:
+            costs = partial(measured, known=self.known)
         if self.together:
             lowered = self.finish(lowered, together=options.together)
-            if costs is measured:
-                costs = partial(measured, known=self.known)
         else:
             lowered = self.finish(lowered)
         profile = options.choice.profile(lowered, costs, options.plans)
