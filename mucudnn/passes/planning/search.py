@@ -17,6 +17,7 @@ tried are divided into rounds: several plans get a few of them, and the fastest 
 plans get more.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -57,8 +58,11 @@ _ROUNDS = ((8, 40), (4, 60), (2, 100), (1, 200))
 _NODES = 300
 """Nodes of a step from which fewer changes are tried, in proportion."""
 
-_LEAST_TRIALS = 12
+_LEAST_TRIALS = 8
 """Changes of a plan of the largest steps in one round."""
+
+_WORK = 60_000
+"""Limit of nodes that each scheduler is given in starts that are no policy's."""
 
 _NEAR = 1.005
 """Factor on the lower bound below which a plan is not improved any more."""
@@ -136,12 +140,14 @@ def _search_locally(
     best.consider(begin[-1])
     if request.convolutions == "dynamic":
         _offer_vdnn_dyn(request, best)
-    starts += [*begin, *_other_starts(request, candidates, bound.residency)]
+    nodes = len(request.graph.nodes)
+    others = _other_starts(request, candidates, bound.residency)
+    starts += [*begin, *itertools.islice(others, _WORK // nodes)]
     climbs = [
         Climb(request.scheduled(scheduler), candidates, residency)
         for scheduler, residency in _fastest(request, starts, rounds[0][0])
     ]
-    fewer = min(1.0, _NODES / len(request.graph.nodes))
+    fewer = min(1.0, _NODES / nodes)
     for plans, trials in rounds:
         del climbs[plans:]
         for climb in climbs:
@@ -190,12 +196,12 @@ def _begin(request: StepRequest, candidates: Sequence[Candidate]) -> list[Reside
 def _other_starts(
     request: StepRequest, candidates: Sequence[Candidate], nearest: Residencies
 ) -> Iterator[Residencies]:
-    """Yield the recomputed family, the relaxation's solution, and rules for blocks."""
-    yield from recomputed_family(by_cost(candidates))
+    """Yield the relaxation's solution, rules for blocks, and the recomputed family."""
     rules = [nearest] if nearest else []
-    for rule in (*rules, *blockwise(request.graph, candidates)):
+    for rule in itertools.chain(rules, blockwise(request.graph, candidates)):
         for others in (Residency.KEEP, Residency.PAGE):
             yield {EVERYTHING: others, **rule}
+    yield from recomputed_family(by_cost(candidates))
 
 
 def _fastest(
