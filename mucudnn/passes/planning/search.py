@@ -106,16 +106,6 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     return replace(best.plan, least_ms=bound.step_ms)
 
 
-def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
-    """Improve the plan of a search that was not thorough."""
-    if plan.least_ms is None or plan.prediction.step_ms <= _NEAR * plan.least_ms:
-        return plan
-    best = SearchState(request)
-    best.offer(plan)
-    _search_locally(request, LowerBound(plan.least_ms), best, _ROUNDS)
-    return replace(best.plan, least_ms=plan.least_ms)
-
-
 def _search_locally(
     request: StepRequest,
     bound: LowerBound,

@@ -29,7 +29,7 @@ from mucudnn.passes.planning.cutting import (
 )
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search import schedulers, search, search_on
+from mucudnn.passes.planning.search import schedulers, search
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -43,10 +43,6 @@ from mucudnn.passes.residency.candidates import (
     candidates_of,
 )
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-_CLOSE = 1.03
-"""Factor on the fastest candidate within which the whole step is explored."""
-
 
 _HARDLY_SLOWER = 1.01
 """Factor on the fastest candidate within which slices are improved. Their start has all
@@ -76,13 +72,12 @@ def too_deep(tried: Sequence[SplitCandidate]) -> bool:
 
 
 class CandidateSearch:
-    """Split candidates of a step; one that is `alone` is planned with full effort."""
+    """Split candidates of a step; the whole one is planned as it is without others."""
 
-    def __init__(self, step: SplitStep, *, alone: bool) -> None:
-        self._step, self._alone = step, alone
+    def __init__(self, step: SplitStep) -> None:
+        self._step = step
         self._tried: dict[Cutting, SplitCandidate] = {}
         self._searches: dict[Cutting, SliceSearch] = {}
-        self._explored = alone
 
     @property
     def tried(self) -> list[SplitCandidate]:
@@ -138,15 +133,13 @@ class CandidateSearch:
         if roomy or request.policy != PLANNED:
             return plan_step(request)
         if cutting.parts == 1:
-            return search(request, thorough=self._alone)
+            return search(request)
         slices = self._searches[cutting] = SliceSearch(request)
         known = self._known_residencies()
         if known is not None:
             slices.begin(known)
         if slices.plan is None:
             slices.offer(search(request, thorough=False))
-        if slices.step_ms > self._fastest:
-            self._explore_whole()
         if (
             slices.plan is None
             or slices.plan.prediction.step_ms < _HARDLY_SLOWER * self._fastest
@@ -167,24 +160,10 @@ class CandidateSearch:
         return search(enough, thorough=False).residency
 
     def finish(self) -> None:
-        """Improve the fastest candidate, and the whole step if it is close."""
-        self._explore_whole()
+        """Improve the fastest candidate."""
         best = min(self.tried, key=lambda c: c.step_ms)
         if best.cutting in self._searches:
             self._improve(best.cutting)
-
-    def _explore_whole(self) -> None:
-        """Explore the whole step once, if it is close to the fastest.
-
-        Done early where slices start slower: they may then need no search.
-        """
-        whole = self._tried.get(Cutting(1))
-        if self._explored or whole is None or whole.plan is None:
-            return
-        if whole.request is not None and whole.step_ms < _CLOSE * self._fastest:
-            self._explored = True
-            plan = search_on(whole.request, whole.plan)
-            self._tried[whole.cutting] = replace(whole, plan=plan)
 
     def _improve(self, cutting: Cutting) -> None:
         slices = self._searches[cutting]
@@ -315,7 +294,7 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
     """
     check_split(split)
     ways = list(cuttings(step.graph, split))
-    found = CandidateSearch(step, alone=len(ways) == 1)
+    found = CandidateSearch(step)
     for cutting in ways:
         if not found.can_skip(cutting):
             found.add(cutting)
