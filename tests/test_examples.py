@@ -12,7 +12,7 @@ from tests.data_files import write_cifar10_binary
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 EXPECTED = {
     "plan_a_layer": "bytes",
-    "less_than_its_weights": "at home on the host",
+    "less_than_its_weights": "are stored on the host",
     "replace_a_convolution": "<w, dw>",
     "share_measurements": "replayed",
     "train_digits": "epoch 5: ",

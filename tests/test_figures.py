@@ -167,7 +167,7 @@ QUOTED = {
         ),
         ("SuperNeurons {4.54} and", lambda: in_front(5)["superneurons"]),
         ("vDNN {6.50};", lambda: in_front(5)["vdnn_all"]),
-        ("in parts at {1.71},", lambda: in_front(2)["planned, in parts"]),
+        ("takes {1.52}, where", lambda: in_front(2)["planned"]),
         ("bound says {1.14}.", lambda: in_front(2)["lower bound"]),
     ],
     "docs/gpu.md": [
