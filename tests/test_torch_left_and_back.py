@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    # PyTorch's Dynamo hides it, unless warnings are errors.
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 
 
