@@ -11,7 +11,7 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning import climbing, search as module
-from mucudnn.passes.planning.climbing import Climb, SearchState
+from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, schedule_residency
 from mucudnn.passes.planning.search import least_memory, search
@@ -96,7 +96,8 @@ def test_further_rounds_help_where_many_tensors_have_to_leave():
 
 def climb(share=0.15):
     asked = request("alexnet", 128, share)
-    return Climb(asked, candidates_of(asked), least_memory(asked))
+    changes = list(changes_of(asked.graph, candidates_of(asked)))
+    return Climb(asked, changes, least_memory(asked))
 
 
 def test_no_residencies_are_tried_twice_and_no_more_than_were_asked_for(monkeypatch):
@@ -126,5 +127,5 @@ def test_a_climb_ends_where_no_change_helps_and_is_the_same_in_parts():
     assert parts.step_ms == whole.step_ms
     assert parts.state.residency == whole.state.residency
     asked = request("alexnet", 128, 0.15)
-    for change in climbing._changes(asked, candidates_of(asked)):
+    for change in changes_of(asked.graph, candidates_of(asked)):
         assert not parts.state.consider({**parts.state.residency, **dict(change)})

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Graph
 from mucudnn.passes.planning.request import (
     StepRequest,
     UnsimulatedPlan,
@@ -104,24 +105,20 @@ class SearchState:
 
     def offer(self, plan: StepPlan) -> bool:
         """Offer a plan; return whether it is better than all before."""
-        if plan.prediction.step_ms >= self.step_ms:
-            return False
-        self._best, self._step_ms = plan, plan.prediction.step_ms
-        return True
+        return self._accept(plan, plan.prediction.step_ms)
 
     def take(self, found: UnsimulatedPlan) -> bool:
         """Take a scheduled plan; return whether it is better than all before."""
-        step_ms = found.step_ms(self.step_ms)
-        if step_ms >= self.step_ms:
-            return False
-        self._best, self._step_ms = found, step_ms
-        return True
+        return self._accept(found, found.step_ms(self.step_ms))
 
     def take_over(self, other: "SearchState") -> bool:
         """Adopt the best plan of others; return whether it is better."""
-        if other.step_ms >= self.step_ms:
+        return self._accept(other._best, other._step_ms)
+
+    def _accept(self, plan: UnsimulatedPlan | StepPlan | None, step_ms: float) -> bool:
+        if step_ms >= self._step_ms:
             return False
-        self._best, self._step_ms = other._best, other._step_ms
+        self._best, self._step_ms = plan, step_ms
         return True
 
 
@@ -130,7 +127,7 @@ class Climb:
 
     Args:
         request: The planning request; names the scheduler.
-        candidates: The saved tensors, in order of production.
+        changes: Changes that are tried in turn, see `changes_of`.
         start: Residencies to begin with.
 
     Attributes:
@@ -140,14 +137,14 @@ class Climb:
     def __init__(
         self,
         request: StepRequest,
-        candidates: Sequence[Candidate],
+        changes: Sequence[Change],
         start: Mapping[str, Residency] | None = None,
     ) -> None:
         self.state = SearchState(request)
         if start is not None:
             self.state.consider(start)
-        self._known = list(_changes(request, candidates))
-        self._changes = iter(self._known)
+        self._most = len(changes)
+        self._changes = itertools.cycle(changes)
         self._behind = 0  # changes since one helped
 
     @property
@@ -157,11 +154,8 @@ class Climb:
 
     def run(self, trials: int) -> None:
         """Go on with the changes, all around until none of them helps any more."""
-        while trials > 0 and self._behind <= len(self._known):
-            change = next(self._changes, None)
-            if change is None:
-                self._changes = iter(self._known)
-                continue
+        while trials > 0 and self._behind <= self._most:
+            change = next(self._changes)
             better = self.state.consider({**self.state.residency, **dict(change)})
             trials -= better is not None
             self._behind = 0 if better else self._behind + 1
@@ -173,8 +167,8 @@ def try_changes(changes: Iterable[Change], state: SearchState) -> None:
         state.consider({**state.residency, **dict(change)})
 
 
-def _changes(request: StepRequest, candidates: Sequence[Candidate]) -> Iterator[Change]:
-    """Yield changes: of the largest tensors, of groups, of others.
+def changes_of(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Change]:
+    """Yield changes for a climb: of the largest tensors, of groups, of others.
 
     All slices of a tensor change together before single slices do.
     """
@@ -185,7 +179,7 @@ def _changes(request: StepRequest, candidates: Sequence[Candidate]) -> Iterator[
     yield from same_changes(
         largest[:_FEW], RECOMPUTED_BACKWARD if sliced else tuple(Residency)
     )
-    yield from group_changes(request.graph, candidates)
+    yield from group_changes(graph, candidates)
     others = largest if sliced else largest[_FEW:]
     yield from same_changes([*others, [EVERYTHING], [PERSISTENTS]])
     yield from single_changes([*itertools.chain(*sliced)])

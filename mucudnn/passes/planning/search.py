@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.bound import LowerBound, lower_bound
-from mucudnn.passes.planning.climbing import Climb, SearchState, closer
+from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of, closer
 from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import (
@@ -133,8 +133,9 @@ def _search_locally(
     nodes = len(request.graph.nodes)
     others = _other_starts(request, candidates, bound.residency)
     starts += [*begin, *itertools.islice(others, _WORK // nodes)]
+    changes = list(changes_of(request.graph, candidates))
     climbs = [
-        Climb(request.scheduled(scheduler), candidates, residency)
+        Climb(request.scheduled(scheduler), changes, residency)
         for scheduler, residency in _fastest(request, starts, rounds[0][0])
     ]
     fewer = min(1.0, _NODES / nodes)

@@ -13,7 +13,12 @@ from typing import Any
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.graph.split import of_whole
-from mucudnn.passes.planning.climbing import Climb, SearchState, try_changes
+from mucudnn.passes.planning.climbing import (
+    Climb,
+    SearchState,
+    changes_of,
+    try_changes,
+)
 from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import (
     AUTO,
@@ -385,8 +390,9 @@ class SliceSearch:
     def __init__(self, request: StepRequest) -> None:
         self._request = request
         self._candidates = candidates_of(request)
+        changes = list(changes_of(request.graph, self._candidates))
         self._climbs = [
-            Climb(request.scheduled(s), self._candidates) for s in schedulers(request)
+            Climb(request.scheduled(s), changes) for s in schedulers(request)
         ]
         self._best = SearchState(request)
         nodes = len(request.graph.nodes)
