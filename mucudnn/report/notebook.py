@@ -109,13 +109,7 @@ def _step_plan(
 ) -> str:
     """Return memory over the step, its peak, its arena, and the predicted slowdown."""
     prediction = plan.prediction
-    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
-    # The time of every original node with its fastest plan, without stalls.
-    unbounded_ms = sum(
-        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
-        for name, ms in node_ms.items()
-        if origin(name) == name
-    )
+    node_ms, unbounded_ms = prediction.profile.node_ms, plan.unbounded_ms
     instructions = plan.schedule.instructions
     recomputed = [
         node.name

@@ -11,7 +11,7 @@ from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.notebook import html_of
 from mucudnn.passes.planning.split_search import SplitDecision
-from mucudnn.passes.scheduling.problem import fastest_of, origin
+from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import (
     CountedPlan,
     StepPlan,
@@ -115,11 +115,7 @@ class TorchPlan:
         prediction = self.plan.prediction
         if self.splitting is not None and self.splitting.unbounded_ms:
             return prediction.step_ms / self.splitting.unbounded_ms
-        fronts = prediction.profile.fronts.items()
-        fastest = {name: fastest_of(front).time_ms for name, front in fronts}
-        times = {**prediction.profile.node_ms, **fastest}
-        nodes = self.plan.schedule.graph.nodes
-        once = sum(times[node.name] for node in nodes if "~" not in node.name)
+        once = self.plan.unbounded_ms
         return prediction.step_ms / once if once else 1.0
 
     @property

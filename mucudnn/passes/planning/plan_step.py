@@ -26,7 +26,6 @@ from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED, VDNN_DYN, decide
 from mucudnn.passes.scheduling.intervals import budget_error
-from mucudnn.passes.scheduling.problem import fastest_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 STEP_PLANNERS: Mapping[str, Callable[[StepRequest], StepPlan]] = MappingProxyType(
@@ -304,11 +303,7 @@ def fastest_form(
 
 def _is_slow(plan: StepPlan) -> bool:
     """Return whether a step is much slower than the same form without a budget."""
-    profile, nodes = plan.profile, plan.schedule.graph.nodes
-    times = {name: fastest_of(f).time_ms for name, f in profile.fronts.items()}
-    times = {**profile.node_ms, **times}
-    free_ms = sum(times[node.name] for node in nodes if "~" not in node.name)
-    return plan.prediction.step_ms > _FAST * free_ms
+    return plan.prediction.step_ms > _FAST * plan.unbounded_ms
 
 
 def largest_batch_within(

@@ -21,7 +21,12 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.notebook import html_of
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit, least_occupancy
-from mucudnn.passes.scheduling.problem import state_bytes, timed_by, workspaces_of
+from mucudnn.passes.scheduling.problem import (
+    fastest_of,
+    state_bytes,
+    timed_by,
+    workspaces_of,
+)
 from mucudnn.passes.simulate import Lane, Prediction, simulate
 
 
@@ -67,6 +72,15 @@ class StepPlan:
     def profile(self) -> Profile:
         """Profile of the schedule's graph, with the times of the convolution plans."""
         return self.prediction.profile
+
+    @property
+    def unbounded_ms(self) -> float:
+        """Time of every node once, at its fastest: no copies and no recomputation."""
+        fronts = self.profile.fronts.items()
+        fastest = {name: fastest_of(front).time_ms for name, front in fronts}
+        times = {**self.profile.node_ms, **fastest}
+        nodes = self.schedule.graph.nodes
+        return sum(times[node.name] for node in nodes if "~" not in node.name)
 
     @property
     def state_bytes(self) -> int:
