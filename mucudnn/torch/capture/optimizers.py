@@ -27,6 +27,7 @@ from mucudnn.torch.capture.many_tensor_updates import (
     fused_in_place,
     fused_targets,
 )
+from mucudnn.torch.distributed.sharding import as_sharded, local_of
 from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 
@@ -322,7 +323,8 @@ def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     try:
         for parameter in bare:
             zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = zero.expand_as(parameter)
+            own = zero.expand_as(local_of(parameter))
+            parameter.grad = as_sharded(own, parameter)
         yield
     finally:
         for parameter in bare:

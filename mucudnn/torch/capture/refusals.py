@@ -30,6 +30,7 @@ from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
 from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
+from mucudnn.torch.distributed.sharding import is_own_collective
 from mucudnn.torch.lowering.lower import CHECKS, DENSE
 from mucudnn.torch.source_lines import (
     is_raised_by_user,
@@ -126,7 +127,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
         if (reason := _NAMESPACES.get(func.namespace)) is not None:
-            return reason
+            return None if is_own_collective() else reason
         if func._schema.is_mutable and _writes_elsewhere(func, args, kwargs):
             return (
                 "it modifies a tensor that is not a parameter or buffer of the "

@@ -49,6 +49,13 @@ from mucudnn.torch.capture.step_tensors import (
     places_of,
     root_of,
 )
+from mucudnn.torch.distributed.sharding import (
+    Sharding,
+    check_optimizer,
+    reordered,
+    sharding_of,
+    without_collectives,
+)
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.source_lines import storage_of
 
@@ -76,6 +83,7 @@ class CapturedStep:
             gradients are the last results before the placeholders' new values, and with
             a scaler an empty name, for whether some entry is not finite. Else None.
         updates_many: Whether eager mode updates many tensors by one call.
+        sharding: The ranks that make the step together, if there are several.
     """
 
     module: torch.fx.GraphModule
@@ -88,6 +96,7 @@ class CapturedStep:
     made: Sequence[StateKey] = ()
     gradients: Sequence[str] | None = None
     updates_many: bool = False
+    sharding: Sharding | None = None
 
 
 @exclusive_capture()
@@ -102,6 +111,7 @@ def capture_step(
     results: KernelResults | None = None,
     keeps_effects: bool = True,
     as_compiled: bool = False,
+    sharding: Sharding | None = None,
 ) -> CapturedStep:
     """Record one step without running it.
 
@@ -118,6 +128,7 @@ def capture_step(
             counting.
         as_compiled: Whether operations are those that `torch.compile` traces, some of
             which PyTorch decomposes in Python: dropout draws other numbers then.
+        sharding: The ranks that make the step together, unless FSDP2 says so itself.
 
     Raises:
         UnsupportedError: The step depends on values that are known only at run time.
@@ -125,9 +136,11 @@ def capture_step(
     """
     given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
     parts = StepParts.of(model, optimizer, loss_fn, settings)
-    tracer = _Tracer(
-        root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
-    )
+    root = root_of(model, loss_fn)
+    sharding = sharding or sharding_of(root)
+    if sharding is not None and sharding.kind == "fsdp":
+        check_optimizer(optimizer)
+    tracer = _Tracer(root, loss_fn, optimizer, parts, given, settings, sharding)
     tensors = given.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
     inputs = [*parts.tensors(), *tensors]
@@ -139,6 +152,13 @@ def capture_step(
             fakes[-len(tensors) :] = [
                 t.new_empty((size, *t.shape[1:])) for t in fakes[-len(tensors) :]
             ]
+    if sharding is not None and sharding.planned:
+        rows = _rows_of_shards(parts, optimizer, sharding)
+        with mode:
+            for i, name in enumerate(names):
+                if name in rows:
+                    shape = rows[name], *fakes[i].shape[1:]
+                    fakes[i] = fakes[i].new_empty(shape)
     recorder = tracer.recorder
     try:
         with (
@@ -146,6 +166,7 @@ def capture_step(
             tracer.averages.marked(recorder),
             uncompiled(tracer.root, recorder),
             plain_checkpoints(),
+            without_collectives(root),
             mode,
             torch.enable_grad(),
             enable_python_dispatcher() if as_compiled else nullcontext(),
@@ -162,6 +183,8 @@ def capture_step(
     reads = recorder.finish(tracer.effects)
     _check_trained(module, optimizer, parts)
     tracer.averages.written(module.graph)
+    if sharding is not None:
+        reordered(module.graph, frozenset(tracer.gathers), frozenset(tracer.sums))
     return CapturedStep(
         module,
         names,
@@ -173,7 +196,21 @@ def capture_step(
         tuple(tracer.made),
         None if settings.recorded else tuple(tracer.left),
         settings.recorded and updates_many(optimizer),
+        sharding,
     )
+
+
+def _rows_of_shards(
+    parts: StepParts, optimizer: torch.optim.Optimizer, sharding: Sharding
+) -> dict[str, int]:
+    """Return how many rows a rank would have of each tensor that is to be sharded."""
+    found = {name: part.rows for name, part in sharding.parts.items()}
+    names = {id(tensor): name for name, tensor in parts.parameters.items()}
+    for (i, j, key), value in parts.state.items():
+        part = sharding.parts.get(names[id(optimizer.param_groups[i]["params"][j])])
+        if part is not None and tuple(value.shape) == part.shape:
+            found[f"state.{i}.{j}.{key}"] = part.rows
+    return found
 
 
 def _check_trained(
@@ -216,12 +253,16 @@ class _Tracer:
         parts: StepParts,
         batch: Batch,
         settings: StepSettings,
+        sharding: Sharding | None,
     ) -> None:
         self.root = root
+        self._sharding = sharding
+        self.gathers: frozenset[str] = frozenset()
+        self.sums: set[str] = set()
         self.parts = parts
         self.batch = batch
         self._loss_fn = loss_fn
-        self._update = StepUpdate(optimizer, parts, settings)
+        self._update = StepUpdate(optimizer, parts, settings, sharding)
         self._settings = settings
         self.averages = CountedAverages(root)
         self._casts_once = torch.is_autocast_cache_enabled()
@@ -269,9 +310,18 @@ class _Tracer:
             for rate, tensor in zip(parts.rates, given, strict=False)
         ]
         floats = [next(given).item() for _ in parts.floats]
+        whole = parameters
+        if self._sharding is not None:
+            before = _names_now()
+            with torch.no_grad():
+                self._sharding.sent(buffers)
+                sent = _names_now()
+                whole = self._sharding.gathered(parameters)
+            self.gathers = _names_now() - sent
+            self.forward |= _names_now() - before
         leaves = {
             name: leaf_of(tensor, parts.parameters[name])
-            for name, tensor in parameters.items()
+            for name, tensor in whole.items()
         }
         # A loss may hold parameters themselves, for instance to add their norms, and an
         # optimizer's hook their gradients.
@@ -317,6 +367,10 @@ class _Tracer:
         """Run forward and backward, micro-batch by micro-batch."""
         trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         gradients: Gradients = dict.fromkeys(trained)
+        order: list[str] = []
+        if self._sharding is not None:
+            for name, leaf in trained.items():
+                leaf.register_hook(lambda _, name=name: order.append(name))
         total: torch.Tensor | None = None
         extras = []
         before = _names_now()
@@ -330,7 +384,14 @@ class _Tracer:
                 mine = torch.autograd.grad(
                     goal, list(trained.values()), allow_unused=True
                 )
-            gradients = added(gradients, dict(zip(trained, mine, strict=True)))
+            found_now: Gradients = dict(zip(trained, mine, strict=True))
+            if self._sharding is not None:
+                behind = _names_now()
+                with torch.no_grad(), autocast_off():
+                    found_now = self._sharding.reduced(found_now, order)
+                order.clear()
+                self.sums |= _names_now() - behind
+            gradients = added(gradients, found_now)
             total = loss.detach() if total is None else total + loss.detach()
             self.forward |= between - before
             self.backward |= _names_now() - between
@@ -469,11 +530,13 @@ class StepUpdate:
         optimizer: The optimizer.
         parts: The tensors of the step.
         settings: How gradients are treated before the update.
+        sharding: The ranks that have a part of each gradient, if there are several.
     """
 
     optimizer: torch.optim.Optimizer
     parts: StepParts
     settings: StepSettings
+    sharding: Sharding | None = None
 
     def recorded(
         self, tensors: Tensors, gradients: Gradients
@@ -485,7 +548,7 @@ class StepUpdate:
         """
         if not tensors.scale:
             return self._made(tensors, gradients)
-        gradients, found = unscaled(gradients, tensors.scale[0])
+        gradients, found = unscaled(gradients, tensors.scale[0], self.sharding)
         made = self._made_unless(found, tensors, gradients)
         rescaled(tensors.scale[0], tensors.scale[1], found, self.settings)
         return made
@@ -500,17 +563,17 @@ class StepUpdate:
         """
         last: dict[str, torch.Tensor] = {}
         if tensors.scale:
-            gradients, found = unscaled(gradients, tensors.scale[0])
+            gradients, found = unscaled(gradients, tensors.scale[0], self.sharding)
             rescaled(tensors.scale[0], tensors.scale[1], found, self.settings)
             last = {"": found}
-        given = clipped(gradients, self.settings)
+        given = clipped(gradients, self.settings, self.sharding)
         return {name: g for name, g in given.items() if g is not None} | last
 
     def _made(
         self, tensors: Tensors, gradients: Gradients
     ) -> Mapping[StateKey, torch.Tensor]:
         by_id = {id(tensor): name for name, tensor in self.parts.parameters.items()}
-        given = clipped(gradients, self.settings)
+        given = clipped(gradients, self.settings, self.sharding)
         lent = tensors.parameters, given, tensors.state, tensors.rates
         with swapped(self.optimizer, by_id, *lent) as made:
             try:
@@ -594,7 +657,7 @@ def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def unscaled(
-    gradients: Gradients, scale: torch.Tensor
+    gradients: Gradients, scale: torch.Tensor, sharding: Sharding | None = None
 ) -> tuple[Gradients, torch.Tensor]:
     """Return gradients of the unscaled loss, and whether some entry is not finite."""
     inverse = scale.double().reciprocal().float()
@@ -605,7 +668,7 @@ def unscaled(
         if gradient is not None:
             found = found | ~torch.isfinite(gradient).all()
             true[name] = gradient * inverse
-    return true, found
+    return true, found if sharding is None else sharding.any_rank(found)
 
 
 def rescaled(
@@ -626,14 +689,19 @@ def rescaled(
     count.copy_(torch.where(found | due, none, more))
 
 
-def clipped(gradients: Gradients, settings: StepSettings) -> Gradients:
+def clipped(
+    gradients: Gradients, settings: StepSettings, sharding: Sharding | None = None
+) -> Gradients:
     """Return clipped gradients, as by PyTorch's `clip_grad_*`."""
     present = {name: g for name, g in gradients.items() if g is not None}
     if (limit := settings.clip_value) is not None:
         present = {n: g.clamp(min=-limit, max=limit) for n, g in present.items()}
     if settings.clip_norm is not None and present:
-        norms = [torch.linalg.vector_norm(g) for g in present.values()]
-        total = torch.linalg.vector_norm(torch.stack(norms))
+        if sharding is None:
+            norms = torch.stack([torch.linalg.vector_norm(g) for g in present.values()])
+        else:
+            norms = sharding.norms(present)
+        total = torch.linalg.vector_norm(norms)
         factor = torch.clamp(settings.clip_norm / (total + 1e-6), max=1.0)
         present = {name: g * factor for name, g in present.items()}
     return {**gradients, **present}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import dict_version
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -15,6 +16,7 @@ from mucudnn.arguments import check_function, check_integer, check_number, check
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.python_state import Kind, Read
+from mucudnn.torch.distributed.sharding import groups_of, local_of, released
 
 _DECIDED = (bool, str, type(None))
 """Types whose values are part of a plan."""
@@ -256,15 +258,13 @@ _COMPILED = "torch.compile(model, backend=mt.backend(budget=...))"
 _WRAPPERS = {
     "DataParallel": "use the module inside it, on one device",
     "DistributedDataParallel": (
-        f"use DistributedDataParallel({_COMPILED}) to keep a budget on every rank, or "
-        "mt.distribute to divide batches among ranks; with the inner module alone, "
-        "every rank would train by itself"
+        "train_step(DistributedDataParallel(model), ...) sums gradients if it wraps "
+        "the whole model"
     ),
     "FullyShardedDataParallel": (
         f"shard the model with torch.distributed.fsdp.fully_shard; {_COMPILED} keeps a "
         "budget there"
     ),
-    "FSDPModule": f"{_COMPILED} keeps a budget under fully_shard",
 }
 """Classes of modules that distribute a model -> what to use instead of a step."""
 
@@ -317,10 +317,11 @@ def root_of(
                 "operations cannot be captured; use the module that was passed to "
                 "torch.jit"
             )
+    shards = {id(p.sharded_param) for g in groups_of(model) for p in g.fsdp_params}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not is_lazy(tensor):
             check_tensor(f"{name} of the model", tensor, hooks=True)
-        if is_traceable_wrapper_subclass(tensor):
+        if is_traceable_wrapper_subclass(tensor) and id(tensor) not in shards:
             raise UnsupportedError(
                 f"{name} of the model is a {type(tensor).__name__}, a tensor subclass "
                 "that wraps other tensors; only plain tensors are supported"
@@ -389,7 +390,7 @@ class StepParts:
         Raises:
             UnsupportedError: The model is wrapped.
         """
-        root = root_of(model, loss_fn)
+        root = root_of(released(model), loss_fn)
         if settings.recorded:
             make_state(optimizer, set(map(id, root.parameters())))
         state = {
@@ -411,7 +412,7 @@ class StepParts:
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, detached; numbers become tensors."""
         groups = (self.parameters.values(), self.buffers.values(), self.state.values())
-        held = [t.detach() for group in (*groups, self.scale) for t in group]
+        held = [local_of(t).detach() for group in (*groups, self.scale) for t in group]
         return [*held, *map(as_tensor, (*self.rates, *self.floats))]
 
     def names(self) -> list[str]:
@@ -598,11 +599,14 @@ class LiveParts:
         ):
             for path in names:
                 module, _, own = path.rpartition(".")
-                terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
+                held_in = getattr(named[module], kind)
+                part = "._local_tensor" if isinstance(held_in[own], DTensor) else ""
+                terms.append(f"{name(held_in)}[{own!r}]{part}")
         entries: dict[tuple[int, int], str] = {}
-        for i, j, key in self.parts.state:
+        for (i, j, key), value in self.parts.state.items():
             entry = entries.setdefault((i, j), f"s{len(entries)}")
-            terms.append(f"{entry}[{key!r}]")
+            part = "._local_tensor" if isinstance(value, DTensor) else ""
+            terms.append(f"{entry}[{key!r}]{part}")
         unpacked = f"  {', '.join(entries.values())}, = entries\n" if entries else ""
         defaults = "".join(f", {key}={key}" for key in held)
         values = "".join(f"{term}, " for term in terms)

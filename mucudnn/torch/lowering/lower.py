@@ -25,6 +25,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND, writes_of
+from mucudnn.torch.distributed.sharding import WAIT
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
@@ -102,6 +103,8 @@ class _Lowering:
             case _ if node.target is operator.getitem:
                 whole = self._values[node.args[0]]
                 self._values[node] = whole[node.args[1]]
+            case _ if node.target is WAIT:
+                self._wait(node)
             case _ if node.target in _SAME:
                 self._values[node] = self._values[node.args[0]]
             case _ if getattr(node.target, "namespace", None) in _IGNORED:
@@ -198,6 +201,19 @@ class _Lowering:
         else:
             function = _SCALARS.get(node.target, node.target)
             self._values[node] = Number(function, args)
+
+    def _wait(self, node: torch.fx.Node) -> None:
+        """Lower the wait for a collective: it returns its operand.
+
+        Its fake result has a storage of its own.
+        """
+        (pending,) = node.args
+        value = pending.meta["val"]
+        owner = self._owners[storage_of(value)]
+        self._owners[storage_of(node.meta["val"])] = owner
+        args = self._resolved(node.args)
+        self._add(node, args, {}, [(None, node.name, value)])
+        self._values[node] = Value(node.name)
 
     def _add(
         self,

@@ -1,0 +1,550 @@
+"""Models that several ranks train together, and the collectives of a captured step.
+
+FSDP2 (`fully_shard`) divides each parameter along its first axis: a rank holds a shard
+of it, of its gradient and of its optimizer state. `DistributedDataParallel` keeps all
+of them on every rank. In either case a model says in which units its parameters are
+gathered and their gradients summed. A captured step has these collectives as ordinary
+nodes:
+
+    shards -> all_gather -> wait -> parameters -> forward, backward -> gradients
+           -> reduce_scatter -> wait -> gradients of the shards -> update
+
+Shards are always in memory, so a gathered parameter can be released after every use
+and gathered again: the planner chooses that like any other recomputation. Sums are
+divided among calls as PyTorch divides them, so that they have the same bits.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the operators used here
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mucudnn.errors import UnsupportedError
+
+Kind = Literal["fsdp", "ddp"]
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+_ALONE = 1 << 20
+"""Bytes of a parameter from which it is gathered by a call of its own: it then needs
+no copy out of the buffer of its unit."""
+
+_AVERAGED = (torch.float32, torch.bfloat16)
+"""Types of which PyTorch computes means at once; it divides others before and after
+the sum."""
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers that update every element by itself, and so shards like parameters."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a parameter that a rank holds.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        rows: Rows of this rank's part.
+        dtype: Type of the parameter.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together, and whose gradients are summed together.
+
+    Attributes:
+        names: Of the parameters, as the step names them.
+        computes: Type that they are gathered and used in; None for their own.
+        sums: Type that gradients are summed in; None for their own.
+    """
+
+    names: tuple[str, ...]
+    computes: torch.dtype | None = None
+    sums: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the ranks of a process group share a model.
+
+    Attributes:
+        kind: "fsdp" if parameters are sharded, "ddp" if every rank has them.
+        group: Name of the process group.
+        size: Number of ranks.
+        units: Parameters that are gathered together, for "fsdp".
+        parts: The part of each sharded parameter that this rank has.
+        bucket_bytes: Sizes of the first and of every other bucket of gradients that
+            are summed by one call, for "ddp".
+        broadcast: Buffers that rank 0 sends to all ranks at the begin of a step.
+        planned: Whether no process group exists, and the model is not sharded.
+    """
+
+    kind: Kind
+    group: str
+    size: int
+    units: tuple[Unit, ...] = ()
+    parts: Mapping[str, Part] = None  # type: ignore[assignment]
+    bucket_bytes: tuple[int, int] = (0, 0)
+    broadcast: tuple[str, ...] = ()
+    planned: bool = False
+
+    @classmethod
+    def plan(
+        cls,
+        root: torch.nn.Module,
+        size: int,
+        kind: Kind = "fsdp",
+        policy: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+    ) -> "Sharding":
+        """Return how `size` ranks would share a model that is on one device.
+
+        Units are its repeated blocks, and everything else together.
+
+        Args:
+            root: The model, as `root_of` returns it; it stays as it is.
+            size: Number of ranks.
+            kind: "fsdp" to shard parameters, "ddp" to keep them on every rank.
+            policy: Types to compute in, and to sum gradients in.
+        """
+        if kind == "ddp":
+            most = dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20
+            return cls(kind, "", size, parts={}, bucket_bytes=most, planned=True)
+        parts = {
+            name: Part(tuple(p.shape), -(-p.shape[0] // size), p.dtype)
+            for name, p in root.named_parameters()
+            if p.dim()
+        }
+        names = {id(p): name for name, p in root.named_parameters() if p.dim()}
+        units = []
+        for block in _repeated_blocks(root):
+            mine = [names.pop(id(p)) for p in block.parameters() if id(p) in names]
+            units.append(Unit(tuple(mine), *policy))
+        units.append(Unit(tuple(names.values()), *policy))
+        units = [unit for unit in units if unit.names]
+        return cls(kind, "", size, tuple(units), parts, planned=True)
+
+    def rows(self, name: str) -> int:
+        """Return the rows of the largest part of a parameter, that of rank 0."""
+        return -(-self.parts[name].shape[0] // self.size)
+
+    # -- recorded as operations of a step
+
+    def gathered(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return whole parameters, given those of this rank."""
+        found = dict(own)
+        for unit in self.units:
+            padded = {name: self._padded(name, own[name]) for name in unit.names}
+            if unit.computes is not None:
+                padded = {n: t.to(unit.computes) for n, t in padded.items()}
+            small = {n: t for n, t in padded.items() if self.size * t.nbytes < _ALONE}
+            if len(small) > 1:
+                flat = torch.cat([shard.reshape(-1) for shard in small.values()])
+                rows = self._all_gather(flat).view(self.size, -1)
+                begin = 0
+                for name, shard in small.items():
+                    column = rows.narrow(1, begin, shard.numel())
+                    found[name] = self._whole(name, column.reshape(-1))
+                    begin += shard.numel()
+                padded = {n: t for n, t in padded.items() if n not in small}
+            for name, shard in padded.items():
+                found[name] = self._whole(name, self._all_gather(shard.reshape(-1)))
+        return found
+
+    def _padded(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """Return a shard with as many rows as the largest one has."""
+        if self.parts[name].shape[0] % self.size == 0:
+            return own
+        missing = self.rows(name) - own.shape[0]
+        return torch.constant_pad_nd(own, [0, 0] * (own.dim() - 1) + [0, missing])
+
+    def _whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        shape = self.parts[name].shape
+        padded = flat.view(self.size * self.rows(name), *shape[1:])
+        return padded.narrow(0, 0, shape[0])
+
+    def _all_gather(self, flat: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return flat
+        return _done("all_gather_into_tensor", flat, self.size, self.group)
+
+    def sent(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the buffers that rank 0 sends by its own."""
+        for name in self.broadcast:
+            buffers[name].copy_(_done("broadcast", buffers[name], 0, self.group))
+
+    def reduced(
+        self, gradients: Mapping[str, torch.Tensor | None], order: Sequence[str]
+    ) -> dict[str, torch.Tensor | None]:
+        """Return means of gradients over the ranks: of sharded ones this rank's part.
+
+        Args:
+            gradients: By parameter.
+            order: Parameters in the order in which the backward pass has gradients.
+        """
+        found = dict(gradients)
+        given = {n: gradients[n] for n in order if gradients.get(n) is not None}
+        if self.kind == "ddp":
+            for bucket in self._buckets(given):
+                found.update(self._summed(bucket))
+        for unit in self.units:
+            mine = {name: given[name] for name in unit.names if name in given}
+            if mine:
+                found.update(self._scattered(unit, mine))
+        return found
+
+    def _scattered(
+        self, unit: Unit, given: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        dtype = unit.sums or next(iter(given.values())).dtype
+        flat = torch._chunk_cat([g.to(dtype) for g in given.values()], 0, self.size)
+        before, after = self._divisors(dtype)
+        flat = flat.view(-1) / before if before != 1 else flat.view(-1)
+        if self.size > 1:
+            how = "avg" if dtype in _AVERAGED else "sum"
+            flat = _done("reduce_scatter_tensor", flat, how, self.size, self.group)
+        flat = flat / after if after != 1 else flat
+        found, begin = {}, 0
+        for name in given:
+            part = self.parts[name]
+            shape = (self.rows(name), *part.shape[1:])
+            mine = flat.narrow(0, begin, math.prod(shape)).view(shape)
+            found[name] = mine.narrow(0, 0, part.rows).to(part.dtype)
+            begin += math.prod(shape)
+        return found
+
+    def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what is divided by before and after a sum, against overflow."""
+        if dtype in _AVERAGED:
+            return 1.0, 1.0
+        before = 1
+        while self.size % before == 0 and self.size / before > before:
+            before *= 2
+        return float(before), self.size / before
+
+    def _buckets(
+        self, given: Mapping[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield gradients that are summed by one call, as the reducer's buckets."""
+        open_: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+        closed: Counter[torch.dtype] = Counter()
+        for name, gradient in given.items():
+            bucket = open_.setdefault(gradient.dtype, {})
+            bucket[name] = gradient
+            most = self.bucket_bytes[min(1, closed[gradient.dtype])]
+            if sum(g.nbytes for g in bucket.values()) >= most:
+                closed[gradient.dtype] += 1
+                yield open_.pop(gradient.dtype)
+        yield from open_.values()
+
+    def _summed(self, bucket: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = [(g * (1.0 / self.size)).reshape(-1) for g in bucket.values()]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.size > 1:
+            flat = _done("all_reduce", flat, "sum", self.group)
+        sizes = [gradient.numel() for gradient in bucket.values()]
+        return {
+            name: piece.view(gradient.shape)
+            for (name, gradient), piece in zip(
+                bucket.items(), flat.split(sizes), strict=True
+            )
+        }
+
+    def norms(self, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the norms of whole gradients, given those of this rank's parts."""
+        norms = torch.stack([torch.linalg.vector_norm(g) for g in own.values()])
+        sharded = [name in self.parts for name in own]
+        if self.size == 1 or not any(sharded):
+            return norms
+        sums = _done("all_reduce", norms * norms, "sum", self.group)
+        if all(sharded):
+            return sums.sqrt()
+        mask = torch.tensor(sharded, device=norms.device)
+        return torch.where(mask, sums.sqrt(), norms)
+
+    def any_rank(self, found: torch.Tensor) -> torch.Tensor:
+        """Return whether a flag is set on any rank."""
+        if self.size == 1 or self.kind == "ddp":
+            return found
+        return _done("all_reduce", found.float(), "max", self.group) > 0
+
+
+_recording = threading.local()
+
+
+def is_own_collective() -> bool:
+    """Return whether a collective is called by this file, and not by a user's code."""
+    return getattr(_recording, "on", False)
+
+
+def _done(name: str, *args: Any) -> torch.Tensor:
+    """Call one of PyTorch's functional collectives, and wait for its result."""
+    _recording.on = True
+    try:
+        pending = getattr(torch.ops._c10d_functional, name).default(*args)
+        return WAIT(pending)
+    finally:
+        _recording.on = False
+
+
+def _repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the outermost modules that a list has several of, in the model's order."""
+    children = list(module.children())
+    listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    kinds = Counter(
+        type(child) for child in children if listed and any(child.children())
+    )
+    for child in children:
+        if kinds[type(child)] > 1:
+            yield child
+        else:
+            yield from _repeated_blocks(child)
+
+
+# What a model says about its ranks.
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_sharded(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part as a tensor that is sharded like another one."""
+    if not isinstance(like, DTensor) or own.shape != like._local_tensor.shape:
+        return own
+    return DTensor.from_local(
+        own,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def groups_of(model: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's groups of parameters in a model, in the order of its modules."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found.setdefault(id(group), group)
+    return list(found.values())
+
+
+def released(model: torch.nn.Module) -> torch.nn.Module:
+    """Release the parameters that a forward pass in eager mode has left gathered."""
+    for group in groups_of(model):
+        if not group.is_sharded:
+            group.reshard()
+            if not group.is_sharded:  # a root stays gathered behind its forward pass
+                group._to_sharded()
+    return model
+
+
+def sharding_of(root: torch.nn.Module) -> Sharding | None:
+    """Return how FSDP2 shards the modules within a root; None if it does not.
+
+    Raises:
+        UnsupportedError: It does so in a way that a step does not capture.
+    """
+    groups = groups_of(root)
+    if not groups:
+        return None
+    names = {id(tensor): name for name, tensor in root.named_parameters()}
+    units, parts = [], {}
+    process_groups = {group._all_gather_process_group for group in groups}
+    if len(process_groups) > 1:
+        raise UnsupportedError(
+            "the model is sharded over several process groups; a planned step has one"
+        )
+    for group in groups:
+        _check_group(group)
+        mine = []
+        for parameter in group.fsdp_params:
+            name = names[id(parameter.sharded_param)]
+            mine.append(name)
+            local = parameter.sharded_param._local_tensor
+            parts[name] = Part(
+                tuple(parameter.sharded_param.shape), local.shape[0], local.dtype
+            )
+        policy = group.mp_policy
+        units.append(Unit(tuple(mine), policy.param_dtype, policy.reduce_dtype))
+    (process_group,) = process_groups
+    return Sharding(
+        "fsdp",
+        process_group.group_name,
+        process_group.size(),
+        tuple(units),
+        parts,
+    )
+
+
+def _check_group(group: Any) -> None:
+    """Refuse settings of FSDP2 under which a captured step would differ.
+
+    Raises:
+        UnsupportedError: Names the setting.
+    """
+    found = ""
+    if group._is_hsdp:
+        found = "a mesh of two dimensions (hybrid sharding)"
+    elif any(p.offload_to_cpu for p in group.fsdp_params):
+        found = "CPUOffloadPolicy"
+    elif group.gradient_divide_factor is not None:
+        found = "set_gradient_divide_factor"
+    elif group._all_reduce_hook is not None:
+        found = "an all-reduce hook"
+    elif not group.reduce_grads:
+        found = "set_requires_gradient_sync(False)"
+    elif any(p.fsdp_placement != Shard(0) for p in group.fsdp_params):
+        found = "a shard_placement_fn"
+    elif any(
+        hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+        for p in group.fsdp_params
+    ):
+        found = "parameters with all-gather extensions"
+    elif any(p.is_dtensor for p in group.fsdp_params):
+        found = "parameters that were sharded before (tensor parallelism)"
+    if found:
+        raise UnsupportedError(
+            f"the model uses fully_shard with {found}, which a planned step does not "
+            "capture; shard it by fully_shard(module) over a mesh of one dimension"
+        )
+
+
+def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sharding:
+    """Return how `DistributedDataParallel` sums a model's gradients.
+
+    Args:
+        model: The wrapped model.
+        prefix: Begin of the names of its parameters and buffers in a step.
+
+    Raises:
+        UnsupportedError: It has a setting under which a captured step would differ.
+    """
+    found = ""
+    if model._comm_hooks:
+        found = "a communication hook"
+    elif getattr(model, "mixed_precision", None) is not None:
+        found = "mixed_precision"
+    elif not model.require_backward_grad_sync:
+        found = "no_sync()"
+    if found:
+        raise UnsupportedError(
+            f"the model is in DistributedDataParallel with {found}, which a planned "
+            "step does not capture"
+        )
+    buffers = ()
+    if model.broadcast_buffers:
+        ignored = model.parameters_to_ignore
+        buffers = tuple(
+            prefix + name
+            for name, _ in model.module.named_buffers()
+            if name not in ignored
+        )
+    return Sharding(
+        "ddp",
+        model.process_group.group_name,
+        model.process_group.size(),
+        parts={},
+        bucket_bytes=(dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap),
+        broadcast=buffers,
+    )
+
+
+@contextmanager
+def without_collectives(root: torch.nn.Module) -> Iterator[None]:
+    """Have FSDP2's hooks cast inputs and results only: parameters are gathered already.
+
+    Hooks that find their state in a backward pass leave parameters as they are.
+    """
+    states = {
+        id(state): state
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for state in (module._get_fsdp_state(),)
+    }
+    kept = [(s, s._training_state, s._fsdp_param_groups) for s in states.values()]
+    try:
+        for state, training, _ in kept:
+            state._training_state = type(training).PRE_BACKWARD
+            state._fsdp_param_groups = []
+        yield
+    finally:
+        for state, training, groups in kept:
+            state._training_state = training
+            state._fsdp_param_groups = groups
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that need whole parameters to update a part of them.
+
+    Raises:
+        UnsupportedError: The optimizer is none of those known to work by elements.
+    """
+    if type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} may need whole parameters, of which each rank "
+            f"has a part; a planned step under fully_shard works with {known}"
+        )
+
+
+# The order of a captured step.
+
+
+def reordered(
+    graph: torch.fx.Graph, gathers: frozenset[str], sums: frozenset[str]
+) -> None:
+    """Move gathers right before their first readers, and sums behind their gradients.
+
+    A capture has all gathers before the forward pass, and all sums behind the backward
+    pass: all parameters and gradients would be in memory at once.
+
+    Args:
+        graph: The graph of a step.
+        gathers: Names of the nodes that gather parameters.
+        sums: Names of the nodes that sum gradients.
+    """
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    key = {node: (i, 1, i) for node, i in place.items()}
+    for node in reversed(nodes):
+        if node.name in gathers and node.users:
+            at = min(key[user][0] for user in node.users)
+            key[node] = (at, 0, place[node])
+    for node in nodes:
+        if node.name in sums and node.all_input_nodes:
+            at = max(key[given][0] for given in node.all_input_nodes)
+            key[node] = (at, 2, place[node])
+    (output,) = graph.find_nodes(op="output")
+    for node in sorted(nodes, key=key.__getitem__):
+        if node is not output:
+            output.prepend(node)
