@@ -186,6 +186,9 @@ class AutomaticBudget:
     def _ways(self, options: PlanOptions) -> Iterator[_Way]:
         """Yield the allowed options, the least intrusive first."""
         changes: list[dict[str, Any]] = [{}]
+        if not options.alone:
+            yield _Way(options, "", False)
+            return
         if options.split == WHOLE and not self.exact:
             # Parts are not compiled; compilation itself is the last resort.
             plain = {"inductor": False} if options.inductor else {}

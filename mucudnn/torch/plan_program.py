@@ -141,6 +141,7 @@ class PlanOptions:
         tiers: Offload targets: their memory, or for a study their forecast of a
             profile; None for the host's memory.
         together: Bytes of gradients up to which CUDA updates parameters by one call.
+        alone: Whether one rank makes the step; several rule further options out.
     """
 
     costs: Callable[[Lowered], Profile] = measured
@@ -151,6 +152,7 @@ class PlanOptions:
     inductor: bool = False
     tiers: StepTiers | Callable[[Profile], tuple[MemoryTier, ...]] | None = None
     together: float = 0.0
+    alone: bool = True
 
     @classmethod
     def of(
@@ -517,7 +519,7 @@ def _advise_options(step: LoweredStep, options: PlanOptions, budget: float) -> s
     cpu = device_of(step.lowered.layouts).type == "cpu"
     if not step.names or not budget or options.inductor or not cpu:
         return ""  # a compiled graph, a question for the least, or neither can be had
-    if options.split != WHOLE:
+    if options.split != WHOLE or not options.alone:
         return ""
 
     def fits(least: int) -> bool:

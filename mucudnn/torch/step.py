@@ -15,7 +15,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -46,13 +46,31 @@ from mucudnn.torch.capture.step_tensors import (
     check_parts,
     scheduled_floats,
 )
+from mucudnn.torch.distributed.distribute import described
+from mucudnn.torch.distributed.sharding import (
+    Sharding,
+    as_sharded,
+    groups_of,
+    release,
+)
+from mucudnn.torch.distributed.step_ranks import (
+    StepRanks,
+    check_ranks_options,
+    inner_model,
+    sharding_of_step,
+)
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.devices import check_devices
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions, plan_program
+from mucudnn.torch.plan_program import (
+    LoweredStep,
+    PlannedProgram,
+    PlanOptions,
+    plan_program,
+)
 from mucudnn.torch.plan_store import PlanCacheChoice
 from mucudnn.torch.planning import parse_budget
 from mucudnn.torch.verification import VerifiedStep
@@ -87,6 +105,7 @@ class Variant:
         guards: All other conditions.
         captured: The graph.
         planned: The plan of the graph; several captures may share it.
+        number: Number of the capture, by which ranks compare what they run.
     """
 
     form: tuple[Any, Any]
@@ -94,6 +113,7 @@ class Variant:
     guards: StepGuards
     captured: CapturedStep
     planned: PlannedStep
+    number: int = 0
 
     def inputs_for(self, batch: Batch) -> tuple[list[torch.Tensor], str]:
         """Return the graph's inputs for a batch, or why it cannot be used for it."""
@@ -242,7 +262,7 @@ def train_step(
         TypeError: An argument has the wrong type.
         UnsupportedError: The model is wrapped for several devices.
     """
-    check_parts(model, loss_fn, optimizer)
+    check_parts(inner_model(model), loss_fn, optimizer)
     check_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     automatic = AutomaticBudget.parse(
@@ -261,16 +281,30 @@ def train_step(
     )
     check_choice("fallback", fallback, FALLBACKS)
     check_integer("verify", verify or 0, 0)
+    sharding = sharding_of_step(model, loss_fn)
     grouped = dist.is_available() and dist.is_initialized()
-    if (ranks := dist.get_world_size() if grouped else 1) > 1:
+    ranks = dist.get_world_size() if grouped else 1
+    if sharding is not None:
+        given = {
+            "tuner": tuner,
+            "offload_state": options.offload_state,
+            "split": split != WHOLE and split,
+            "inductor": options.inductor,
+            "tiers": tiers,
+            "verify": verify,
+            "fallback": fallback != "refuse" and fallback,
+        }
+        check_ranks_options({name: v for name, v in given.items() if v})
+        options = replace(options, alone=sharding.size == 1)
+    elif ranks > 1:
         warnings.warn(
             f"this is one of {ranks} ranks, and gradients of a planned step stay on "
-            "its rank; DistributedDataParallel(torch.compile(model, backend="
-            "mt.backend(budget=...))) and mt.distribute sum them over the ranks",
+            "its rank; pass DistributedDataParallel(model), or shard the model by "
+            "fully_shard, to sum them over the ranks",
             stacklevel=2,
         )
     return TrainStep(
-        model,
+        inner_model(model),
         loss_fn,
         optimizer,
         limit,
@@ -281,6 +315,7 @@ def train_step(
         verify=verify,
         exact=tuner is None and split == WHOLE and not inductor,
         automatic=automatic,
+        sharding=sharding,
     )
 
 
@@ -299,6 +334,7 @@ class TrainStep:
         verify: Steps between two comparisons with eager mode; None compares nothing.
         exact: Whether results must equal eager mode's bit for bit when compared.
         automatic: A budget that depends on the step or on the device.
+        sharding: The ranks that make the step together, if there are several.
     """
 
     def __init__(
@@ -315,8 +351,15 @@ class TrainStep:
         verify: int | None = None,
         exact: bool = True,
         automatic: AutomaticBudget | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self._model = model
+        self._sharding = sharding
+        self._groups = groups_of(model)
+        self._ranks: StepRanks | None = None
+        if sharding is not None and sharding.size > 1:
+            self._ranks = StepRanks(sharding, next(model.parameters()).device)
+        self._shared_captures = 0
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget, self._automatic = budget, automatic
@@ -372,7 +415,7 @@ class TrainStep:
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = Batch.of(args, kwargs)
-        variant, given, reason = self._planned.find(batch)
+        variant, given, reason = self._find(batch)
         self._steps += 1
         try:
             if variant is None:
@@ -393,6 +436,16 @@ class TrainStep:
         checked = VerifiedStep(*parts, exact=equal)
         return checked.run(partial(self._run, variant, batch, given), self._steps)
 
+    def _find(self, batch: Batch) -> tuple[Variant | None, list[torch.Tensor], str]:
+        """Return a capture that holds for a batch, on all ranks, or why none does."""
+        release(self._groups)
+        variant, given, reason = self._planned.find(batch)
+        if self._ranks is not None:
+            number = None if variant is None else variant.number
+            if not self._ranks.agree(number):
+                return None, [], reason or "another rank needs a new plan"
+        return variant, given, reason
+
     @property
     def plan(self) -> TorchPlan:
         """The plan of the last batch.
@@ -411,7 +464,7 @@ class TrainStep:
         """Plan for batches like this one without running a step."""
         batch = Batch.of(args, kwargs)
         with self._commit.planning():
-            variant, _, reason = self._planned.find(batch)
+            variant, _, reason = self._find(batch)
             if variant is None:
                 variant, _ = self._capture(batch, reason)
         self._last = variant.planned
@@ -428,10 +481,16 @@ class TrainStep:
             self._optimizer._opt_called = True  # what schedulers look for
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
-            self._optimizer.state[parameter][key] = flat.pop()
+            made = as_sharded(flat.pop(), parameter)
+            self._optimizer.state[parameter][key] = made
         extras, changed = captured.extras.filled(flat)
         for effect, value in zip(captured.reads.effects, changed, strict=True):
             effect.place.put(value)
+        if self._sharding is not None:
+            later = self._sharding.after_first
+            if later is not self._sharding:
+                self._sharding = later
+                self._planned.clear()
         return loss if extras is None else (loss, extras)
 
     def _with_own_update(
@@ -494,7 +553,7 @@ class TrainStep:
             given = [*live.tensors(), *batch.tensors]
             check_devices(given)
             try:
-                with exclusive_capture(), _same_numbers(given):
+                with exclusive_capture(), _same_numbers(given), self._together(batch):
                     captured, planned = self._plan(live, batch)
             except PlanningError:
                 raise
@@ -527,7 +586,9 @@ class TrainStep:
             Settings(),
         )
         form = batch.leaves, batch.form
-        variant = Variant(form, live, guards, captured, planned)
+        self._shared_captures += 1
+        number = self._shared_captures
+        variant = Variant(form, live, guards, captured, planned, number)
         if captured.reads.transient:
             self._count_transient(captured, live)
         else:
@@ -582,21 +643,31 @@ class TrainStep:
                 keeps_effects=not self._eager_is_free,
                 # Steps that are compared with eager mode draw its random numbers.
                 as_compiled=self._options.inductor and not self._verify,
+                sharding=self._sharding,
             )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
             key = graph_key(step)
             found = self._planned.plan_of(key)
+            if self._ranks is not None and not self._ranks.agree(
+                int(found is not None)
+            ):
+                found = None
             if found is None:
                 own = EagerUpdate.of(
                     self._optimizer, step, live.parts, self._update_reason
                 )
                 lowered = LoweredStep.of_captured(step, live.parts, own)
                 try:
-                    if self._automatic is None:
-                        program = plan_program(lowered, self._options, self._budget)
+                    if self._ranks is None:
+                        program = self._program(lowered)
                     else:
-                        program = self._automatic.plan(lowered, self._options)
+                        self._ranks.measure(lowered.lowered, lowered.known)
+                        decide = partial(self._program, lowered)
+                        plan = self._ranks.decided(lambda: decide().plan)
+                        own_graph = lowered.finish(lowered.lowered)
+                        program = PlannedProgram(own_graph, plan, None)
+                    if self._automatic is not None:
                         self._budget = program.plan.budget
                 except PlanningError as e:
                     e.args = (f"{e}; this is for {batch.signature}", *e.args[1:])
@@ -617,6 +688,26 @@ class TrainStep:
             return step, found
 
         return self._results.settled(captured, planned)
+
+    def _program(self, lowered: LoweredStep) -> PlannedProgram:
+        """Plan a lowered step within the budget."""
+        if self._automatic is None:
+            return plan_program(lowered, self._options, self._budget)
+        return self._automatic.plan(lowered, self._options)
+
+    def _together(self, batch: Batch) -> AbstractContextManager[None]:
+        """Have all ranks capture one step, or none; an error of one ends all."""
+        if self._ranks is None:
+            return nullcontext()
+        return self._ranks.capturing(
+            {
+                **described(self._model),
+                "the batch": batch.signature,
+                "the budget": self._automatic or self._budget,
+                "gradients": replace(self._settings, scaler=None, floats=()),
+                "the optimizer": repr(self._optimizer),
+            }
+        )
 
     def _count_transient(self, captured: CapturedStep, live: LiveParts) -> None:
         """Note a capture that is valid for one run only.
@@ -663,6 +754,8 @@ class TrainStep:
         It does not where its graph was refused for what it computes: then a capture
         would be refused at every step, and eager mode is the user's choice.
         """
+        if self._ranks is not None:
+            return False  # the other ranks may not run eagerly
         if isinstance(error, UnsoundCaptureError):
             return self._eager_is_free or self._transient_steps > 0
         if isinstance(error, MucudnnError):
@@ -673,6 +766,8 @@ class TrainStep:
 
     def _fits_eagerly(self, captured: CapturedStep, live: LiveParts) -> bool:
         """Return whether eager mode is allowed for a step that was captured."""
+        if self._ranks is not None:
+            return False
         if self._eager_is_free:
             return True
         if self._fits is not None:
@@ -827,6 +922,10 @@ class PlannedSteps:
                 self._warned = True
             self._variants = [v for v in self._variants if v.planned.key != plans[-1]]
         del self._variants[_VARIANTS_A_PLAN * self._most :]
+
+    def clear(self) -> None:
+        """Forget all captures."""
+        self._variants.clear()
 
     def drop(self, variant: Variant) -> None:
         """Forget the plan of a capture."""

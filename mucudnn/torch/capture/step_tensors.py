@@ -16,7 +16,7 @@ from mucudnn.arguments import check_function, check_integer, check_number, check
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.python_state import Kind, Read
-from mucudnn.torch.distributed.sharding import groups_of, local_of, released
+from mucudnn.torch.distributed.sharding import groups_of, local_of
 
 _DECIDED = (bool, str, type(None))
 """Types whose values are part of a plan."""
@@ -390,7 +390,7 @@ class StepParts:
         Raises:
             UnsupportedError: The model is wrapped.
         """
-        root = root_of(released(model), loss_fn)
+        root = root_of(model, loss_fn)
         if settings.recorded:
             make_state(optimizer, set(map(id, root.parameters())))
         state = {

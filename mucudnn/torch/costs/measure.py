@@ -23,6 +23,7 @@ from mucudnn.passes.liveness import rounded
 from mucudnn.torch import internals
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND
 from mucudnn.torch.costs.meters import Links, Meter, meter_of
+from mucudnn.torch.distributed.sharding import is_collective
 from mucudnn.torch.execution.copies import bytes_of
 from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.program import generator_of
@@ -194,7 +195,8 @@ def _heaviest(
     """Return a call that runs the few nodes a step spends most of its time in."""
     count = Counter(keys.values())
     order = sorted(ones, key=lambda key: count[key] * times[key], reverse=True)
-    nodes = [ones[key] for key in order[:_HEAVIEST]]
+    alone = [key for key in order if not is_collective(ones[key].op)]
+    nodes = [ones[key] for key in alone[:_HEAVIEST]]
     calls = [
         partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
         for node in nodes

@@ -141,7 +141,7 @@ def distribute(
                 "wrap=lambda model: DistributedDataParallel(model, ...)"
             )
         device = device_of(model)
-        settings |= _described(model)
+        settings |= described(model)
     together = TorchCollectives(group, device)
     check_alike(together, settings)
     with ending_together(together):
@@ -187,7 +187,7 @@ def _measured(
         return measure_steps(model, loss_fn, example, least=_PAIR, most=most)
 
 
-def _described(model: torch.nn.Module) -> dict[str, object]:
+def described(model: torch.nn.Module) -> dict[str, object]:
     """Return what has to be equal on all ranks beside the arguments."""
     found: dict[str, object] = {
         "the version of mucudnn": installed_version(),

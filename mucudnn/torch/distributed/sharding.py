@@ -15,11 +15,12 @@ divided among calls as PyTorch divides them, so that they have the same bits.
 """
 
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,15 @@ from mucudnn.errors import UnsupportedError
 Kind = Literal["fsdp", "ddp"]
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_collective(op: str) -> bool:
+    """Return whether a node of this operation exchanges data between ranks."""
+    return op.startswith("_c10d_functional.") and op != str(WAIT)
+
+
+_COMMUTE = 2
+"""Ranks up to which a sum has the same bits in every order."""
 
 _ALONE = 1 << 20
 """Bytes of a parameter from which it is gathered by a call of its own: it then needs
@@ -99,9 +109,11 @@ class Sharding:
         size: Number of ranks.
         units: Parameters that are gathered together, for "fsdp".
         parts: The part of each sharded parameter that this rank has.
-        bucket_bytes: Sizes of the first and of every other bucket of gradients that
-            are summed by one call, for "ddp".
+        buckets: Parameters whose gradients are summed by one call, for "ddp"; empty
+            to fill buckets in the order in which the backward pass has gradients.
+        bucket_bytes: Sizes of the first and of every other such bucket.
         broadcast: Buffers that rank 0 sends to all ranks at the begin of a step.
+        rebuilds: Whether buckets are filled anew after the first step.
         planned: Whether no process group exists, and the model is not sharded.
     """
 
@@ -110,9 +122,22 @@ class Sharding:
     size: int
     units: tuple[Unit, ...] = ()
     parts: Mapping[str, Part] = None  # type: ignore[assignment]
+    buckets: tuple[tuple[str, ...], ...] = ()
     bucket_bytes: tuple[int, int] = (0, 0)
     broadcast: tuple[str, ...] = ()
+    rebuilds: bool = False
     planned: bool = False
+
+    @property
+    def after_first(self) -> "Sharding":
+        """How gradients are summed from the second step on.
+
+        `DistributedDataParallel` rebuilds its buckets behind its first step. Sums of
+        more than two ranks depend on the place of a gradient in its bucket.
+        """
+        if not self.rebuilds or self.size <= _COMMUTE:
+            return self
+        return replace(self, buckets=(), rebuilds=False)
 
     @classmethod
     def plan(
@@ -251,6 +276,11 @@ class Sharding:
         self, given: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield gradients that are summed by one call, as the reducer's buckets."""
+        if self.buckets:
+            for names in self.buckets:
+                if mine := {name: given[name] for name in names if name in given}:
+                    yield mine
+            return
         open_: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         closed: Counter[torch.dtype] = Counter()
         for name, gradient in given.items():
@@ -358,14 +388,14 @@ def groups_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def released(model: torch.nn.Module) -> torch.nn.Module:
-    """Release the parameters that a forward pass in eager mode has left gathered."""
-    for group in groups_of(model):
+def release(groups: Sequence[Any]) -> None:
+    """Release parameters that a forward pass in eager mode has left gathered.
+
+    A root's are, as its backward pass would begin with them.
+    """
+    for group in groups:
         if not group.is_sharded:
-            group.reshard()
-            if not group.is_sharded:  # a root stays gathered behind its forward pass
-                group._to_sharded()
-    return model
+            group._to_sharded()
 
 
 def sharding_of(root: torch.nn.Module) -> Sharding | None:
@@ -469,14 +499,27 @@ def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sh
             for name, _ in model.module.named_buffers()
             if name not in ignored
         )
-    return Sharding(
+    limits = dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap
+    found_order = Sharding(
         "ddp",
         model.process_group.group_name,
         model.process_group.size(),
         parts={},
-        bucket_bytes=(dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap),
+        bucket_bytes=limits,
         broadcast=buffers,
     )
+    rebuilds = model.static_graph or not model.find_unused_parameters
+    if rebuilds and model._get_ddp_logging_data().get("has_rebuilt_buckets"):
+        return found_order
+    parameters, sparse = model._build_params_for_reducer()
+    names = {id(p): prefix + name for name, p in model.module.named_parameters()}
+    places, _ = dist._compute_bucket_assignment_by_size(
+        parameters, [sys.maxsize] if rebuilds else [*limits], sparse
+    )
+    buckets = tuple(
+        tuple(names[id(parameters[i])] for i in bucket) for bucket in reversed(places)
+    )
+    return replace(found_order, buckets=buckets, rebuilds=rebuilds)
 
 
 @contextmanager

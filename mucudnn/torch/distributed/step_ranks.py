@@ -1,0 +1,240 @@
+"""Ranks that plan and run one training step together.
+
+Their collectives must run in one order on all ranks, so all ranks follow one plan:
+
+- before a step, they vote whether all of them have a plan for it, and the same one;
+- a step is captured by all of them, and its collectives are measured by all together;
+- rank 0, whose shards are the largest, measures everything else and decides; the
+  others take its plan, or its error.
+
+If one rank fails on the way, all of them do, with the same message.
+"""
+
+import hashlib
+import io
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.runtime.distributed.collectives import check_alike, ending_together
+from mucudnn.torch.capture.step_tensors import root_of
+from mucudnn.torch.costs.measure import KnownCosts, call_key, evaluate, operands_of
+from mucudnn.torch.distributed.collectives import TorchCollectives, lost_ranks_told
+from mucudnn.torch.distributed.sharding import (
+    WAIT,
+    Sharding,
+    distributed_data_parallel,
+    is_collective,
+    sharding_of,
+)
+from mucudnn.torch.lowering.lowered import Lowered
+
+T = TypeVar("T")
+
+_REPEATS = 5
+
+_NONE = -1
+"""Vote of a rank that has no plan for a step."""
+
+
+def inner_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model within `DistributedDataParallel`; any other as it is."""
+    if isinstance(model, DistributedDataParallel):
+        inner: torch.nn.Module = model.module
+        return inner
+    return model
+
+
+def sharding_of_step(model: torch.nn.Module, loss_fn: Any) -> Sharding | None:
+    """Return how ranks share a model; None for a model of one rank.
+
+    Raises:
+        UnsupportedError: They do so in a way that a step does not capture.
+    """
+    root = root_of(inner_model(model), loss_fn)
+    found = sharding_of(root)
+    if not isinstance(model, DistributedDataParallel):
+        return found
+    if found is not None:
+        raise UnsupportedError(
+            "the model is in DistributedDataParallel and sharded by fully_shard; use "
+            "one of them"
+        )
+    return distributed_data_parallel(model, "model.")
+
+
+def check_ranks_options(given: Mapping[str, object]) -> None:
+    """Refuse options of a step that several ranks cannot make together.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    for name, value in given.items():
+        raise UnsupportedError(
+            f"{name}={value!r} is not supported for a model of several ranks; without "
+            "it, activations are kept, offloaded or recomputed, and parameters kept or "
+            "gathered again, within the budget of each rank"
+        )
+
+
+class StepRanks:
+    """The ranks of one `train_step`.
+
+    Args:
+        sharding: How they share the model.
+        device: Device of this rank's tensors.
+    """
+
+    def __init__(self, sharding: Sharding, device: torch.device) -> None:
+        group = dist.distributed_c10d._resolve_process_group(sharding.group)
+        self.sharding = sharding
+        self._together = TorchCollectives(group, device)
+        self.rank, self.size = self._together.rank, self._together.size
+
+    def check_alike(self, settings: Mapping[str, object]) -> None:
+        """Check that all ranks have the same settings.
+
+        Raises:
+            RanksDifferError: Names those that differ.
+        """
+        check_alike(self._together, settings)
+
+    def agree(self, number: int | None) -> bool:
+        """Return whether all ranks have a plan for their next step, of one number.
+
+        Raises:
+            RankLostError: Another rank is gone.
+        """
+        own = _NONE if number is None else number
+        votes = torch.tensor([own, -own], device=self._together.device)
+        with lost_ranks_told():
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._together.group)
+        least, most = votes.tolist()
+        return bool(least == -most != _NONE)
+
+    def measure(self, lowered: Lowered, known: KnownCosts) -> None:
+        """Measure a step's collectives on all ranks at once.
+
+        Args:
+            lowered: The step; its collectives are the same on all ranks.
+            known: Where times and scratch memory are noted.
+
+        Raises:
+            RanksDifferError: The ranks have captured different steps.
+            RankLostError: Another rank is gone.
+        """
+        nodes = [node for node in lowered.graph.nodes if is_collective(node.op)]
+        operations = "\n".join(f"{n.name} {n.op}" for n in lowered.graph.nodes)
+        sizes = [
+            lowered.graph.tensors[name].nbytes for n in nodes for name in n.outputs
+        ]
+        self.check_alike(
+            {
+                "the number of operations of a step": len(lowered.graph.nodes),
+                "the captured step": hashlib.sha256(operations.encode()).hexdigest(),
+                "the sizes of its collectives": sizes,
+            }
+        )
+        for node in nodes:
+            key = call_key(lowered, node)
+            if key in known.times:
+                continue
+            call, operands = lowered.calls[node.name], operands_of(lowered, node)
+            times = []
+            with torch.no_grad(), lost_ranks_told():
+                for _ in range(_REPEATS):
+                    self._together.barrier()
+                    began = time.perf_counter()
+                    WAIT(*evaluate(call, operands))
+                    if operands[0].is_cuda:
+                        torch.cuda.synchronize(operands[0].device)
+                    times.append(1e3 * (time.perf_counter() - began))
+            every = self._together.all_gather(min(times))
+            known.times[key] = statistics.median(every)
+            known.scratch[key] = _scratch_bytes(node.op, operands[0])
+
+    @contextmanager
+    def capturing(self, settings: Mapping[str, object]) -> Iterator[None]:
+        """Wrap the capture of a step: an error of one rank ends it on all of them.
+
+        Args:
+            settings: What has to be equal on all ranks.
+        """
+        self.check_alike(settings)
+        with ending_together(self._together):
+            yield
+
+    def decided(self, decide: Callable[[], T]) -> T:
+        """Return what rank 0 decides, on all ranks.
+
+        Raises:
+            Exception: Rank 0 has raised it.
+            RankLostError: Another rank is gone.
+        """
+        sent: list[Any] = [None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                found = decide()
+                sent = [(pickled(found), None)]
+            except Exception as e:
+                error = e
+                sent = [(None, pickled(e))]
+        with lost_ranks_told():
+            dist.broadcast_object_list(sent, group=self._together.group, group_src=0)
+        if self.rank == 0:
+            if error is not None:
+                raise error
+            return found
+        value, failed = sent[0]
+        if failed is not None:
+            raise pickle.loads(failed)
+        return pickle.loads(value)  # type: ignore[no-any-return]
+
+
+def _scratch_bytes(op: str, operand: torch.Tensor) -> int:
+    """Return the bytes that a collective needs beside its operand and its result.
+
+    Gloo reduces in a copy of the operand. NCCL's buffers are its own.
+    """
+    if operand.is_cuda or "reduce_scatter" not in op:
+        return 0
+    return operand.nbytes
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle read-only mappings as dicts, and errors with all their attributes."""
+        if isinstance(value, MappingProxyType):
+            return _read_only, (dict(value),)
+        if isinstance(value, MucudnnError):
+            state = {**vars(value)}
+            return _error, (type(value), value.args, state)
+        return NotImplemented
+
+
+def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(value)
+
+
+def _error(kind: type[MucudnnError], args: Any, state: dict[str, Any]) -> MucudnnError:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(state)
+    return error
+
+
+def pickled(value: object) -> bytes:
+    """Return a plan, or an error, as bytes for the other ranks."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
