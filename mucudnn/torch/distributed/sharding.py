@@ -17,10 +17,12 @@ divided among calls as PyTorch divides them, so that they have the same bits.
 import math
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,6 +50,9 @@ _COMMUTE = 2
 _ALONE = 1 << 20
 """Bytes of a parameter from which it is gathered by a call of its own: it then needs
 no copy out of the buffer of its unit."""
+
+_RELEASE_S = 1.0
+"""Longest wait for gloo to release an operand."""
 
 _AVERAGED = (torch.float32, torch.bfloat16)
 """Types of which PyTorch computes means at once; it divides others before and after
@@ -558,6 +563,48 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} may need whole parameters, of which each rank "
             f"has a part; a planned step under fully_shard works with {known}"
         )
+
+
+def completed(
+    function: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """Return a collective between CPUs that is over, memory released, when it returns.
+
+    A thread of gloo may hold its tensors for a while after a wait for the result:
+    memory would be in use where a plan has released it. Gloo scatters sums by summing
+    everything in a copy, which no one else could watch: it is done here instead.
+    """
+    return (
+        _scattered_sum
+        if "reduce_scatter" in str(function)
+        else partial(_released, function)
+    )
+
+
+def _released(
+    function: Callable[..., torch.Tensor], operand: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    holders = operand._use_count()
+    result = WAIT(function(operand, *args))
+    _wait_for_release(operand, holders)
+    return result
+
+
+def _scattered_sum(
+    operand: torch.Tensor, how: str, size: int, group: str
+) -> torch.Tensor:
+    whole = operand.clone()
+    holders = whole._use_count()
+    WAIT(torch.ops._c10d_functional.all_reduce_(whole, how, group))
+    _wait_for_release(whole, holders)
+    rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
+    return whole.chunk(size)[rank].clone()
+
+
+def _wait_for_release(tensor: torch.Tensor, holders: int) -> None:
+    deadline = time.monotonic() + _RELEASE_S
+    while tensor._use_count() > holders and time.monotonic() < deadline:
+        time.sleep(0)
 
 
 # The order of a captured step.

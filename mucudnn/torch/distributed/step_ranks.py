@@ -42,6 +42,9 @@ T = TypeVar("T")
 
 _REPEATS = 5
 
+_DIVISOR = 64
+"""Bytes of the number that a mean is divided by."""
+
 _NONE = -1
 """Vote of a rank that has no plan for a step."""
 
@@ -160,7 +163,20 @@ class StepRanks:
                     times.append(1e3 * (time.perf_counter() - began))
             every = self._together.all_gather(min(times))
             known.times[key] = statistics.median(every)
-            known.scratch[key] = _scratch_bytes(node.op, operands[0])
+            known.scratch[key] = self._scratch_bytes(node.op, operands[0])
+
+    def _scratch_bytes(self, op: str, operand: torch.Tensor) -> int:
+        """Return the bytes that a collective needs beside its operand and its result.
+
+        Gloo's threads allocate them, where no measurement of ours sees them: it gathers
+        into a copy of the result, and reduces in a copy of the operand. NCCL's buffers
+        are its own.
+        """
+        if operand.is_cuda:
+            return 0
+        if "all_gather" in op:
+            return self.size * operand.nbytes
+        return operand.nbytes + _DIVISOR if "reduce_scatter" in op else 0
 
     @contextmanager
     def capturing(self, settings: Mapping[str, object]) -> Iterator[None]:
@@ -199,16 +215,6 @@ class StepRanks:
         if failed is not None:
             raise pickle.loads(failed)
         return pickle.loads(value)  # type: ignore[no-any-return]
-
-
-def _scratch_bytes(op: str, operand: torch.Tensor) -> int:
-    """Return the bytes that a collective needs beside its operand and its result.
-
-    Gloo reduces in a copy of the operand. NCCL's buffers are its own.
-    """
-    if operand.is_cuda or "reduce_scatter" not in op:
-        return 0
-    return operand.nbytes
 
 
 class _Pickler(pickle.Pickler):

@@ -25,7 +25,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND, writes_of
-from mucudnn.torch.distributed.sharding import WAIT
+from mucudnn.torch.distributed.sharding import WAIT, completed, is_collective
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
@@ -244,8 +244,14 @@ class _Lowering:
         )
         tags = getattr(function, "tags", ())
         result = outputs[0][2] if outputs else None
+        if result is None:
+            called = function
+        elif is_collective(str(function)) and result.device.type == "cpu":
+            called = completed(function)
+        else:
+            called = as_laid_out(function, result, _first(node))
         call = Call(
-            function if result is None else as_laid_out(function, result, _first(node)),
+            called,
             args,
             kwargs,
             tuple(path for path, _, _ in outputs),
