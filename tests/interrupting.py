@@ -6,10 +6,10 @@ module, so that no test waits for a moment.
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.commands import start_python
 
 SITE = """
 import os, sys
@@ -51,13 +51,8 @@ def at_import(
 @contextmanager
 def start(*arguments: str, env=None, before=usual_signals, **options):
     """`python -m mucudnn` with its streams as text pipes; killed if it still runs."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "mucudnn", *arguments],
-        text=True,
-        env=env,
-        preexec_fn=before,
-        **{**streams, **options},
+    child = start_python(
+        "-m", "mucudnn", *arguments, environment=env or {}, preexec_fn=before, **options
     )
     with child:
         try:

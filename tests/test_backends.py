@@ -1,6 +1,5 @@
 """Backends by name, and what a device is."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.tensor import TensorSpec
+from tests.commands import python
 from tests.doubles import arrays, plan_of, problem
 
 
@@ -225,4 +225,4 @@ def test_a_blas_that_another_package_loads_is_not_numpys():
         "import scipy.linalg\n"
         "assert CpuDevice().fingerprint == before, before\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    python("-c", code)

@@ -24,6 +24,7 @@ from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
 from mucudnn.runtime.store.sqlite_file import CacheWarning
+from tests.commands import run_code, start_python
 from tests.examples import examples
 
 PROBLEM = ConvProblem(
@@ -55,19 +56,12 @@ def perf(algo="GEMM", batch=8, time_ms=1.5, **fields):
 FAILED = perf("FFT", time_ms=math.inf, error="OutOfMemoryError: no room", samples=0)
 
 
-def spawn(code, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD + code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def spawn(code, *arguments, **options):
+    return start_python("-W", "error", "-c", CHILD + code, *arguments, **options)
 
 
-def finish(child):
-    out, err = child.communicate(timeout=300)
-    assert child.returncode == 0, err
-    return out
+def output_of(code, *arguments):
+    return run_code(CHILD + code, *arguments)
 
 
 @pytest.fixture
@@ -353,7 +347,7 @@ for turn in range(25):
     with BenchmarkCache(path) as cache:
         assert len(cache.rows()) == 8, turn
 """
-    finish(spawn(code, tmp_path, start))
+    output_of(code, tmp_path, start)
     kept = list(tmp_path.glob("*.corrupt-*"))
     assert len(kept) == (25 if start == "garbage" else 0)
 
@@ -390,7 +384,7 @@ assert os.waitpid(pid, 0)[1] == 0
 cache.put("gpu", PROBLEM, [perf("AFTER")])
 print([p.algo for p in cache.get("gpu", PROBLEM)])
 """
-    assert finish(spawn(code, file)) == "['AFTER', 'CHILD', 'PARENT']\n"
+    assert output_of(code, file) == "['AFTER', 'CHILD', 'PARENT']\n"
 
 
 # Files that are not what they should be
@@ -555,12 +549,7 @@ with BenchmarkCache(sys.argv[1]) as cache:
     print(len(cache.get_all("gpu/1.0", PROBLEM)), flush=True)
     sys.stdin.readline()
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD + code, str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    child = spawn(code, file, stdin=subprocess.PIPE)
     assert child.stdout.readline() == "400\n"
     file.write_bytes(b"x" * 200 + file.read_bytes()[200:])
     with pytest.warns(CacheWarning, match="in memory") as caught:
@@ -711,9 +700,9 @@ with warnings.catch_warnings(record=True) as caught:
                 other.get(GPU, PROBLEM)
                 for name in folder.iterdir():
                     name.chmod(0o444)
-                out = finish(spawn(code, file, what))
+                out = output_of(code, file, what)
         else:
-            out = finish(spawn(code, file, what))
+            out = output_of(code, file, what)
         assert out == "400 402 None 1\n"
         assert file.read_bytes() == before
     finally:
@@ -736,7 +725,7 @@ with warnings.catch_warnings(record=True) as caught:
             cache.put("gpu/1.0", PROBLEM, [perf("GEMM", batch)])
         print(len(cache.rows()), cache.path, len(caught))
 """
-    assert finish(spawn(code, file, limit)) == "310 None 1\n"
+    assert output_of(code, file, limit) == "310 None 1\n"
     with BenchmarkCache(file) as cache:
         assert len(cache.rows()) >= 10
 

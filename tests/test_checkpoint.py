@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.numpy import load_file
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints, seal
 from tests.checkpointing import WORDS, arrays_at, at, forge
+from tests.commands import start_python
 from tests.examples import examples
 
 SCRIPT = Path(__file__).with_name("checkpointing.py")
@@ -36,14 +36,8 @@ def names(folder):
 
 
 def child(*arguments, stdin=None):
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
-    )
+    options = {"environment": {"OPENBLAS_NUM_THREADS": "1"}, "stdin": stdin}
+    return start_python(SCRIPT, *arguments, **options)
 
 
 def test_what_is_saved_is_loaded_and_the_last_two_are_kept(tmp_path):

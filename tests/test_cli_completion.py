@@ -1,20 +1,15 @@
 """What a shell offers while a command is typed, through click's own interface."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from click.shell_completion import ShellComplete
 
-import mucudnn
 from mucudnn.backends import backend_names
 from mucudnn.cli import main
 from mucudnn.data import FORMATS
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import model_names
 from mucudnn.suites import SUITES, load_suite
+from tests.commands import python
 
 
 def offered(*words):
@@ -89,23 +84,14 @@ def test_where_no_name_fits_the_shell_looks_for_files(words, kind):
 
 def bash(line, folder):
     """What a process of its own writes for bash, which asks about the last word."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(mucudnn.__file__).parents[1]),
+    environment = {
         "_MUCUDNN_COMPLETE": "bash_complete",
         "COMP_WORDS": line,
         "COMP_CWORD": str(len(line.split()) - 1),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "mucudnn"],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=folder,
-        check=True,
-    )
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+    out, err = python("-m", "mucudnn", environment=environment, cwd=folder)
+    assert err == ""
+    return out.splitlines()
 
 
 def test_a_shell_gets_it(tmp_path):

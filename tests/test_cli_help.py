@@ -1,12 +1,11 @@
 """`--help`: sections, words for values, lines that fit; one meaning of `--policy`."""
 
-import json
-
 import click
 import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
+from tests.commands import json_of, refused, run
 
 NULL = ("--backend", "null", "--cache", "none")
 PROBLEM = ("--problem", "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1")
@@ -27,10 +26,6 @@ def commands(group=main, *words):
             yield (*words, name), command
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, arguments, catch_exceptions=False)
-
-
 def helped(*words):
     return CliRunner(env={"COLUMNS": "80"}).invoke(main, [*words, "--help"]).stdout
 
@@ -48,6 +43,8 @@ COMMANDS = dict(commands())
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_fits_a_terminal_and_is_plain_text(words):
     shown = helped(*words)
+    assert shown.startswith(f"Usage: main {' '.join(words)}")
+    assert "-h, --help" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown
 
@@ -63,14 +60,8 @@ def test_what_a_value_is_has_a_word_of_its_own(words):
 
 def test_devices_are_a_line_of_text_that_breaks():
     assert "--device NAME " in helped("memory")
-    refused = run("memory", "lenet", "--device", "h20")
-    assert refused.exit_code == 2
     said = "unknown device 'h20'; did you mean 'h200'?; choose one of: h200, "
-    assert said in refused.stderr
-
-
-def asked(*options):
-    return run("explain", *PROBLEM, *NULL, "--json", "-", *options)
+    assert said in refused("memory", "lenet", "--device", "h20")
 
 
 @pytest.mark.parametrize("command", ["tune", "explain"])
@@ -85,7 +76,7 @@ def test_the_old_spelling_is_hidden_and_warns(command):
 
 def test_the_old_spelling_means_the_same():
     steps = [
-        json.loads(asked(*options).stdout)["layers"][0]["plan"]["steps"]
+        json_of("explain", *PROBLEM, *NULL, *options)["layers"][0]["plan"]["steps"]
         for options in (
             ("--policy", "undivided"),
             ("--batch-policy", "undivided"),
@@ -97,6 +88,5 @@ def test_the_old_spelling_means_the_same():
 
 
 def test_what_the_old_spelling_does_not_know_is_refused():
-    refused = asked("--policy", "planned")
-    assert refused.exit_code == 2
-    assert "unknown batch policy 'planned'" in refused.stderr
+    line = refused("explain", *PROBLEM, *NULL, "--policy", "planned")
+    assert "unknown batch policy 'planned'" in line

@@ -2,14 +2,14 @@
 
 import json
 import pickle
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
 from mucudnn.cli.app import ExitCode
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.residency import policy_names
+from tests import commands
 
 NULL = ("--device", "null", "--batch", "8")
 ROW = {
@@ -18,18 +18,9 @@ ROW = {
 }
 
 
-def run(*args):
-    return CliRunner().invoke(main, ["memory", *args], catch_exceptions=False)
-
-
-def done(*args):
-    result = run(*args)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def data_of(*args):
-    return json.loads(done(*args, "--json", "-"))
+run = partial(commands.run, "memory")
+done = partial(commands.done, "memory")
+data_of = partial(commands.json_of, "memory")
 
 
 def test_the_json_has_the_promised_keys():
@@ -140,8 +131,7 @@ def recording(tmp_path):
     file = tmp_path / "r.json.gz"
     layer = "n=8,c=1,h=28,w=28,k=20,r=5,s=5"
     options = ("--backend", "null", "--cache", "none", "--record", str(file))
-    arguments = ["tune", "--problem", layer, *options]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
+    commands.done("tune", "--problem", layer, *options)
     return str(file)
 
 
@@ -200,34 +190,6 @@ def test_the_cpu_is_measured(tmp_path):
     )
     assert data["costs"] == "measured"
     assert all(row["predicted_ms"] > 0 for row in data["rows"])
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((), "name a network"),
-        (("nosuch",), "unknown model 'nosuch'"),
-        (("resnet:1,2",), "four numbers"),
-        (("lenet", "--policy", "wish"), "unknown policy 'wish'"),
-        (("lenet", "--scheduler", "soon"), "unknown scheduler 'soon'"),
-        (("lenet", "--order", "random"), "unknown order 'random'"),
-        (("lenet", "--optimizer", "luck"), "unknown optimizer 'luck'"),
-        (("lenet", "--device", "abacus"), "'abacus'"),
-        (("lenet", "--budget", "much"), "not a size"),
-        (("lenet", "--image", "2"), "padded input"),
-        (("lenet", "--batch", "0"), "batch"),
-        (("lenet", "--slowdown", "0.9"), "'0.9' is not a number from 1"),
-        (("lenet", "--slowdown", "nan"), "'nan' is not a number from 1"),
-        (("lenet", "--slowdown", "5%"), "'5%' is not a number from 1"),
-        (("lenet", "--snapshot", "-"), "pickle"),
-    ],
-)
-def test_bad_input_is_one_line(args, words):
-    result = run(*args)
-    assert result.exit_code == 2
-    message = " ".join(result.stderr.split())
-    assert words in message
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_nothing_is_written_where_nothing_fits(tmp_path):
@@ -312,23 +274,6 @@ def test_a_snapshot_is_within_the_budget(tmp_path):
     done("digits", *NULL, "--budget", str(budget), "--snapshot", str(file))
     (segment,) = pickle.loads(file.read_bytes())["segments"]
     assert segment["total_size"] <= budget
-
-
-def test_ctrl_c_keeps_what_is_done(monkeypatch):
-    from mucudnn.studies import memory
-
-    real = memory.try_technique
-
-    def interrupted(request):
-        if request.policy == "lru":
-            raise KeyboardInterrupt
-        return real(request)
-
-    monkeypatch.setattr(memory, "try_technique", interrupted)
-    result = run("lenet", *NULL, "--budget", "1GiB", "--policy", "keep_all,lru")
-    assert result.exit_code == 130
-    assert "keep_all" in result.stdout
-    assert "interrupted" in result.stdout
 
 
 def test_networks_are_listed():

@@ -2,56 +2,155 @@
 
 import json
 import os
+import shlex
 import subprocess
-import sys
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
 from mucudnn.cli.app import suggesting
+from tests.commands import done, finish, python, refused, start_python
 
 PROBLEM = ("--problem", "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1")
 NULL = ("--backend", "null", "--cache", "none")
 TUNE = ("tune", *PROBLEM, *NULL)
-TRAIN = ("train", "lenet", "--steps", "1", "--batch", "2", *NULL)
-
-
-def refused(*arguments):
-    """The one line that a mistake is answered with."""
-    done = CliRunner().invoke(main, arguments, catch_exceptions=False)
-    assert done.exit_code == 2, done.output
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    return line
+MISTAKES = """
+foo | choose one of: cache, demo, doctor, explain, fleet, info, memory, train, tune
+tunee | did you mean 'tune'?
+cache foo | clear, export, import, list, path
+cache exprt | did you mean 'export'?
+cache import /nowhere | /nowhere
+cache import . | is a directory
+cache import file | cannot import
+cache import torn.json.gz | torn.json.gz
+cache export /nowhere/x | no directory /nowhere
+cache list --cache file | is not a mucudnn cache
+cache list --cache /dev/null/x | cannot keep a cache
+explain alexnet conv9 | no layer 'conv9'
+explain alexnet conv-1 | did you mean 'conv1'?
+explain alexnet 1 --workspace-limit -1 | -1
+explain alexnet --batch-policy rubbish | rubbish
+explain alexnet --planner rubbish | rubbish
+explain alexnet --numerics rubbish | rubbish
+explain vgg-16 | did you mean 'vgg16'?
+memory | name a network
+memory lennet | did you mean 'lenet'?
+memory nosuch | unknown model 'nosuch'
+memory resnet:1,2 | four numbers
+memory lenet --json - --trace - | both write -
+memory lenet --report a --trace a | both write a
+memory lenet --recording . | cannot be read
+memory lenet --device cpu --split 2 | is for estimated devices
+memory lenet --device abacus | 'abacus'
+memory lenet --policy wish | unknown policy 'wish'
+memory lenet --policy planed | did you mean 'planned'?
+memory lenet --scheduler soon | unknown scheduler 'soon'
+memory lenet --scheduler timd | did you mean 'timed'?
+memory lenet --order random | unknown order 'random'
+memory lenet --order least_peek | did you mean 'least_peak'?
+memory lenet --optimizer luck | unknown optimizer 'luck'
+memory lenet --optimizer momentm | did you mean 'momentum'?
+memory lenet --budget much | not a size
+memory lenet --image 2 | padded input
+memory lenet --batch 0 | batch
+memory lenet --slowdown 0.9 | '0.9' is not a number from 1
+memory lenet --slowdown nan | 'nan' is not a number from 1
+memory lenet --slowdown 5% | '5%' is not a number from 1
+memory lenet --snapshot - | pickle
+memory lenet --cache file | is not a mucudnn cache
+train | --list lists them
+train --list --policy rubbish | rubbish
+train resnet19 | unknown model 'resnet19'
+train resnet_50 | did you mean 'resnet50'?
+train unet2d | a class for each pixel
+train unet3d | images of 3 dimensions
+train digits --data photos | unknown data set 'photos'
+train digits --data cifar10:/nowhere | /nowhere
+train lenet --data cifar-10:dir | did you mean 'cifar10'?
+train lenet --data synthetc | did you mean 'synthetic'?
+train digits --data mnist | mnist needs a folder
+train digits --data synthetic:classes=4,length=100 --classes 3 | --classes 3 is too few
+train digits --data digits --classes 3 | --classes 3 is too few
+train digits --data digits --batch 2000 | no full batch of 2000
+train digits --image 8x | is not an image size
+train digits --image 1 | does not fit
+train digits --image 1x2x3x4 | at most 3
+train digits --batch 0 | --batch
+train digits --accumulate 5 | 5 equal parts
+train digits --optimizer lion | unknown optimizer 'lion'
+train digits --optimizer adam --momentum 0.5 | no --momentum
+train digits --lr -1 | above 0
+train digits --lr nan | above 0
+train digits --momentum 2 | up to 1
+train digits --weight-decay x | from 0
+train digits --lr-schedule linear | unknown learning-rate schedule
+train digits --order random | unknown order 'random'
+train digits --update-when rubbish | rubbish
+train digits --batch-policy odd | odd
+train digits --backend abacus | abacus
+train digits --workspace-limit some | some
+train digits --placement pool | 'pool' is not one of
+train digits --backend null --placement virtual | cannot map memory
+train digits --split auto | --split auto needs --budget
+train lenet --disk . | --disk needs --budget
+train lenet --policy keep_all | --policy needs --budget
+train lenet --policy rubbish | rubbish
+train lenet --scheduler timed | --scheduler needs --budget
+train lenet --scheduler rubbish | rubbish
+train lenet --convolutions fixed | --convolutions needs --budget
+train lenet --convolutions rubbish | rubbish
+train lenet --resume | --resume needs --checkpoint
+train lenet --checkpoint-every 2 | --checkpoint-every needs --checkpoint
+train lenet --checkpoint file/x | cannot write to file/x
+train lenet --checkpoint file | is a file
+train lenet --checkpoint new/folder --data mnist:nowhere | nowhere
+train lenet --json /no/where | cannot write
+tune | nothing to measure
+tune . | nor a file
+tune nope | 'nope' is neither a suite (alexnet
+tune nope --json file --report new | 'nope' is neither a suite (alexnet
+tune alexnat | did you mean 'alexnet'?
+tune deepbench-train | did you mean 'deepbench_train'?
+tune unet3d --format deepbench | this one is 3-D
+tune --problem n=3,q=4 | unknown key 'q'; valid keys: n, c
+tune alexnet --bogus | --bogus
+tune alexnet --workspace-limit 3XB | unknown unit 'XB'
+tune alexnet --workspace-limit '' | --workspace-limit
+tune alexnet --backend gpu | unknown backend 'gpu'
+tune alexnet --backend nul | did you mean 'null'?
+tune alexnet --backend recorded:/nowhere | /nowhere
+tune alexnet --batch-policy x | unknown batch policy 'x'
+tune alexnet --batch-policy power_of_two | did you mean 'powers_of_two'?
+tune alexnet --planner x | unknown planner 'x'
+tune alexnet --planner workspace-reuse | did you mean 'workspace_reuse'?
+tune alexnet --total-workspace 1MiB --planner rubbish | rubbish
+tune alexnet --numerics rubbish | rubbish
+tune alexnet --directions up | unknown direction 'up'
+tune alexnet --directions backward_filtr | did you mean 'backward_filter'?
+tune alexnet --batch 0 | --batch
+tune alexnet --dtype int3 | 'float16', 'bfloat16'
+tune alexnet --time-limit nan | 'nan' is not a number of seconds above 0
+tune alexnet --json no/where | no directory no
+tune alexnet --json . | it is a directory
+tune alexnet --report / | it is a directory
+tune alexnet --json a --report a | --json and --report both write a
+tune alexnet --json a --record ./a | --json and --record both write
+tune alexnet --json - --report - | --json and --report both write -
+"""
+"""What is typed, and words of the answer."""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["tunee"], "tune"),
-        (["cache", "exprt"], "export"),
-        (["tune", "alexnat"], "alexnet"),
-        (["tune", "deepbench-train"], "deepbench_train"),
-        (["explain", "vgg-16"], "vgg16"),
-        (["memory", "lennet"], "lenet"),
-        (["train", "resnet_50"], "resnet50"),
-        (["train", "lenet", "--data", "cifar-10:dir"], "cifar10"),
-        (["train", "lenet", "--data", "synthetc"], "synthetic"),
-        (["tune", "alexnet", "--backend", "nul"], "null"),
-        ([*TUNE, "--batch-policy", "power_of_two"], "powers_of_two"),
-        ([*TUNE, "--planner", "workspace-reuse"], "workspace_reuse"),
-        ([*TUNE, "--directions", "backward_filtr"], "backward_filter"),
-        (["explain", "alexnet", "conv-1", *NULL], "conv1"),
-        (["memory", "lenet", "--policy", "planed"], "planned"),
-        (["memory", "lenet", "--scheduler", "timd"], "timed"),
-        (["memory", "lenet", "--optimizer", "momentm"], "momentum"),
-        (["memory", "lenet", "--order", "least_peek"], "least_peak"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else " ".join(x)[:30],
+    ("typed", "message"),
+    [line.split(" | ") for line in MISTAKES.strip().splitlines()],
+    ids=lambda text: text[:40],
 )
-def test_a_mistyped_name_is_answered_with_the_one_meant(arguments, meant):
-    assert refused(*arguments).endswith(f"did you mean {meant!r}?")
+def test_a_mistake_is_one_line_before_any_work(tmp_path, monkeypatch, typed, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "torn.json.gz").write_bytes(bytes.fromhex("1f8b0800000000000003ab"))
+    assert message in refused(*shlex.split(typed))
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "torn.json.gz"]
 
 
 @pytest.mark.parametrize(
@@ -66,55 +165,11 @@ def test_nothing_is_suggested_where_nothing_is_near(message):
     assert suggesting(message) == message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*TUNE, "--json", "a", "--report", "a"], "--json and --report both write a"),
-        ([*TUNE, "--json", "a", "--record", "./a"], "--json and --record both write"),
-        ([*TUNE, "--json", "-", "--report", "-"], "--json and --report both write -"),
-        (["memory", "lenet", "--json", "-", "--trace", "-"], "both write -"),
-        (["memory", "lenet", "--report", "a", "--trace", "a"], "both write a"),
-        ([*TRAIN, "--disk", "."], "--disk needs --budget"),
-        ([*TRAIN, "--policy", "keep_all"], "--policy needs --budget"),
-        ([*TRAIN, "--scheduler", "timed"], "--scheduler needs --budget"),
-        ([*TRAIN, "--convolutions", "fixed"], "--convolutions needs --budget"),
-        ([*TRAIN, "--resume"], "--resume needs --checkpoint"),
-        ([*TRAIN, "--checkpoint", "file/x"], "cannot write to file/x"),
-        ([*TRAIN, "--checkpoint", "file"], "is a file"),
-        ([*TUNE, "--json", "no/where"], "no directory no"),
-        ([*TUNE, "--json", "."], "it is a directory"),
-        (["cache", "import", "."], "is a directory"),
-        (["cache", "import", "torn.json.gz"], "torn.json.gz"),
-        (["tune", "."], "nor a file"),
-        (["memory", "lenet", "--recording", "."], "cannot be read"),
-        (
-            ["memory", "lenet", "--device", "cpu", "--split", "2"],
-            "is for estimated devices",
-        ),
-    ],
-    ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
-)
-def test_a_mistake_is_found_before_the_work(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "torn.json.gz").write_bytes(bytes.fromhex("1f8b0800000000000003ab"))
-    assert message in refused(*arguments)
-    assert (tmp_path / "file").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "torn.json.gz"]
-
-
-def test_a_folder_for_checkpoints_that_is_only_tried_is_not_left(tmp_path):
-    folder = tmp_path / "a" / "b"
-    data = ("--data", "mnist:nowhere")
-    assert "nowhere" in refused(*TRAIN, *data, "--checkpoint", str(folder))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_pipe_with_a_reader_takes_json():
     """As shells name it: `--json >(tee FILE)`."""
     ours, theirs = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-m", "mucudnn", *TUNE, "--json", f"/dev/fd/{theirs}"],
+    with start_python(
+        *("-m", "mucudnn", *TUNE, "--json", f"/dev/fd/{theirs}"),
         stdout=subprocess.DEVNULL,
         pass_fds=(theirs,),
     ) as child:
@@ -138,34 +193,20 @@ def test_a_closed_stream_is_no_crash_and_costs_no_file(tmp_path, closed):
     file = tmp_path / "out.json"
     arguments = [*("-m", "mucudnn"), *TUNE, "--json", str(file)]
     arguments += ["--cache", str(tmp_path / "cache.sqlite")]
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSED.format(closed, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert done.stderr == ""
+    out, err = python("-c", CLOSED.format(closed, arguments))
+    assert err == ""
     assert len(json.loads(file.read_text())["layers"]) == 3
-    assert (done.stdout == "") is (closed == 1)
+    assert (out == "") is (closed == 1)
 
 
 def test_a_reader_that_leaves_costs_no_file(tmp_path):
     file, page = tmp_path / "out.json", tmp_path / "out.html"
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "mucudnn", *TUNE),
-            *("--json", str(file), "--report", str(page)),
-        ],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
+    options = ("--json", file, "--report", page)
+    child = start_python("-m", "mucudnn", *TUNE, *options, stdout=writer)
     os.close(writer)
-    assert done.returncode == 1
-    assert done.stderr == b""
+    assert finish(child, 1)[1] == ""
     assert len(json.loads(file.read_text())["layers"]) == 3
     assert "</html>" in page.read_text()
 
@@ -176,17 +217,12 @@ def test_a_reader_that_leaves_costs_no_file(tmp_path):
     ids=lambda x: " ".join(x)[:20],
 )
 def test_a_locale_without_our_letters_is_no_crash(arguments):
-    environment = os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    environment = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "mucudnn", *arguments],
-        env=environment,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode in (0, 2)
-    assert b"Traceback" not in done.stderr
-    assert done.stdout or done.stderr
+    options = {"status": 2 if arguments == ("tunee",) else 0}
+    out, err = python("-m", "mucudnn", *arguments, **options, environment=environment)
+    assert "Traceback" not in err
+    assert out or err
 
 
 def test_a_file_name_that_is_no_text_is_no_crash(tmp_path):
@@ -194,14 +230,7 @@ def test_a_file_name_that_is_no_text_is_no_crash(tmp_path):
     with open(name, "w") as file:  # noqa: PTH123 - a name in bytes
         file.write("n,c,w,k,s\n8,4,9,8,3\n")
     files = [tmp_path / "out.json", tmp_path / "out.html"]
-    done = CliRunner().invoke(
-        main,
-        [
-            *("tune", os.fsdecode(name), *NULL),
-            *("--json", str(files[0]), "--report", str(files[1])),
-        ],
-        catch_exceptions=False,
-    )
-    assert done.exit_code == 0, done.stderr
+    options = ("--json", files[0], "--report", files[1])
+    done("tune", os.fsdecode(name), *NULL, *options)
     assert json.loads(files[0].read_text())["layers"]
     assert "</html>" in files[1].read_text()

@@ -7,9 +7,8 @@ import threading
 from contextlib import contextmanager, redirect_stderr, suppress
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main, progress
+from mucudnn.cli import progress
 from mucudnn.cli.progress import (
     Remaining,
     TrainingWords,
@@ -18,6 +17,7 @@ from mucudnn.cli.progress import (
     progress_display,
 )
 from mucudnn.runtime.training.history import Position
+from tests.commands import done
 
 ERASED = "\x1b[2K"
 
@@ -229,8 +229,7 @@ def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
 
     monkeypatch.setattr(progress.ProgressLines, "__call__", shown)
     options = [] if arguments[0] == "memory" else ["--backend", "null"]
-    done = CliRunner().invoke(main, [*arguments, *options, "--cache", "none"])
-    assert done.exit_code == 0, done.output
+    done(*arguments, *options, "--cache", "none")
     for word in words:
         assert any(text.startswith(word) for text in seen), word
 
@@ -245,10 +244,7 @@ def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
     )
     cache, file = tmp_path / "c.sqlite", tmp_path / "c.json"
     for name in dict.fromkeys(("export", command)):
-        done = CliRunner().invoke(
-            main, ["cache", name, str(file), "--cache", str(cache)]
-        )
-        assert done.exit_code == 0, done.output
+        done("cache", name, file, "--cache", cache)
     assert seen[-1].endswith(str(file))
 
 

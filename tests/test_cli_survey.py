@@ -2,26 +2,24 @@
 
 import json
 import signal
-import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from types import ModuleType
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 import mucudnn
 from mucudnn import backends
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.cli import main
 from mucudnn.cli.app import ExitCode
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.recording_format import read_recording, recorded_environments
 from mucudnn.runtime.tuning import tuner as tuner_module
+from tests.commands import done, json_of, refused, run
 from tests.doubles import Crowded
+from tests.interrupting import start
 
 PROBLEM = ("--problem", "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1")
 NULL = ("--backend", "null", "--cache", "none")
@@ -63,27 +61,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(backends, "_MODULES", {**backends._MODULES, "cuda": "fake_gpu"})
 
 
-def run(*args: str) -> Result:
-    return CliRunner().invoke(main, args, catch_exceptions=False)
-
-
-def done(*args: str) -> str:
-    result = run(*args)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*args: str) -> str:
-    result = run(*args)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mucudnn: error: ")
-    return line
-
-
 def plans(*args: str) -> list:
-    data = json.loads(done("tune", *args, "--json", "-"))
+    data = json_of("tune", *args)
     return [
         [(s["algo"], s["batch"], s["workspace"]) for s in plan["steps"]]
         for layer in data["layers"]
@@ -118,7 +97,7 @@ def test_plan_only_measures_nothing_and_answers_by_size_and_limit(tmp_path):
 @pytest.mark.parametrize("name", ["cpu", "null"])
 def test_plan_only_works_on_every_backend(name):
     options = ("--backend", name, "--numerics", "strict", "--plan-only")
-    data = json.loads(done("tune", "alexnet", *options, "--json", "-"))
+    data = json_of("tune", "alexnet", *options)
     assert len(data["layers"]) == 15
     assert data["numerics"] == "strict"
     assert data["limits"] == [64 << 20]
@@ -163,14 +142,8 @@ def test_ctrl_c_shows_what_is_listed_and_ends_with_130(tmp_path):
     csv = tmp_path / "many.csv"
     csv.write_text("\n".join(["n,c,h,w,k,r,s", *rows]))
     out = tmp_path / "out.json"
-    command = ["tune", str(csv), "--plan-only", "--batch-policy", "all", "-v"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "mucudnn", *command, "--json", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as child:
+    options = ("--plan-only", "--batch-policy", "all", "-v", "--json", str(out))
+    with start("tune", str(csv), *options) as child:
         assert any(line.startswith("[1/183]") for line in child.stderr)
         child.send_signal(signal.SIGINT)
         shown, err = child.communicate(timeout=300)
@@ -187,7 +160,7 @@ def test_a_device_may_be_a_name_or_a_file(gpu, tmp_path):
     file.write_text("{}")
     for device in ("h200", str(file)):
         options = ("--backend", "cuda", "--device", device, "--plan-only")
-        data = json.loads(done("tune", *PROBLEM, *options, "--json", "-"))
+        data = json_of("tune", *PROBLEM, *options)
         assert data["backend"] == f"cuda:{device}"
         assert data["fingerprint"] == f"cuda/{device}"
         assert data["layers"][0]["batches"][0]["algorithms"] == 52
@@ -227,7 +200,7 @@ def test_a_backend_that_is_missing_is_one_line(gpu, command):
 
 
 def test_info_says_what_is_missing_and_describes_what_is_there(gpu):
-    data = json.loads(done("info", "--json", "-"))
+    data = json_of("info")
     found = {entry["name"]: entry for entry in data["backends"]}
     assert found["cuda"]["status"] == "unavailable: no NVIDIA driver was found"
     assert found["cuda"]["description"] == {}
@@ -239,7 +212,7 @@ def test_info_says_what_is_missing_and_describes_what_is_there(gpu):
 
 
 def test_doctor_tries_what_is_there_and_advises_on_the_rest(gpu, monkeypatch):
-    data = json.loads(done("doctor", "--cache", "none", "--json", "-"))
+    data = json_of("doctor", "--cache", "none")
     found = {check["name"]: check for check in data["checks"]}
     assert found["convolution on the CPU"]["status"] == "works"
     assert found["NVIDIA GPU"]["status"] == "missing"
@@ -250,7 +223,7 @@ def test_doctor_tries_what_is_there_and_advises_on_the_rest(gpu, monkeypatch):
         return np.zeros((len(x), len(w), 4, 4))
 
     monkeypatch.setattr(mucudnn, "conv2d", wrong)
-    result = CliRunner().invoke(main, ["doctor", "--cache", "none"])
+    result = run("doctor", "--cache", "none")
     assert result.exit_code == ExitCode.FAILED
     assert "fails    convolution on the CPU" in result.output
 
@@ -264,12 +237,12 @@ def test_numerics_reach_the_tuner_and_the_report(tmp_path, monkeypatch):
     page = tmp_path / "out.html"
     words = ("--numerics", "strict,deterministic")
     options = ("--batch-policy", "undivided", "--report", str(page))
-    data = json.loads(done("tune", *PROBLEM, *NULL, *words, *options, "--json", "-"))
+    data = json_of("tune", *PROBLEM, *NULL, *words, *options)
     assert data["numerics"] == "strict,deterministic"
     assert "numerics: strict,deterministic" in page.read_text()
     used = {s["algo"] for x in data["layers"] for p in x["plans"] for s in p["steps"]}
     assert {int(a[1:]) % 3 == 2 or int(a[1:]) % 5 == 4 for a in used} == {False}
-    told = json.loads(done("explain", *PROBLEM, *NULL, *words, "--json", "-"))
+    told = json_of("explain", *PROBLEM, *NULL, *words)
     assert told["numerics"] == "strict,deterministic"
     (layer,) = told["layers"]
     assert layer["text"].count("not accepted") == 1
@@ -358,32 +331,6 @@ def test_a_recording_cannot_go_to_a_pipe_or_a_folder(tmp_path):
         ("/nowhere/r.json", "no directory /nowhere"),
     ):
         assert message in refused("tune", *PROBLEM, *NULL, "--record", value)
-
-
-def test_ctrl_c_still_writes_the_recording(tmp_path):
-    file = tmp_path / "r.json.gz"
-    csv = tmp_path / "small_then_huge.csv"
-    csv.write_text("n,c,h,w,k,r,s\n2,3,20,20,4,3,3\n128,64,56,56,64,3,3\n")
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "mucudnn", "tune", str(csv), "-v"),
-            *("--directions", "forward", "--cache", "none", "--record", str(file)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as child:
-        assert any(line.startswith("[1/2]") for line in child.stderr)
-        time.sleep(0.2)
-        child.send_signal(signal.SIGINT)
-        shown, err = child.communicate(timeout=300)
-    assert child.returncode == 130
-    assert "Traceback" not in err
-    assert "interrupted: 1 of 2" in shown
-    rows = read_recording(file.read_bytes()).measurements
-    assert f"{len(rows)} measurements written to {file}" in err
-    assert (2, 3, 20, 20) in {m.problem.x_shape for m in rows}
 
 
 def test_an_error_half_way_still_writes_the_recording(tmp_path, monkeypatch):

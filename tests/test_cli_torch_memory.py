@@ -3,13 +3,16 @@
 import json
 import pickle
 import sys
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
 import mucudnn
-from mucudnn.cli import main
 from mucudnn.cli.app import ExitCode
+from tests import commands
+
+run = partial(commands.run, "memory")
+refused = partial(commands.refused, "memory")
 
 MODEL = """
 import torch
@@ -34,18 +37,6 @@ def misshapen():
     model, loss_fn, (x, y), optimizer = step()
     return model, loss_fn, (x[:, :5], y), optimizer
 """
-
-
-def run(*args):
-    return CliRunner().invoke(main, ["memory", *args], catch_exceptions=False)
-
-
-def refused(*args):
-    result = run(*args)
-    assert result.exit_code == ExitCode.BAD_INPUT
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mucudnn: error: ")
-    return line
 
 
 @pytest.fixture

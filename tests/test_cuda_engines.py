@@ -7,8 +7,6 @@ be) runs in a child.
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from contextlib import suppress
 from importlib.resources import files
 
@@ -31,6 +29,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Numerics
 from mucudnn.passes.microbatch import aligned_batches
 from mucudnn.suites import load_suite
+from tests.commands import python
 from tests.nvrtc import compiled
 
 pytestmark = pytest.mark.cudnn
@@ -317,11 +316,7 @@ def test_plans_survive_as_text(dtype, direction, h200):
 
 def child(code):
     """Run code that may crash; its output, line by line."""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.splitlines()
+    return python("-c", code)[0].splitlines()
 
 
 BAD_TEXTS = """

@@ -1,7 +1,6 @@
 """The GPU's kernels of a training step against the CPU's: emulated, and on a GPU."""
 
 import functools
-import subprocess
 import sys
 
 import numpy as np
@@ -20,6 +19,7 @@ from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
+from tests.commands import python
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
 from tests.mirror_cases import Case, cases, channels_last_cases, compute
@@ -88,7 +88,7 @@ def test_the_table_is_imported_without_cupy_and_numpy():
         "assert len(k.KERNELS) > 40; "
         "sys.exit(bool({'cupy', 'numpy'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 # Emulated.

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 
 import numpy as np
@@ -14,6 +13,7 @@ from mucudnn.data import (
     open_digits,
 )
 from mucudnn.errors import DataError
+from tests.commands import python
 from tests.data_files import labelled_images, read_all, write_mnist
 from tests.examples import examples
 
@@ -125,10 +125,7 @@ def test_digits_do_not_import_scikit_learn():
         "import sys; from mucudnn.data import open_digits; "
         "print(len(open_digits('train')), 'sklearn' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[1] == "False"
+    assert python("-c", code)[0].split()[1] == "False"
 
 
 def test_digits_without_scikit_learn(monkeypatch):

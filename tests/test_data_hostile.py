@@ -4,7 +4,6 @@ import gzip
 import os
 import pickle
 import struct
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -17,6 +16,7 @@ from mucudnn.data import open_arrays, open_cifar10, open_dataset, open_mnist
 from mucudnn.data.cifar import read_pickled_dict
 from mucudnn.data.files import read_file, shown
 from mucudnn.errors import DataError
+from tests.commands import python
 from tests.data_files import (
     python2_pickle,
     write_cifar10_binary,
@@ -53,16 +53,10 @@ except DataError as e:
 
 def complaint(path, kind=""):
     """What is said of a file, in a process that it may end."""
-    found = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path), kind],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
-    )
-    assert (found.returncode, found.stderr) == (0, "")
-    (line,) = found.stdout.splitlines()
+    options = {"environment": {"OPENBLAS_NUM_THREADS": "1"}}
+    out, err = python("-c", CHILD, path, kind, **options)
+    assert err == ""
+    (line,) = out.splitlines()
     return line
 
 

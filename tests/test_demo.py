@@ -5,15 +5,14 @@ import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
 from mucudnn import PerfTable, Tuner
-from mucudnn.cli import main
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.report.notebook import demo_page
 from mucudnn.runtime.tuning.timing import Timing
 from mucudnn.studies import demo as studies_demo
 from mucudnn.studies.demo import LAYER, StepAct, slow_layer, small_step, telling_limit
+from tests.commands import run
 
 MIB = 1 << 20
 
@@ -127,7 +126,7 @@ def test_an_interrupted_demonstration_keeps_its_acts(monkeypatch, tmp_path):
 
     monkeypatch.setattr(studies_demo, "small_step", interrupted)
     page = tmp_path / "demo.html"
-    done = CliRunner().invoke(main, ["demo", "--report", str(page)])
+    done = run("demo", "--report", page)
     assert done.exit_code == 130
     assert "interrupted: 1 of 3 parts are finished" in done.stderr
     assert layer.sentence in done.stdout

@@ -1,8 +1,5 @@
 """The environment configures a tuner, and arguments win over it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.store.sqlite_file import CacheWarning
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem
+from tests.commands import run_code
 from tests.doubles import QUICK
 from tests.shaky import shaky
 
@@ -127,20 +125,8 @@ print(len(seen))
 
 
 def test_another_process_need_not_measure_again(tmp_path):
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    first, second = (
-        int(
-            subprocess.run(
-                [sys.executable, "-W", "error", "-c", TWICE],
-                env=env,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            ).stdout
-        )
-        for _ in range(2)
-    )
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    first, second = (int(run_code(TWICE, environment=environment)) for _ in range(2))
     assert first > 0
     assert second == 0
     assert list(tmp_path.rglob("*.sqlite"))

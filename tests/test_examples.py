@@ -1,12 +1,10 @@
 """The examples run, are short, and end well."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import python
 from tests.data_files import write_cifar10_binary
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -59,17 +57,9 @@ def test_example(example, tmp_path):
     if example.stem == "train_resnet20":
         write_cifar10_binary(tmp_path, rows=20)
         arguments = [str(tmp_path), "3"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={
-            **os.environ,
-            "MUCUDNN_BATCH_SIZE_POLICY": "undivided",
-            "MUCUDNN_DATABASE": str(tmp_path / "cache.sqlite"),
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    assert EXPECTED[example.stem] in done.stdout
+    environment = {
+        "MUCUDNN_BATCH_SIZE_POLICY": "undivided",
+        "MUCUDNN_DATABASE": str(tmp_path / "cache.sqlite"),
+    }
+    out, _ = python("-W", "error", example, *arguments, environment=environment)
+    assert EXPECTED[example.stem] in out

@@ -5,18 +5,16 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from mucudnn import files
-from mucudnn.cli import main
 from mucudnn.files import check_writable, descriptor_of, read_whole, write_whole
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
+from tests.commands import python, run
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
 ROOT = Path(__file__).parent.parent
@@ -190,16 +188,8 @@ path = sys.argv[1]
 """
 
 
-def child(code, *arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-c", CHILD + code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        **options,
-    )
+def child(code, *arguments, status=0, **options):
+    return python("-c", CHILD + code, *arguments, status=status, **options)[0]
 
 
 @pytest.mark.parametrize("most", [0, 100, 70_000])
@@ -215,7 +205,7 @@ except OSError as e:
     print(e.strerror)
 """
     found = child(code, path)
-    assert found.stdout == "File too large\n", found.stderr
+    assert found == "File too large\n"
     assert path.read_bytes() == b"old" * 50_000
     assert [*tmp_path.iterdir()] == [path]
 
@@ -230,7 +220,7 @@ def fill(file):
     os.kill(os.getpid(), signal.SIGKILL)
 write_whole(path, fill)
 """
-    assert child(code, path).returncode == -signal.SIGKILL
+    child(code, path, status=-signal.SIGKILL)
     assert path.read_bytes() == b"old"
     with contextlib.suppress(OSError):  # where files need no name
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
@@ -258,7 +248,7 @@ for write in (check_writable, lambda p: write_whole(p, b"new")):
         found = child(code, "file", folder, pass_fds=[folder])
     finally:
         os.close(folder)
-    assert found.stdout == "Permission denied\n" * 2, found.stderr
+    assert found == "Permission denied\n" * 2
     assert path.read_bytes() == b"old"
 
 
@@ -295,10 +285,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 
 
 # What the commands write
-
-
-def run(*args):
-    return CliRunner().invoke(main, args, prog_name="mucudnn")
 
 
 def some_cache(folder):
@@ -382,17 +368,8 @@ def test_a_name_of_standard_output_is_standard_output(tmp_path, name):
     link.symlink_to("/proc/self/fd/1")
     args = ("cache", "path", "--cache", "none", "--json")
     for path in (name, str(link)):
-        found = subprocess.run(
-            [sys.executable, "-m", "mucudnn", *args, path],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            cwd=ROOT,
-        )
-        assert found.stdout == '{\n  "schema": 1,\n  "path": "memory"\n}\n', (
-            found.stderr
-        )
+        found, _ = python("-m", "mucudnn", *args, path)
+        assert found == '{\n  "schema": 1,\n  "path": "memory"\n}\n'
     assert link.is_symlink()
 
 

@@ -2,11 +2,10 @@
 
 import json
 import xml.etree.ElementTree as ET
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
 from mucudnn.errors import CacheError, PlanningError
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.load_balancing import measured_table
@@ -15,6 +14,7 @@ from mucudnn.report.fleet import fleet_report, fleet_tables, waiting_chart
 from mucudnn.runtime.store.recordings import load_step_table, save_step_table
 from mucudnn.studies.fleet import Link, study_fleet
 from mucudnn.studies.memory_results import StepSpec
+from tests import commands
 
 STEP = StepSpec(model="lenet", batch=64)
 
@@ -110,8 +110,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, change, words):
         load_step_table(file)
 
 
-def run(*words):
-    return CliRunner().invoke(main, ["fleet", *map(str, words)])
+run = partial(commands.run, "fleet")
 
 
 def test_the_command_prints_writes_json_and_draws(tables):
@@ -207,7 +206,7 @@ def test_a_recording_is_of_the_device_that_it_is_called_as(tmp_path):
     file = tmp_path / "p100.json.gz"
     words = ("tune", "alexnet", "--backend", "null", "--batch", "8", "--cache", "none")
     words += ("--directions", "all", "--record", str(file))
-    assert CliRunner().invoke(main, words).exit_code == 0
+    commands.done(*words)
     step = StepSpec(model="alexnet", batch=8)
     named, plain = (study_fleet(step, [text]) for text in (str(file), f"p100={file}"))
     assert named.plan == plain.plan

@@ -1,13 +1,12 @@
 """A process that forks while its threads are at work, and its children, go on."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from mucudnn.processes import PerProcess
+from tests.commands import python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -38,16 +37,9 @@ def in_child(act, seconds=60):
 """
 
 
-def run(code, *arguments, timeout=120):
-    done = subprocess.run(
-        [sys.executable, "-c", START + code, *map(str, arguments)],
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+def run(code, *arguments):
+    options = {"environment": {"OPENBLAS_NUM_THREADS": "2"}}
+    return python("-c", START + code, *arguments, **options)[0]
 
 
 TUNING = """

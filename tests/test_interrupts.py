@@ -6,19 +6,18 @@ import os
 import pty
 import signal
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
 from mucudnn.processes import Interrupts, deferred_interrupt
+from mucudnn.recording_format import read_recording
 from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.studies import memory
+from tests.commands import python, run
 from tests.interrupting import at_import, site, start, usual_signals
 
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
@@ -91,16 +90,13 @@ def test_ctrl_c_while_a_dataclass_is_made_ends_with_130(tmp_path, module):
 
 def test_the_script_is_guarded_as_well(tmp_path):
     script = "import sys; from mucudnn.__main__ import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "tune", "--list"],
-        env=at_import(tmp_path, "mucudnn.cli", signal.SIGHUP),
-        capture_output=True,
-        text=True,
-        check=False,
+    _, err = python(
+        *("-c", script, "tune", "--list"),
+        status=129,
+        environment=at_import(tmp_path, "mucudnn.cli", signal.SIGHUP),
         preexec_fn=usual_signals,
     )
-    assert done.returncode == 129
-    assert done.stderr.strip() == ""
+    assert err.strip() == ""
 
 
 def test_the_script_is_the_guarded_entry():
@@ -127,7 +123,9 @@ def test_tune_keeps_what_is_measured_whoever_ends_it(tmp_path, number, code):
     assert len(data["layers"]) == 1
     assert "interrupted: 4 of 5 were not compared" in out
     assert "Interrupted: 1 of 5" in files[1].read_text()
-    assert files[2].stat().st_size > 0
+    rows = read_recording(files[2].read_bytes()).measurements
+    assert f"{len(rows)} measurements written to {files[2]}" in err
+    assert rows
 
 
 def test_a_signal_that_arrives_twice_at_once_is_one(tmp_path):
@@ -251,13 +249,13 @@ def test_memory_keeps_what_is_planned(monkeypatch, tmp_path, number, code):
 
     monkeypatch.setattr(memory, "try_technique", signalled)
     file = tmp_path / "out.json"
-    done = CliRunner().invoke(
-        main, ["memory", "lenet", "--batch", "4", "--json", str(file)]
-    )
+    done = run("memory", "lenet", "--batch", 4, "--json", file)
     assert done.exit_code == code
+    assert "interrupted" in done.stdout
     data = json.loads(file.read_text())
     assert data["interrupted"] is True
-    assert len(data["rows"]) == 1
+    (row,) = data["rows"]
+    assert row["policy"] in done.stdout
 
 
 class Clock:

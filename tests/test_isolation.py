@@ -4,7 +4,6 @@ import gc
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from mucudnn.runtime.tuning.kernel_timer import (
 )
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
+from tests.commands import start_python
 from tests.doubles import QUICK, problem, watched
 
 pytestmark = pytest.mark.skipif(
@@ -346,13 +346,9 @@ def script(installed, backend, end):
     """A user's script without a `__main__` guard, as the head of a process group."""
     file = installed.folder / "script.py"
     file.write_text(SCRIPT.format(end=end))
-    path = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(
-        [sys.executable, file, backend],
-        env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return start_python(
+        file, backend, environment=environment, stdout=None, start_new_session=True
     )
 
 

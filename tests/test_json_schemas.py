@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
+from tests.commands import run
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: mucudnn[dev]")
 
@@ -64,10 +63,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def ran(*arguments):
-    return CliRunner().invoke(main, arguments, catch_exceptions=False)
-
-
 def agrees(name, found):
     validator = jsonschema.Draft202012Validator(SCHEMAS[name])
     assert [f"{e.json_path}: {e.message}" for e in validator.iter_errors(found)] == []
@@ -76,15 +71,15 @@ def agrees(name, found):
 @pytest.mark.parametrize(("name", "call"), CALLS, ids=lambda x: "-".join(x)[:60])
 def test_what_a_command_writes_is_documented(name, call):
     if call[0] == "cache":
-        ran("explain", *PROBLEM, "--backend", "null", *CACHE)
-        ran("cache", "export", "all.json", *CACHE)
-    done = ran(*call, "--json", "-")
+        run("explain", *PROBLEM, "--backend", "null", *CACHE)
+        run("cache", "export", "all.json", *CACHE)
+    done = run(*call, "--json", "-")
     assert done.stdout, done.stderr
     agrees(name, json.loads(done.stdout))
 
 
 def test_a_log_is_documented():
-    assert ran(*TRAIN, "--steps", "2", "--log", "log.jsonl").exit_code == 0
+    assert run(*TRAIN, "--steps", "2", "--log", "log.jsonl").exit_code == 0
     found = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
     assert {entry["kind"] for entry in found} == {"step", "epoch"}
     for entry in found:

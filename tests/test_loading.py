@@ -5,10 +5,8 @@ that a release `v` is linked against CUDA `v // 1000`. Loading happens in proces
 see no installed packages but those in the folder of a test.
 """
 
-import os
 import platform
 import struct
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 import mucudnn
 from mucudnn.backends.cuda.loading import MACHINES, release_text, stub_image
+from tests.commands import run_code
 
 HERE = MACHINES.get(platform.machine())
 ROOT = Path(mucudnn.__file__).parent.parent
@@ -70,16 +69,7 @@ def cublas_wheel(site, version):
 
 
 def load(site, *loaded, **environment):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOAD, str(site), *map(str, loaded)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_code(LOAD, site, *loaded, environment=environment)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
 from mucudnn.backends.device import runs
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
+from tests.commands import python
 
 PAGE = 4096
 LARGEST_FILE = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -109,19 +109,14 @@ def test_without_files_that_have_no_name_it_says_so(monkeypatch):
         mapper().allocate(1)
 
 
-def in_child(code):
-    """What a process of its own prints, and how it ends."""
+def in_child(code, status=0):
+    """Return what a process of its own prints until it ends with this status."""
     begin = (
         "from mucudnn.backends.cpu.mapped_memory import CpuMapper\n"
         "from mucudnn.errors import OutOfMemoryError\n"
         f"memory = CpuMapper(lambda: 1 << 40, {PAGE}).allocate(1024)\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", begin + code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python("-c", begin + code, status=status)[0]
 
 
 def test_a_limit_on_addresses_is_one_clear_error():
@@ -138,7 +133,7 @@ def test_a_limit_on_addresses_is_one_clear_error():
         "first[:] = 1\n"
         "print('alive')\n"
     )
-    said, alive = found.stdout.splitlines()
+    said, alive = found.splitlines()
     assert "of addresses" in said
     assert "`ulimit -v` limits them" in said
     assert alive == "alive"
@@ -172,8 +167,8 @@ def test_a_forked_child_does_not_write_into_its_parents_memory():
 def test_a_killed_process_leaves_nothing():
     found = in_child(
         "array = memory.map(range(1024)); array[:] = 1\n"
-        "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)\n"
+        "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)\n",
+        -signal.SIGKILL,
     )
-    assert found.returncode == -signal.SIGKILL
-    assert not Path(f"/proc/{int(found.stdout)}").exists()
+    assert not Path(f"/proc/{int(found)}").exists()
     assert not [p for p in Path("/dev/shm").iterdir() if "mucudnn" in p.name]

@@ -3,14 +3,13 @@
 import math
 
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
 from mucudnn.passes.estimate import estimate
 from mucudnn.runtime.executor.tiers import TierChoice
 from mucudnn.runtime.profiling.links import forecast_tiers
 from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import StepSpec
+from tests.commands import done, refused
 
 STEP = StepSpec(model="resnet20", batch=16)
 
@@ -77,19 +76,12 @@ def test_no_room_says_so(budget):
 def test_the_command_says_what_goes_where(budget, tmp_path):
     words = ("memory", "resnet20", "--batch", 16, "--policy", "superneurons")
     tiers = ("--tier", "peer:1=1MiB@100GB", "--tier", "host")
-    done = CliRunner().invoke(
-        main, list(map(str, (*words, "--budget", budget, *tiers)))
-    )
-    assert done.exit_code == 0, done.output
-    assert "to peer:1 (" in done.output
-    assert "to host (" in done.output
-    assert "tiers: peer:1 100 GB/s out, 100 GB/s back; host " in done.output
-    wrong = ("--tier", "tape:1")
-    done = CliRunner().invoke(main, list(map(str, (*words, *wrong))))
-    assert done.exit_code == 2
-    assert (
-        "unknown tier 'tape:1'; choose host, disk:FOLDER or peer:DEVICE" in done.output
-    )
+    shown = done(*words, "--budget", budget, *tiers)
+    assert "to peer:1 (" in shown
+    assert "to host (" in shown
+    assert "tiers: peer:1 100 GB/s out, 100 GB/s back; host " in shown
+    line = refused(*words, "--tier", "tape:1")
+    assert "unknown tier 'tape:1'; choose host, disk:FOLDER or peer:DEVICE" in line
 
 
 @pytest.mark.parametrize(

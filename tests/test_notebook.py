@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -21,6 +19,7 @@ from mucudnn.studies.convolutions import compare, in_directions
 from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import StepSpec
 from mucudnn.suites import Layer, load_suite, parse_problem
+from tests.commands import run_code
 
 PROBLEM = parse_problem("n=7,c=2,h=9,w=9,k=4,r=3,s=3")
 SPEC = StepSpec(model="lenet", batch=64)
@@ -162,5 +161,4 @@ def test_values_know_nothing_of_the_report():
         "import sys, mucudnn.studies.memory, mucudnn.studies.algorithms;"
         "print([m for m in sys.modules if m.startswith('mucudnn.report')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert run_code(code) == "[]\n"

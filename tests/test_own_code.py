@@ -4,12 +4,10 @@ import json
 import textwrap
 
 import pytest
-from click.testing import CliRunner
 
 import mucudnn
 from mucudnn import models, strategies
 from mucudnn.backends import backend_names, get_backend
-from mucudnn.cli import main
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvPlan
@@ -30,6 +28,7 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import StepSpec
+from tests.commands import done, json_of, refused, run
 
 NETWORK = """
     from mucudnn.ir.builder import GraphBuilder
@@ -100,19 +99,6 @@ def apart(tmp_path, monkeypatch):
 def write(path, text, **values):
     path.write_text(textwrap.dedent(text.format(**values) if values else text))
     return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(a) for a in arguments])
-
-
-def failing(*arguments):
-    """The one line that a command fails with."""
-    done = run(*arguments)
-    assert done.exit_code == 2, done.output
-    assert done.stdout == ""
-    (line,) = [s for s in done.stderr.splitlines() if "warning" not in s]
-    return line
 
 
 @pytest.fixture
@@ -330,18 +316,14 @@ def test_a_planner_may_be_a_function_and_is_checked():
 
 
 def test_a_network_of_a_file_is_planned_and_trained(network):
-    done = run(
-        "memory", network("tiny"), "--batch", 4, "--budget", "1MiB", "--json", "-"
-    )
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["model"] == "net.py:tiny"
+    data = json_of("memory", network("tiny"), "--batch", 4, "--budget", "1MiB")
+    assert data["model"] == "net.py:tiny"
     for name, classes in (("tiny", 3), ("sized", 10)):
-        done = run(
+        data = json_of(
             *("train", network(name), "--steps", 1, "--epochs", 1, "--batch", 4),
-            *("--backend", "null", "--cache", "none", "--json", "-"),
+            *("--backend", "null", "--cache", "none"),
         )
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["settings"]["classes"] == classes
+        assert data["settings"]["classes"] == classes
 
 
 @pytest.mark.parametrize(
@@ -357,38 +339,38 @@ def test_a_network_of_a_file_is_planned_and_trained(network):
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(name, message, network):
-    assert message in failing("memory", network(name).removesuffix(":"))
-    assert message in failing("train", network(name).removesuffix(":"))
+    assert message in refused("memory", network(name).removesuffix(":"))
+    assert message in refused("train", network(name).removesuffix(":"))
 
 
 def test_a_network_is_what_was_asked_for(network):
-    assert "must use its argument `image`" in failing(
+    assert "must use its argument `image`" in refused(
         "memory", network("tiny"), "--image", 9
     )
-    assert "must take `training`" in failing(
+    assert "must take `training`" in refused(
         "train", network("always_drops"), "--backend", "null", "--cache", "none"
     )
-    assert "called with classes 10" in failing(
+    assert "called with classes 10" in refused(
         *("train", network("tiny"), "--data", "synthetic:classes=10"),
         *("--backend", "null", "--cache", "none"),
     )
 
 
 def test_files_that_are_none(tmp_path):
-    assert "gone.py does not exist" in failing("memory", "gone.py:f")
-    assert "gone.py does not exist" in failing("memory", "lenet", "--import", "gone.py")
+    assert "gone.py does not exist" in refused("memory", "gone.py:f")
+    assert "gone.py does not exist" in refused("memory", "lenet", "--import", "gone.py")
     (tmp_path / "folder.py").mkdir()
-    assert "folder.py is a folder" in failing("memory", "folder.py:f")
-    assert "no such module" in failing("memory", "lenet", "--import", "gone.away")
-    assert "neither a module" in failing("memory", "lenet", "--import", "a-b")
+    assert "folder.py is a folder" in refused("memory", "folder.py:f")
+    assert "no such module" in refused("memory", "lenet", "--import", "gone.away")
+    assert "neither a module" in refused("memory", "lenet", "--import", "a-b")
     write(tmp_path / "wrong.py", "x = 1\ny = = 2\n")
-    assert "wrong.py, line 2: SyntaxError" in failing("memory", "wrong.py:f")
+    assert "wrong.py, line 2: SyntaxError" in refused("memory", "wrong.py:f")
     write(tmp_path / "leaves.py", "import sys\nsys.exit(3)\n")
-    assert "leaves.py, line 2: SystemExit: 3" in failing(
+    assert "leaves.py, line 2: SystemExit: 3" in refused(
         "tune", "--import", "leaves.py", "--list"
     )
     write(tmp_path / "fails.py", "import nowhere_at_all\n")
-    assert "fails.py, line 1: ModuleNotFoundError" in failing(
+    assert "fails.py, line 1: ModuleNotFoundError" in refused(
         "train", "lenet", "--import", "fails"
     )
 
@@ -396,13 +378,11 @@ def test_files_that_are_none(tmp_path):
 def test_what_is_imported_registers_names(tmp_path):
     write(tmp_path / "mine.py", STRATEGIES, n=1)
     write(tmp_path / "other_strategies.py", STRATEGIES, n=2)
-    done = run(
+    rows = json_of(
         *("memory", "lenet", "--import", "mine.py", "--import", "other_strategies"),
         *("--budget", "1GiB", "--policy", "first_leaves1,first_leaves2"),
-        *("--scheduler", "shortest1", "--json", "-"),
-    )
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["rows"]
+        *("--scheduler", "shortest1"),
+    )["rows"]
     assert [(r["policy"], r["scheduler"]) for r in rows] == [
         ("first_leaves1", "shortest1"),
         ("first_leaves2", "shortest1"),
@@ -411,23 +391,21 @@ def test_what_is_imported_registers_names(tmp_path):
 
 def test_what_is_imported_is_known_to_every_command(tmp_path):
     write(tmp_path / "mine.py", STRATEGIES, n=3)
-    done = run("memory", "--import", "mine.py", "--help")
-    assert "first_leaves3" in done.stdout
-    assert "shortest3" in done.stdout
+    text = done("memory", "--import", "mine.py", "--help")
+    assert "first_leaves3" in text
+    assert "shortest3" in text
     problem = "n=2,c=3,h=8,w=8,k=4,r=3,s=3"
-    for command in (("explain",), ("tune",)):
-        done = run(
-            *(*command, "--import", "mine.py", "--planner", "whole3"),
+    for command in ("explain", "tune"):
+        done(
+            *(command, "--import", "mine.py", "--planner", "whole3"),
             *("--problem", problem, "--backend", "null", "--cache", "none"),
         )
-        assert done.exit_code == 0, done.output
-    done = run(
+    data = json_of(
         *("train", "digits", "--import", "mine.py", "--policy", "first_leaves3"),
         *("--scheduler", "shortest3", "--budget", "8MiB", "--steps", 1, "--epochs", 1),
-        *("--backend", "null", "--cache", "none", "--json", "-"),
+        *("--backend", "null", "--cache", "none"),
     )
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["memory"]["policy"] == "first_leaves3"
+    assert data["memory"]["policy"] == "first_leaves3"
 
 
 def test_a_strategy_that_fails_is_told_with_its_line(tmp_path):
@@ -444,7 +422,7 @@ def test_a_strategy_that_fails_is_told_with_its_line(tmp_path):
     """
     write(tmp_path / "bad.py", text)
     common = ("memory", "lenet", "--import", "bad.py", "--budget", "1GiB", "--policy")
-    assert failing(*common, "divides").endswith(
+    assert refused(*common, "divides").endswith(
         "bad.py, line 6: ZeroDivisionError: division by zero"
     )
     for name in ("divides", "refuses"):
@@ -461,47 +439,9 @@ def test_a_name_that_is_taken_is_refused_with_its_line(tmp_path):
     """
     for name in ("lru", "planned", "all"):
         write(tmp_path / f"{name}_.py", text, n=name)
-        line = failing("memory", "lenet", "--import", f"{name}_.py")
+        line = refused("memory", "lenet", "--import", f"{name}_.py")
         assert f"{name!r} is already registered" in line
         assert f"{name}_.py, line " in line
-
-
-REFUSED = [
-    ("train", "lenet", "--policy"),
-    ("train", "lenet", "--scheduler"),
-    ("train", "lenet", "--optimizer"),
-    ("train", "lenet", "--order"),
-    ("train", "lenet", "--convolutions"),
-    ("train", "lenet", "--lr-schedule"),
-    ("train", "lenet", "--batch-policy"),
-    ("train", "lenet", "--update-when"),
-    ("train", "lenet", "--backend"),
-    ("train", "--list", "--policy"),
-    ("memory", "lenet", "--policy"),
-    ("memory", "lenet", "--scheduler"),
-    ("memory", "lenet", "--optimizer"),
-    ("memory", "lenet", "--order"),
-    ("memory", "lenet", "--device"),
-    ("tune", "alexnet", "--batch-policy"),
-    ("tune", "alexnet", "--planner"),
-    ("tune", "alexnet", "--numerics"),
-    ("tune", "alexnet", "--total-workspace", "1MiB", "--planner"),
-    ("explain", "alexnet", "--batch-policy"),
-    ("explain", "alexnet", "--planner"),
-    ("explain", "alexnet", "--numerics"),
-]
-
-
-@pytest.mark.parametrize("command", REFUSED, ids=" ".join)
-def test_a_name_is_checked_whether_it_is_used_or_not(command):
-    line = failing(*command, "rubbish")
-    assert "rubbish" in line
-
-
-def test_a_cache_that_is_another_file_is_refused_though_nothing_is_measured(tmp_path):
-    other = write(tmp_path / "notes.txt", "not a cache")
-    assert "is not a mucudnn cache" in failing("memory", "lenet", "--cache", other)
-    assert other.read_text() == "not a cache"
 
 
 def distribution(folder, name, entries, **modules):
@@ -549,18 +489,16 @@ def test_what_is_installed_is_found_by_its_name(installed, step, profile):
 
 
 def test_what_is_installed_is_known_to_the_command_line(installed):
-    done = run(
+    rows = json_of(
         *("memory", "far_net", "--policy", "all", "--scheduler", "in_time"),
-        *("--budget", "1GiB", "--json", "-"),
-    )
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["rows"]
+        *("--budget", "1GiB"),
+    )["rows"]
     assert "from_afar" in [row["policy"] for row in rows]
     assert "far_net" in run("memory", "--list").stdout
     assert "far_net" in run("train", "--list").stdout
     assert "from_afar" in run("train", "--help").stdout
     assert "wholly" in run("tune", "--help").stdout
-    assert "wholly" in failing("tune", "--planner", "x")
+    assert "wholly" in refused("tune", "--planner", "x")
 
 
 BROKEN = "[{group}]\nhopeless = hopeless_plugin{attribute}\n"
@@ -603,15 +541,14 @@ def test_a_broken_entry_point_harms_no_command(tmp_path):
     entries = "[mucudnn.policies]\nhopeless = gone_plugin:f\n"
     entries += "[mucudnn.models]\nsad_net = gone_plugin:f\n"
     distribution(tmp_path, "sad-thing", entries)
-    done = run("memory", "lenet", "--policy", "all", "--budget", "1GiB", "--json", "-")
-    assert done.exit_code == 0, done.output
-    assert "hopeless" not in [r["policy"] for r in json.loads(done.stdout)["rows"]]
-    assert "sad-thing" in done.stderr
-    done = run("memory", "--list")
-    assert done.exit_code == 0
-    assert done.stderr.count("sad-thing") == 1
-    assert "sad_net" not in done.stdout
-    line = failing("memory", "lenet", "--policy", "hopeless")
+    shown = run("memory", "lenet", "--policy", "all", "--budget", "1GiB", "--json", "-")
+    assert "hopeless" not in [r["policy"] for r in json.loads(shown.stdout)["rows"]]
+    assert "sad-thing" in shown.stderr
+    shown = run("memory", "--list")
+    assert shown.exit_code == 0
+    assert shown.stderr.count("sad-thing") == 1
+    assert "sad_net" not in shown.stdout
+    line = refused("memory", "lenet", "--policy", "hopeless")
     assert "unknown residency policy 'hopeless'" in line
 
 
@@ -640,6 +577,4 @@ def test_a_backend_that_is_broken_says_whose_it_is(module, tmp_path):
     distribution(tmp_path, "sad-backend", entries, hopeless_backend=module)
     with pytest.raises(BackendUnavailableError, match="distribution sad-backend"):
         get_backend("hopeless")
-    done = run("info", "--cache", "none")
-    assert done.exit_code == 0, done.output
-    assert "hopeless: unavailable" in done.stdout
+    assert "hopeless: unavailable" in done("info", "--cache", "none")

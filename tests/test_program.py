@@ -1,9 +1,6 @@
 """The linear program that plans a step: its plans fit, are fast, and reproduce."""
 
 import itertools
-import os
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
@@ -23,6 +20,7 @@ from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbound
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import Residency, saved_tensors
+from tests.commands import run_code
 from tests.examples import examples
 from tests.random_graphs import foreign, profiles, training_graphs
 from tests.schedule_oracle import verify
@@ -126,14 +124,7 @@ print(fill(request, best), best.step_ms, best.residency)
 
 def test_the_plan_is_the_same_for_every_hash_seed():
     found = {
-        subprocess.run(
-            [sys.executable, "-c", PLAN],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "1234")
+        run_code(PLAN, environment={"PYTHONHASHSEED": seed}) for seed in ("0", "1234")
     }
     assert len(found) == 1
 

@@ -6,14 +6,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import mucudnn
+from tests.commands import run_code, start_python
 
 ROOT = Path(mucudnn.__file__).parent
 MODULES = ("data", "errors", "models", "optim", "strategies")
@@ -70,13 +69,7 @@ def test_importing_it_imports_no_array_library():
         "heavy = {'numpy', 'cupy', 'torch', 'pulp', 'rich', 'click', 'threadpoolctl'}\n"
         "print(*sorted(heavy & sys.modules.keys()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == []
+    assert run_code(code).split() == []
 
 
 def test_the_names_that_others_rely_on():
@@ -143,11 +136,6 @@ def test_import_contracts(capsys, monkeypatch):
         "sys.exit(lint_imports(config_filename=sys.argv[1], no_cache=True))"
     )
     config = Path(__file__).parent.parent / "pyproject.toml"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(config)],
-        cwd=config.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    process = start_python("-c", code, config, cwd=config.parent)
+    shown, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, shown

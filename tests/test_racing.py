@@ -1,9 +1,6 @@
 """What races found is kept with all measurements: later processes choose alike."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +23,7 @@ from mucudnn.runtime.training.measured_choices import (
 )
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
+from tests.commands import python
 from tests.cuda_emulator import COMPILER
 from tests.cuda_work import layer
 from tests.test_conv_epilogue import race as epilogue_race
@@ -73,12 +71,7 @@ print(*sorted(found), len(asked))
 
 def test_another_process_in_fact(file):
     def answer(ms):
-        command = [sys.executable, "-c", SCRIPT, str(ms), str(file)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=True, env=env, timeout=300
-        )
-        *found, asked = run.stdout.split()
+        *found, asked = python("-c", SCRIPT, ms, file)[0].split()
         return found, int(asked)
 
     (first, many), (second, none) = answer(0.5), answer(2.0)

@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 import mucudnn
 from mucudnn import strategies
 from mucudnn.passes.registry import Strategies, name_of
+from tests.commands import python
 
 ROOT = Path(mucudnn.__file__).parent
 
@@ -77,10 +76,7 @@ def names_in(keys, before=""):
         names = f"getattr(t, {attribute!r})" if attribute else "t"
         code += f"found.append(sorted({names}))\n"
     code += "print(json.dumps(found))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
+    return json.loads(python("-c", code)[0])
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """The process's real memory keeps the promise: a budget, and the rest on disk."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.commands import python
 
 PROGRAM = """
 import gc, sys, threading
@@ -53,15 +54,8 @@ print(most[0], trainer.peak_bytes, trainer.placed.plan.prediction.out_bytes)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_resident_set_is_what_was_promised(tmp_path):
-    child = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    resident, promised, offloaded = map(int, child.stdout.split())
+    out, _ = python("-c", PROGRAM, tmp_path)
+    resident, promised, offloaded = map(int, out.split())
     assert promised <= 80 << 20
     assert offloaded > 150 << 20  # else there would be nothing to see
     assert resident <= 1.1 * promised + (150 << 20)

@@ -8,11 +8,9 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, strategies as st
 from safetensors.numpy import save
 
-from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoints import (
     Checkpoints,
@@ -23,6 +21,7 @@ from mucudnn.runtime.training.checkpoints import (
 from mucudnn.runtime.training.history import plans_of, read_resumption
 from mucudnn.runtime.training.loop import fit
 from tests.checkpointing import forge as forge_file
+from tests.commands import done, refused
 from tests.examples import examples
 from tests.training_cases import Epochs, trainer
 
@@ -386,7 +385,7 @@ def test_the_command_says_so_in_one_line(tmp_path):
         *("--backend", "null", "--cache", "none", "--checkpoint", str(tmp_path)),
         *("--lr-schedule", "constant"),
     )
-    assert CliRunner().invoke(main, [*options, "--epochs", "1"]).exit_code == 0
+    done(*options, "--epochs", 1)
     path = tmp_path / "step-00000002.safetensors"
     whole = path.read_bytes()
     for change, message in (
@@ -396,9 +395,7 @@ def test_the_command_says_so_in_one_line(tmp_path):
     ):
         path.write_bytes(whole)
         forge_file(path, change)
-        result = CliRunner().invoke(main, [*options, "--epochs", "2", "--resume"])
-        assert result.exit_code == 2
-        (line,) = result.stderr.splitlines()
+        line = refused(*options, "--epochs", 2, "--resume")
         assert line.startswith("mucudnn: error: the checkpoint of step 2")
         assert message in line
         assert path.exists()

@@ -15,6 +15,7 @@ import pytest
 from mucudnn.backends.cuda import loading
 from mucudnn.backends.cuda.loading import MACHINES, SYMBOLS, stub_image
 from mucudnn.errors import BackendUnavailableError
+from tests.commands import run_code
 
 HERE = MACHINES.get(platform.machine())
 loads = pytest.mark.skipif(
@@ -24,14 +25,7 @@ reads = pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readel
 
 
 def in_a_process(code, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_code(code, *arguments).splitlines()
 
 
 def read(path, *options):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import subprocess
-import sys
 import weakref
 
 import pytest
@@ -16,6 +15,7 @@ from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
+from tests.commands import finish, start_python
 from tests.doubles import QUICK, measuring, problem, tight, watched
 from tests.examples import examples
 
@@ -297,20 +297,13 @@ print(sorted((p.algo, p.batch, p.error) for p in table.perfs if p.error is None)
 def test_two_processes_agree_on_one_set_of_rows(tmp_path, name):
     file = tmp_path / "perf.sqlite"
     both = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", CHILD, str(file), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_python("-W", "error", "-c", CHILD, file, name, stdin=subprocess.PIPE)
         for _ in range(2)
     ]
     for child in both:
         child.stdin.write("go\n")
         child.stdin.flush()
-    outputs = [child.communicate(timeout=300) for child in both]
-    assert [child.returncode for child in both] == [0, 0], outputs
+    outputs = [finish(child) for child in both]
     assert outputs[0] == outputs[1]
     with BenchmarkCache(file) as cache:
         rows = [(m.perf.algo, m.perf.batch, m.perf.error) for m in cache.rows()]

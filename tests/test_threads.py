@@ -1,8 +1,6 @@
 """A crew of threads does every item once, and leaves BLAS as it was."""
 
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -13,6 +11,7 @@ from hypothesis import given, strategies as st
 from threadpoolctl import threadpool_info
 
 from mucudnn.backends.cpu.threads import Workers, as_kernels
+from tests.commands import python
 from tests.examples import examples
 
 
@@ -149,7 +148,7 @@ if child == 0:
     os._exit(0 if seen == list(range(50)) else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+    python("-c", code)
 
 
 def test_as_kernels_are_restored():

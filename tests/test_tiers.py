@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.device import SharedSegment
 from mucudnn.backends.cuda.device import PeerMemory
-from mucudnn.cli import main
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.ir.profile import MemoryTier, TierPlacement
 from mucudnn.ir.schedule import Residency
@@ -27,6 +25,7 @@ from mucudnn.passes.simulate import simulate
 from mucudnn.runtime.executor.tiers import TierChoice, Tiers, parse_tiers
 from mucudnn.runtime.profiling.links import measured_tiers
 from mucudnn.runtime.training.budget import MemoryBudget
+from tests.commands import refused
 from tests.cupy_fake import StrictCupy
 from tests.swapping import Bench, same
 from tests.test_hosted_state import history, trainer, within
@@ -351,10 +350,6 @@ def test_memory_of_another_gpu():
 
 def test_the_command_says_what_goes_where(tmp_path, monkeypatch):
     monkeypatch.setenv("MUCUDNN_DATABASE", str(tmp_path / "cache.sqlite"))
-    train = ["train", "lenet", "--backend", "null", "--batch", "64"]
-    alone = CliRunner().invoke(main, [*train, "--tier", "host"])
-    assert alone.exit_code == 2
-    assert "--tier needs --budget" in alone.output
-    wrong = CliRunner().invoke(main, [*train, "--budget", "1MiB", "--tier", "ram"])
-    assert wrong.exit_code == 2
-    assert "unknown tier" in wrong.output
+    train = ("train", "lenet", "--backend", "null", "--batch", 64)
+    assert "--tier needs --budget" in refused(*train, "--tier", "host")
+    assert "unknown tier" in refused(*train, "--budget", "1MiB", "--tier", "ram")

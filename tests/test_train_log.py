@@ -3,15 +3,13 @@
 import csv
 import json
 import math
+import signal
 import struct
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from mucudnn.cli import main
 from mucudnn.cli.train import results_to_json
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoints import Checkpoints
@@ -23,6 +21,7 @@ from mucudnn.runtime.training.history import (
     read_resumption,
 )
 from mucudnn.runtime.training.loop import fit
+from tests.commands import python, run
 from tests.training_cases import Epochs, trainer, weights
 
 SUFFIXES = ("csv", "jsonl")
@@ -176,7 +175,7 @@ def test_a_line_is_there_at_once(tmp_path, suffix):
         "for step in range(1, 8): log(LogEntry('step', step, 1, loss=0.5))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    python("-c", code, path, status=-signal.SIGKILL)
     assert [row["step"] for row in lines(path)] == [*"1234567"]
 
 
@@ -225,18 +224,15 @@ def test_eval_every_needs_images():
         fit(trainer(), Epochs(16, 8), epochs=1, eval_every=1)
 
 
-def run(*arguments):
-    common = ("digits", "--data", "synthetic:length=96,classes=10", "--epochs", "1")
-    return CliRunner().invoke(
-        main,
-        ["train", *common, "--batch-policy", "undivided", "--cache", "none"]
-        + [str(a) for a in arguments],
-    )
+def train(*arguments):
+    common = ("digits", "--data", "synthetic:length=96,classes=10", "--epochs", 1)
+    common += ("--batch-policy", "undivided", "--cache", "none")
+    return run("train", *common, *arguments)
 
 
 def test_the_command_logs_and_says_what_it_tested(tmp_path):
     log = tmp_path / "log.csv"
-    done = run("--eval-every", 2, "--log", log)
+    done = train("--eval-every", 2, "--log", log)
     assert done.exit_code == 0, done.output
     kinds = [row["kind"] for row in lines(log)]
     assert kinds == ["step", "step", "evaluation", "step", "epoch"]
@@ -257,7 +253,7 @@ def test_the_command_logs_and_says_what_it_tested(tmp_path):
 )
 def test_what_cannot_be_logged_is_one_line(tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
-    done = run(*options)
+    done = train(*options)
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert said in line
@@ -267,7 +263,7 @@ def test_what_cannot_be_logged_is_one_line(tmp_path, monkeypatch, options, said)
 def test_without_a_writer_event_files_are_refused(tmp_path, monkeypatch):
     for name in ("tensorboardX", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
-    done = run("--tensorboard", tmp_path / "runs")
+    done = train("--tensorboard", tmp_path / "runs")
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.endswith("--tensorboard needs tensorboardX: pip install tensorboardX")
@@ -291,7 +287,7 @@ def events(folder):
 def test_event_files_hold_the_same(tmp_path):
     pytest.importorskip("tensorboardX", reason="needs tensorboardX: mucudnn[dev]")
     runs, log = tmp_path / "runs", tmp_path / "log.csv"
-    done = run("--eval-every", 2, "--log", log, "--tensorboard", runs)
+    done = train("--eval-every", 2, "--log", log, "--tensorboard", runs)
     assert done.exit_code == 0, done.output
     names = {"step": "train", "evaluation": "test", "epoch": "epoch"}
     wanted = {

@@ -11,10 +11,8 @@ from concurrent.futures import (
 )
 
 import pytest
-from click.testing import CliRunner
 
 from mucudnn.backends import get_backend
-from mucudnn.cli import main
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import RowStatus
@@ -23,6 +21,7 @@ from mucudnn.runtime.tuning import workers as worker
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.tuning.workers import Workers, process_pool
 from mucudnn.suites import load_suite
+from tests.commands import done, refused
 from tests.doubles import QUICK, measuring, problem
 from tests.executors import VirtualWorkers, cost_ms, die_once, pretend_another_library
 from tests.test_isolation import installed  # noqa: F401 (a fixture)
@@ -275,15 +274,10 @@ def test_the_time_is_divided_by_the_workers(many):
 
 
 def test_the_command_measures_in_processes():
-    options = ["alexnet", "--backend", "null", "--cache", "none", "--batch", "8"]
-    alone = CliRunner().invoke(main, ["tune", *options])
-    many = CliRunner().invoke(main, ["tune", *options, "--workers", "2"])
-    assert many.exit_code == 0, many.output
-    assert many.stdout == alone.stdout
+    tune = ("tune", "alexnet", "--backend", "null", "--cache", "none", "--batch", 8)
+    assert done(*tune, "--workers", 2) == done(*tune)
     for wrong in ("0", "257", "two"):
-        result = CliRunner().invoke(main, ["tune", *options, "--workers", wrong])
-        assert result.exit_code == 2
-        assert "--workers" in result.output
+        assert "--workers" in refused(*tune, "--workers", wrong)
 
 
 def test_a_pool_of_ours_is_deaf_to_interrupts_and_ends():
