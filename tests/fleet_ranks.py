@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.rank_networks import NETWORKS
 
-SECONDS = 500
+SECONDS = 300
 EPOCHS, BATCH, SAMPLES = 2, 12, 30
 RATES = {"mean": 0.1, "sum": 0.01}
 
@@ -39,12 +39,12 @@ def run_rank(store, rank, size, work):
     os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
 
 
-def start(scenario, size, folder):
+def start(scenario, size, folder, file=__file__):
     """The processes, each with its output in a file of its own."""
     found = []
     for rank in range(size):
         with (folder / f"{rank}.err").open("wb") as err:
-            command = [sys.executable, __file__, scenario, rank, size, folder]
+            command = [sys.executable, file, scenario, rank, size, folder]
             found.append(
                 subprocess.Popen(
                     list(map(str, command)), env=environment(), stderr=err, cwd=folder
@@ -53,9 +53,9 @@ def start(scenario, size, folder):
     return found
 
 
-def ranks(scenario, size, folder):
+def ranks(scenario, size, folder, file=__file__):
     """What each process wrote; those that are left are ended."""
-    processes = start(scenario, size, folder)
+    processes = start(scenario, size, folder, file)
     try:
         end = time.monotonic() + SECONDS
         for process in processes:
@@ -548,8 +548,6 @@ def compiled(rank):
 
     for ask in (
         lambda: torch.compile(spread(Wide()), backend=small)(x).sum().backward(),
-        lambda: mt.train_step(model := spread(Wide()), loss_fn, adamw(model)),
-        lambda: mt.train_step(model := sharded(Wide()), loss_fn, adamw(model)),
         lambda: mt.memory(model := sharded(Wide()), loss_fn, (x, x), adamw(model)),
     ):
         try:

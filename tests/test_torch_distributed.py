@@ -80,7 +80,7 @@ def test_a_sum_is_over_when_whoever_did_it_has_let_go_of_the_tensor():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("torch_distribute", "shares ("), ("torch_sharded", "4 layers within ")],
+    [("torch_distribute", "shares ("), ("torch_sharded", "a rank within ")],
 )
 def test_the_example_runs_under_torchrun(name, said, tmp_path):
     example = Path(__file__).parent.parent / "examples" / f"{name}.py"
@@ -175,13 +175,10 @@ def test_compiled_models_of_several_buckets_or_sharded_train_as_eager_ones(tmp_p
         peak, budget, parts = result["kept"]
         assert parts == 3
         assert peak <= budget < sum(result["peaks"])
-        bucket, spread, *sharded = result["told"]
+        bucket, sharded = result["told"]
         assert "bucket 2 of 3 is one of 2 graphs that share" in bucket
         assert "optimize_ddp = False" in bucket
-        assert "DistributedDataParallel(torch.compile(model, backend=" in spread
-        assert "mt.distribute" in spread
-        assert len(sharded) == 2
-        assert all("a budget under fully_shard" in told for told in sharded)
+        assert "study the original model, with mesh=(8,)" in sharded
         assert ["gradients of a planned step stay" in w for w in result["warned"]] == [
             True
         ]

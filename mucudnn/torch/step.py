@@ -46,6 +46,7 @@ from mucudnn.torch.capture.step_tensors import (
     check_parts,
     scheduled_floats,
 )
+from mucudnn.torch.distributed.collectives import lost_ranks_told
 from mucudnn.torch.distributed.distribute import described
 from mucudnn.torch.distributed.sharding import (
     Sharding,
@@ -428,6 +429,9 @@ class TrainStep:
                     e.args = (f"{e}. {_ALLOW}",)
                 raise
             return self._eager(batch, e)
+        if self._ranks is not None:
+            with lost_ranks_told():
+                return self._run(variant, batch, given)
         if not self._verify or (self._steps > 1 and self._steps % self._verify):
             return self._run(variant, batch, given)
         parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
@@ -553,7 +557,7 @@ class TrainStep:
             given = [*live.tensors(), *batch.tensors]
             check_devices(given)
             try:
-                with exclusive_capture(), _same_numbers(given), self._together(batch):
+                with exclusive_capture(), _same_numbers(given):
                     captured, planned = self._plan(live, batch)
             except PlanningError:
                 raise
@@ -633,18 +637,19 @@ class TrainStep:
 
     def _plan(self, live: LiveParts, batch: Batch) -> tuple[CapturedStep, PlannedStep]:
         def captured() -> CapturedStep:
-            return capture_step(
-                self._model,
-                self._loss_fn,
-                self._optimizer,
-                batch,
-                settings=self._settings,
-                results=self._results,
-                keeps_effects=not self._eager_is_free,
-                # Steps that are compared with eager mode draw its random numbers.
-                as_compiled=self._options.inductor and not self._verify,
-                sharding=self._sharding,
-            )
+            with self._together(batch):
+                return capture_step(
+                    self._model,
+                    self._loss_fn,
+                    self._optimizer,
+                    batch,
+                    settings=self._settings,
+                    results=self._results,
+                    keeps_effects=not self._eager_is_free,
+                    # Steps compared with eager mode draw its random numbers.
+                    as_compiled=self._options.inductor and not self._verify,
+                    sharding=self._sharding,
+                )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
             key = graph_key(step)
@@ -702,9 +707,12 @@ class TrainStep:
         return self._ranks.capturing(
             {
                 **described(self._model),
-                "the batch": batch.signature,
-                "the budget": self._automatic or self._budget,
-                "gradients": replace(self._settings, scaler=None, floats=()),
+                "the input of the step": batch.signature,
+                "budget": self._automatic or self._budget,
+                "accumulate": self._settings.accumulate,
+                "clip_norm": self._settings.clip_norm,
+                "clip_value": self._settings.clip_value,
+                "the scaler's settings": self._settings.key,
                 "the optimizer": repr(self._optimizer),
             }
         )

@@ -388,7 +388,7 @@ class _Tracer:
             if self._sharding is not None:
                 behind = _names_now()
                 with torch.no_grad(), autocast_off():
-                    found_now = self._sharding.reduced(found_now, order)
+                    found_now = self._sharding.reduced(found_now, order, leaves)
                 order.clear()
                 self.sums |= _names_now() - behind
             gradients = added(gradients, found_now)

@@ -229,19 +229,24 @@ class Sharding:
             buffers[name].copy_(_done("broadcast", buffers[name], 0, self.group))
 
     def reduced(
-        self, gradients: Mapping[str, torch.Tensor | None], order: Sequence[str]
+        self,
+        gradients: Mapping[str, torch.Tensor | None],
+        order: Sequence[str],
+        whole: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor | None]:
         """Return means of gradients over the ranks: of sharded ones this rank's part.
 
         Args:
             gradients: By parameter.
             order: Parameters in the order in which the backward pass has gradients.
+            whole: Whole parameters.
         """
         found = dict(gradients)
         given = {n: gradients[n] for n in order if gradients.get(n) is not None}
         if self.kind == "ddp":
-            for bucket in self._buckets(given):
-                found.update(self._summed(bucket))
+            for bucket in self._buckets(given, whole):
+                summed = self._summed(bucket)
+                found.update({name: summed[name] for name in bucket if name in given})
         for unit in self.units:
             mine = {name: given[name] for name in unit.names if name in given}
             if mine:
@@ -278,13 +283,17 @@ class Sharding:
         return float(before), self.size / before
 
     def _buckets(
-        self, given: Mapping[str, torch.Tensor]
+        self, given: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield gradients that are summed by one call, as the reducer's buckets."""
+        """Yield gradients that are summed by one call, as the reducer's buckets.
+
+        Parameters without a gradient have zeros in buckets that are made before.
+        """
         if self.buckets:
             for names in self.buckets:
-                if mine := {name: given[name] for name in names if name in given}:
-                    yield mine
+                zeros = (n for n in names if n not in given)
+                mine = {**given, **{n: torch.zeros_like(whole[n]) for n in zeros}}
+                yield {name: mine[name] for name in names}
             return
         open_: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         closed: Counter[torch.dtype] = Counter()
@@ -572,7 +581,7 @@ def completed(
 
     A thread of gloo may hold its tensors for a while after a wait for the result:
     memory would be in use where a plan has released it. Gloo scatters sums by summing
-    everything in a copy, which no one else could watch: it is done here instead.
+    everything in a copy. Here that happens in the operand, which a step uses only once.
     """
     return (
         _scattered_sum
@@ -593,12 +602,11 @@ def _released(
 def _scattered_sum(
     operand: torch.Tensor, how: str, size: int, group: str
 ) -> torch.Tensor:
-    whole = operand.clone()
-    holders = whole._use_count()
-    WAIT(torch.ops._c10d_functional.all_reduce_(whole, how, group))
-    _wait_for_release(whole, holders)
+    holders = operand._use_count()
+    WAIT(torch.ops._c10d_functional.all_reduce_(operand, how, group))
+    _wait_for_release(operand, holders)
     rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
-    return whole.chunk(size)[rank].clone()
+    return operand.chunk(size)[rank].clone()
 
 
 def _wait_for_release(tensor: torch.Tensor, holders: int) -> None:

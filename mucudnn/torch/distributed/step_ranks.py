@@ -169,14 +169,11 @@ class StepRanks:
         """Return the bytes that a collective needs beside its operand and its result.
 
         Gloo's threads allocate them, where no measurement of ours sees them: it gathers
-        into a copy of the result, and reduces in a copy of the operand. NCCL's buffers
-        are its own.
+        into a copy of the result. NCCL's buffers are its own.
         """
         if operand.is_cuda:
             return 0
-        if "all_gather" in op:
-            return self.size * operand.nbytes
-        return operand.nbytes + _DIVISOR if "reduce_scatter" in op else 0
+        return self.size * int(operand.nbytes) if "all_gather" in op else _DIVISOR
 
     @contextmanager
     def capturing(self, settings: Mapping[str, object]) -> Iterator[None]:
