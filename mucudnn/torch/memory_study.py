@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.errors import PlanningError
+from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.devices import device_name, get_device
 from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
