@@ -19,6 +19,7 @@ from mucudnn.runtime.store.sqlite_file import CacheWarning
 from mucudnn.suites import parse_problem
 from tests import commands
 from tests.commands import json_of, refused
+from tests.doubles import places_in
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
 ASKED = ("--problem", PROBLEM, "--directions", "forward")
@@ -287,17 +288,9 @@ VALUES = [
 ]
 
 
-def places(value, before=()):
-    yield before
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in items:
-            yield from places(inner, (*before, key))
-
-
 def mutated_json(rnd, text):
     document = json.loads(text)
-    *path, last = rnd.choice([p for p in places(document) if p])
+    *path, last = rnd.choice([p for p in places_in(document) if p])
     at = document
     for key in path:
         at = at[key]
