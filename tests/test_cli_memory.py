@@ -11,7 +11,7 @@ from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.residency import policy_names
 from tests import commands
 
-pytestmark = pytest.mark.usefixtures("short_search")
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 NULL = ("--device", "null", "--batch", "8")
 ROW = {

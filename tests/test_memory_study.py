@@ -17,7 +17,7 @@ from mucudnn.studies.memory_results import StepSpec
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.usefixtures("short_search")
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 
 def test_a_graph_is_studied_as_its_network_is():

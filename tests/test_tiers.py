@@ -29,6 +29,8 @@ from tests.cupy_fake import StrictCupy
 from tests.swapping import Bench, same
 from tests.test_hosted_state import history, trainer, within
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 SHARED = Path("/dev/shm")
 needs_segments = pytest.mark.skipif(
     not SHARED.is_dir(), reason="needs shared memory in /dev/shm"
