@@ -1,5 +1,6 @@
 """Commands and code, run in this process or in one of their own."""
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,13 @@ from mucudnn.cli import main
 
 ROOT = Path(__file__).parents[1]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+class Terminal(io.StringIO):
+    """A stream that people look at."""
+
+    def isatty(self):
+        return True
 
 
 def run(*arguments: Any) -> Result:

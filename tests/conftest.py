@@ -163,9 +163,21 @@ def free_copies(monkeypatch, tmp_path):
     monkeypatch.setattr(CpuMeter, "links", lambda meter, step: Links(1e12, 1e12))
 
 
+def _shorten_search(patch):
+    search = "mucudnn.passes.planning.search"
+    patch.setattr(f"{search}._ROUNDS", ((1, 1),))
+    patch.setattr(f"{search}._LEAST_TRIALS", 1)
+
+
 @pytest.fixture
 def short_search(monkeypatch):
     """Plans are found soon: they may be slower, and promise no less."""
-    search = "mucudnn.passes.planning.search"
-    monkeypatch.setattr(f"{search}._ROUNDS", ((1, 1),))
-    monkeypatch.setattr(f"{search}._LEAST_TRIALS", 1)
+    _shorten_search(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def short_searches():
+    """The same for all tests of a file, properties of random steps among them."""
+    with pytest.MonkeyPatch.context() as patch:
+        _shorten_search(patch)
+        yield

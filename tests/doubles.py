@@ -1,7 +1,9 @@
 """Backends that misbehave on purpose, around a real one."""
 
+import gc
 import math
 import threading
+from contextlib import contextmanager
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualArray
@@ -14,6 +16,17 @@ from mucudnn.runtime.tuning.measuring import Measuring
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 QUICK = StoppingRule(min_samples=1, max_samples=1)
+
+
+@contextmanager
+def without_collection():
+    """No collection of garbage within, and nothing left for one before."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Watched:
@@ -154,3 +167,12 @@ class Crowded:
 def crowded(many=60):
     real = get_backend("null")
     return Backend("crowded", real.device, Crowded(real.conv, many))
+
+
+def places_in(value, before=()):
+    """Yield the way to every value in a JSON document, the document's own first."""
+    yield before
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from places_in(inner, (*before, key))

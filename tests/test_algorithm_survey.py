@@ -23,6 +23,7 @@ from mucudnn.studies.algorithms import (
 )
 from mucudnn.studies.convolutions import StudyInterrupted, in_directions
 from mucudnn.suites import Layer
+from tests.commands import Terminal
 from tests.doubles import QUICK, crowded, problem, watched
 
 KIB = 1 << 10
@@ -252,10 +253,6 @@ def test_tables_have_a_row_a_size_and_limit():
 
 @pytest.mark.parametrize("columns", [78, 120])
 def test_a_terminal_has_room_for_them(columns, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     write_tables(

@@ -11,6 +11,8 @@ from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.residency import policy_names
 from tests import commands
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 NULL = ("--device", "null", "--batch", "8")
 ROW = {
     *("policy", "scheduler", "peak_bytes", "fits", "offloaded_bytes"),

@@ -31,7 +31,18 @@ explain alexnet 1 --workspace-limit -1 | -1
 explain alexnet --batch-policy rubbish | rubbish
 explain alexnet --planner rubbish | rubbish
 explain alexnet --numerics rubbish | rubbish
+explain alexnet --policy planned | unknown batch policy 'planned'
+explain alexnet --numerics fast | unknown numerics 'fast'; choose of: tf32, strict, d
 explain vgg-16 | did you mean 'vgg16'?
+fleet lenet | give the devices
+fleet --devices p100 | name a network
+fleet lenet --devices p10 | did you mean 'p100'
+fleet lenet --devices p100= | has no recording
+fleet lenet --devices 0xp100 | at least 1
+fleet lenet --devices p100=/nowhere.json | /nowhere.json
+fleet lenet --devices p100 --batch 9-8 | ends before it begins
+fleet lenet --devices p100 --batch many | neither a number
+fleet lenet --devices 2xp100 --batch 1 --at-least 1 | fewer
 memory | name a network
 memory lennet | did you mean 'lenet'?
 memory nosuch | unknown model 'nosuch'
@@ -41,6 +52,8 @@ memory lenet --report a --trace a | both write a
 memory lenet --recording . | cannot be read
 memory lenet --device cpu --split 2 | is for estimated devices
 memory lenet --device abacus | 'abacus'
+memory lenet --device h20 | unknown device 'h20'; did you mean 'h200'?; choose one of
+memory lenet --tier tape:1 | 'tape:1'; choose host, disk:FOLDER or peer:DEVICE
 memory lenet --policy wish | unknown policy 'wish'
 memory lenet --policy planed | did you mean 'planned'?
 memory lenet --scheduler soon | unknown scheduler 'soon'
@@ -104,6 +117,13 @@ train lenet --checkpoint file/x | cannot write to file/x
 train lenet --checkpoint file | is a file
 train lenet --checkpoint new/folder --data mnist:nowhere | nowhere
 train lenet --json /no/where | cannot write
+train lenet --tier host | --tier needs --budget
+train lenet --budget 1MiB --tier ram | unknown tier
+train digits --log log.txt | a log must end in .csv, .jsonl, .ndjson
+train digits --log - | a log needs a file
+train digits --log no/log.csv | no directory no
+train digits --log a.csv --json a.csv | --json and --log both write a.csv
+train digits --eval-every 0 | the value is
 tune | nothing to measure
 tune . | nor a file
 tune nope | 'nope' is neither a suite (alexnet
@@ -135,6 +155,20 @@ tune alexnet --report / | it is a directory
 tune alexnet --json a --report a | --json and --report both write a
 tune alexnet --json a --record ./a | --json and --record both write
 tune alexnet --json - --report - | --json and --report both write -
+tune alexnet --record - | a recording needs a file
+tune alexnet --record . | it is a directory
+tune alexnet --record /nowhere/r.json | no directory /nowhere
+tune alexnet --workers 0 | --workers
+tune alexnet --workers 257 | --workers
+tune alexnet --workers two | --workers
+tune alexnet --plan-only --record x.json | be combined with --record
+tune alexnet --plan-only --format deepbench | be combined with --format
+tune alexnet --plan-only --total-workspace 1MiB | be combined with --total-workspace
+tune alexnet --plan-only --planner undivided | be combined with --planner
+tune alexnet --plan-only --time-limit 3 | be combined with --time-limit
+tune alexnet --plan-only --memory-limit 3GiB | be combined with --memory-limit
+tune alexnet --plan-only --exhaustive | be combined with --exhaustive
+tune alexnet --plan-only --device h200 | not --backend cpu
 """
 """What is typed, and words of the answer."""
 

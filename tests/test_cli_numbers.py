@@ -15,6 +15,11 @@ ODD = [
 ]
 NEVER = ["", "٣", "²", "1_000", "0x10", "nan", "inf", "-inf", "-1", f"-{NINES}"]
 """What is no number of anything here."""
+NAMES = [NINES, "-1", "nan", "", " ", "٣", "x y", "\udcff"]
+"""Of the same, what differs where any word may be a name."""
+NAMED = {"text", "choice", "directory", "_read", "_parse_directions", "_parse_numerics"}
+NAMED |= {"output_file", "recording_file", "log_file"}
+"""Types of options whose values are names, of files or in a table."""
 NUMBERS = {"integer", "number", "byte_size", "byte_sizes", "image_size"}
 PROBLEM = "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1"
 NULL = ["--backend", "null", "--cache", "none"]
@@ -78,7 +83,7 @@ def ended(arguments):
     ("name", "option"), OPTIONS, ids=lambda x: x if isinstance(x, str) else x.opts[0]
 )
 def test_an_odd_value_is_taken_or_refused_in_one_line(name, option):
-    for value in ODD:
+    for value in NAMES if option.type.name in NAMED else ODD:
         code = ended([*name.split(), *COMMANDS[name], f"{option.opts[0]}={value}"])
         if value in NEVER and option.type.name in NUMBERS:
             assert code == ExitCode.BAD_INPUT, value

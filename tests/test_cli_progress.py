@@ -17,16 +17,9 @@ from mucudnn.cli.progress import (
     progress_display,
 )
 from mucudnn.runtime.training.history import Position
-from tests.commands import done
+from tests.commands import Terminal, done
 
 ERASED = "\x1b[2K"
-
-
-class Terminal(io.StringIO):
-    """An error stream that people look at."""
-
-    def isatty(self):
-        return True
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mucudnn.backends import Backend, get_backend
+from mucudnn.backends import get_backend
 from mucudnn.codecs import problem_from_dict
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import Direction
@@ -14,6 +14,7 @@ from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.convolutions import StudyInterrupted, compare, in_directions
 from mucudnn.suites import Layer, parse_problem
+from tests.doubles import watched
 
 KIB = 1 << 10
 
@@ -27,30 +28,16 @@ def null_tuner(**options):
     return Tuner(backend=get_backend("null"), **options)
 
 
-class Failing:
-    """The null backend's library, one algorithm failing, or a key being pressed."""
+def failing_tuner(algo=None, interrupt_k=None):
+    """A tuner of which one algorithm fails, or all do, or a key is pressed."""
 
-    def __init__(self, conv, algo=None, interrupt_k=None):
-        self.conv = conv
-        self.algo = algo
-        self.interrupt_k = interrupt_k
-        self.algorithms = conv.algorithms
-        self.excluded = conv.excluded
-        self.traits = conv.traits
-
-    def run(self, problem, algo, *operands, **options):
-        if problem.w_shape[0] == self.interrupt_k:
+    def before(problem, name):
+        if problem.w_shape[0] == interrupt_k:
             raise KeyboardInterrupt
-        if self.algo in (algo, "every"):
+        if algo in (name, "every"):
             raise BackendError("status 3")
-        self.conv.run(problem, algo, *operands, **options)
 
-
-def failing_tuner(**options):
-    cache = BenchmarkCache()
-    null = get_backend("null")
-    backend = Backend("null", null.device, Failing(null.conv, **options))
-    return Tuner(backend=backend, cache=cache)
+    return Tuner(backend=watched(before=before), cache=BenchmarkCache())
 
 
 def test_limits_open_the_way_to_the_fast_algorithm():

@@ -26,55 +26,29 @@ TOLERANCE = {
 }
 
 WINOGRAD = {
-    "padded",
-    "groups",
-    "depthwise",
-    "large",
-    "long_reduction",
-    "three_d",
-    "alexnet_conv3",
-    "large_depthwise",
-    "volume",
+    *("padded", "groups", "depthwise", "large", "long_reduction", "three_d"),
+    *("alexnet_conv3", "large_depthwise", "volume"),
 }
 """The cases below that all six algorithms run; the others are all but Winograd's."""
 
+
+def sizes(x_shape, w_shape, **options):
+    return {"x_shape": x_shape, "w_shape": w_shape, **options}
+
+
 CASES = {
-    "padded": {"x_shape": (3, 4, 9, 8), "w_shape": (6, 4, 3, 3), "padding": 1},
-    "five": {"x_shape": (2, 3, 13, 11), "w_shape": (7, 3, 5, 5), "padding": (2, 1)},
-    "stride": {
-        "x_shape": (3, 3, 11, 10),
-        "w_shape": (4, 3, 3, 3),
-        "stride": 2,
-        "padding": 1,
-    },
-    "groups": {
-        "x_shape": (3, 6, 9, 9),
-        "w_shape": (9, 2, 3, 3),
-        "groups": 3,
-        "padding": 1,
-    },
-    "one_by_one": {"x_shape": (3, 8, 6, 7), "w_shape": (5, 8, 1, 1)},
-    "depthwise": {
-        "x_shape": (3, 8, 9, 9),
-        "w_shape": (16, 1, 3, 3),
-        "groups": 8,
-        "padding": 1,
-    },
-    "first_layer": {
-        "x_shape": (2, 3, 35, 35),
-        "w_shape": (2, 3, 11, 11),
-        "stride": 4,
-        "padding": 2,
-    },
-    "large": {"x_shape": (2, 17, 40, 37), "w_shape": (33, 17, 3, 3), "padding": 1},
-    "long_reduction": {"x_shape": (2, 301, 7, 7), "w_shape": (70, 301, 3, 3)},
-    "large_kernel": {"x_shape": (2, 3, 14, 13), "w_shape": (4, 3, 9, 8), "padding": 3},
-    "cube_kernel": {
-        "x_shape": (2, 2, 7, 6, 7),
-        "w_shape": (3, 2, 4, 4, 4),
-        "padding": 1,
-    },
-    "three_d": {"x_shape": (2, 3, 6, 7, 8), "w_shape": (4, 3, 3, 3, 3), "padding": 1},
+    "padded": sizes((3, 4, 9, 8), (6, 4, 3, 3), padding=1),
+    "five": sizes((2, 3, 13, 11), (7, 3, 5, 5), padding=(2, 1)),
+    "stride": sizes((3, 3, 11, 10), (4, 3, 3, 3), stride=2, padding=1),
+    "groups": sizes((3, 6, 9, 9), (9, 2, 3, 3), groups=3, padding=1),
+    "one_by_one": sizes((3, 8, 6, 7), (5, 8, 1, 1)),
+    "depthwise": sizes((3, 8, 9, 9), (16, 1, 3, 3), groups=8, padding=1),
+    "first_layer": sizes((2, 3, 35, 35), (2, 3, 11, 11), stride=4, padding=2),
+    "large": sizes((2, 17, 40, 37), (33, 17, 3, 3), padding=1),
+    "long_reduction": sizes((2, 301, 7, 7), (70, 301, 3, 3)),
+    "large_kernel": sizes((2, 3, 14, 13), (4, 3, 9, 8), padding=3),
+    "cube_kernel": sizes((2, 2, 7, 6, 7), (3, 2, 4, 4, 4), padding=1),
+    "three_d": sizes((2, 3, 6, 7, 8), (4, 3, 3, 3, 3), padding=1),
 }
 
 
@@ -120,40 +94,14 @@ def test_agrees_with_the_reference(conv, case, direction, layout):
 
 
 LARGE = {
-    "alexnet_conv1": {
-        "x_shape": (2, 3, 63, 63),
-        "w_shape": (64, 3, 11, 11),
-        "stride": 4,
-        "padding": 2,
-    },
-    "alexnet_conv3": {
-        "x_shape": (2, 96, 13, 13),
-        "w_shape": (192, 96, 3, 3),
-        "padding": 1,
-    },
-    "inception_5x5": {
-        "x_shape": (2, 32, 18, 18),
-        "w_shape": (96, 32, 5, 5),
-        "padding": 2,
-    },
-    "many_taps": {"x_shape": (4, 48, 27, 27), "w_shape": (64, 48, 5, 5)},
-    "many_samples": {"x_shape": (9, 7, 40, 41), "w_shape": (12, 7, 5, 5), "padding": 2},
-    "projection": {
-        "x_shape": (2, 64, 28, 28),
-        "w_shape": (128, 64, 1, 1),
-        "stride": 2,
-    },
-    "large_depthwise": {
-        "x_shape": (4, 64, 14, 14),
-        "w_shape": (64, 1, 3, 3),
-        "groups": 64,
-        "padding": 1,
-    },
-    "volume": {
-        "x_shape": (1, 8, 14, 14, 14),
-        "w_shape": (16, 8, 3, 3, 3),
-        "padding": 1,
-    },
+    "alexnet_conv1": sizes((2, 3, 63, 63), (64, 3, 11, 11), stride=4, padding=2),
+    "alexnet_conv3": sizes((2, 96, 13, 13), (192, 96, 3, 3), padding=1),
+    "inception_5x5": sizes((2, 32, 18, 18), (96, 32, 5, 5), padding=2),
+    "many_taps": sizes((4, 48, 27, 27), (64, 48, 5, 5)),
+    "many_samples": sizes((9, 7, 40, 41), (12, 7, 5, 5), padding=2),
+    "projection": sizes((2, 64, 28, 28), (128, 64, 1, 1), stride=2),
+    "large_depthwise": sizes((4, 64, 14, 14), (64, 1, 3, 3), groups=64, padding=1),
+    "volume": sizes((1, 8, 14, 14, 14), (16, 8, 3, 3, 3), padding=1),
 }
 """Images larger than what kernels may allocate."""
 

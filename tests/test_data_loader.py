@@ -20,6 +20,7 @@ from mucudnn.data import (
     SyntheticDataset,
 )
 from mucudnn.data.loader import ordered_map
+from tests.doubles import without_collection
 from tests.examples import examples
 
 N = 53
@@ -279,15 +280,12 @@ def test_collection_on_a_worker_does_not_wait_for_itself():
     holder.append(holder)
     next(holder[0])
     workers = [t for t in threading.enumerate() if t.name.startswith("mucudnn-data")]
-    gc.disable()
-    try:
+    with without_collection():
         del holder
         dropped.set()
         for worker in workers:
             worker.join(timeout=300)
             assert not worker.is_alive()
-    finally:
-        gc.enable()
 
 
 def test_taken_batches_are_not_kept():

@@ -1,4 +1,3 @@
-import gc
 import math
 import time
 import weakref
@@ -23,7 +22,7 @@ from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.tasks import Pending
 from mucudnn.runtime.executor.tiers import DiskTier, HostTier, Tiers
 from mucudnn.runtime.profiling.links import LINK_BYTES, cold_bench
-from tests.doubles import QUICK
+from tests.doubles import QUICK, without_collection
 from tests.examples import examples
 from tests.graphs import NETWORKS
 from tests.race_detector import RaceDetector, RaceError
@@ -601,13 +600,10 @@ def test_memory_is_free_when_the_executor_is_gone(lenet, tmp_path, copying_threa
     executor, state = lenet.executor(plan.schedule, arena=arena, host=Tiers([disk]))
     executor.run(lenet.feeds())
     gone = weakref.ref(arena)
-    gc.disable()
-    try:
+    with without_collection():
         del arena, disk, executor, state
         assert_ends(copying_threads)
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 @given(st.integers(0, 1 << 16), st.floats(0, 1), st.sampled_from(SCHEDULERS))

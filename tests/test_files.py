@@ -14,7 +14,7 @@ from mucudnn import files
 from mucudnn.files import check_writable, descriptor_of, read_whole, write_whole
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
-from tests.commands import python, run
+from tests.commands import done, python, refused
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
 ROOT = Path(__file__).parent.parent
@@ -287,47 +287,42 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 # What the commands write
 
 
-def some_cache(folder):
-    path = folder / "cache.sqlite"
-    args = ("tune", "--problem", PROBLEM, "--backend", "null", "--cache", str(path))
-    assert run(*args).exit_code == 0
+TUNE = ("tune", "--problem", PROBLEM, "--backend", "null")
+MEMORY = ("memory", "lenet", "--device", "null", "--batch", "4", "--budget", "1GiB")
+WRITERS = {
+    "export": ("cache", "export", "{out}", "--cache", "{cache}"),
+    "record": (*TUNE, "--cache", "none", "--record", "{out}"),
+    "json": (*TUNE, "--cache", "none", "--json", "{out}"),
+    "report": (*TUNE, "--cache", "none", "--report", "{out}"),
+    "memory report": (*MEMORY, "--report", "{out}"),
+    "trace": (*MEMORY, "--trace", "{out}"),
+    "snapshot": (*MEMORY, "--snapshot", "{out}"),
+}
+
+
+@pytest.fixture(scope="module")
+def some_cache(tmp_path_factory):
+    path = tmp_path_factory.mktemp("known") / "cache.sqlite"
+    done(*TUNE, "--cache", path)
     return path
 
 
-def commands(tmp_path, out):
-    tune = ("tune", "--problem", PROBLEM, "--backend", "null", "--cache", "none")
-    memory = ("memory", "lenet", "--device", "null", "--batch", "4", "--budget", "1GiB")
-    return {
-        "export": ("cache", "export", out, "--cache", str(some_cache(tmp_path))),
-        "record": (*tune, "--record", out),
-        "json": (*tune, "--json", out),
-        "report": (*tune, "--report", out),
-        "memory report": (*memory, "--report", out),
-        "trace": (*memory, "--trace", out),
-        "snapshot": (*memory, "--snapshot", out),
-    }
-
-
-WRITERS = [
-    "export",
-    "record",
-    "json",
-    "report",
-    "memory report",
-    "trace",
-    "snapshot",
-]
+@pytest.fixture
+def writing(some_cache):
+    """Words of a command that writes to a path."""
+    return lambda writer, out: [
+        word.format(out=out, cache=some_cache) for word in WRITERS[writer]
+    ]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_command_writes_through_links(tmp_path, writer):
+def test_every_command_writes_through_links(tmp_path, writer, writing):
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "target", tmp_path / "link"
     target.write_bytes(b"old")
     target.chmod(0o640)
     link.symlink_to(target)
-    result = run(*commands(tmp_path, str(link))[writer])
-    assert result.exit_code == 0, result.output
+    done(*writing(writer, link))
     assert link.is_symlink()
     assert target.stat().st_size > 100
     assert target.stat().st_mode & 0o777 == 0o640
@@ -336,16 +331,13 @@ def test_every_command_writes_through_links(tmp_path, writer):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_command_refuses_what_is_no_file(tmp_path, writer, kind):
+def test_every_command_refuses_what_is_no_file(tmp_path, writer, kind, writing):
     there, link = tmp_path / "there", tmp_path / "link"
     KINDS[kind](there)
     link.symlink_to(there)
     mode = there.stat().st_mode
     for out in (there, link):
-        result = run(*commands(tmp_path, str(out))[writer])
-        assert result.exit_code == 2
-        (line,) = result.stderr.splitlines()
-        assert f"it is {kind}, not a file" in line
+        assert f"it is {kind}, not a file" in refused(*writing(writer, out))
     assert there.stat().st_mode == mode
     assert link.is_symlink()
 
@@ -375,33 +367,24 @@ def test_a_name_of_standard_output_is_standard_output(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["-", "/dev/fd/1"])
 def test_a_recording_is_no_text_for_standard_output(name):
-    result = run("cache", "export", name, "--cache", "none")
-    assert result.exit_code == 2
-    assert "a recording needs a file" in result.stderr
+    line = refused("cache", "export", name, "--cache", "none")
+    assert "a recording needs a file" in line
 
 
-def test_an_export_does_not_replace_the_cache_itself(tmp_path):
-    path = some_cache(tmp_path)
-    before = path.read_bytes()
-    result = run("cache", "export", str(path), "--cache", str(path))
-    assert result.exit_code == 2
-    assert "is the cache itself" in result.stderr
-    assert path.read_bytes() == before
+def test_an_export_does_not_replace_the_cache_itself(some_cache):
+    before = some_cache.read_bytes()
+    line = refused("cache", "export", some_cache, "--cache", some_cache)
+    assert "is the cache itself" in line
+    assert some_cache.read_bytes() == before
 
 
-def test_a_newer_versions_recording_is_not_replaced(tmp_path):
-    cache, out = some_cache(tmp_path), tmp_path / "out.json"
-    with BenchmarkCache(cache) as found:
+def test_a_newer_versions_recording_is_not_replaced(tmp_path, some_cache, writing):
+    out = tmp_path / "out.json"
+    with BenchmarkCache(some_cache) as found:
         found.export_json(out)
     newer = out.read_bytes().replace(b'"schema": 2', b'"schema": 3')
     out.write_bytes(newer)
-    tune = ("tune", "--problem", PROBLEM, "--backend", "null", "--cache", "none")
-    for args in (
-        ("cache", "export", str(out), "--cache", str(cache)),
-        (*tune, "--record", str(out)),
-    ):
-        result = run(*args)
-        assert result.exit_code == 2
-        (line,) = result.stderr.splitlines()
+    for writer in ("export", "record"):
+        line = refused(*writing(writer, out))
         assert "newer version of mucudnn (schema 3" in line
     assert out.read_bytes() == newer

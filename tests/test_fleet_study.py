@@ -129,27 +129,6 @@ def test_the_command_prints_writes_json_and_draws(tables):
     assert report.read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["lenet"], 2, "give the devices"),
-        (["--devices", "p100"], 2, "name a network"),
-        (["lenet", "--devices", "p10"], 2, "did you mean 'p100'"),
-        (["lenet", "--devices", "p100="], 2, "has no recording"),
-        (["lenet", "--devices", "0xp100"], 2, "at least 1"),
-        (["lenet", "--devices", "p100=/nowhere.json"], 2, "/nowhere.json"),
-        (["lenet", "--devices", "p100", "--batch", "9-8"], 2, "ends before it begins"),
-        (["lenet", "--devices", "p100", "--batch", "many"], 2, "neither a number"),
-        (["lenet", "--devices", "2xp100", "--batch", 1, "--at-least", 1], 2, "fewer"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(words, code, said):
-    done = run(*words)
-    assert done.exit_code == code
-    assert said in done.output
-    assert "Traceback" not in done.output
-
-
 def test_a_batch_that_fits_nowhere_is_an_answer(tables):
     (tables / "tiny.json").write_text(
         format_step_table(StepTable("tiny", (StepPoint(1, 1.0, 5000),)), 3000)

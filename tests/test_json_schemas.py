@@ -9,6 +9,8 @@ from tests.commands import run
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: mucudnn[dev]")
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 FOLDER = Path(__file__).parents[1] / "docs" / "reference" / "schemas"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 NULL = ("--backend", "null", "--cache", "none")

@@ -34,6 +34,8 @@ from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 from tests.schedule_oracle import verify
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 WAYS = tuple(itertools.product(policy_names(), (None, *SCHEDULERS.table), CONVOLUTIONS))
 
 

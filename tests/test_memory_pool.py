@@ -1,6 +1,5 @@
 """The pool against a naive allocator: what is where, what is free, what is said."""
 
-import gc
 import re
 import weakref
 
@@ -15,6 +14,7 @@ from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.executor.arena import Pool
+from tests.doubles import without_collection
 from tests.examples import examples
 
 GRAIN = 512
@@ -308,8 +308,7 @@ def test_a_device_without_room_says_so():
 
 
 def test_closing_frees_the_arena():
-    gc.disable()
-    try:
+    with without_collection():
         device = Counted()
         pool = Pool(device, 1 << 16)
         pool.allocate("a", 100)
@@ -318,8 +317,6 @@ def test_closing_frees_the_arena():
         pool.close()
         assert gone() is None
         assert device.trims == 1  # what a device keeps for later is given back, too
-    finally:
-        gc.enable()
     pool.close()
     assert not pool.blocks
     with pytest.raises(ValueError, match="the pool was closed; make another"):

@@ -165,25 +165,6 @@ def test_the_largest_batch_within_a_budget_is_found_in_few_trials(
     assert len(tried) == len(set(tried)) < 60
 
 
-def test_planning_succeeds_at_the_largest_batch_and_fails_beyond():
-    budget = 8 * MIB
-    policies = ("keep_all", "superneurons", "cost_based", PLANNED)
-    found = study_memory(
-        spec("lenet"), policies=policies, budget=budget, max_batch=True
-    ).max_batch
-    for policy, batch in found.items():
-        assert plan_of(policy, batch, budget).peak_bytes <= budget
-        with pytest.raises(PlanningError):
-            plan_of(policy, batch + 1, budget)
-
-
-def plan_of(policy, batch, budget):
-    graph = spec("lenet", batch).graph()
-    return plan_step(
-        StepRequest(graph, estimate(graph, "null"), budget=budget, policy=policy)
-    )
-
-
 def test_parameters_that_outweigh_all_samples_mislead_nobody():
     """From the first two batches the line is flat; it says nothing about later ones."""
     found = study_memory(
@@ -230,27 +211,28 @@ def test_the_curve_falls_with_the_budget_for_our_policy():
 
 
 def test_limits_by_policy_agree_with_trying():
+    policies = ("keep_all", "paging", "superneurons", "cost_based", PLANNED)
     found = study_memory(
         spec("lenet"),
-        policies=("keep_all", "paging"),
+        policies=policies,
         budget=8 * MIB,
         max_batch=True,
         min_budget=True,
     )
     for policy, batch in found.max_batch.items():
-        graph = spec("lenet", batch).graph()
-        profile = estimate(graph, "null")
-        assert minimum_budget(StepRequest(graph, profile, policy=policy)) <= 8 * MIB
-        graph = spec("lenet", batch + 1).graph()
-        assert (
-            minimum_budget(StepRequest(graph, estimate(graph, "null"), policy=policy))
-            > 8 * MIB
+        fitting, beyond = (
+            StepRequest(*step("lenet", n), policy=policy, budget=8 * MIB)
+            for n in (batch, batch + 1)
         )
+        assert minimum_budget(fitting) <= 8 * MIB < minimum_budget(beyond)
+        assert plan_step(fitting).peak_bytes <= 8 * MIB
+        with pytest.raises(PlanningError):
+            plan_step(beyond)
     graph, profile = step("lenet")
     for policy, least in found.min_budget.items():
         assert least == minimum_budget(StepRequest(graph, profile, policy=policy))
     text = [table.rows for table in memory_tables(found)][-1]
-    assert [row[0] for row in text] == ["keep_all", "paging"]
+    assert [row[0] for row in text] == [*policies]
 
 
 # Traces and snapshots -------------------------------------------------------------
@@ -370,11 +352,13 @@ def elements(page, name):
     return ET.fromstring(page.partition("\n")[2]).iter(name)
 
 
-def test_the_page_is_well_formed_and_shows_every_technique():
-    page = memory_report(study(curve=True))
+def test_the_page_is_well_formed_and_shows_every_technique(short_search):
+    policies = ("keep_all", "paging", PLANNED)
+    found = study_memory(spec(), policies=policies, budget=budget_of(0.3), curve=True)
+    page = memory_report(found)
     assert page.startswith("<!DOCTYPE html>")
     rows = ["".join(row.itertext()) for row in elements(page, "tr")]
-    for technique in study().techniques:
+    for technique in found.techniques:
         assert any(row.startswith(technique.policy) for row in rows)
     assert sum(row.endswith("best") for row in rows) == 1
     headings = {"".join(h.itertext()) for h in elements(page, "h2")}

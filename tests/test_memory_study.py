@@ -17,6 +17,8 @@ from mucudnn.studies.memory_results import StepSpec
 
 MIB = 1 << 20
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def test_a_graph_is_studied_as_its_network_is():
     graph = get_model("lenet")(4)

@@ -133,7 +133,7 @@ def is_fused(graph):
     return FUSED in {node.op for node in graph.nodes}
 
 
-def test_fusion_is_given_up_only_where_a_budget_needs_it(monkeypatch):
+def test_fusion_is_given_up_only_where_a_budget_needs_it(monkeypatch, short_search):
     monkeypatch.setattr(planned_steps, "refine", unrefined)
     model = residual_network([(8, True, True)] * 2)
     spec = StepSpec(model=model, batch=4, device="cpu")

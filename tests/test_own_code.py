@@ -488,7 +488,7 @@ def test_what_is_installed_is_found_by_its_name(installed, step, profile):
     assert "from_afar" not in POLICIES.table
 
 
-def test_what_is_installed_is_known_to_the_command_line(installed):
+def test_what_is_installed_is_known_to_the_command_line(installed, short_search):
     rows = json_of(
         *("memory", "far_net", "--policy", "all", "--scheduler", "in_time"),
         *("--budget", "1GiB"),
@@ -537,7 +537,7 @@ def test_a_broken_entry_point_is_a_warning_that_names_it(
         monkeypatch.delitem(sys.modules, "hopeless_plugin", raising=False)
 
 
-def test_a_broken_entry_point_harms_no_command(tmp_path):
+def test_a_broken_entry_point_harms_no_command(tmp_path, short_search):
     entries = "[mucudnn.policies]\nhopeless = gone_plugin:f\n"
     entries += "[mucudnn.models]\nsad_net = gone_plugin:f\n"
     distribution(tmp_path, "sad-thing", entries)

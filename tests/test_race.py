@@ -5,7 +5,6 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.backends import Backend, get_backend
 from mucudnn.ir.conv import PerfTable
 from mucudnn.ir.measurement import ANY_LIMIT, LimitRange
 from mucudnn.ir.numerics import RowStatus
@@ -13,7 +12,7 @@ from mucudnn.passes.convolution.pruning import race
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK, problem
+from tests.doubles import QUICK, problem, watched
 from tests.examples import examples
 from tests.tables import perf
 
@@ -113,23 +112,15 @@ def test_no_plan_is_lost_where_times_follow_a_law(data, batch, least_limit):
         assert pareto_plans(some, limit)[-1].time_ms == pytest.approx(best)
 
 
-class Slowed:
+def slowed():
     """The null library, one of whose algorithms takes fifty times as long."""
 
-    def __init__(self, conv, device):
-        self._conv, self._device = conv, device
-        self.algorithms, self.excluded = conv.algorithms, conv.excluded
-        self.traits, self.calls = conv.traits, []
+    def before(problem, algo):
+        if algo == "SLOW":
+            backend.device.advance(49 * problem.batch)
 
-    def run(self, problem, algo, *operands, **options):
-        self.calls.append((algo, problem.batch))
-        for _ in range(50 if algo == "SLOW" else 1):
-            self._conv.run(problem, algo, *operands, **options)
-
-
-def slowed():
-    real = get_backend("null")
-    return Backend(real.name, real.device, Slowed(real.conv, real.device))
+    backend = watched(before=before)
+    return backend
 
 
 def test_rows_not_timed_say_so_and_another_limit_asks_for_them():

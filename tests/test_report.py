@@ -27,6 +27,7 @@ from mucudnn.report.text import (
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.convolutions import compare, in_directions
 from mucudnn.suites import Layer, load_suite, parse_problem
+from tests.commands import Terminal
 
 KIB = 1 << 10
 
@@ -169,10 +170,6 @@ def test_plain_text_is_aligned_and_whole(comparison):
 
 
 def test_a_terminal_gets_a_drawing(comparison, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setenv("COLUMNS", "78")
     stream = Terminal()
     write_tables(comparison_tables(comparison), stream)
@@ -340,11 +337,6 @@ def test_a_whole_comparison_says_nothing_of_what_is_missing(comparison):
     assert entry.missing == ()
     assert comparison_tables(whole)[1].notes == ()
     assert cards(whole)[0][-1].endswith("15 of 15 layers compared")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from mucudnn.runtime.training.history import plans_of, read_resumption
 from mucudnn.runtime.training.loop import fit
 from tests.checkpointing import forge as forge_file
 from tests.commands import done, refused
+from tests.doubles import places_in
 from tests.examples import examples
 from tests.training_cases import Epochs, trainer
 
@@ -167,14 +168,6 @@ values = st.recursive(
 )
 
 
-def places(value, before=()):
-    yield before
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in items:
-            yield from places(inner, (*before, key))
-
-
 @examples(
     150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -184,7 +177,7 @@ def test_whatever_is_written_there_is_no_traceback(genuine, folder, data):
     shutil.copy(genuine / NAME, folder)
     body = read_header(folder / NAME)
     del body["crc32"]  # which is always right
-    place = data.draw(st.sampled_from([p for p in places(body) if p]))
+    place = data.draw(st.sampled_from([p for p in places_in(body) if p]))
     value = data.draw(st.just(DELETED) | values)
     forge(folder, put(copy.deepcopy(value) if value is not DELETED else value, *place))
     try:

@@ -38,15 +38,20 @@ def trained(split, *, norm=True, **options):
         return found, answers, weights, trainer.splitting
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_training_in_parts_is_the_same_training(norm):
-    whole = trained("none", norm=norm)
-    for parts in (3, 5):
-        found = trained(parts, norm=norm)
-        for mine, theirs in zip(found[0], whole[0], strict=True):
-            assert mine.correct == theirs.correct
-            assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
-        np.testing.assert_allclose(found[1], whole[1], rtol=1e-3, atol=1e-4)
+@pytest.fixture(scope="module", params=[True, False])
+def whole(request):
+    """Whether a network normalises, and its training in one piece."""
+    return request.param, trained("none", norm=request.param)
+
+
+@pytest.mark.parametrize("split", [3, 5, "height:3"])
+def test_training_in_slices_is_the_same_training(split, whole):
+    norm, expected = whole
+    found = trained(split, norm=norm)
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert mine.correct == theirs.correct
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-4)
 
 
 def test_a_budget_does_not_change_the_bits_of_a_step_in_parts():
@@ -56,14 +61,6 @@ def test_a_budget_does_not_change_the_bits_of_a_step_in_parts():
     for name, array in kept[2].items():
         np.testing.assert_array_equal(found[2][name], array, err_msg=name)
     assert [r.loss for r in found[0]] == [r.loss for r in kept[0]]
-
-
-@pytest.mark.parametrize("norm", [True, False])
-def test_training_in_strips_is_the_same_training(norm):
-    whole, found = trained("none", norm=norm), trained("height:3", norm=norm)
-    for mine, theirs in zip(found[0], whole[0], strict=True):
-        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
-    np.testing.assert_allclose(found[1], whole[1], rtol=1e-3, atol=1e-4)
 
 
 def test_whole_or_in_parts_is_decided_by_what_was_measured():

@@ -25,6 +25,8 @@ from mucudnn.passes.planning.split_search import plan_splitting
 from mucudnn.studies.memory import IN_PARTS, study_memory
 from mucudnn.studies.memory_results import StepSpec
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def network(batch, *, norm):
     g = GraphBuilder()

@@ -25,10 +25,11 @@ from mucudnn.passes.simulate import simulate
 from mucudnn.runtime.executor.tiers import TierChoice, Tiers, parse_tiers
 from mucudnn.runtime.profiling.links import measured_tiers
 from mucudnn.runtime.training.budget import MemoryBudget
-from tests.commands import refused
 from tests.cupy_fake import StrictCupy
 from tests.swapping import Bench, same
 from tests.test_hosted_state import history, trainer, within
+
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 SHARED = Path("/dev/shm")
 needs_segments = pytest.mark.skipif(
@@ -346,10 +347,3 @@ def test_memory_of_another_gpu():
     assert (back.get() == np.arange(32)).all()
     copier.close()
     peer.close()
-
-
-def test_the_command_says_what_goes_where(tmp_path, monkeypatch):
-    monkeypatch.setenv("MUCUDNN_DATABASE", str(tmp_path / "cache.sqlite"))
-    train = ("train", "lenet", "--backend", "null", "--batch", 64)
-    assert "--tier needs --budget" in refused(*train, "--tier", "host")
-    assert "unknown tier" in refused(*train, "--budget", "1MiB", "--tier", "ram")

@@ -241,25 +241,6 @@ def test_the_command_logs_and_says_what_it_tested(tmp_path):
     assert second.startswith("epoch 1/1  ")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--log", "log.txt"), "a log must end in .csv, .jsonl, .ndjson"),
-        (("--log", "-"), "a log needs a file"),
-        (("--log", "no/log.csv"), "no directory no"),
-        (("--log", "a.csv", "--json", "a.csv"), "--json and --log both write a.csv"),
-        (("--eval-every", "0"), "the value is"),
-    ],
-)
-def test_what_cannot_be_logged_is_one_line(tmp_path, monkeypatch, options, said):
-    monkeypatch.chdir(tmp_path)
-    done = train(*options)
-    assert done.exit_code == 2
-    (line,) = done.stderr.splitlines()
-    assert said in line
-    assert not [*tmp_path.iterdir()]
-
-
 def test_without_a_writer_event_files_are_refused(tmp_path, monkeypatch):
     for name in ("tensorboardX", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)

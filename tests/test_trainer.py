@@ -1,6 +1,5 @@
 """Training steps, the loop over them, and going on where it stopped."""
 
-import gc
 import signal
 import weakref
 
@@ -20,7 +19,7 @@ from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK
+from tests.doubles import QUICK, without_collection
 from tests.schedule_oracle import verify
 from tests.training_cases import Epochs, examples, network, trainer, weights
 
@@ -523,9 +522,7 @@ def test_one_line_says_what_it_is():
 
 def test_what_is_closed_is_free(tmp_path, copying_threads):
     """Without a collection of garbage: device memory does not wait for one."""
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collection():
         with trainer() as made:
             budget = MemoryBudget(
                 nbytes=made.peak_bytes * 9 // 10, convolutions="fixed", disk=tmp_path
@@ -539,8 +536,6 @@ def test_what_is_closed_is_free(tmp_path, copying_threads):
             assert copying_threads()
         assert arena() is None
         assert not copying_threads()
-    finally:
-        gc.enable()
     made.close()
     images, labels = examples(BATCH)
     for call in (
@@ -566,14 +561,10 @@ def test_it_is_closed_after_an_error_too():
 def test_what_is_deleted_is_gone(nbytes):
     """Without a collection of garbage, and though budgets were refused on the way."""
     tuner = Tuner(backend="null", cache=None)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collection():
         made = Trainer(
             get_model("lenet")(16), tuner=tuner, optimizer="adam", budget=nbytes
         )
         gone = [weakref.ref(made), weakref.ref(made.state)]
         del made
         assert [ref() for ref in gone] == [None, None]
-    finally:
-        gc.enable()

@@ -559,7 +559,7 @@ class Relaxation:
         known: dict[frozenset[Any], float] = {}
         for position, node in enumerate(request.graph.nodes):
             window = self._windows.of(position)
-            front = _hull(plans.get(node.name, ()))
+            front = lower_hull(plans.get(node.name, ()))
             terms = rows[position]
             chosen = [self._variable() for _ in front[1:]]
             if not front:
@@ -614,7 +614,7 @@ def _value(variable: Any) -> float:
     return 0.0 if variable is None else float(variable.varValue or 0.0)
 
 
-def _hull(plans: Sequence[ConvPlan]) -> list[tuple[float, float]]:
+def lower_hull(plans: Sequence[ConvPlan]) -> list[tuple[float, float]]:
     """Return (bytes, ms) of the plans on the lower convex hull."""
     found: list[tuple[float, float]] = []
     points = ((float(rounded(plan.workspace)), plan.time_ms) for plan in plans)

@@ -48,6 +48,7 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.bound import lower_hull
 from mucudnn.passes.planning.climbing import SearchState
 from mucudnn.passes.planning.request import (
     StepRequest,
@@ -159,7 +160,7 @@ class StepModel:
         self._tiny, self._big = _TINY * peak, _BIG * peak
         self._again = [_recomputed(node) for node in self.nodes]
         self.fronts = {
-            node.name: _hull(request.profile.fronts[node.name])
+            node.name: lower_hull(request.profile.fronts[node.name])
             for node in self.nodes
             if request.convolutions == "dynamic" and node.name in request.profile.fronts
         }
@@ -372,22 +373,6 @@ def _recomputed(node: Node) -> Node | None:
     if node.phase is not Phase.FORWARD or node.traits.view or not node.recomputable:
         return None
     return node.recompute_node or node
-
-
-def _hull(plans: Sequence[ConvPlan]) -> list[tuple[float, float]]:
-    """Return (bytes, ms) of the plans on the lower convex hull."""
-    found: list[tuple[float, float]] = []
-    points = ((float(rounded(plan.workspace)), plan.time_ms) for plan in plans)
-    for x, y in sorted(points):
-        if found and y >= found[-1][1]:
-            continue
-        while len(found) > 1:
-            (x0, y0), (x1, y1) = found[-2:]
-            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
-                break
-            found.pop()
-        found.append((x, y))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
