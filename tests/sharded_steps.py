@@ -259,6 +259,33 @@ def accumulated():
     return difference(theirs, ours)
 
 
+def scaled():
+    """Losses scaled for float16; the gradients of one rank are once not finite."""
+    differs = []
+    for case in ("fsdp", "ddp"):
+        theirs, ours, _ = trainings(case)
+        scalers = [
+            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+            for _ in range(2)
+        ]
+        parts = ours[0], mse, ours[1]
+        step = mt.train_step(*parts, cache=None, scaler=scalers[1])
+        torch.manual_seed(100 + dist.get_rank())
+        for i in range(4):
+            x, y = batch()
+            if i == 2 and dist.get_rank() == 1:
+                x[0, 0] = float("inf")
+            theirs[1].zero_grad()
+            scalers[0].scale(mse(theirs[0](x), y)).backward()
+            scalers[0].step(theirs[1])
+            scalers[0].update()
+            step(x, y)
+            differs.append(difference(theirs, ours))
+            now = [scaler.get_scale() for scaler in scalers]
+            differs.append("" if now[0] == now[1] else f"scales {now}")
+    return differs
+
+
 def own_sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A user's own way to sum gradients."""
     future = torch.futures.Future()
@@ -368,6 +395,8 @@ def main(cases, rank, size, folder):
                 found[name] = between()
             elif name == "accumulated":
                 found[name] = accumulated()
+            elif name == "scaled":
+                found[name] = scaled()
             elif name == "refused":
                 found[name] = refused()
             else:

@@ -26,7 +26,7 @@ FOUR = ("tight", "tied", "ddp", "ddp unused")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    cases = ",".join((*TWO, "between", "accumulated", "refused"))
+    cases = ",".join((*TWO, "between", "accumulated", "scaled", "refused"))
     return ranks(cases, 2, tmp_path_factory.mktemp("two"), FILE)
 
 
@@ -55,6 +55,11 @@ def test_steps_have_the_bits_of_pytorchs_own_within_the_planned_bytes(
 def test_evaluation_checkpoints_and_rates_between_steps_are_seen(two):
     for rank in two:
         assert not any(rank["between"]), rank["between"]
+
+
+def test_gradients_that_are_not_finite_on_one_rank_skip_the_step_of_all(two):
+    for rank in two:
+        assert not any(rank["scaled"]), rank["scaled"]
 
 
 def test_gradients_of_parts_of_a_batch_are_summed(two):

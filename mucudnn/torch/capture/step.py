@@ -152,13 +152,6 @@ def capture_step(
             fakes[-len(tensors) :] = [
                 t.new_empty((size, *t.shape[1:])) for t in fakes[-len(tensors) :]
             ]
-    if sharding is not None and sharding.planned:
-        rows = _rows_of_shards(parts, optimizer, sharding)
-        with mode:
-            for i, name in enumerate(names):
-                if name in rows:
-                    shape = rows[name], *fakes[i].shape[1:]
-                    fakes[i] = fakes[i].new_empty(shape)
     recorder = tracer.recorder
     try:
         with (
@@ -198,19 +191,6 @@ def capture_step(
         settings.recorded and updates_many(optimizer),
         sharding,
     )
-
-
-def _rows_of_shards(
-    parts: StepParts, optimizer: torch.optim.Optimizer, sharding: Sharding
-) -> dict[str, int]:
-    """Return how many rows a rank would have of each tensor that is to be sharded."""
-    found = {name: part.rows for name, part in sharding.parts.items()}
-    names = {id(tensor): name for name, tensor in parts.parameters.items()}
-    for (i, j, key), value in parts.state.items():
-        part = sharding.parts.get(names[id(optimizer.param_groups[i]["params"][j])])
-        if part is not None and tuple(value.shape) == part.shape:
-            found[f"state.{i}.{j}.{key}"] = part.rows
-    return found
 
 
 def _check_trained(

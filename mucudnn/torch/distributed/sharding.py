@@ -119,7 +119,6 @@ class Sharding:
         bucket_bytes: Sizes of the first and of every other such bucket.
         broadcast: Buffers that rank 0 sends to all ranks at the begin of a step.
         rebuilds: Whether buckets are filled anew after the first step.
-        planned: Whether no process group exists, and the model is not sharded.
     """
 
     kind: Kind
@@ -131,7 +130,6 @@ class Sharding:
     bucket_bytes: tuple[int, int] = (0, 0)
     broadcast: tuple[str, ...] = ()
     rebuilds: bool = False
-    planned: bool = False
 
     @property
     def after_first(self) -> "Sharding":
@@ -143,41 +141,6 @@ class Sharding:
         if not self.rebuilds or self.size <= _COMMUTE:
             return self
         return replace(self, buckets=(), rebuilds=False)
-
-    @classmethod
-    def plan(
-        cls,
-        root: torch.nn.Module,
-        size: int,
-        kind: Kind = "fsdp",
-        policy: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
-    ) -> "Sharding":
-        """Return how `size` ranks would share a model that is on one device.
-
-        Units are its repeated blocks, and everything else together.
-
-        Args:
-            root: The model, as `root_of` returns it; it stays as it is.
-            size: Number of ranks.
-            kind: "fsdp" to shard parameters, "ddp" to keep them on every rank.
-            policy: Types to compute in, and to sum gradients in.
-        """
-        if kind == "ddp":
-            most = dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20
-            return cls(kind, "", size, parts={}, bucket_bytes=most, planned=True)
-        parts = {
-            name: Part(tuple(p.shape), -(-p.shape[0] // size), p.dtype)
-            for name, p in root.named_parameters()
-            if p.dim()
-        }
-        names = {id(p): name for name, p in root.named_parameters() if p.dim()}
-        units = []
-        for block in _repeated_blocks(root):
-            mine = [names.pop(id(p)) for p in block.parameters() if id(p) in names]
-            units.append(Unit(tuple(mine), *policy))
-        units.append(Unit(tuple(names.values()), *policy))
-        units = [unit for unit in units if unit.names]
-        return cls(kind, "", size, tuple(units), parts, planned=True)
 
     def rows(self, name: str) -> int:
         """Return the rows of the largest part of a parameter, that of rank 0."""
@@ -356,20 +319,6 @@ def _done(name: str, *args: Any) -> torch.Tensor:
         _recording.on = False
 
 
-def _repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the outermost modules that a list has several of, in the model's order."""
-    children = list(module.children())
-    listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
-    kinds = Counter(
-        type(child) for child in children if listed and any(child.children())
-    )
-    for child in children:
-        if kinds[type(child)] > 1:
-            yield child
-        else:
-            yield from _repeated_blocks(child)
-
-
 # What a model says about its ranks.
 
 
@@ -393,11 +342,21 @@ def as_sharded(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(model: torch.nn.Module) -> list[Any]:
-    """Return FSDP2's groups of parameters in a model, in the order of its modules."""
+    """Return FSDP2's groups of parameters in a model, in the order of its modules.
+
+    Raises:
+        UnsupportedError: This version of PyTorch keeps them elsewhere.
+    """
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state = module._get_fsdp_state()
+            if not hasattr(state, "_fsdp_param_groups"):
+                raise UnsupportedError(
+                    "a step under fully_shard is planned with PyTorch 2.13 or newer, "
+                    f"and this is {torch.__version__}"
+                )
+            for group in state._fsdp_param_groups:
                 found.setdefault(id(group), group)
     return list(found.values())
 
