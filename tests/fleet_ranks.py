@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.rank_networks import NETWORKS
 
-SECONDS = 300
+SECONDS = 280
 EPOCHS, BATCH, SAMPLES = 2, 12, 30
 RATES = {"mean": 0.1, "sum": 0.01}
 

@@ -1,5 +1,6 @@
 """`train_step` under `fully_shard` and DistributedDataParallel, over gloo."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -17,53 +18,50 @@ pytestmark = pytest.mark.torch
 
 FILE = Path(__file__).with_name("sharded_steps.py")
 
-TWO = (
-    *("fsdp", "wide", "tight", "tied", "partly", "normalized", "bfloat16", "float16"),
-    *("inner only", "clipped", "ddp", "ddp clipped", "ddp normalized", "ddp unused"),
+GROUPS = (
+    (2, ("fsdp", "wide", "tight", "tied", "partly")),
+    (2, ("normalized", "bfloat16", "float16", "inner only", "clipped")),
+    (2, ("ddp", "ddp clipped", "ddp normalized", "ddp unused")),
+    (4, ("tight",)),
+    (4, ("ddp", "ddp unused")),
 )
-FOUR = ("tight", "tied", "ddp", "ddp unused")
+"""Numbers of ranks, and cases that they try one after another."""
+
+FEATURES = ("between", "accumulated", "scaled")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    cases = ",".join((*TWO, "between", "accumulated", "scaled", "refused"))
-    return ranks(cases, 2, tmp_path_factory.mktemp("two"), FILE)
+def results(tmp_path_factory):
+    @functools.cache
+    def of(size, cases):
+        folder = tmp_path_factory.mktemp("ranks")
+        return ranks(",".join(cases), size, folder, FILE)
 
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return ranks(",".join(FOUR), 4, tmp_path_factory.mktemp("four"), FILE)
+    return of
 
 
 @pytest.mark.parametrize(
-    ("size", "case"),
-    [*((2, case) for case in TWO), *((4, case) for case in FOUR)],
+    ("size", "cases", "case"),
+    [(size, cases, case) for size, cases in GROUPS for case in cases],
 )
 def test_steps_have_the_bits_of_pytorchs_own_within_the_planned_bytes(
-    size, case, request
+    size, cases, case, results
 ):
-    results = request.getfixturevalue({2: "two", 4: "four"}[size])
-    assert len({rank[case]["peak"] for rank in results}) == 1
-    for rank in results:
-        found = rank[case]
-        assert not any(found["differs"]), found["differs"]
-        assert found["real"] <= found["planned"]
-        if found["budget"] is not None:
-            assert found["peak"] <= found["budget"]
+    found = [rank[case] for rank in results(size, cases)]
+    assert not any("error" in rank for rank in found), found
+    assert len({rank["peak"] for rank in found}) == 1
+    for rank in found:
+        assert not any(rank["differs"]), rank["differs"]
+        assert rank["real"] <= rank["planned"]
+        if rank["budget"] is not None:
+            assert rank["peak"] <= rank["budget"]
 
 
-def test_evaluation_checkpoints_and_rates_between_steps_are_seen(two):
-    for rank in two:
-        assert not any(rank["between"]), rank["between"]
-
-
-def test_gradients_that_are_not_finite_on_one_rank_skip_the_step_of_all(two):
-    for rank in two:
-        assert not any(rank["scaled"]), rank["scaled"]
-
-
-def test_gradients_of_parts_of_a_batch_are_summed(two):
-    assert [rank["accumulated"] for rank in two] == ["", ""]
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_goes_on_around_steps_is_seen(feature, results):
+    """Evaluation, checkpoints and rates; parts of batches; scaled losses."""
+    for rank in results(2, FEATURES):
+        assert not any(rank[feature]), rank[feature]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +78,8 @@ def test_gradients_of_parts_of_a_batch_are_summed(two):
         ("one rank", "ArithmeticError: only here"),
     ],
 )
-def test_an_error_is_that_of_all_ranks(two, what, words):
-    for rank in two:
+def test_an_error_is_that_of_all_ranks(results, what, words):
+    for rank in results(2, ("refused",)):
         assert words in rank["refused"][what]
         assert rank["refused"]["after"] == ""
 
