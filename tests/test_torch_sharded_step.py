@@ -10,6 +10,13 @@ from tests.fleet_ranks import ranks, start
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 import torch.distributed as dist  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
+from mucudnn.errors import UnsupportedError  # noqa: E402
+from mucudnn.ir.graph import Phase  # noqa: E402
+from mucudnn.torch.costs.measure import measured  # noqa: E402
+from mucudnn.torch.distributed.sharding import WAIT  # noqa: E402
+from mucudnn.torch.lowering.lower import lower  # noqa: E402
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)
@@ -82,6 +89,20 @@ def test_an_error_is_that_of_all_ranks(results, what, words):
     for rank in results(2, ("refused",)):
         assert words in rank["refused"][what]
         assert rank["refused"]["after"] == ""
+
+
+def test_no_rank_measures_a_collective_alone():
+    """It would wait for the others for ever."""
+
+    def summed(x):
+        pending = torch.ops._c10d_functional.all_reduce.default(x, "sum", "0")
+        return [WAIT(pending) + 1]
+
+    module = make_fx(summed, tracing_mode="fake")(torch.zeros(4))
+    lowered = lower(module, lambda _: Phase.FORWARD)
+    assert [node.traits.view for node in lowered.graph.nodes] == [False, True, False]
+    with pytest.raises(UnsupportedError, match="exchanges data with other ranks"):
+        measured(lowered)
 
 
 def test_a_killed_rank_ends_the_others_with_one_error(tmp_path):

@@ -82,8 +82,8 @@ def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
         known: What was measured before, which is not measured again; it is added to.
 
     Raises:
-        UnsupportedError: A result has another layout or storage than in the graph, or
-            tensors are on several devices.
+        UnsupportedError: A result has another layout or storage than in the graph,
+            tensors are on several devices, or a node is a collective.
     """
     graph = lowered.graph
     meter = meter_of(device_of(lowered.layouts))
@@ -96,6 +96,13 @@ def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
     known = known or KnownCosts()
     with torch.no_grad(), autocast_off():
         new = {key: node for key, node in ones.items() if key not in known.times}
+        for node in new.values():
+            if is_collective(node.op):
+                raise UnsupportedError(
+                    f"{node.name} ({node.op}) exchanges data with other ranks, which "
+                    "do not measure it now; train_step of a model under fully_shard or "
+                    "DistributedDataParallel plans collectives"
+                )
         times, scratch = costs_of(lowered, new)
         known.times.update(times)
         known.scratch.update(scratch)
