@@ -47,7 +47,8 @@ from mucudnn.torch.plan_store import (  # noqa: E402
     structure_of,
 )
 from mucudnn.torch.planning import Planner  # noqa: E402
-from tests.test_stores_hostile import VALUES, places  # noqa: E402
+from tests.doubles import places_in  # noqa: E402
+from tests.test_stores_hostile import VALUES  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -285,7 +286,7 @@ def mutated(rnd, value):
     """Some of it is another, is gone, is there twice, or is more."""
     value = copy.deepcopy(value)
     for _ in range(rnd.choice([1, 1, 2])):
-        *path, last = rnd.choice([place for place in places(value) if place])
+        *path, last = rnd.choice([place for place in places_in(value) if place])
         at = value
         for key in path:
             at = at[key]
