@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -399,8 +399,12 @@ def sharding_of(root: torch.nn.Module) -> Sharding | None:
             parts[name] = Part(
                 tuple(parameter.sharded_param.shape), local.shape[0], local.dtype
             )
-        policy = group.mp_policy
-        units.append(Unit(tuple(mine), policy.param_dtype, policy.reduce_dtype))
+        computes, sums = _types_of(group.fsdp_params[0].mp_policy)
+        if sums is None and hasattr(group, "_get_reduce_dtype"):
+            # From PyTorch 2.15 on, sums have the type of the parameters, not that of
+            # the gradients.
+            sums = reduce(torch.promote_types, (parts[name].dtype for name in mine))
+        units.append(Unit(tuple(mine), computes, sums))
     (process_group,) = process_groups
     return Sharding(
         "fsdp",
@@ -409,6 +413,11 @@ def sharding_of(root: torch.nn.Module) -> Sharding | None:
         tuple(units),
         parts,
     )
+
+
+def _types_of(policy: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the types that a policy computes in, and sums gradients in."""
+    return policy.param_dtype, policy.reduce_dtype
 
 
 def _check_group(group: Any) -> None:
@@ -437,6 +446,8 @@ def _check_group(group: Any) -> None:
         found = "parameters with all-gather extensions"
     elif any(p.is_dtensor for p in group.fsdp_params):
         found = "parameters that were sharded before (tensor parallelism)"
+    elif len({_types_of(p.mp_policy) for p in group.fsdp_params}) > 1:
+        found = "parameters of one unit that are cast to several types"
     if found:
         raise UnsupportedError(
             f"the model uses fully_shard with {found}, which a planned step does not "
