@@ -73,7 +73,7 @@ def _compared(name: str, size: int, cache: Path) -> dict[str, Any]:
     from bench.torch.peak import real_peak
 
     def most(value: int) -> int:
-        values: list[Any] = [None] * size
+        values = [0] * size
         dist.all_gather_object(values, value)
         return max(values)
 
@@ -113,17 +113,15 @@ def _compared(name: str, size: int, cache: Path) -> dict[str, Any]:
         ours, updates = _sharded(name)
         budget = None if share is None else int(share * their_peak)
         start = perf_counter()
-        step = partial(
-            mt.train_step(
-                ours.model, ours.loss_fn, updates, budget=budget, cache=cache
-            ),
-            *batch,
+        planned = mt.train_step(
+            ours.model, ours.loss_fn, updates, budget=budget, cache=cache
         )
+        step = partial(planned, *batch)
         same = [step().item() for _ in range(3)] == losses
         prepared = perf_counter() - start
         own = [p.to_local() for p in ours.model.parameters()]
         same = same and all(map(torch.equal, own, weights))
-        plan = step.func.plan
+        plan = planned.plan
         real = most(plan.resident_bytes + peak(step))
         pairs = [(timed(alone), timed(step)) for _ in range(_ROUNDS)]
         low, middle, high = quantiles((b / a for a, b in pairs), n=4)
@@ -231,20 +229,18 @@ def _rows(network: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def page(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines that the documentation shows of a result."""
+def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that the documentation shows of a result."""
     machine = result["machine"]
-    rows = [cells for network in result["networks"] for cells in _rows(network)]
     processor = machine["fingerprint"].split("/")[1]
-    return [
+    yield (
         f"Two cores of an {processor}, PyTorch {machine['torch']}, "
-        f"{machine['measured_at'][:10]}; `python -m bench.torch_sharded`.",
-        "",
-        *(
-            f"| {' | '.join(cells)} |"
-            for cells in (_HEAD, ("---",) * len(_HEAD), *rows)
-        ),
-    ]
+        f"{machine['measured_at'][:10]}; `python -m bench.torch_sharded`."
+    )
+    yield ""
+    rows = [cells for network in result["networks"] for cells in _rows(network)]
+    for cells in (_HEAD, ["---"] * len(_HEAD), *rows):
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
