@@ -61,7 +61,7 @@ _REPLANNED = (0.04, 0.02, 0.01)
 below it."""
 
 
-_LOST = 0.01
+_LOST = 0.015
 """Relative slowdown by placement from which a step is planned again."""
 
 
