@@ -51,7 +51,11 @@ from mucudnn.passes.scheduling.problem import (
     without_others,
     workspaces_of,
 )
-from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
+from mucudnn.passes.scheduling.step_plan import (
+    StepPlan,
+    exchanges_of,
+    step_ms,
+)
 from mucudnn.passes.simulate import simulate
 
 
@@ -523,8 +527,15 @@ class UnsimulatedPlan:
         moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
         nbytes = {name: graph.tensors[name].nbytes for name in moved}
         rates = known.out_bytes_per_ms, known.in_bytes_per_ms
-        copy_slowdown_ms = known.copy_slowdown_ms
-        return step_ms(self.intervals, node_ms, nbytes, rates, copy_slowdown_ms, below)
+        return step_ms(
+            self.intervals,
+            node_ms,
+            nbytes,
+            rates,
+            known.copy_slowdown_ms,
+            below,
+            exchanges_of(graph, known),
+        )
 
     def plan(self) -> StepPlan:
         """Emit and simulate the program of the step."""
