@@ -297,12 +297,14 @@ class _Tracer:
                 self._sharding.sent(buffers)
                 sent = _names_now()
                 whole = self._sharding.gathered(parameters)
-            self.gathers = _names_now() - sent
-            self.forward |= _names_now() - before
         leaves = {
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in whole.items()
         }
+        if self._sharding is not None:
+            # Leaves are operations of the graph, too, which read what is gathered.
+            self.gathers = _names_now() - sent
+            self.forward |= _names_now() - before
         # A loss may hold parameters themselves, for instance to add their norms, and an
         # optimizer's hook their gradients.
         held = {**parts.parameters, **parts.buffers}
