@@ -209,17 +209,22 @@ def copying(op, copied, dtype, narrow):
         yield [*inputs, *copy], attrs
 
 
+def run_both(machine, op, calls_of):
+    """Pairs of equal calls that have run, the first of each without a change."""
+    kernels, types, run = machine
+    plain, changed = (list(calls_of(op, change, *types)) for change in (False, True))
+    for calls in (plain, changed):
+        run(kernels[op], calls)
+    return zip(plain, changed, strict=True)
+
+
 @pytest.mark.parametrize("op", NAMES)
 def test_updates_keep_a_narrow_copy(op, machine):
     """The copy is of the type of the gradient, and nothing is written beside it."""
-    kernels, types, run = machine
-    plain, given = (list(copying(op, copied, *types)) for copied in (False, True))
-    for calls in (plain, given):
-        run(kernels[op], calls)
-    for (before, _), (after, _) in zip(plain, given, strict=True):
+    for (before, _), (after, _) in run_both(machine, op, copying):
         for one, other in zip(before, after, strict=False):
             assert one.tobytes() == other.tobytes()
-        assert np.array_equal(after[-1], after[0].astype(types[1]))
+        assert np.array_equal(after[-1], after[0].astype(machine[1][1]))
         assert (after[-1].base[after[-1].size + 1 :] == 7).all()
 
 
@@ -239,11 +244,7 @@ def turning(op, turned, dtype, narrow):
 @pytest.mark.parametrize("op", NAMES)
 def test_updates_turn(op, machine):
     """To the last bit what the same update leaves without turning."""
-    kernels, types, run = machine
-    plain, turned = (list(turning(op, turned, *types)) for turned in (False, True))
-    for calls in (plain, turned):
-        run(kernels[op], calls)
-    for (before, _), (after, _) in zip(plain, turned, strict=True):
+    for (before, _), (after, _) in run_both(machine, op, turning):
         assert np.array_equal(after[-1], np.moveaxis(before[-1], 1, -1))
         for place in {*range(len(before) - 1)} - {1}:
             assert before[place].tobytes() == after[place].tobytes()

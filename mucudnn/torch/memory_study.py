@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import device_name, get_device
 from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
@@ -60,7 +60,6 @@ from mucudnn.torch.distributed.ranks import (
     check_mesh,
     on_ranks,
 )
-from mucudnn.torch.distributed.sharding import groups_of
 from mucudnn.torch.optimizer_update import EagerUpdate, check_room
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.plan_program import (
@@ -128,11 +127,6 @@ def memory(
         UnsupportedError: The step cannot be captured, for the given reason, or there
             is not enough memory to measure the optimizer's update.
     """
-    if groups_of(model):
-        raise UnsupportedError(
-            "the model is sharded by fully_shard; study the original model, with "
-            "mesh=(8,) for eight devices and shard='fsdp2'"
-        )
     if device != _CPU:
         device = device_name(device)
     ranks = check_mesh(mesh, shard, device, split)

@@ -196,7 +196,8 @@ def train_step(
     an optimizer with `fused=True` updates CPU models by PyTorch's plain operations.
 
     Args:
-        model: The model to train.
+        model: The model to train. Under `fully_shard` or `DistributedDataParallel` all
+            ranks make each step together, and the budget is that of each rank.
         loss_fn: Called with the model's result and the rest of the batch. Returns the
             scalar to minimize, or a pair of the scalar and nested tensors that the step
             returns with it; the budget counts these tensors.
@@ -261,9 +262,11 @@ def train_step(
             unknown, `split` is combined with `inductor`, a tier is unknown, or tiers
             are given without a budget.
         TypeError: An argument has the wrong type.
-        UnsupportedError: The model is wrapped for several devices.
+        UnsupportedError: The model is wrapped for several devices in another way, or an
+            option is not supported for several ranks.
     """
-    check_parts(inner_model(model), loss_fn, optimizer)
+    inner = inner_model(model)
+    check_parts(inner, loss_fn, optimizer)
     check_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     automatic = AutomaticBudget.parse(
@@ -295,7 +298,7 @@ def train_step(
             "verify": verify,
             "fallback": fallback != "refuse" and fallback,
         }
-        check_ranks_options({name: v for name, v in given.items() if v})
+        check_ranks_options(given)
         options = replace(options, alone=sharding.size == 1)
     elif ranks > 1:
         warnings.warn(
@@ -305,7 +308,7 @@ def train_step(
             stacklevel=2,
         )
     return TrainStep(
-        inner_model(model),
+        inner,
         loss_fn,
         optimizer,
         limit,
@@ -668,8 +671,7 @@ class TrainStep:
                         program = self._program(lowered)
                     else:
                         self._ranks.measure(lowered.lowered, lowered.known)
-                        decide = partial(self._program, lowered)
-                        plan = self._ranks.decided(lambda: decide().plan)
+                        plan = self._ranks.decided(lambda: self._program(lowered).plan)
                         own_graph = lowered.finish(lowered.lowered)
                         program = PlannedProgram(own_graph, plan, None)
                     if self._automatic is not None:

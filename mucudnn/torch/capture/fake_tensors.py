@@ -20,6 +20,7 @@ from mucudnn.torch.capture.op_overrides import ctc_results
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.step_tensors import Batch, check_parts
 from mucudnn.torch.costs.measure import WrongResultsError
+from mucudnn.torch.distributed.sharding import groups_of
 from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.lowering.overloads import corrected
 from mucudnn.torch.source_lines import storage_of
@@ -55,9 +56,14 @@ class DatalessStep:
 
         Raises:
             TypeError: A part has a wrong type.
-            UnsupportedError: The model cannot be copied.
+            UnsupportedError: The model cannot be copied, or is sharded.
         """
         check_parts(model, loss_fn, optimizer)
+        if groups_of(model):
+            raise UnsupportedError(
+                "the model is sharded by fully_shard; study the original model, with "
+                "mesh=(8,) for eight devices and shard='fsdp2'"
+            )
         _check(example)
         named = example if isinstance(example, Mapping) else {}
         given = Batch.of(() if named else tuple(example), named)

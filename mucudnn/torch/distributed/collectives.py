@@ -11,14 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import RankLostError
+from mucudnn.torch.distributed.sharding import wait_for_release
 from mucudnn.torch.distributed.step_times import StepClock
 
 T = TypeVar("T")
 
 _REPEATS = 3
-
-_RELEASE_S = 1.0
-"""Longest wait for gloo to release a tensor."""
 
 _MAX_REASON = 120
 """Longest part of a transport's message that is shown, in characters."""
@@ -79,9 +77,7 @@ class _Work:
         self._work = None
         if self._array.is_cuda:
             return
-        deadline = time.monotonic() + _RELEASE_S
-        while self._array._use_count() > self._holders and time.monotonic() < deadline:
-            time.sleep(0)
+        wait_for_release(self._array, self._holders)
 
 
 def begin_sum(array: torch.Tensor, group: dist.ProcessGroup | None) -> _Work:

@@ -21,8 +21,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -52,7 +52,7 @@ _ALONE = 1 << 20
 no copy out of the buffer of its unit."""
 
 _RELEASE_S = 1.0
-"""Longest wait for gloo to release an operand."""
+"""Longest wait for gloo to release a tensor."""
 
 _AVERAGED = (torch.float32, torch.bfloat16)
 """Types of which PyTorch computes means at once; it divides others before and after
@@ -106,7 +106,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the ranks of a process group share a model.
+    """Division of a model and its gradients among the ranks of a process group.
 
     Attributes:
         kind: "fsdp" if parameters are sharded, "ddp" if every rank has them.
@@ -125,7 +125,7 @@ class Sharding:
     group: str
     size: int
     units: tuple[Unit, ...] = ()
-    parts: Mapping[str, Part] = None  # type: ignore[assignment]
+    parts: Mapping[str, Part] = field(default_factory=dict)
     buckets: tuple[tuple[str, ...], ...] = ()
     bucket_bytes: tuple[int, int] = (0, 0)
     broadcast: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class Sharding:
 
     @property
     def after_first(self) -> "Sharding":
-        """How gradients are summed from the second step on.
+        """The sharding from the second step on.
 
         `DistributedDataParallel` rebuilds its buckets behind its first step. Sums of
         more than two ranks depend on the place of a gradient in its bucket.
@@ -254,9 +254,10 @@ class Sharding:
         """
         if self.buckets:
             for names in self.buckets:
-                zeros = (n for n in names if n not in given)
-                mine = {**given, **{n: torch.zeros_like(whole[n]) for n in zeros}}
-                yield {name: mine[name] for name in names}
+                yield {
+                    n: given[n] if n in given else torch.zeros_like(whole[n])
+                    for n in names
+                }
             return
         open_: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         closed: Counter[torch.dtype] = Counter()
@@ -341,24 +342,25 @@ def as_sharded(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _states_of(model: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's states of modules, in the model's order; modules may share one."""
+    sharded = (m for m in model.modules() if isinstance(m, FSDPModule))
+    return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))
+
+
 def groups_of(model: torch.nn.Module) -> list[Any]:
     """Return FSDP2's groups of parameters in a model, in the order of its modules.
 
     Raises:
         UnsupportedError: This version of PyTorch keeps them elsewhere.
     """
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            if not hasattr(state, "_fsdp_param_groups"):
-                raise UnsupportedError(
-                    "a step under fully_shard is planned with PyTorch 2.13 or newer, "
-                    f"and this is {torch.__version__}"
-                )
-            for group in state._fsdp_param_groups:
-                found.setdefault(id(group), group)
-    return list(found.values())
+    states = _states_of(model)
+    if not all(hasattr(state, "_fsdp_param_groups") for state in states):
+        raise UnsupportedError(
+            "a step under fully_shard is planned with PyTorch 2.13 or newer, "
+            f"and this is {torch.__version__}"
+        )
+    return [group for state in states for group in state._fsdp_param_groups]
 
 
 def release(groups: Sequence[Any]) -> None:
@@ -397,8 +399,12 @@ def sharding_of(root: torch.nn.Module) -> Sharding | None:
             parts[name] = Part(
                 tuple(parameter.sharded_param.shape), local.shape[0], local.dtype
             )
-        policy = group.mp_policy
-        units.append(Unit(tuple(mine), policy.param_dtype, policy.reduce_dtype))
+        computes, sums = _types_of(group.fsdp_params[0].mp_policy)
+        if sums is None and hasattr(group, "_get_reduce_dtype"):
+            # From PyTorch 2.15 on, sums have the type of the parameters, not that of
+            # the gradients.
+            sums = reduce(torch.promote_types, (parts[name].dtype for name in mine))
+        units.append(Unit(tuple(mine), computes, sums))
     (process_group,) = process_groups
     return Sharding(
         "fsdp",
@@ -407,6 +413,11 @@ def sharding_of(root: torch.nn.Module) -> Sharding | None:
         tuple(units),
         parts,
     )
+
+
+def _types_of(policy: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the types that a policy computes in, and sums gradients in."""
+    return policy.param_dtype, policy.reduce_dtype
 
 
 def _check_group(group: Any) -> None:
@@ -435,6 +446,8 @@ def _check_group(group: Any) -> None:
         found = "parameters with all-gather extensions"
     elif any(p.is_dtensor for p in group.fsdp_params):
         found = "parameters that were sharded before (tensor parallelism)"
+    elif len({_types_of(p.mp_policy) for p in group.fsdp_params}) > 1:
+        found = "parameters of one unit that are cast to several types"
     if found:
         raise UnsupportedError(
             f"the model uses fully_shard with {found}, which a planned step does not "
@@ -477,7 +490,6 @@ def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sh
         "ddp",
         model.process_group.group_name,
         model.process_group.size(),
-        parts={},
         bucket_bytes=limits,
         broadcast=buffers,
     )
@@ -501,13 +513,8 @@ def without_collectives(root: torch.nn.Module) -> Iterator[None]:
 
     Hooks that find their state in a backward pass leave parameters as they are.
     """
-    states = {
-        id(state): state
-        for module in root.modules()
-        if isinstance(module, FSDPModule)
-        for state in (module._get_fsdp_state(),)
-    }
-    kept = [(s, s._training_state, s._fsdp_param_groups) for s in states.values()]
+    states = _states_of(root)
+    kept = [(s, s._training_state, s._fsdp_param_groups) for s in states]
     try:
         for state, training, _ in kept:
             state._training_state = type(training).PRE_BACKWARD
@@ -554,7 +561,7 @@ def _released(
 ) -> torch.Tensor:
     holders = operand._use_count()
     result = WAIT(function(operand, *args))
-    _wait_for_release(operand, holders)
+    wait_for_release(operand, holders)
     return result
 
 
@@ -563,12 +570,18 @@ def _scattered_sum(
 ) -> torch.Tensor:
     holders = operand._use_count()
     WAIT(torch.ops._c10d_functional.all_reduce_(operand, how, group))
-    _wait_for_release(operand, holders)
+    wait_for_release(operand, holders)
     rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
     return operand.chunk(size)[rank].clone()
 
 
-def _wait_for_release(tensor: torch.Tensor, holders: int) -> None:
+def wait_for_release(tensor: torch.Tensor, holders: int) -> None:
+    """Wait until gloo has released a tensor, a second at most.
+
+    Args:
+        tensor: Operand of a collective that is complete.
+        holders: Its references before the collective.
+    """
     deadline = time.monotonic() + _RELEASE_S
     while tensor._use_count() > holders and time.monotonic() < deadline:
         time.sleep(0)

@@ -79,14 +79,15 @@ def check_ranks_options(given: Mapping[str, object]) -> None:
     """Refuse options of a step that several ranks cannot make together.
 
     Raises:
-        UnsupportedError: There is one.
+        UnsupportedError: One is set.
     """
     for name, value in given.items():
-        raise UnsupportedError(
-            f"{name}={value!r} is not supported for a model of several ranks; without "
-            "it, activations are kept, offloaded or recomputed, and parameters kept or "
-            "gathered again, within the budget of each rank"
-        )
+        if value:
+            raise UnsupportedError(
+                f"{name}={value!r} is not supported for a model of several ranks; "
+                "without it, activations are kept, offloaded or recomputed, and "
+                "parameters kept or gathered again, within the budget of each rank"
+            )
 
 
 class StepRanks:
@@ -220,12 +221,12 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, MappingProxyType):
             return _read_only, (dict(value),)
         if isinstance(value, MucudnnError):
-            state = {**vars(value)}
-            return _error, (type(value), value.args, state)
+            return _error, (type(value), value.args, vars(value))
         return NotImplemented
 
 
 def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    # Pickle finds a function by its name; it does not find the class `mappingproxy`.
     return MappingProxyType(value)
 
 
