@@ -27,6 +27,8 @@ from mucudnn.passes.planning.request import (  # noqa: E402
     schedule_residency,
 )
 from mucudnn.passes.scheduling.step_plan import memory_intervals  # noqa: E402
+from mucudnn.report.memory_charts import lanes_chart  # noqa: E402
+from mucudnn.report.trace import trace_json  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -126,6 +128,39 @@ def test_searches_and_timelines_count_waits_for_collectives(study):
             assert start_ms <= starts[producers[name].name]
         last = plan.schedule.graph.nodes[-1]
         assert starts[last.name] == pytest.approx(max(i.stop_ms for i in made), abs=1.0)
+
+
+def overlaps(plan):
+    """Names of the collectives of a trace beside which computation runs."""
+    events = json.loads(trace_json(plan))["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    spans = {
+        lane: [
+            (e["ts"], e["ts"] + e["dur"], e["name"])
+            for e in events
+            if e["ph"] == "X" and e["tid"] == lanes[lane]
+        ]
+        for lane in ("compute", "collectives")
+    }
+    assert len(spans["collectives"]) == len(plan.prediction.profile.network_ms)
+    return {
+        name
+        for start, stop, name in spans["collectives"]
+        if any(min(stop, b) - max(start, a) > 0.0 for a, b, _ in spans["compute"])
+    }
+
+
+def test_a_trace_shows_collectives_beside_computation_within_the_budget(study):
+    sharded = study.on((8,))
+    request = sharded.described().request(16)
+    least = minimum_budget(request)
+    tight, roomy = (plan_step(request.within(b)) for b in (least, math.inf))
+    assert tight.peak_bytes <= least < roomy.peak_bytes
+    assert roomy.prediction.step_ms < tight.prediction.step_ms
+    assert overlaps(tight) < overlaps(roomy)
+    assert any(name.startswith("gather") for name in overlaps(roomy))
+    assert any(name.startswith("reduce") for name in overlaps(roomy))
+    assert ">collectives<" in lanes_chart(roomy)
 
 
 def test_the_fastest_way_that_fits_is_named(study):

@@ -55,7 +55,7 @@ class SchedulingProblem:
         Raises:
             PlanningError: They do not fit; has the shortfall and the node.
         """
-        occupancy = MemoryLedger(self._needed(), self.budget)
+        occupancy = MemoryLedger(self.needed(), self.budget)
         if self.graph.nodes:
             peak, position = occupancy.peak()
             check_fits(peak, self.graph.nodes[position].name, self.budget)
@@ -74,11 +74,11 @@ class SchedulingProblem:
 
         The result does not depend on the budget; it is cheaper than `least`.
         """
-        needed = self._needed()
+        needed = self.needed()
         most = max(needed, default=0)
         return most, self.graph.nodes[needed.index(most)].name if needed else ""
 
-    def _needed(self) -> list[int]:
+    def needed(self) -> list[int]:
         """Return the bytes in use at every node with the shortest intervals."""
         n, uses = len(self.graph.nodes), self.uses
         known = self.changes
