@@ -10,7 +10,7 @@ from bench.machine import describe
 
 NAMES = (
     *("overhead", "papers", "front", "gaps", "placement"),
-    *("torch", "torch-compiled", "torch-step"),
+    *("torch", "torch-compiled", "torch-sharded", "torch-step"),
 )
 
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import front, gaps
+from bench import front, gaps, torch_sharded
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/results.md"
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
     "front": front.page_lines,
     "gaps": gaps.page_lines,
+    "torch-sharded": torch_sharded.page_lines,
 }
 """File in `bench/results` -> the lines that the page shows of it."""
 

@@ -65,6 +65,11 @@ def _axes(draw, kind, rank):
     )
 
 
+def conv_problem(x_shape, w_shape, direction=Direction.FORWARD, **options):
+    """A convolution by its shapes, forward unless another direction is named."""
+    return ConvProblem(direction=direction, x_shape=x_shape, w_shape=w_shape, **options)
+
+
 _CONVS = {1: conv1d, 2: conv2d, 3: conv3d}
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import Direction
+from tests.conv_problems import conv_problem
 from tests.reference import reference
 
 __all__ = ["Convolution", "Tensor", "strides_of", "window"]
@@ -96,10 +97,10 @@ class Convolution:
         address, nbytes = workspace
         if nbytes:
             window(address, nbytes)[...] = 0xFF
-        problem = ConvProblem(
-            direction=self.direction,
-            x_shape=self.x.dims,
-            w_shape=self.w.dims,
+        problem = conv_problem(
+            self.x.dims,
+            self.w.dims,
+            self.direction,
             stride=self.stride,
             padding=self.padding,
             dilation=self.dilation,

@@ -12,10 +12,8 @@ from bench.papers.layers import Kind, LayerBuilder
 from bench.papers.networks import (
     MODELS,
     alexnet,
-    inception_v4,
     of_library,
     resnet,
-    vgg16,
 )
 from bench.papers.out_of_core import THEIRS, windows_on
 from bench.papers.planner import plan
@@ -45,25 +43,6 @@ vgg16 227 32 5447.021 3567.727 1940.930 1916.430 1610.281 1610.281 1610.281 1809
 vgg16 224 32 5358.494 3509.625 1911.000 1886.500 1568.000 1568.000 1568.000 1764.000 1653.750
 """  # noqa: E501
 
-CURVE = """
-1:221.6 2:443.1 3:664.7 4:718.1 5:860.4 6:1002.8 7:1145.2 8:1178.2 9:1227.7 10:1277.2
-11:1326.8 12:1376.3 13:1409.3 14:1442.3 15:1449.3 23:1469.6 24:1469.6 25:1472.0
-31:1459.5 32:1489.4 33:1475.3 34:1458.8 35:1425.8 36:1376.3 37:1326.8 38:1260.7
-39:1353.6 40:1287.6 41:1145.2 42:913.8 43:993.0 44:886.2 45:664.7 46:339.5
-"""
-
-OUTPUTS = {
-    "conv1 act1 lrn1": 221.558,
-    "pool1": 53.394,
-    "conv2 act2 lrn2": 142.383,
-    "pool2": 33.008,
-    "conv3 act3 conv4 act4": 49.512,
-    "conv5 act5": 33.008,
-    "pool3": 7.031,
-    "fc1 act6 dropout1 fc2 act7 dropout2": 3.125,
-    "fc3 softmax1": 0.763,
-}
-
 VDNN = [
     (alexnet_one_tower, 128, "0.38 0.24 1.06  0.83 0.72 0.17  0.81 0.60 0.37", 44, 81),
     (alexnet_wide, 128, "0.48 0.25 1.28  0.95 0.82 0.20  0.95 0.64 0.47", 50, 82),
@@ -77,22 +56,6 @@ VDNN = [
     (60, 32, "48.96 1.87 53.53  5.39 4.76 48.18  5.39 4.25 48.96", 92, 99),
     (80, 32, "64.63 2.31 70.08  6.27 5.64 63.85  6.27 5.14 64.63", 93, 99),
 ]
-
-LAYERS = {
-    "alexnet": """conv 96 55, act 96 55, lrn 96 55, pool 96 27,
-        conv 256 27, act 256 27, lrn 256 27, pool 256 13, conv 384 13, act 384 13,
-        conv 384 13, act 384 13, conv 256 13, act 256 13, pool 256 6,
-        fc 4096 1, act 4096 1, dropout 4096 1, fc 4096 1, act 4096 1, dropout 4096 1,
-        fc 1000 1, softmax 1000 1""",
-    "vgg16": """conv 64 227, act 64 227, conv 64 227, act 64 227, pool 64 113,
-        conv 128 113, act 128 113, conv 128 113, act 128 113, pool 128 56,
-        conv 256 56, act 256 56, conv 256 56, act 256 56, conv 256 56, act 256 56,
-        pool 256 28, conv 512 28, act 512 28, conv 512 28, act 512 28, conv 512 28,
-        act 512 28, pool 512 14, conv 512 14, act 512 14, conv 512 14, act 512 14,
-        conv 512 14, act 512 14, pool 512 7,
-        fc 4096 1, act 4096 1, dropout 4096 1, fc 4096 1, act 4096 1, dropout 4096 1,
-        fc 1000 1, softmax 1000 1""",
-}
 
 BACKWARD = {
     "conv": "x dy dx",
@@ -133,61 +96,6 @@ def test_superneurons_table(line):
     assert values == pytest.approx([float(text) for text in expected], abs=6e-4)
     extra = [ours[mode]["extra"] for mode in modes[:3]]
     assert extra == ([14, 23, 17] if name == "alexnet" else [22, 29, 23])
-
-
-def test_alexnet_curve():
-    (curve, *_) = peaks(alexnet()).values()
-    for pair in CURVE.split():
-        step, mib = pair.split(":")
-        ours = 200 * curve.nbytes[int(step) - 1] / MIB
-        assert ours == pytest.approx(float(mib), abs=0.0501), step
-    assert len(curve.nbytes) == 46
-    assert (curve.peak_step + 1, curve.live[curve.peak_step]) == (32, 17)
-
-
-def test_where_alexnet_peaks():
-    where = {name: (c.peak_step + 1, c.layers[c.peak_step]) for name, c in
-             peaks(alexnet()).items()}  # fmt: skip
-    assert where["liveness"] == (32, "pool3")
-    assert where["offload_prefetch"] == (39, "pool2")
-    assert where["cost_aware"] == (44, "lrn1")
-
-
-def test_alexnet_outputs():
-    numel = {layer.name: layer.numel for layer in alexnet().layers}
-    expected = {name: mib for names, mib in OUTPUTS.items() for name in names.split()}
-    ours = {name: 200 * 4 * values / MIB for name, values in numel.items()}
-    assert ours == pytest.approx(expected, abs=6e-4)
-    assert 200 * 4 * alexnet().numel("data") / MIB == pytest.approx(117.941, abs=6e-4)
-    made = {step.layer.name: step for step in route(alexnet()).steps if step.backward}
-    way = route(alexnet())
-    assert made["conv1"].others[-1] == "d data"
-    assert way.sizes["d data"] == 4 * alexnet().numel("data")
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_lists(name):
-    expected = [text.split() for text in LAYERS[name].split(",")]
-    ours = [
-        [layer.kind.value, str(layer.shape[0]), str(layer.shape[1])]
-        for layer in MODELS[name]().layers
-    ]
-    assert ours == expected
-
-
-def test_the_stages_of_the_branching_networks():
-    fifty = resnet((3, 4, 6, 3))
-    assert [layer.shape for layer in fifty.layers[:4]] == [(64, 114, 114)] * 3 + [
-        (64, 56, 56)
-    ]
-    joined = [layer.shape for layer in fifty.layers if layer.kind is Kind.JOIN]
-    stages = ((3, 256, 56), (4, 512, 28), (6, 1024, 14), (3, 2048, 7))
-    assert joined == [(C, size, size) for n, C, size in stages for _ in range(n)]
-    made = [s.shape for s in inception_v4().layers if s.kind is Kind.CONCAT]
-    modules = ((1, 160, 73), (1, 192, 71), (5, 384, 35), (8, 1024, 17), (4, 1536, 8))
-    assert made == [(C, size, size) for n, C, size in modules for _ in range(n)]
-    normalised = [s for s in inception_v4().layers if s.kind is Kind.BN]
-    assert len(normalised) == 1
 
 
 def test_what_a_backward_pass_must_have():
@@ -238,15 +146,6 @@ def test_counts(name, layers, tensors, millions):
     for backward in (False, True):
         there = [s.layer.name for s in way.steps if s.backward is backward]
         assert sorted(there) == names
-
-
-def test_largest_layers():
-    assert 200 * route(alexnet()).largest_layer / MIB == pytest.approx(
-        886.230, abs=6e-4
-    )
-    assert 32 * route(vgg16()).largest_layer / MIB == pytest.approx(1207.711, abs=6e-4)
-    fifty = route(MODELS["resnet50"]())
-    assert 32 * fifty.largest_layer / MIB == pytest.approx(304.594, abs=6e-4)
 
 
 @pytest.mark.parametrize("name", CAPACITY)

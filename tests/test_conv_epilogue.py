@@ -21,7 +21,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
 from mucudnn.backends.cuda.libcudnn import Status
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import Role
@@ -33,6 +33,7 @@ from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.runtime.training.measured_choices import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
+from tests.conv_problems import conv_problem
 from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import TOLERANCE, layer, layouts
@@ -376,13 +377,8 @@ def test_training_on_the_device_agrees(more, apart, inside, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_cudnn_has_engines_for_it(dtype, layout, cudnn_library):
     session = get_backend("cuda:h200").conv.session
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(32, 64, 56, 56),
-        w_shape=(64, 64, 3, 3),
-        padding=1,
-        dtype=dtype,
-        layout=layout,
+    problem = conv_problem(
+        (32, 64, 56, 56), (64, 64, 3, 3), padding=1, dtype=dtype, layout=layout
     )
 
     def listed(graph):

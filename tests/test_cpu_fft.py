@@ -7,6 +7,7 @@ from hypothesis import assume, given, strategies as st
 from mucudnn.backends.cpu.conv import fft
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
+from tests.conv_problems import conv_problem
 from tests.examples import examples
 from tests.guarded import run_kernel
 from tests.reference import operands, reference, relative_error
@@ -33,14 +34,14 @@ def problems(draw):
         return tuple(draw(st.integers(low, high)) for _ in range(rank))
 
     try:
-        return ConvProblem(
-            direction=draw(st.sampled_from(Direction)),
-            x_shape=(
+        return conv_problem(
+            (
                 draw(st.integers(1, 4)),
                 groups * channels,
                 *axis(1, {1: 90, 2: 45, 3: 20}[rank]),
             ),
-            w_shape=(groups * draw(st.integers(1, 4)), channels, *axis(1, 5)),
+            (groups * draw(st.integers(1, 4)), channels, *axis(1, 5)),
+            draw(st.sampled_from(Direction)),
             stride=axis(1, 4),
             padding=axis(0, 7),
             dilation=axis(1, 4),

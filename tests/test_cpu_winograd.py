@@ -11,6 +11,7 @@ from mucudnn.backends.cpu.conv import winograd
 from mucudnn.backends.cpu.conv.winograd_transforms import MINIMAL, TAPS
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
+from tests.conv_problems import conv_problem
 from tests.examples import examples
 from tests.guarded import run_kernel
 from tests.reference import operands, reference, relative_error
@@ -48,10 +49,10 @@ def problems(draw):
     ]
     axes = [(max(size, TAPS - 2 * pad), pad) for size, pad in axes]
     c, k = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    return ConvProblem(
-        direction=draw(st.sampled_from(Direction)),
-        x_shape=(draw(st.integers(1, 5)), c * groups, *(size for size, _ in axes)),
-        w_shape=(k * groups, c, *[TAPS] * rank),
+    return conv_problem(
+        (draw(st.integers(1, 5)), c * groups, *(size for size, _ in axes)),
+        (k * groups, c, *[TAPS] * rank),
+        draw(st.sampled_from(Direction)),
         padding=[pad for _, pad in axes],
         groups=groups,
         dtype="float64",
@@ -81,12 +82,7 @@ def test_agrees_with_the_reference_however_it_is_cut():
 
 @pytest.mark.parametrize("direction", Direction)
 def test_four_by_four_tiles_are_accurate_in_single_precision(direction):
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(32, 192, 13, 13),
-        w_shape=(96, 192, 3, 3),
-        padding=1,
-    )
+    problem = conv_problem((32, 192, 13, 13), (96, 192, 3, 3), direction, padding=1)
     assert winograd.make_plan(problem, 2).minimal.step == 4
     a, b = operands(problem)
     out = run(problem, a, b)
@@ -99,11 +95,7 @@ def test_four_by_four_tiles_are_accurate_in_single_precision(direction):
 )
 def test_the_tile_is_the_cheaper_one(x_size, m):
     rank = len(x_size)
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(1, 16, *x_size),
-        w_shape=(16, 16, *[TAPS] * rank),
-    )
+    problem = conv_problem((1, 16, *x_size), (16, 16, *[TAPS] * rank))
     assert winograd.make_plan(problem, 2).minimal.step == m
 
 
@@ -117,11 +109,8 @@ def test_the_tile_is_the_cheaper_one(x_size, m):
 def test_workspace_grows_with_the_micro_batch_up_to_a_block(
     channels, size, batches, most
 ):
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(64, channels, size, size),
-        w_shape=(channels, channels, 3, 3),
-        padding=1,
+    problem = conv_problem(
+        (64, channels, size, size), (channels, channels, 3, 3), padding=1
     )
     sizes = [ALGORITHM.kernel(problem.with_batch(n), 2).nbytes for n in batches]
     assert sizes[0] < sizes[1] < sizes[2] <= sizes[3] < 2 * most
@@ -134,11 +123,8 @@ def test_workspace_grows_with_the_micro_batch_up_to_a_block(
 def test_workers_have_blocks_of_their_own_where_the_filter_is_small(
     channels, batch, workers, crew
 ):
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(batch, channels, 56, 56),
-        w_shape=(channels, channels, 3, 3),
-        padding=1,
+    problem = conv_problem(
+        (batch, channels, 56, 56), (channels, channels, 3, 3), padding=1
     )
     assert winograd.make_plan(problem, workers).crew == crew
 

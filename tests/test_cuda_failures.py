@@ -15,8 +15,8 @@ from mucudnn.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
+from tests.conv_problems import conv_problem
 from tests.cuda_fake import fake_backend
 from tests.cuda_work import (
     EXECUTE,
@@ -214,12 +214,7 @@ def test_misaligned_operands_are_planned_as_they_are(
 @examples(100)
 def test_parts_of_aligned_sizes_begin_at_aligned_addresses(sample, dtype, policy, data):
     batch = data.draw(st.integers(1, 64))
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(batch, *sample),
-        w_shape=(3, sample[0], 3, 3),
-        dtype=dtype,
-    )
+    problem = conv_problem((batch, *sample), (3, sample[0], 3, 3), dtype=dtype)
     sizes = aligned_batches(problem, candidate_batches(batch, policy), ALIGNMENT)
     assert batch in sizes
     starts, left = [0], batch

@@ -16,6 +16,7 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, TF32
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.result_check import ResultCheck
+from tests.conv_problems import conv_problem
 from tests.doubles import QUICK, Tight, plan_of
 from tests.reference import reference, relative_error
 from tests.test_functional import LAYERS, call, variant
@@ -256,13 +257,8 @@ def test_a_workspace_one_byte_short_is_refused(cuda):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("parts", [(13,), (6, 7), (1, 3, 9), (4, 4, 4, 1), (1,) * 13])
 def test_division_changes_nothing(parts, dtype, accumulate, layout, direction, cuda):
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(13, 8, 10, 8),
-        w_shape=(16, 8, 3, 3),
-        padding=1,
-        dtype=dtype,
-        layout=layout,
+    problem = conv_problem(
+        (13, 8, 10, 8), (16, 8, 3, 3), direction, padding=1, dtype=dtype, layout=layout
     )
     work = Work(problem)
     for algo in common(cuda, problem, {*parts}):
@@ -311,12 +307,8 @@ def test_the_public_functions(layer, layout, direction, cuda):
 @layouts
 def test_hostile_alignments(layout, direction, cuda):
     """A slice x[1:] of odd half-precision images: two bytes are all that is sure."""
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(6, 3, 7, 5),
-        w_shape=(5, 3, 3, 3),
-        dtype="float16",
-        layout=layout,
+    problem = conv_problem(
+        (6, 3, 7, 5), (5, 3, 3, 3), direction, dtype="float16", layout=layout
     )
     for lead in (1, 3, 4):
         work = Work(problem, lead)
@@ -337,12 +329,7 @@ def test_hostile_alignments(layout, direction, cuda):
 
 
 def test_odd_images_are_not_divided_where_it_would_misalign(cuda):
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(16, 1, 7, 5),
-        w_shape=(3, 1, 3, 3),
-        dtype="float16",
-    )
+    problem = conv_problem((16, 1, 7, 5), (3, 1, 3, 3), dtype="float16")
     table = Tuner(backend=cuda, rule=QUICK, cache=None, isolate=False).measure(problem)
     assert table.batches() == (8, 16)
 
@@ -470,12 +457,7 @@ def test_plans_outlive_the_thread_that_built_them(cuda):
 @everywhere
 @pytest.mark.parametrize("isolate", [True, False])
 def test_tuning_end_to_end(isolate, direction, cuda):
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(32, 64, 27, 27),
-        w_shape=(96, 64, 5, 5),
-        padding=2,
-    )
+    problem = conv_problem((32, 64, 27, 27), (96, 64, 5, 5), direction, padding=2)
     tuner = Tuner(
         backend="cuda", rule=QUICK, cache=None, isolate=isolate, workspace_limit=8 * MIB
     )
@@ -496,12 +478,7 @@ def test_tuning_end_to_end(isolate, direction, cuda):
 def test_no_memory_while_tuning_is_a_failed_row(cuda):
     import cupy
 
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(64, 64, 56, 56),
-        w_shape=(64, 64, 3, 3),
-        padding=1,
-    )
+    problem = conv_problem((64, 64, 56, 56), (64, 64, 3, 3), padding=1)
     workspaces = [nbytes for _, nbytes in cuda.conv.algorithms(problem)]
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
@@ -526,12 +503,7 @@ def test_no_memory_while_tuning_is_a_failed_row(cuda):
 
 
 def test_memory_that_runs_short_later_gives_a_smaller_plan(cuda, caplog):
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(32, 64, 27, 27),
-        w_shape=(96, 64, 5, 5),
-        padding=2,
-    )
+    problem = conv_problem((32, 64, 27, 27), (96, 64, 5, 5), padding=2)
     tight = Tight(cuda.device, 1 << 40)
     backend = dataclasses.replace(cuda, device=tight)
     tuner = Tuner(backend=backend, rule=QUICK, cache=None, isolate=False)
@@ -566,10 +538,10 @@ def test_plans_are_restored_from_text(tmp_path, cuda):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float32_sums_are_closer(dtype, cuda):
-    problem = ConvProblem(
-        direction=Direction.BACKWARD_FILTER,
-        x_shape=(64, 8, 16, 16),
-        w_shape=(16, 8, 3, 3),
+    problem = conv_problem(
+        (64, 8, 16, 16),
+        (16, 8, 3, 3),
+        Direction.BACKWARD_FILTER,
         padding=1,
         dtype=dtype,
     )

@@ -71,9 +71,9 @@ def test_the_act_of_pytorch():
     pytest.importorskip("torch")
     from mucudnn.torch.demo import small_torch_step
 
-    act = small_torch_step(silent)
+    act = StepAct(**small_torch_step(silent))
     assert act.same
-    assert act.bounded.peak_bytes <= act.budget < act.whole.peak_bytes
+    assert act.peak_bytes <= act.budget < act.whole_bytes
     assert min(t.samples for t in (act.eager, act.without, act.within)) >= 8
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import Direction
 from mucudnn.ir.devices import ASSUMED, DEVICES, Figure, get_device
 from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.models import get_model
@@ -16,6 +16,7 @@ from mucudnn.passes.estimate import conv_table, estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.microbatch import pareto_plans
+from tests.conv_problems import conv_problem
 from tests.examples import examples
 
 P100 = get_device("p100")
@@ -25,10 +26,10 @@ P100 = get_device("p100")
 def problems(draw):
     channels, filters = draw(st.integers(1, 64)), draw(st.integers(1, 64))
     side, kernel = draw(st.integers(5, 40)), draw(st.sampled_from([1, 3, 5]))
-    return ConvProblem(
-        direction=draw(st.sampled_from(Direction)),
-        x_shape=(draw(st.integers(1, 64)), channels, side, side),
-        w_shape=(filters, channels, kernel, kernel),
+    return conv_problem(
+        (draw(st.integers(1, 64)), channels, side, side),
+        (filters, channels, kernel, kernel),
+        draw(st.sampled_from(Direction)),
         stride=draw(st.integers(1, 2)),
         padding=kernel // 2,
     )
@@ -82,12 +83,7 @@ def test_a_faster_device_is_faster_by_at_most_its_factor(problem):
 
 
 def test_a_convolution_without_workspace_by_hand():
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(32, 256, 28, 28),
-        w_shape=(256, 256, 5, 5),
-        padding=2,
-    )
+    problem = conv_problem((32, 256, 28, 28), (256, 256, 5, 5), padding=2)
     flops = 2 * 32 * 256 * 28 * 28 * 256 * 25
     row = conv_table(problem, P100).fastest(32, workspace_limit=0)
     expected = flops / (10.6e12 * ASSUMED.direct) * 1e3 + ASSUMED.launch_ms
@@ -175,12 +171,8 @@ def test_a_name_of_an_arithmetic_is_a_deprecated_alias(ending):
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_a_convolution_takes_the_peak_of_its_type(layout):
     def ms(dtype, **options):
-        problem = ConvProblem(
-            direction=Direction.FORWARD,
-            x_shape=(64, 256, 28, 28),
-            w_shape=(256, 256, 3, 3),
-            dtype=dtype,
-            layout=layout,
+        problem = conv_problem(
+            (64, 256, 28, 28), (256, 256, 3, 3), dtype=dtype, layout=layout
         )
         table = conv_table(problem, get_device("h200"), "undivided", **options)
         return table.fastest(64, workspace_limit=0).time_ms
@@ -202,11 +194,6 @@ def test_the_h200_of_published_figures_stays():
 def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
         get_device("abacus")
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(1, 1, 4, 4),
-        w_shape=(1, 1, 3, 3),
-        dtype="float64",
-    )
+    problem = conv_problem((1, 1, 4, 4), (1, 1, 3, 3), dtype="float64")
     with pytest.raises(ValueError, match=r"float64.*float32"):
         conv_table(problem, P100)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mucudnn.backends import get_backend
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import Direction
+from tests.conv_problems import conv_problem
 
 OPERANDS = {
     Direction.FORWARD: ("x_shape", "w_shape", "y_shape"),
@@ -20,10 +21,10 @@ LARGE = {"float32": 3e38, "float64": 1.5e308}
 def test_convolutions_do_not_warn_of_what_overflows(spatial, direction, dtype):
     rng = np.random.default_rng(7)
     one = (1,) * len(spatial)
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(9, 3, *spatial),
-        w_shape=(6, 3, *(3,) * len(spatial)),
+    problem = conv_problem(
+        (9, 3, *spatial),
+        (6, 3, *(3,) * len(spatial)),
+        direction,
         stride=one,
         padding=one,
         dtype=dtype,

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch import automatic_budget  # noqa: E402
+from tests.torch_steps import train_eagerly  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -60,12 +61,9 @@ def test_a_step_keeps_it_and_equals_eager_mode(budget, width):
     most = planned(whole).prepare(*batch()).peak_bytes
     step = planned(model, budget=budget, verify=1)
     optimizer = torch.optim.Adam(eager.parameters(), 1e-2)
-    for _ in range(2):
-        loss = torch.nn.functional.cross_entropy(eager(batch()[0]), batch()[1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert step(*batch()).equal(loss.detach())
+    loss_fn = torch.nn.functional.cross_entropy
+    losses = train_eagerly(eager, loss_fn, batch(), optimizer, 2)
+    assert [step(*batch()).item() for _ in range(2)] == losses
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert ours.equal(theirs)
     plan = step.plan

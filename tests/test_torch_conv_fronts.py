@@ -26,7 +26,7 @@ from mucudnn.torch.costs.meters import CpuMeter  # noqa: E402
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import real_peak  # noqa: E402
+from tests.torch_steps import real_peak, train_eagerly  # noqa: E402
 
 pytestmark = STEPS_RUN
 
@@ -87,15 +87,9 @@ def sgd(model):
 
 
 def eager(dtype, form, steps=3):
-    model, (x, y) = network(dtype, form)
-    optimizer = sgd(model)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    model, batch = network(dtype, form)
+    loss_fn = functional.cross_entropy
+    losses = train_eagerly(model, loss_fn, batch, sgd(model), steps)
     return losses, model.state_dict()
 
 
@@ -133,7 +127,7 @@ def test_steps_are_eager_ones_in_the_bytes_that_are_promised(dtype, form):
     for budget in (None, least_budget(dtype, form, one)):
         model, batch, step = planned_step(dtype, form, budget, one)
         for wanted in losses:
-            assert_close(step(*batch), wanted, dtype)
+            assert_close(step(*batch).item(), wanted, dtype)
         assert_close(dict(model.state_dict()), dict(state), dtype)
         plan = step.plan
         beyond = real_peak(lambda s=step, b=batch: s(*b))

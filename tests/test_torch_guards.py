@@ -14,27 +14,25 @@ from tests import (  # noqa: E402
     torch_programs_training,
 )
 from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_programs import HAS_FALLBACK, Program, compare  # noqa: E402
+from tests.torch_programs import Program, compare  # noqa: E402
 
 pytestmark = [*STEPS_RUN, pytest.mark.usefixtures("free_copies")]
 
+MODULES = (
+    torch_programs_attributes,
+    torch_programs_functions,
+    torch_programs_counting,
+    torch_programs_hooks,
+    torch_programs_lookups,
+    torch_programs_tensors,
+    torch_programs_training,
+)
 PROGRAMS: dict[str, Program] = {
-    name: program
-    for module in (
-        torch_programs_attributes,
-        torch_programs_functions,
-        torch_programs_counting,
-        torch_programs_hooks,
-        torch_programs_lookups,
-        torch_programs_tensors,
-        torch_programs_training,
-    )
-    for name, program in module.PROGRAMS.items()
+    name: program for module in MODULES for name, program in module.PROGRAMS.items()
 }
 COUNTING = [name for name, program in PROGRAMS.items() if program.changes_in_step]
 SOME_COUNTING = COUNTING[::4]
 BUDGET = "1GiB"
-FALLBACK = pytest.mark.skipif(not HAS_FALLBACK, reason="needs train_step(fallback=...)")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -43,6 +41,8 @@ def test_planned_steps_are_eager_modes_or_refused(name):
     assert not report.differences
     if PROGRAMS[name].keeps_plan:
         assert report.kept_its_plan()
+    if PROGRAMS[name].is_planned:
+        assert report.was_planned()
 
 
 @pytest.mark.parametrize("name", SOME_COUNTING)
@@ -51,7 +51,6 @@ def test_a_step_that_changes_what_it_reads_is_refused_within_a_budget(name):
     assert not report.differences
 
 
-@FALLBACK
 @pytest.mark.parametrize("name", SOME_COUNTING)
 def test_a_step_that_changes_what_it_reads_runs_in_eager_mode_if_that_is_wished(name):
     report = compare(PROGRAMS[name], budget=BUDGET, fallback="eager")
@@ -60,13 +59,4 @@ def test_a_step_that_changes_what_it_reads_runs_in_eager_mode_if_that_is_wished(
 
 
 def test_every_program_has_a_name_of_its_own():
-    modules = (
-        torch_programs_attributes,
-        torch_programs_functions,
-        torch_programs_counting,
-        torch_programs_hooks,
-        torch_programs_lookups,
-        torch_programs_tensors,
-        torch_programs_training,
-    )
-    assert len(PROGRAMS) == sum(len(module.PROGRAMS) for module in modules)
+    assert len(PROGRAMS) == sum(len(module.PROGRAMS) for module in MODULES)

@@ -151,11 +151,14 @@ def trained(model, step):
     return Trained(losses, state, step)
 
 
-def compiled(made, optimizer_of):
-    """Train by `torch.compile`."""
+def compiled(made, optimizer_of, backend=None):
+    """Train by `torch.compile`: with its loss, or the model by a backend."""
     model, loss_fn, (x, y) = made()
     optimizer = optimizer_of(model)
     loss_of = torch.compile(lambda x, y: loss_fn(model(x), y), fullgraph=True)
+    if backend is not None:
+        forward = torch.compile(model, backend=backend, fullgraph=True)
+        loss_of = lambda x, y: loss_fn(forward(x), y)  # noqa: E731
 
     def step():
         optimizer.zero_grad()
@@ -259,22 +262,9 @@ def test_a_tuner_plans_the_convolutions_of_a_compiled_step():
 
 @pytest.mark.parametrize("budget", [None, "240KiB"])
 def test_a_compiled_model_keeps_a_budget_with_the_same_bits(budget):
-    def run(backend):
-        model, loss_fn, (x, y) = branches()
-        optimizer = sgd(model)
-        forward = torch.compile(model, backend=backend, fullgraph=True)
-
-        def step():
-            optimizer.zero_grad()
-            loss = loss_fn(forward(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return trained(model, step)
-
     backend = mt.backend(budget=budget, inductor=True, cache=None)
-    found, expected = run(backend), run("inductor")
+    found = compiled(branches, sgd, backend)
+    expected = compiled(branches, sgd, "inductor")
     assert backend.plans[0].kernels > 4
     assert found.losses == expected.losses
     assert all(map(torch.equal, found.state, expected.state))

@@ -1,7 +1,5 @@
 """A planned step has the values of Python's that there are now."""
 
-import functools
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,8 +12,6 @@ from tests.torch_marks import STEPS_RUN  # noqa: E402
 
 pytestmark = STEPS_RUN
 
-RATE = 1.0
-
 
 class Tempered(nn.Module):
     def __init__(self):
@@ -27,95 +23,10 @@ class Tempered(nn.Module):
         return self.layer(x) / self.heat
 
 
-class Weighed:
-    def __init__(self):
-        self.rate = 1.0
-
-    def __call__(self, out, y):
-        return functional.cross_entropy(out, y) * self.rate
-
-
 def built():
     torch.manual_seed(0)
     model = Tempered()
     return model, torch.randn(8, 4), torch.randint(3, (8,))
-
-
-def by_a_closure(model):
-    rate = 1.0
-
-    def loss(out, y):
-        return functional.cross_entropy(out, y) * rate
-
-    def change(value):
-        nonlocal rate
-        rate = value
-
-    return loss, change
-
-
-def by_a_global(model):
-    def helper(value):
-        return value * RATE
-
-    def change(value):
-        globals()["RATE"] = value
-
-    change(1.0)
-    return lambda out, y: helper(functional.cross_entropy(out, y)), change
-
-
-def by_a_tensor(model):
-    rate = torch.tensor(1.0)
-
-    def loss(out, y):
-        return functional.cross_entropy(out, y) * rate
-
-    def change(value):
-        nonlocal rate
-        rate = torch.tensor(value)
-
-    return loss, change
-
-
-def by_an_object(model):
-    loss = Weighed()
-    return loss, functools.partial(setattr, loss, "rate")
-
-
-def by_a_partial(model):
-    loss = Weighed()
-    return functools.partial(loss.__call__), functools.partial(setattr, loss, "rate")
-
-
-def by_an_attribute(model):
-    return functional.cross_entropy, functools.partial(setattr, model, "heat")
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        *(by_a_closure, by_a_global, by_a_tensor, by_an_object, by_a_partial),
-        by_an_attribute,
-    ],
-)
-def test_what_is_annealed_is_eager_modes(made):
-    def trained(ours):
-        model, x, y = built()
-        loss_fn, change = made(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = mt.train_step(model, loss_fn, optimizer, cache=None)
-        for rate in (1.0, 0.5, 0.5, 1.0):
-            change(rate)
-            if ours:
-                step(x, y)
-            else:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-        return list(model.parameters())
-
-    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))
 
 
 def test_a_loss_that_counts_its_calls_counts_every_step():

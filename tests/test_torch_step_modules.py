@@ -112,12 +112,8 @@ def test_batch_normalisation_in_a_narrow_type_throughout():
         cache=None,
     )
     optimizer = torch.optim.SGD(eager.parameters(), 0.1)
-    for _ in range(2):
-        loss = functional.cross_entropy(eager(batch[0]), batch[1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert torch.equal(step(*batch), loss)
+    wanted = train_eagerly(eager, functional.cross_entropy, batch, optimizer, 2)
+    assert [step(*batch).item() for _ in range(2)] == wanted
     assert torch.equal(model[1].running_var, eager[1].running_var)
 
 
@@ -135,14 +131,8 @@ def test_views_of_conjugates_are_such_when_they_are_back():
         batch = torch.randn(4, 8), torch.randn(4, 8)
         return model, torch.optim.SGD(model.parameters(), 0.05), batch
 
-    model, optimizer, (x, y) = of_ones_own()
-    wanted = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    model, optimizer, batch = of_ones_own()
+    wanted = train_eagerly(model, functional.mse_loss, batch, optimizer, STEPS)
     model, optimizer, batch = of_ones_own()
     captured = capture_step(model, functional.mse_loss, optimizer, batch)
     parts = StepParts.of(model, optimizer)

@@ -158,36 +158,6 @@ class Counting(nn.Module):
         return self.linear(x).sum() * self.count
 
 
-class Recurring(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.state = nn.Linear(4, 4), None
-
-    def forward(self, x):
-        before = torch.zeros_like(x) if self.state is None else self.state
-        self.state = self.linear(x + before).detach()
-        return self.linear(x + before).sum()
-
-
-class Appending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.seen = nn.Linear(4, 1), []
-
-    def forward(self, x):
-        self.seen.append(x.mean())
-        return self.linear(x).sum()
-
-
-class Drawing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.linear(x).sum() * random.random()
-
-
 class Late(nn.Module):
     def __init__(self):
         super().__init__()
@@ -209,9 +179,6 @@ class Consuming(nn.Module):
         return self.linear(x).sum() * next(self.numbers)
 
 
-KINDS = (Counting, Recurring, Appending, Late, Drawing, Consuming)
-
-
 def trained(kind, step_from, steps=6):
     torch.manual_seed(0)
     random.seed(0)
@@ -231,25 +198,6 @@ def eager_step(model, optimizer):
         return loss
 
     return step
-
-
-@pytest.mark.filterwarnings("ignore:the step")
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_that_change_what_they_read_are_eager_modes(kind):
-    wanted, eager = trained(kind, eager_step)
-    found, planned = trained(
-        kind, lambda m, o: mt.train_step(m, lambda out: out, o, cache=None)
-    )
-    assert found == wanted
-    for key, value in vars(eager).items():
-        now = vars(planned)[key]
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(now, value)
-        elif isinstance(value, list):
-            assert len(now) == len(value)
-            assert all(map(torch.equal, now, value))
-        elif isinstance(value, int):
-            assert now == value
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,12 @@ from mucudnn.torch.execution.tiers import StepTiers, TierCopies  # noqa: E402
 from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import build, load_in_place, real_peak  # noqa: E402
+from tests.torch_steps import (  # noqa: E402
+    build,
+    load_in_place,
+    real_peak,
+    train_eagerly,
+)
 
 pytestmark = [
     *STEPS_RUN,
@@ -78,14 +83,7 @@ class Step:
     def eager(self, count=3):
         """Of as many steps that begin where this one does."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        found = []
-        for _ in range(count):
-            optimizer.zero_grad()
-            loss = self.loss_fn(model(self.batch[0]), *self.batch[1:])
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        return found
+        return train_eagerly(model, self.loss_fn, self.batch, optimizer, count)
 
     def tensors(self):
         state = (t for s in self.optimizer.state.values() for t in s.values())

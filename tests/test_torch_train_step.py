@@ -158,31 +158,6 @@ def test_results_do_not_hold_memory_of_the_step():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_learning_rates_may_change_and_other_batches_are_planned():
-    outcomes = []
-    for ours in (False, True):
-        model, loss_fn, (x, y) = build("mlp")
-        optimizer = adamw(model)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        step = mt.train_step(model, loss_fn, optimizer, budget="8MiB")
-        losses = []
-        for size in (128, 128, 96, 128):
-            if ours:
-                losses.append(step(x[:size], y[:size]).item())
-            else:
-                optimizer.zero_grad()
-                loss = loss_fn(model(x[:size]), y[:size])
-                loss.backward()
-                losses.append(loss.item())
-                optimizer.step()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(optimizer, "_opt_called", True, raising=False)
-                schedule.step()
-        outcomes.append((losses, [p.detach().clone() for p in model.parameters()]))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert all(map(torch.equal, outcomes[0][1], outcomes[1][1]))
-
-
 def test_training_goes_on_from_a_checkpoint():
     wanted, _, _ = eager("cnn", adamw)
     model, loss_fn, (x, y) = build("cnn")
@@ -201,51 +176,6 @@ def test_training_goes_on_from_a_checkpoint():
     assert [step(x, y).item() for _ in range(6)] == wanted[4:]
 
 
-def test_gradients_are_clipped_by_a_hook_of_the_optimizer():
-    def clip(optimizer, *_):
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
-
-    outcomes = []
-    for ours in (False, True):
-        model, loss_fn, (x, y) = build("mlp")
-        optimizer = adamw(model)
-        optimizer.register_step_pre_hook(clip)
-        step = mt.train_step(model, loss_fn, optimizer, budget="4MiB")
-        losses = []
-        for _ in range(3):
-            if ours:
-                losses.append(step(x, y).item())
-                continue
-            optimizer.zero_grad()
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        outcomes.append(losses)
-    assert outcomes[0] == outcomes[1]
-
-
-def test_autocast_is_what_it_was_in_eager_mode():
-    losses = []
-    for ours in (False, True):
-        model, loss_fn, (x, y) = build("mlp")
-        optimizer = sgd(model)
-        step = mt.train_step(model, loss_fn, optimizer)
-        found = []
-        for _ in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                if ours:
-                    found.append(step(x, y).item())
-                    continue
-                loss = loss_fn(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(found)
-    assert losses[0] == losses[1]
-
-
 def test_a_change_of_mode_or_of_a_hyperparameter_is_seen():
     model, loss_fn, batch = build("gpt")
     optimizer = sgd(model)
@@ -259,35 +189,6 @@ def test_a_change_of_mode_or_of_a_hyperparameter_is_seen():
     assert "bernoulli" not in str(second.plan.schedule.graph.nodes)
     optimizer.param_groups[0]["weight_decay"] = 0.0
     assert step.prepare(*batch) is not second
-
-
-@pytest.mark.parametrize(
-    "optimizer_of",
-    [
-        lambda p: torch.optim.SGD(p, 0.05),
-        lambda p: torch.optim.Adam(p, 1e-3, amsgrad=True),
-        lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5),
-        lambda p: torch.optim.Adagrad(p, 1e-2),
-        lambda p: torch.optim.Adadelta(p),
-        lambda p: torch.optim.Adamax(p),
-    ],
-)
-def test_other_optimizers_and_frozen_parameters(optimizer_of):
-    outcomes = []
-    for ours in (False, True):
-        model, loss_fn, (x, y) = build("mlp")
-        model[2].weight.requires_grad_(requires_grad=False)
-        optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
-        step = mt.train_step(model, loss_fn, optimizer, budget="4MiB")
-        for _ in range(3):
-            if ours:
-                step(x, y)
-            else:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-        outcomes.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *outcomes))
 
 
 @pytest.mark.usefixtures("free_copies")
@@ -331,12 +232,6 @@ def test_bad_input_is_said():
         mt.train_step(model, loss_fn, sgd(model))(x, 3)
     with pytest.raises(UnsupportedError, match="on the CPU and on"):
         mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
-
-    def deciding(out, target):
-        return out.sum() if out.sum().item() > 0 else -out.sum()
-
-    with pytest.raises(UnsupportedError, match="branches on the value"):
-        mt.train_step(model, deciding, sgd(model))(x, y)
 
 
 def test_memory_is_studied_without_running():

@@ -17,7 +17,7 @@ from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import build  # noqa: E402
+from tests.torch_steps import build, train_eagerly  # noqa: E402
 from tests.torch_zoo import sgd  # noqa: E402
 
 pytestmark = STEPS_RUN
@@ -38,15 +38,8 @@ def overwriting(schedule, result, operand):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_recomputation_reads_the_version_of_the_first_time(right):
-    model, loss_fn, (x, y) = build("mlp")
-    optimizer = sgd(model)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    model, loss_fn, batch = build("mlp")
+    losses = train_eagerly(model, loss_fn, batch, sgd(model), 2)
     model, loss_fn, batch = build("mlp")
     optimizer = sgd(model)
     parts = StepParts.of(model, optimizer)

@@ -13,7 +13,7 @@ import mucudnn
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import Direction
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.operations import OPERATIONS, traits_of
 from mucudnn.ir.schedule import Alloc, Free, SwapIn, SwapOut
@@ -29,6 +29,7 @@ from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import RECOMPUTED, Residency, policy_names, saved_tensors
 from mucudnn.passes.scheduling.problem import origin
+from tests.conv_problems import conv_problem
 from tests.examples import examples
 from tests.graphs import Symbols, graphs
 from tests.kernel_cases import KERNELS, close
@@ -175,13 +176,7 @@ def test_slices_of_the_batch_make_up_the_whole():
 
 @pytest.mark.parametrize("direction", Direction)
 def test_slices_of_a_convolution_make_up_the_whole(direction):
-    problem = ConvProblem(
-        direction=direction,
-        x_shape=(5, 2, 6, 4),
-        w_shape=(3, 2, 3, 3),
-        padding=1,
-        stride=2,
-    )
+    problem = conv_problem((5, 2, 6, 4), (3, 2, 3, 3), direction, padding=1, stride=2)
     first, second = problem.operands()[:2]
     made = problem.operands()[2]
     batch = traits_of("conv", (first, second), (made,), {"problem": problem}).batch

@@ -1,22 +1,14 @@
 """Training programs put together by chance, whose state changes between steps.
 
-    python -m tests.torch_generated --programs 2000 --seed 0 --jobs 2
-
 A `Recipe` says in plain words what a program is: blocks of a model, a loss, an
-optimizer, a schedule, options of `train_step` and what changes before which step. It is
-drawn by any function that picks one of several options: Hypothesis's or a seeded
-generator's. What eager mode gives is what planned steps have to give.
+optimizer, a schedule, options of `train_step` and what changes before which step. What
+eager mode gives is what planned steps have to give.
 """
 
-import argparse
-import collections
 import functools
 import random
-import re
-import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +21,6 @@ from torch.optim import lr_scheduler
 from mucudnn.errors import PlanningError
 from tests.torch_own_updates import CountingInAttribute, OfValues
 from tests.torch_programs import (
-    HAS_FALLBACK,
     Program,
     Report,
     Training,
@@ -105,12 +96,6 @@ def recipe_of(pick: Pick) -> Recipe:
 class Reader(nn.Module):
     """A module that multiplies by a factor, which Python keeps somewhere."""
 
-    holder: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.change(1.0)
-
     def change(self, factor: float) -> None:
         raise NotImplementedError
 
@@ -121,143 +106,45 @@ class Reader(nn.Module):
         return x * self.factor()
 
 
-class OfAttribute(Reader):
-    def change(self, factor):
-        self.scale = factor
+def reader(
+    factor: Callable[[Any], Any],
+    change: Callable[[Any, float], Any],
+    make: Callable[[], dict[str, Any]] = dict,
+    **others: Any,
+) -> type[Reader]:
+    """Return a class of readers.
 
-    def factor(self):
-        return self.scale
+    Args:
+        factor: Returns the factor that a reader holds.
+        change: Gives a reader another factor.
+        make: Gives the attributes that a reader has from the beginning.
+        others: Attributes of the class.
+    """
 
+    class Holding(Reader):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            for name, value in make().items():
+                setattr(self, name, value)
+            self.change(1.0)
 
-class OfPrivateAttribute(Reader):
-    def change(self, factor):
-        self._scale = factor
-
-    def factor(self):
-        return self._scale
-
-
-class OfAttributeThatAppears(Reader):
-    def change(self, factor):
-        if factor != 1.0:
-            self.scale = factor
-
-    def factor(self):
-        return getattr(self, "scale", 1.0)
-
-
-class OfList(Reader):
-    def __init__(self):
-        self.scales = [1.0]
-        super().__init__()
-
-    def change(self, factor):
-        self.scales[0] = factor
-
-    def factor(self):
-        return self.scales[0]
+    for name, value in {"factor": factor, "change": change, **others}.items():
+        setattr(Holding, name, value)
+    return Holding
 
 
-class OfNestedObject(Reader):
-    def __init__(self):
-        self.config = {"scales": types.SimpleNamespace(now=1.0)}
-        super().__init__()
+def in_cell() -> dict[str, Any]:
+    """Return two functions that share a free variable: one sets it, one returns it."""
+    now = 1.0
 
-    def change(self, factor):
-        self.config["scales"].now = factor
+    def setter(factor):
+        nonlocal now
+        now = factor
 
-    def factor(self):
-        return self.config["scales"].now
-
-
-class OfClosure(Reader):
-    def change(self, factor):
-        self.function = lambda: factor
-
-    def factor(self):
-        return self.function()
+    return {"setter": setter, "getter": lambda: now}
 
 
-class OfSharedCell(Reader):
-    def __init__(self):
-        now = 1.0
-
-        def change(factor):
-            nonlocal now
-            now = factor
-
-        self.setter, self.getter = change, lambda: now
-        super().__init__()
-
-    def change(self, factor):
-        self.setter(factor)
-
-    def factor(self):
-        return self.getter()
-
-
-SCALES = {"now": 1.0}
-
-
-class OfGlobal(Reader):
-    def change(self, factor):
-        SCALES["now"] = factor
-
-    def factor(self):
-        return SCALES["now"]
-
-
-class OfClass(Reader):
-    def change(self, factor):
-        OfClass.scale = factor
-
-    def factor(self):
-        return OfClass.scale
-
-
-class OfProperty(OfPrivateAttribute):
-    @property
-    def scale(self):
-        return self._scale
-
-    def factor(self):
-        return self.scale
-
-
-class OfPartial(Reader):
-    def change(self, factor):
-        self.function = functools.partial(max, factor)
-
-    def factor(self):
-        return self.function(0.0)
-
-
-class OfPlainTensor(Reader):
-    def change(self, factor):
-        self.held = [torch.tensor(factor)]
-
-    def factor(self):
-        return self.held[0]
-
-
-class OfTensorInPlace(Reader):
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.held = [torch.tensor(1.0)]
-
-    def change(self, factor):
-        self.held[0].fill_(factor)
-
-    def factor(self):
-        return self.held[0]
-
-
-class OfTensorsNumber(OfTensorInPlace):
-    def factor(self):
-        return self.held[0].item()
-
-
-class OfBuffer(Reader):
+class Buffered(Reader):
     def __init__(self):
         nn.Module.__init__(self)
         self.register_buffer("scale", torch.ones(()))
@@ -267,6 +154,73 @@ class OfBuffer(Reader):
 
     def factor(self):
         return self.scale
+
+
+SCALES = {"now": 1.0}
+
+
+def sets(name: str) -> Callable[[Any, Any], None]:
+    return lambda s, factor: setattr(s, name, factor)
+
+
+def in_tensor() -> dict[str, Any]:
+    return {"held": [torch.tensor(1.0)]}
+
+
+OfAttribute = reader(lambda s: s.scale, sets("scale"))
+OfList = reader(
+    lambda s: s.scales[0],
+    lambda s, factor: s.scales.__setitem__(0, factor),
+    lambda: {"scales": [1.0]},
+)
+OfClass = reader(
+    lambda s: s.scale, lambda s, factor: setattr(type(s), "scale", factor), scale=1.0
+)
+READERS: dict[str, type[Reader]] = {
+    "attribute": OfAttribute,
+    "private_attribute": reader(lambda s: s._scale, sets("_scale")),
+    "attribute_that_appears": reader(
+        lambda s: getattr(s, "scale", 1.0),
+        lambda s, factor: factor != 1.0 and setattr(s, "scale", factor),
+    ),
+    "list": OfList,
+    "nested_object": reader(
+        lambda s: s.config["scales"].now,
+        lambda s, factor: setattr(s.config["scales"], "now", factor),
+        lambda: {"config": {"scales": types.SimpleNamespace(now=1.0)}},
+    ),
+    "closure": reader(
+        lambda s: s.function(),
+        lambda s, factor: setattr(s, "function", lambda: factor),
+    ),
+    "shared_cell": reader(
+        lambda s: s.getter(), lambda s, factor: s.setter(factor), in_cell
+    ),
+    "global": reader(
+        lambda s: SCALES["now"], lambda s, factor: SCALES.update(now=factor)
+    ),
+    "class": OfClass,
+    "property": reader(
+        lambda s: s.scale, sets("_scale"), scale=property(lambda s: s._scale)
+    ),
+    "partial": reader(
+        lambda s: s.function(0.0),
+        lambda s, factor: setattr(s, "function", functools.partial(max, factor)),
+    ),
+    "plain_tensor": reader(
+        lambda s: s.held[0],
+        lambda s, factor: setattr(s, "held", [torch.tensor(factor)]),
+    ),
+    "tensor_in_place": reader(
+        lambda s: s.held[0], lambda s, factor: s.held[0].fill_(factor), in_tensor
+    ),
+    "tensors_number": reader(
+        lambda s: s.held[0].item(),
+        lambda s, factor: s.held[0].fill_(factor),
+        in_tensor,
+    ),
+    "buffer": Buffered,
+}
 
 
 class Averaging(nn.Module):
@@ -377,21 +331,7 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[], nn.Module]]] = {
     "tanh": (EVERY, nn.Tanh),
     "gelu": (EVERY, nn.GELU),
     "dropout": (EVERY, lambda: nn.Dropout(0.3)),
-    "attribute": (EVERY, OfAttribute),
-    "private_attribute": (EVERY, OfPrivateAttribute),
-    "attribute_that_appears": (EVERY, OfAttributeThatAppears),
-    "list": (EVERY, OfList),
-    "nested_object": (EVERY, OfNestedObject),
-    "closure": (EVERY, OfClosure),
-    "shared_cell": (EVERY, OfSharedCell),
-    "global": (EVERY, OfGlobal),
-    "class": (EVERY, OfClass),
-    "property": (EVERY, OfProperty),
-    "partial": (EVERY, OfPartial),
-    "plain_tensor": (EVERY, OfPlainTensor),
-    "tensor_in_place": (EVERY, OfTensorInPlace),
-    "tensors_number": (EVERY, OfTensorsNumber),
-    "buffer": (EVERY, OfBuffer),
+    **{name: (EVERY, kind) for name, kind in READERS.items()},
     "averaging": (EVERY, Averaging),
     "counting": (EVERY, Counting),
     "counting_in_a_list": (EVERY, CountingInList),
@@ -555,93 +495,61 @@ class World:
         return self.factors[0]
 
 
-CHANGES: dict[str, Callable[[World], Any]] = {}
+Change = Callable[[World], Any]
 
 
-def change(make: Callable[[World], Any]) -> Callable[[World], Any]:
-    CHANGES[make.__name__] = make
-    return make
+def on_all(
+    *kinds: type, act: Callable[[Any], Any] | None = None, **values: Any
+) -> Change:
+    """Return a change of all modules of some kinds: a call of each, or attributes."""
+
+    def change(world: World) -> None:
+        for module in world.find(*kinds):
+            if act is not None:
+                act(module)
+            for name, value in values.items():
+                setattr(module, name, value)
+
+    return change
 
 
-@change
-def nothing(world):
-    pass
+def on_groups(**values: Any) -> Change:
+    """Return a change of the optimizer's groups that have these entries."""
+
+    def change(world: World) -> None:
+        for group in world.groups:
+            group.update({k: v for k, v in values.items() if k in group})
+
+    return change
 
 
-@change
-def readers(world):
-    for reader in world.find(Reader):
-        reader.change(world.next_factor())
+def toggles(name: str) -> Callable[[Any], None]:
+    return lambda module: setattr(module, name, not getattr(module, name))
 
 
-@change
-def last_reader(world):
-    for reader in world.find(Reader)[-1:]:
-        reader.change(world.next_factor())
+def on_network(act: Callable[[Any], Any]) -> Change:
+    return lambda world: act(world.network)
 
 
-@change
-def same_value_again(world):
-    for reader in world.find(OfAttribute):
-        reader.scale = float(str(reader.scale))
+def hooked(register: Callable[[World], Any]) -> Change:
+    """Return a change that registers a hook, whose handle the world keeps."""
+    return lambda world: world.handles.append(register(world))
 
 
-@change
-def unread_attribute(world):
-    world.network._for_a_log = world.next_factor()
-
-
-@change
-def skips(world):
-    for block in world.find(Skipping):
-        block.active = not block.active
-
-
-@change
-def causal(world):
-    for block in world.find(Attending):
-        block.causal = not block.causal
-
-
-@change
-def dropout(world):
-    for layer in world.find(nn.Dropout):
-        layer.p = 0.7
-
-
-@change
-def norms(world):
+def norms(world: World) -> None:
     for norm in world.find(nn.BatchNorm1d, nn.BatchNorm2d):
         norm.momentum = 0.5 if norm.momentum is None else None
     for norm in world.find(nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm):
         norm.eps = 0.1
 
 
-@change
-def norms_to_eval(world):
-    for norm in world.find(nn.BatchNorm1d, nn.BatchNorm2d):
-        norm.eval()
-
-
-@change
-def norms_without_statistics(world):
+def norms_without_statistics(world: World) -> None:
     for norm in world.find(nn.BatchNorm1d, nn.BatchNorm2d)[:1]:
         norm.running_mean = norm.running_var = None
         norm.track_running_stats = False
 
 
-@change
-def evaluating(world):
-    world.network.eval()
-
-
-@change
-def training_again(world):
-    world.network.train()
-
-
-@change
-def loss_changes(world):
+def loss_changes(world: World) -> None:
     loss = world.training.loss_fn
     if isinstance(loss, Smoothed):
         loss.smoothing, loss.weights[0] = 0.3, world.next_factor()
@@ -652,8 +560,7 @@ def loss_changes(world):
         loss.weight = torch.ones(4)
 
 
-@change
-def forward_hook(world):
+def forward_hook(world: World) -> None:
     factor = world.factors
 
     def scale(module, inputs, out):
@@ -662,39 +569,20 @@ def forward_hook(world):
     world.handles.append(world.network.first.register_forward_hook(scale))
 
 
-@change
-def forward_pre_hook(world):
-    hook = lambda module, inputs: (inputs[0] * 0.5,)  # noqa: E731
-    world.handles.append(world.network.last.register_forward_pre_hook(hook))
-
-
-@change
-def backward_hook(world):
-    def scale(module, inputs, outputs):
-        return tuple(None if g is None else g * 0.5 for g in inputs)
-
-    world.handles.append(world.network.last.register_full_backward_hook(scale))
-
-
-@change
-def parameter_hook(world):
+def parameter_hook(world: World) -> None:
     weight = world.network.last.weight
     if weight.requires_grad:
         world.handles.append(weight.register_hook(lambda g: g * 0.5))
 
 
-@change
-def post_accumulate_hook(world):
-    def scale(parameter):
-        parameter.grad.mul_(0.5)
-
+def post_accumulate_hook(world: World) -> None:
     weight = world.network.last.weight
     if weight.requires_grad and weight.is_leaf:
-        world.handles.append(weight.register_post_accumulate_grad_hook(scale))
+        halve = lambda p: p.grad.mul_(0.5)  # noqa: E731
+        world.handles.append(weight.register_post_accumulate_grad_hook(halve))
 
 
-@change
-def optimizer_hook(world):
+def optimizer_hook(world: World) -> None:
     def clamp(optimizer, arguments, keywords):
         with torch.no_grad():
             world.network.last.weight.clamp_(-0.2, 0.2)
@@ -703,196 +591,165 @@ def optimizer_hook(world):
     world.handles.append(optimizer.register_step_post_hook(clamp))
 
 
-@change
-def hooks_read_another_number(world):
-    world.next_factor()
-
-
-@change
-def hooks_removed(world):
+def hooks_removed(world: World) -> None:
     while world.handles:
         world.handles.pop().remove()
 
 
-@change
-def first_layer_frozen(world):
-    world.network.first.requires_grad_(False)
-
-
-@change
-def everything_thawed(world):
-    world.network.requires_grad_(True)
-
-
-@change
-def weights_clamped(world):
-    with torch.no_grad():
-        for parameter in world.network.parameters():
-            parameter.clamp_(-0.2, 0.2)
-
-
-@change
-def weights_in_other_memory(world):
-    for parameter in world.network.parameters():
+def weights_in_other_memory(network: Any) -> None:
+    for parameter in network.parameters():
         parameter.data = parameter.data.clone()
 
 
-@change
-def weight_transposed_in_memory(world):
-    weight = world.network.last.weight
+def weight_transposed_in_memory(network: Any) -> None:
+    weight = network.last.weight
     weight.data = weight.data.t().contiguous().t()
 
 
-@change
-def channels_last(world):
-    if world.network.inputs == "images":
-        world.network.to(memory_format=torch.channels_last)
+def channels_last(network: Any) -> None:
+    if network.inputs == "images":
+        network.to(memory_format=torch.channels_last)
 
 
-@change
-def weights_share_memory(world):
-    alike = [
-        p
-        for p in world.network.parameters()
-        if p.shape == world.network.first.weight.shape
-    ]
+def weights_share_memory(network: Any) -> None:
+    shape = network.first.weight.shape
+    alike = [p for p in network.parameters() if p.shape == shape]
     alike[-1].data = alike[0].data
 
 
-@change
-def state_loaded(world):
-    state = world.network.state_dict()
-    world.network.load_state_dict(
-        {k: v * 0.5 if v.is_floating_point() else v for k, v in state.items()}
+def state_loaded(network: Any) -> None:
+    network.load_state_dict(
+        {
+            k: v * 0.5 if v.is_floating_point() else v
+            for k, v in network.state_dict().items()
+        }
     )
 
 
-@change
-def state_assigned(world):
-    state = {k: v.clone() for k, v in world.network.state_dict().items()}
-    world.network.load_state_dict(state, assign=True)
+def state_assigned(network: Any) -> None:
+    state = {k: v.clone() for k, v in network.state_dict().items()}
+    network.load_state_dict(state, assign=True)
 
 
-@change
-def block_replaced(world):
-    if len(world.network.blocks):
-        world.network.blocks[-1] = nn.Tanh()
+def block_replaced(network: Any) -> None:
+    if len(network.blocks):
+        network.blocks[-1] = nn.Tanh()
 
 
-@change
-def block_added(world):
+def block_added(world: World) -> None:
     scale = OfList()
     world.network.blocks.append(scale)
     scale.change(world.next_factor())
 
 
-@change
-def block_removed(world):
-    if len(world.network.blocks):
-        del world.network.blocks[0]
-
-
-@change
-def layer_with_a_group_added(world):
+def layer_with_a_group_added(world: World) -> None:
     if world.network.inputs != "images":
         layer = nn.Linear(WIDTH, WIDTH, bias=False)
         world.network.blocks.append(layer)
         world.training.optimizer.add_param_group({"params": [layer.weight]})
 
 
-@change
-def parametrization_added(world):
-    if not parametrize.is_parametrized(world.network.last, "weight"):
-        parametrize.register_parametrization(world.network.last, "weight", nn.Tanh())
+def parametrization_added(network: Any) -> None:
+    if not parametrize.is_parametrized(network.last, "weight"):
+        parametrize.register_parametrization(network.last, "weight", nn.Tanh())
 
 
-@change
-def forward_replaced(world):
-    if len(world.network.blocks):
-        world.network.blocks[0].forward = torch.tanh
+def forward_replaced(network: Any) -> None:
+    if len(network.blocks):
+        network.blocks[0].forward = torch.tanh
 
 
-@change
-def rate(world):
-    for group in world.groups:
-        group["lr"] = group["lr"] * 0.5
-
-
-@change
-def weight_decay(world):
-    for group in world.groups:
-        if "weight_decay" in group:
-            group["weight_decay"] = 0.2
-
-
-@change
-def momentum(world):
-    for group in world.groups:
-        if "momentum" in group:
-            group["momentum"] = 0.3
-        if "betas" in group:
-            group["betas"] = (0.5, 0.7)
-
-
-@change
-def state_cleared(world):
-    world.training.optimizer.state.clear()
-
-
-@change
-def state_of_the_optimizer_loaded(world):
+def state_of_the_optimizer_loaded(world: World) -> None:
     optimizer = world.training.optimizer
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-@change
-def gradients_are_there(world):
-    for parameter in world.network.parameters():
+def gradients_are_there(network: Any) -> None:
+    for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
 
 
-@change
-def smaller_batches(world):
-    world.training.batches = [(x[:6], y[:6]) for x, y in world.training.batches]
+def on_batches(act: Callable[[list[Any]], list[Any]]) -> Change:
+    return lambda world: setattr(world.training, "batches", act(world.training.batches))
 
 
-@change
-def strided_batches(world):
-    world.training.batches = [
-        (x.transpose(0, -1).contiguous().transpose(0, -1), y)
-        for x, y in world.training.batches
-    ]
+def under_autocast(**options: Any) -> Change:
+    return lambda world: setattr(
+        world.training, "around", lambda number: torch.autocast("cpu", **options)
+    )
 
 
-@change
-def one_tensor_twice(world):
-    world.training.batches = world.training.batches[:1]
-
-
-@change
-def seeded(world):
-    torch.manual_seed(5)
-
-
-@change
-def deterministic(world):
-    torch.use_deterministic_algorithms(True)
-
-
-@change
-def autocast(world):
-    kind = torch.bfloat16
-    world.training.around = lambda number: torch.autocast("cpu", kind)
-
-
-@change
-def autocast_off(world):
-    world.training.around = lambda number: torch.autocast("cpu", enabled=False)
-
-
-@change
-def anomaly_detection(world):
-    torch.set_anomaly_enabled(True)
+CHANGES: dict[str, Change] = {
+    "nothing": lambda world: None,
+    "readers": lambda w: [r.change(w.next_factor()) for r in w.find(Reader)],
+    "last_reader": lambda w: [r.change(w.next_factor()) for r in w.find(Reader)[-1:]],
+    "same_value_again": on_all(
+        OfAttribute, act=lambda r: setattr(r, "scale", float(str(r.scale)))
+    ),
+    "unread_attribute": lambda w: setattr(w.network, "_for_a_log", w.next_factor()),
+    "skips": on_all(Skipping, act=toggles("active")),
+    "causal": on_all(Attending, act=toggles("causal")),
+    "dropout": on_all(nn.Dropout, p=0.7),
+    "norms": norms,
+    "norms_to_eval": on_all(
+        nn.BatchNorm1d, nn.BatchNorm2d, act=lambda norm: norm.eval()
+    ),
+    "norms_without_statistics": norms_without_statistics,
+    "evaluating": on_network(lambda n: n.eval()),
+    "training_again": on_network(lambda n: n.train()),
+    "loss_changes": loss_changes,
+    "forward_hook": forward_hook,
+    "forward_pre_hook": hooked(
+        lambda w: w.network.last.register_forward_pre_hook(
+            lambda module, inputs: (inputs[0] * 0.5,)
+        )
+    ),
+    "backward_hook": hooked(
+        lambda w: w.network.last.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(
+                None if g is None else g * 0.5 for g in inputs
+            )
+        )
+    ),
+    "parameter_hook": parameter_hook,
+    "post_accumulate_hook": post_accumulate_hook,
+    "optimizer_hook": optimizer_hook,
+    "hooks_read_another_number": World.next_factor,
+    "hooks_removed": hooks_removed,
+    "first_layer_frozen": on_network(lambda n: n.first.requires_grad_(False)),
+    "everything_thawed": on_network(lambda n: n.requires_grad_(True)),
+    "weights_clamped": torch.no_grad()(
+        lambda w: [p.clamp_(-0.2, 0.2) for p in w.network.parameters()]
+    ),
+    "weights_in_other_memory": on_network(weights_in_other_memory),
+    "weight_transposed_in_memory": on_network(weight_transposed_in_memory),
+    "channels_last": on_network(channels_last),
+    "weights_share_memory": on_network(weights_share_memory),
+    "state_loaded": on_network(state_loaded),
+    "state_assigned": on_network(state_assigned),
+    "block_replaced": on_network(block_replaced),
+    "block_added": block_added,
+    "block_removed": on_network(lambda n: n.blocks.__delitem__(slice(0, 1))),
+    "layer_with_a_group_added": layer_with_a_group_added,
+    "parametrization_added": on_network(parametrization_added),
+    "forward_replaced": on_network(forward_replaced),
+    "rate": lambda w: [group.update(lr=group["lr"] * 0.5) for group in w.groups],
+    "weight_decay": on_groups(weight_decay=0.2),
+    "momentum": on_groups(momentum=0.3, betas=(0.5, 0.7)),
+    "state_cleared": lambda w: w.training.optimizer.state.clear(),
+    "state_of_the_optimizer_loaded": state_of_the_optimizer_loaded,
+    "gradients_are_there": on_network(gradients_are_there),
+    "smaller_batches": on_batches(lambda b: [(x[:6], y[:6]) for x, y in b]),
+    "strided_batches": on_batches(
+        lambda b: [(x.transpose(0, -1).contiguous().transpose(0, -1), y) for x, y in b]
+    ),
+    "one_tensor_twice": on_batches(lambda b: b[:1]),
+    "seeded": lambda w: torch.manual_seed(5),
+    "deterministic": lambda w: torch.use_deterministic_algorithms(True),
+    "autocast": under_autocast(dtype=torch.bfloat16),
+    "autocast_off": under_autocast(enabled=False),
+    "anomaly_detection": lambda w: torch.set_anomaly_enabled(True),
+}
 
 
 def training_of(recipe: Recipe) -> Training:
@@ -934,7 +791,7 @@ def compared(recipe: Recipe) -> Report:
     """Return how planned steps of a recipe compare with eager mode."""
     program = Program(functools.partial(training_of, recipe))
     options: dict[str, Any] = {}
-    if HAS_FALLBACK and recipe.falls_back:
+    if recipe.falls_back:
         options["fallback"] = "eager"
     with free_costs():
         budget = budget_of(program, recipe)
@@ -958,74 +815,3 @@ def budget_of(program: Program, recipe: Recipe) -> int | None:
         else:
             return None
     return None if least is None else int(least + recipe.budget * max(0, most - least))
-
-
-# --- the command line
-
-
-def kind_of(error: Exception) -> str:
-    """Return an error's type and first words, without names and numbers."""
-    words = re.sub(r"'[^']*'|[\d.]+", "…", str(error)).split()
-    return f"{type(error).__name__}: {' '.join(words[:8])}"
-
-
-def figures_of(seed: int) -> dict[str, Any]:
-    """Return what the program of a seed gave, in plain values."""
-    torch.set_num_threads(1)
-    recipe = recipe_of(random.Random(seed).choice)
-    try:
-        report = compared(recipe)
-    except Exception as e:
-        return {"seed": seed, "recipe": recipe, "broken": repr(e)}
-    return {
-        "seed": seed,
-        "recipe": recipe,
-        "steps": report.steps,
-        "plans": report.plan_count(),
-        "eager": report.ran_eagerly,
-        "refusals": [kind_of(e) for e in report.refusals],
-        "differences": report.differences,
-    }
-
-
-_PROGRESS_EVERY = 20
-"""Programs between two lines of progress."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.torch_generated")
-    parser.add_argument("--programs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    given = parser.parse_args(arguments)
-    seeds = range(given.seed, given.seed + given.programs)
-    totals: collections.Counter[str] = collections.Counter()
-    refusals: collections.Counter[str] = collections.Counter()
-    write = sys.stdout.write
-    with ProcessPoolExecutor(given.jobs) as pool:
-        for found in pool.map(figures_of, seeds, chunksize=4):
-            totals["programs"] += 1
-            if totals["programs"] % _PROGRESS_EVERY == 0:
-                write(f"... {totals['programs']} programs\n")
-                sys.stdout.flush()
-            if "broken" in found:
-                totals["broken"] += 1
-                write(f"seed {found['seed']}: {found['broken']}\n  {found['recipe']}\n")
-                continue
-            totals["steps"] += found["steps"]
-            totals["plans"] += found["plans"]
-            totals["eager steps"] += found["eager"]
-            totals["refusals"] += len(found["refusals"])
-            refusals.update(found["refusals"])
-            if found["differences"]:
-                totals["programs that differ"] += 1
-                write(f"seed {found['seed']}: {found['differences'][0][:200]}\n")
-                write(f"  {found['recipe']}\n")
-    write(", ".join(f"{count} {name}" for name, count in totals.items()) + "\n")
-    for kind, count in refusals.most_common():
-        write(f"{count:6d} {kind}\n")
-    return int(bool(totals["programs that differ"] or totals["broken"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

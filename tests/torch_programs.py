@@ -13,7 +13,6 @@ same type.
 import collections
 import contextlib
 import functools
-import inspect
 import os
 import random
 import traceback
@@ -40,8 +39,6 @@ from mucudnn.torch.costs.meters import CpuMeter, Links
 STEPS = 4
 CHANGE_AT = 2
 """The step, counted from 0, before which a program's change is made."""
-
-HAS_FALLBACK = "fallback" in inspect.signature(mt.train_step).parameters
 
 
 def nothing(*_: Any) -> None:
@@ -95,11 +92,14 @@ class Program:
         keeps_plan: Whether the plan of the second step has to serve the later ones.
         changes_in_step: Whether the step itself changes Python state that counts, so
             that no captured step can stand for it.
+        is_planned: Whether every step has to be planned: none is refused, and none
+            runs in eager mode.
     """
 
     build: Callable[[], Training]
     keeps_plan: bool = False
     changes_in_step: bool = False
+    is_planned: bool = False
 
 
 class Programs(dict[str, Program]):
@@ -110,20 +110,14 @@ class Programs(dict[str, Program]):
         build: Callable[[], Training] | None = None,
         *,
         name: str = "",
-        keeps_plan: bool = False,
-        changes_in_step: bool = False,
+        **known: bool,
     ) -> Any:
         if build is None:
-            return functools.partial(
-                self,
-                name=name,
-                keeps_plan=keeps_plan,
-                changes_in_step=changes_in_step,
-            )
+            return functools.partial(self, name=name, **known)
         name = name or build.__name__
         if name in self:
             raise ValueError(f"two programs have the name {name}")
-        self[name] = Program(build, keeps_plan, changes_in_step)
+        self[name] = Program(build, **known)
         return build
 
 
@@ -158,14 +152,17 @@ class Report:
         """How many warnings say that a step ran in eager mode."""
         return sum("eager" in message for message in self.warned)
 
+    def was_planned(self) -> bool:
+        """Whether every step was planned."""
+        return not self.refusals and not self.ran_eagerly
+
     def kept_its_plan(self) -> bool:
         """Whether one plan served all steps from the second on."""
         second = self.plans[1]
         return (
             second is not None
             and all(plan is second for plan in self.plans[1:])
-            and not self.refusals
-            and not self.ran_eagerly
+            and self.was_planned()
         )
 
     def plan_count(self) -> int:

@@ -70,7 +70,7 @@ def default(s: Any, out: torch.Tensor) -> torch.Tensor:
 
 # --- one value for another
 
-replaced("public_number", times, 1.0, 3.0)
+replaced("public_number", times, 1.0, 3.0, is_planned=True)
 replaced("int_becomes_equal_float", of_type, 1, 1.0)
 replaced("int_becomes_equal_bool", of_type, 1, True)
 replaced(

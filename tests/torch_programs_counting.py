@@ -354,6 +354,12 @@ def pushes_and_pops(s, out):
     return out * s.held.pop()
 
 
+def makes_its_buffer(s, out):
+    if s.mask is None:
+        s.mask = torch.ones(4)
+    return out * s.mask
+
+
 def buffer_by_number(s, out):
     s.gain.add_(1)
     return out * s.gain.item()
@@ -366,8 +372,20 @@ reading_in_step("last_result_in_an_attribute", keeps_the_last, last=lambda: None
 reading_in_step("results_collected", collects, held=list)
 reading_in_step("pushes_and_pops", pushes_and_pops, held=list)
 reading_in_step(
+    "iterator_in_an_attribute",
+    lambda s, out: out * next(s.numbers),
+    numbers=lambda: iter(range(1, 9)),
+)
+reading_in_step(
     "tensor_counted_and_asked", buffer_by_number, gain=lambda: torch.ones(())
 )
+
+
+@PROGRAMS(changes_in_step=True)
+def buffer_made_by_the_first_step() -> Training:
+    model = Reading(makes_its_buffer)
+    model.register_buffer("mask", None)
+    return trained(model)
 
 
 # --- chance and time

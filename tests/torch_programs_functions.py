@@ -54,6 +54,7 @@ def of_loss(
 
 
 same_plan = functools.partial(of_loss, keeps_plan=True)
+planned = functools.partial(of_loss, is_planned=True)
 
 
 def never() -> None:
@@ -63,7 +64,7 @@ def never() -> None:
 # --- what a loss reads
 
 
-@of_loss
+@planned
 def closure_number():
     rate = 1.0
 
@@ -85,7 +86,7 @@ def closure_function():
     return lambda out, y: scaled(entropy(out, y)), change
 
 
-@of_loss
+@planned
 def closure_tensor():
     rate = torch.tensor(1.0)
 
@@ -116,7 +117,7 @@ def closure_of_a_closure():
     return lambda out, y: inner(entropy(out, y)), lambda: rates.__setitem__(0, 3.0)
 
 
-@of_loss
+@planned
 def global_number():
     globals()["RATE"] = 1.0
     change = functools.partial(globals().__setitem__, "RATE", 3.0)
@@ -137,7 +138,7 @@ def top_of_stack():
     return STACK[-1]
 
 
-@of_loss
+@planned
 def helper_of_a_helper_reads_a_global():
     STACK[:] = [1.0]
     return lambda out, y: helper(entropy(out, y)), lambda: STACK.append(3.0)
@@ -169,7 +170,7 @@ def function_in_a_dict():
     return lambda out, y: table["f"](entropy(out, y)), change
 
 
-@of_loss
+@planned
 def callable_objects_attribute():
     class Loss:
         rate = 1.0
@@ -233,7 +234,7 @@ def partial_by_keyword():
     return loss, lambda: loss.keywords.update(rate=3.0)
 
 
-@of_loss
+@planned
 def partial_of_a_bound_method_of_a_partial():
     rates = [1.0]
     inner = functools.partial(weighed, rates)

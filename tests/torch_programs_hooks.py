@@ -159,6 +159,7 @@ for kind, hook in KINDS.items():
                 functools.partial(when, hook),
                 name=f"{kind}_hook_{when.__name__}",
                 changes_in_step=when is counting,
+                is_planned=kind == "of_a_parameter" and when is present,
             )
 
 
@@ -355,7 +356,7 @@ def hook_of_a_frozen_parameter_that_is_thawed() -> Training:
     return trained(model, change=lambda: weight.requires_grad_(True))
 
 
-@PROGRAMS
+@PROGRAMS(is_planned=True)
 def optimizer_hook_clips_gradients() -> Training:
     model = perceptron()
     optimizer = sgd(model)

@@ -117,7 +117,7 @@ def sequences_change_their_length() -> Training:
     return trained(perceptron(), batches=batches, loss_fn=loss)
 
 
-@PROGRAMS
+@PROGRAMS(is_planned=True)
 def last_batch_is_smaller() -> Training:
     x, y = vectors()
     return trained(perceptron(), batches=[(x, y), (x[:5], y[:5])])
@@ -420,7 +420,12 @@ arguments(
 # --- buffers and batch norm
 
 
-def norms(name: str, change: Callable[[Any], Any], begin: Any = as_it_is) -> None:
+def norms(
+    name: str,
+    change: Callable[[Any], Any],
+    begin: Any = as_it_is,
+    **others: bool,
+) -> None:
     """Add a program whose batch normalisation is changed."""
 
     def build() -> Training:
@@ -428,7 +433,7 @@ def norms(name: str, change: Callable[[Any], Any], begin: Any = as_it_is) -> Non
         begin(model[1])
         return of_images(model, change=lambda: change(model[1]))
 
-    PROGRAMS(build, name=name)
+    PROGRAMS(build, name=name, **others)
 
 
 norms("momentum_of_a_norm", lambda n: setattr(n, "momentum", 0.5))
@@ -442,6 +447,13 @@ norms("eps_of_a_norm", lambda n: setattr(n, "eps", 0.5))
 norms("norm_to_eval", lambda n: n.eval())
 norms("statistics_not_tracked", lambda n: setattr(n, "track_running_stats", False))
 norms("running_mean_to_none", lambda n: setattr(n, "running_mean", None))
+
+
+def without_running_statistics(norm: Any) -> None:
+    norm.running_mean = norm.running_var = None
+
+
+norms("running_statistics_to_none", without_running_statistics, is_planned=True)
 
 
 def without_statistics(norm: Any) -> None:
@@ -484,7 +496,11 @@ of_buffer(
     "buffer_of_another_type",
     lambda m: setattr(m, "gain", torch.ones(4, dtype=torch.long)),
 )
-of_buffer("buffer_added", lambda m: m.register_buffer("other", torch.ones(1)))
+of_buffer(
+    "buffer_added",
+    lambda m: m.register_buffer("other", torch.ones(1)),
+    is_planned=True,
+)
 of_buffer("buffer_registered_again", lambda m: m.register_buffer("gain", torch.ones(4)))
 of_buffer(
     "buffer_becomes_a_parameter",
@@ -627,7 +643,9 @@ def attention_by_another_kernel() -> Training:
 
 
 def within(
-    name: str, context: Callable[[], contextlib.AbstractContextManager[Any]]
+    name: str,
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    **others: bool,
 ) -> None:
     """Add a program whose steps are made within a context from the third on."""
 
@@ -638,7 +656,7 @@ def within(
         model = perceptron()
         return trained(model, around=around, optimizer=sgd(model))
 
-    PROGRAMS(build, name=name)
+    PROGRAMS(build, name=name, **others)
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
@@ -647,7 +665,11 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 within("within_no_grad", torch.no_grad)
 within("within_inference_mode", torch.inference_mode)
-within("within_autocast", functools.partial(torch.autocast, "cpu", torch.bfloat16))
+within(
+    "within_autocast",
+    functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    is_planned=True,
+)
 within("within_float16", functools.partial(torch.autocast, "cpu", torch.float16))
 within("within_a_device", functools.partial(torch.device, "cpu"))
 within("within_anomaly_detection", torch.autograd.detect_anomaly)

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils import checkpoint
 
+from tests.torch_own_updates import CountingInState
 from tests.torch_programs import (
     Programs,
     Reading,
@@ -127,7 +128,7 @@ optimized(
     keeps_plan=True,
 )
 optimized("rate_is_zero", group_set(lr=0.0), keeps_plan=True)
-optimized("weight_decay_set", group_set(weight_decay=0.3))
+optimized("weight_decay_set", group_set(weight_decay=0.3), is_planned=True)
 optimized("momentum_set", group_set(momentum=0.5))
 optimized("momentum_to_zero", group_set(momentum=0.0))
 optimized(
@@ -145,7 +146,7 @@ optimized(
     "decoupled_set", group_set(decoupled_weight_decay=True, weight_decay=0.1), adam
 )
 optimized("foreach_set", group_set(foreach=True), adam)
-optimized("state_cleared", lambda o: o.state.clear())
+optimized("state_cleared", lambda o: o.state.clear(), is_planned=True)
 optimized("state_cleared_of_adam", lambda o: o.state.clear(), adam)
 optimized(
     "state_of_one_parameter_dropped",
@@ -160,6 +161,7 @@ optimized(
     "state_loaded",
     lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
     adam,
+    is_planned=True,
 )
 optimized(
     "step_counter_set",
@@ -266,6 +268,35 @@ def model_reads_its_gradient() -> Training:
     return trained(model, change=change)
 
 
+@PROGRAMS(is_planned=True)
+def own_update_of_a_scheduled_and_clipped_step() -> Training:
+    """With the model's output beside the loss."""
+    model = perceptron()
+    optimizer = optim.Adafactor(model.parameters(), 0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return trained(
+        model,
+        optimizer=optimizer,
+        loss_fn=lambda out, y: (functional.cross_entropy(out, y), out),
+        after=lambda number, loss: scheduler.step(),
+        options={"clip_norm": 0.1},
+    )
+
+
+@PROGRAMS(is_planned=True)
+def own_update_changes_gradients_that_share_memory() -> Training:
+    class Halving(CountingInState):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(0.5)
+            super().step()
+
+    one, other = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    model = Reading(lambda s, out: out + (s.one + s.other), one=one, other=other)
+    return trained(model, optimizer=Halving([one, other]))
+
+
 # --- parameters: frozen, replaced, loaded, moved
 
 
@@ -314,16 +345,22 @@ def trained_layer() -> nn.Linear:
     return nn.Linear(8, 4)
 
 
-of_model("layer_frozen", lambda m: m[0].requires_grad_(False))
-of_model("layer_thawed", lambda m: m[0].requires_grad_(True), frozen)
+of_model("layer_frozen", lambda m: m[0].requires_grad_(False), is_planned=True)
+of_model("layer_thawed", lambda m: m[0].requires_grad_(True), frozen, is_planned=True)
 of_model("bias_frozen", lambda m: m[0].bias.requires_grad_(False))
 of_model("everything_frozen", lambda m: m.requires_grad_(False))
 of_model("layer_replaced_without_parameters", lambda m: m.__setitem__(1, nn.Tanh()))
-of_model("layer_replaced", lambda m: m.__setitem__(2, trained_layer()))
+of_model("layer_replaced", lambda m: m.__setitem__(2, trained_layer()), is_planned=True)
 of_model(
-    "parameter_replaced", lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(8)))
+    "parameter_replaced",
+    lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(8))),
+    is_planned=True,
 )
-of_model("bias_removed", lambda m: m[2].register_parameter("bias", None))
+of_model(
+    "bias_removed",
+    lambda m: m[2].register_parameter("bias", None),
+    is_planned=True,
+)
 of_model("layer_appended", lambda m: m.append(nn.Tanh()))
 of_model("layer_with_parameters_appended", lambda m: m.append(nn.Linear(4, 4)))
 of_model("layer_deleted", lambda m: m.__delitem__(1))
@@ -331,10 +368,28 @@ of_model("weights_clamped", weights_clamped, keeps_plan=True)
 of_model("weights_in_other_memory", weights_moved)
 of_model("weights_drawn_anew", lambda m: m[0].reset_parameters(), keeps_plan=True)
 of_model("state_dict_loaded", loaded, keeps_plan=True)
-of_model("state_dict_assigned", loaded_by_assignment)
+of_model("state_dict_assigned", loaded_by_assignment, is_planned=True)
 of_model("model_in_double", lambda m: m.double())
 of_model("model_in_bfloat16", lambda m: m.bfloat16())
-of_model("model_to_eval", lambda m: m.eval())
+of_model("model_to_eval", lambda m: m.eval(), is_planned=True)
+
+
+@PROGRAMS(is_planned=True)
+def everything_in_double() -> Training:
+    model = perceptron()
+    optimizer = adam(model)
+    x, y = vectors()
+
+    def change() -> None:
+        model.double()
+        for state in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].double()
+
+    batches = [(x, y), (x, y), (x.double(), y), (x.double(), y)]
+    return trained(model, optimizer=optimizer, batches=batches, change=change)
+
+
 of_model(
     "sparse_layer",
     lambda m: m[0].weight.data.mul_(m[0].weight.data > 0),
@@ -702,6 +757,74 @@ def task_is_switched_with_every_step() -> Training:
         model,
         optimizer=sgd(model),
         before=lambda number: setattr(model, "task", "ab"[number % 2]),
+    )
+
+
+class Spectral(nn.Module):
+    """With complex parameters, which decay by a rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.last(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=6))
+
+
+@PROGRAMS(keeps_plan=True)
+def complex_parameters() -> Training:
+    model = Spectral()
+    return trained(model, optimizer=optim.AdamW(model.parameters(), 0.01))
+
+
+@PROGRAMS(keeps_plan=True)
+def gradient_penalty() -> Training:
+    """The loss has the norm of the model's gradient by its input."""
+
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            y = self.model(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y, gradient.norm(dim=1)
+
+    def loss(found, y):
+        return functional.cross_entropy(found[0], y) + ((found[1] - 1) ** 2).mean()
+
+    return trained(Penalised(), loss_fn=loss)
+
+
+@PROGRAMS(keeps_plan=True)
+def a_module_twice() -> Training:
+    inner = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.BatchNorm1d(6))
+    model = nn.Sequential(inner, inner, nn.Linear(6, 4))
+    return trained(model, optimizer=sgd(model))
+
+
+@PROGRAMS(is_planned=True)
+def a_batch_decides() -> Training:
+    """What is decided by a batch has a plan for each outcome."""
+
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x) if mask.all() else super().forward(x * mask)
+
+    x, y = vectors()
+    whole = torch.ones(8, 1)
+    batches = [((x, mask), y) for mask in (whole, whole.tril(-1), whole)]
+    return trained(Masked(6, 4), batches=batches)
+
+
+for clipping in ("clip_norm", "clip_value"):
+    PROGRAMS(
+        lambda clipping=clipping: trained(perceptron(), options={clipping: 0.01}),
+        name=f"gradients_by_{clipping}",
+        keeps_plan=True,
     )
 
 

@@ -96,15 +96,4 @@ def _play_torch_act() -> "Iterator[StepAct]":
 
     with progress_display(1) as show, bad_input():
         found = small_torch_step(_ActProgress(show).say)
-    yield StepAct(
-        name=found.name,
-        whole=found.whole.plan,
-        plan=found.bounded.plan,
-        budget=found.budget,
-        whole_bytes=found.whole.peak_bytes,
-        peak_bytes=found.bounded.peak_bytes,
-        without=found.without,
-        within=found.within,
-        same=found.same,
-        eager=found.eager,
-    )
+    yield StepAct(**found)

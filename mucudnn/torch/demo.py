@@ -2,18 +2,17 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
+from mucudnn.runtime.tuning.timing import StoppingRule, measure_together
 from mucudnn.torch.memory_study import memory
-from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.step import train_step
 
 _BATCH, _IMAGE, _WARM = 8, 64, 2
@@ -22,33 +21,12 @@ _SHARE = 0.25
 """Budget, as a share of the way from the minimum feasible one to the unlimited peak."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchAct:
-    """A training step in eager mode, planned without a budget, and within one.
+def small_torch_step(say: Callable[[str], None]) -> dict[str, Any]:
+    """Train by PyTorch's own loop, by a planned step, and by one within a budget.
 
-    Attributes:
-        name: Name of the model and its batch.
-        whole: Plan without a budget.
-        bounded: Plan within the budget.
-        budget: Bytes.
-        eager: Time of an eager step.
-        without: Time of the step planned without a budget.
-        within: Time of the step planned within the budget.
-        same: Whether all losses of the three were equal to the last bit.
+    Returns:
+        The fields of a `StepAct`.
     """
-
-    name: str
-    whole: TorchPlan
-    bounded: TorchPlan
-    budget: int
-    eager: Timing
-    without: Timing
-    within: Timing
-    same: bool
-
-
-def small_torch_step(say: Callable[[str], None]) -> TorchAct:
-    """Train by PyTorch's own loop, by a planned step, and by one within a budget."""
     name, model = _model()
     images = torch.randn(_BATCH, 3, _IMAGE, _IMAGE)
     labels = torch.randint(0, 10, (_BATCH,))
@@ -91,16 +69,19 @@ def small_torch_step(say: Callable[[str], None]) -> TorchAct:
     by_eager, without, within = measure_together(
         runs, get_backend("cpu").device, _TURNS
     )
-    return TorchAct(
-        name=f"{name}, {_BATCH} images of {_IMAGE}×{_IMAGE}",
-        whole=plans[0],
-        bounded=plans[1],
-        budget=budget,
-        eager=by_eager,
-        without=without,
-        within=within,
-        same=losses[0] == losses[1] == losses[2],
-    )
+    whole, within_budget = plans
+    return {
+        "name": f"{name}, {_BATCH} images of {_IMAGE}×{_IMAGE}",
+        "whole": whole.plan,
+        "plan": within_budget.plan,
+        "budget": budget,
+        "whole_bytes": whole.peak_bytes,
+        "peak_bytes": within_budget.peak_bytes,
+        "without": without,
+        "within": within,
+        "same": losses[0] == losses[1] == losses[2],
+        "eager": by_eager,
+    }
 
 
 def _model() -> tuple[str, nn.Module]:
