@@ -4,7 +4,9 @@ The guarantee is the size of the arena, not the peak of bytes in use: static off
 need a little more because of fragmentation. Then residency intervals shrink (copies are
 delayed), and convolutions get their workspaces last, from the remaining gaps.
 
-If a plan cannot be placed, the step is scheduled for slightly less than the budget.
+If a plan cannot be placed, the step is scheduled for slightly less than the budget. If
+placement makes it slower, the search plans again for less: its other plans are easier
+to place, and sometimes even faster.
 Tensors that are live across steps are hardest to place, as they have the same offset at
 both ends of the step; so plans that offload more parameters and state are tried next.
 The last resort does not depend on the budget: the plan of the minimum feasible budget,
@@ -54,6 +56,15 @@ _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Fractions of the budget by which a step is scheduled below it to be placed."""
 
 
+_REPLANNED = (0.04, 0.02, 0.01)
+"""Fractions of the budget by which a step that placement slows down is planned again
+below it."""
+
+
+_LOST = 0.01
+"""Relative slowdown by placement from which a step is planned again."""
+
+
 _MANY = 5000
 """Residency intervals above which the first placement found is used."""
 
@@ -90,7 +101,7 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
         except PlanningError as e:
             raise _advised(e, request) from None
     placed = _place_within(request, plan)
-    if request.placement == VIRTUAL and _step_ms(placed) > plan.prediction.step_ms:
+    if request.placement == VIRTUAL:
         with suppress(PlanningError):
             static = _place_within(replace(request, placement=STATIC), plan)
             placed = min(placed, static, key=_step_ms)
@@ -132,7 +143,7 @@ def _place_within(request: StepRequest, plan: StepPlan) -> PlacedStep:
     for _ in range(_SEARCHES):
         found = _place_with_shrinking(request, plan) or _place_unshrunk(request, plan)
         if found.nbytes <= budget:
-            return found
+            return _replanned_for_less(request, plan, found)
         target = min(target, plan.peak_bytes) - (found.nbytes - budget)
         try:
             plan = plan_step(request.within(max(0, target)))
@@ -212,6 +223,28 @@ def _place_with_shrinking(request: StepRequest, plan: StepPlan) -> PlacedStep | 
         others = (*(_placed(request, p) for p in more), tight)
         fitting += (p for p in others if p is not None)
     return _preferred(fitting)
+
+
+def _replanned_for_less(
+    request: StepRequest, plan: StepPlan, placed: PlacedStep
+) -> PlacedStep:
+    """Return a placed step, or a faster one whose search had less memory.
+
+    Nothing is searched again unless placement made the plan slower.
+    """
+    if request.policy != PLANNED:
+        return placed
+    tolerable = (1 + _LOST) * plan.prediction.step_ms
+    best = placed
+    for cut in _REPLANNED:
+        if _step_ms(best) <= tolerable:
+            break
+        with suppress(PlanningError):
+            less = plan_step(request.within(int((1 - cut) * request.budget)))
+            if less.prediction.step_ms < _step_ms(best):
+                others = filter(None, (best, _placed(request, less)))
+                best = min(others, key=_step_ms)
+    return best
 
 
 def _replanned(request: StepRequest, plan: StepPlan, cut: float) -> Iterator[StepPlan]:
