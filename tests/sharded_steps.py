@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mucudnn.torch as mt
 from bench.torch.peak import real_peak
+from mucudnn.passes.scheduling.collectives import under_way
+from mucudnn.torch.distributed.sharding import WAIT, finished, started
 from tests.fleet_ranks import run_rank
 
 BATCH, STEPS = 64, 3
@@ -214,7 +216,36 @@ def compared(case):
         "planned": room,
         "budget": None if plan.budget == float("inf") else plan.budget,
         "peak": plan.peak_bytes,
+        "beside": nodes_beside(plan.plan.schedule.graph),
     }
+
+
+def nodes_beside(graph):
+    """The most nodes that run between the start of a collective and its wait."""
+    spans = (pair for pairs in under_way(graph).values() for pair in pairs)
+    return max(wait - start - 1 for start, wait in spans)
+
+
+def apart():
+    """Collectives that rank 0 has begun before rank 1 begins its own."""
+    group, rank = dist.group.WORLD.group_name, dist.get_rank()
+    operand = torch.arange(8.0) * (rank + 1)
+    differs = []
+    for name, arguments in (
+        ("all_gather_into_tensor", (2, group)),
+        ("reduce_scatter_tensor", ("sum", 2, group)),
+        ("all_reduce", ("avg", group)),
+    ):
+        function = getattr(torch.ops._c10d_functional, name).default
+        wanted = WAIT(function(operand, *arguments))
+        begun = torch.zeros(1)
+        if rank == 1:
+            dist.recv(begun, 0)
+        result = started(function)(operand.clone(), *arguments)
+        if rank == 0:
+            dist.send(begun, 1)
+        differs.append("" if torch.equal(finished(result), wanted) else name)
+    return differs
 
 
 def between():
@@ -382,6 +413,12 @@ def killed(folder):
     os._exit(0)
 
 
+FEATURES = {
+    function.__name__: function
+    for function in (apart, between, accumulated, scaled, refused)
+}
+
+
 def main(cases, rank, size, folder):
     folder = Path(folder)
     torch.set_num_threads(1)
@@ -391,14 +428,8 @@ def main(cases, rank, size, folder):
         if cases == "killed":
             killed(folder)
         for name in cases.split(","):
-            if name == "between":
-                found[name] = between()
-            elif name == "accumulated":
-                found[name] = accumulated()
-            elif name == "scaled":
-                found[name] = scaled()
-            elif name == "refused":
-                found[name] = refused()
+            if name in FEATURES:
+                found[name] = FEATURES[name]()
             else:
                 try:
                     found[name] = compared(name)

@@ -6,6 +6,13 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 
+from mucudnn.ir.profile import Profile  # noqa: E402
+from mucudnn.passes.planning.plan_step import (  # noqa: E402
+    minimum_budget,
+    plan_step,
+)
+from mucudnn.passes.planning.request import StepRequest  # noqa: E402
+from mucudnn.passes.scheduling.collectives import under_way  # noqa: E402
 from mucudnn.torch.capture.fake_tensors import DatalessStep  # noqa: E402
 from mucudnn.torch.capture.step import capture_step  # noqa: E402
 from mucudnn.torch.capture.step_tensors import StepParts, StepSettings  # noqa: E402
@@ -22,7 +29,9 @@ pytestmark = pytest.mark.torch
 RANKS, WIDTH, LAYERS = 4, 512, 6
 
 
-def test_parameters_are_gathered_layer_by_layer():
+@pytest.fixture(scope="module")
+def graph():
+    """A step of some layers, each of them a unit."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, False) for _ in range(LAYERS)))
         x = torch.empty(8, WIDTH)
@@ -43,7 +52,10 @@ def test_parameters_are_gathered_layer_by_layer():
     parts_of_step = StepParts.of(
         step.model, step.optimizer, step.loss_fn, StepSettings()
     )
-    graph = LoweredStep.of_captured(captured, parts_of_step).lowered.graph
+    return LoweredStep.of_captured(captured, parts_of_step).lowered.graph
+
+
+def test_parameters_are_gathered_layer_by_layer(graph):
     kinds = [
         "gather" if is_collective(node.op) else "product"
         for node in graph.nodes
@@ -51,3 +63,44 @@ def test_parameters_are_gathered_layer_by_layer():
         and (is_collective(node.op) or node.traits.expensive)
     ]
     assert kinds == ["gather", "product"] * LAYERS
+
+
+def test_collectives_start_early_and_are_awaited_late_where_the_budget_has_room(graph):
+    names = [node.name for node in graph.nodes]
+    collectives = [node.name for node in graph.nodes if node.traits.collective]
+    assert len(collectives) == 2 * LAYERS
+    profile = Profile(
+        node_ms=dict.fromkeys(names, 1.0),
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=1e6,
+        in_bytes_per_ms=1e6,
+        network_ms=dict.fromkeys(collectives, 3.0),
+    )
+    request = StepRequest(graph, profile, hosted=frozenset())
+    least, most = minimum_budget(request), plan_step(request).peak_bytes
+    early, times = [], []
+    for budget in (least, (least + most) // 2, most):
+        plan = plan_step(request.within(budget))
+        assert plan.peak_bytes <= budget
+        planned = plan.schedule.graph
+        made = {*planned.inputs}
+        for node in planned.nodes:
+            assert made.issuperset(node.inputs)
+            made.update(node.outputs)
+        order = [n.name for n in planned.nodes if n.traits.collective]
+        assert [name for name in order if "~" not in name] == collectives
+        spans = {pair for pairs in under_way(planned).values() for pair in pairs}
+        assert len(spans) == len(order)
+        early.append(
+            sum(
+                any(node.traits.expensive for node in planned.nodes[start:wait])
+                for start, wait in spans
+            )
+        )
+        times.append(plan.prediction.step_ms)
+        assert plan.prediction.stalls_ms["network"] > 0
+    # All but the first gathering and the last sum run beside products.
+    assert early[-1] == 2 * LAYERS - 2
+    assert early == sorted(early)
+    assert times == sorted(times, reverse=True)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,17 @@ from mucudnn.passes.graph.sharding import (  # noqa: E402
     DataParallel,
     data_parallel_step,
 )
-from mucudnn.passes.planning.plan_step import plan_step  # noqa: E402
-from mucudnn.passes.planning.request import StepRequest  # noqa: E402
+from mucudnn.passes.planning.plan_step import (  # noqa: E402
+    minimum_budget,
+    plan_step,
+)
+from mucudnn.passes.planning.request import (  # noqa: E402
+    StepRequest,
+    schedule_residency,
+)
+from mucudnn.passes.scheduling.step_plan import memory_intervals  # noqa: E402
+from mucudnn.report.memory_charts import lanes_chart  # noqa: E402
+from mucudnn.report.trace import trace_json  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -91,6 +101,66 @@ def test_collectives_run_beside_computation_and_one_at_a_time(study, sharded, ke
     total = sum(profile.network_ms.values())
     assert max(total, free.step_ms) <= slow.step_ms <= total + free.step_ms + 1e-6
     assert slow.stalls_ms["network"] > 0
+
+
+def test_searches_and_timelines_count_waits_for_collectives(study):
+    sharded = study.on((8,))
+    request = sharded.described().request(16)
+    slow = dict.fromkeys(request.profile.network_ms, 1.0)
+    request = replace(request, profile=replace(request.profile, network_ms=slow))
+    least, most = minimum_budget(request), plan_step(request).peak_bytes
+    for budget in (math.inf, (least + most) // 2, least):
+        within = request.within(budget)
+        residency = plan_step(within).residency
+        unsimulated = schedule_residency(within, residency)
+        plan = unsimulated.plan()
+        assert unsimulated.step_ms() == plan.prediction.step_ms
+        starts = {
+            lane.name: lane.start_ms
+            for lane in plan.prediction.lanes
+            if lane.engine == "compute"
+        }
+        producers = plan.schedule.graph.producers
+        made = [i for i in memory_intervals(plan) if i.name in producers]
+        first = {i.name: i.start_ms for i in reversed(made)}
+        for name, start_ms in first.items():
+            # Allocated when the node before it is done, or computation has waited.
+            assert start_ms <= starts[producers[name].name]
+        last = plan.schedule.graph.nodes[-1]
+        assert starts[last.name] == pytest.approx(max(i.stop_ms for i in made), abs=1.0)
+
+
+def overlaps(plan):
+    """Names of the collectives of a trace beside which computation runs."""
+    events = json.loads(trace_json(plan))["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    spans = {
+        lane: [
+            (e["ts"], e["ts"] + e["dur"], e["name"])
+            for e in events
+            if e["ph"] == "X" and e["tid"] == lanes[lane]
+        ]
+        for lane in ("compute", "collectives")
+    }
+    assert len(spans["collectives"]) == len(plan.prediction.profile.network_ms)
+    return {
+        name
+        for start, stop, name in spans["collectives"]
+        if any(min(stop, b) - max(start, a) > 0.0 for a, b, _ in spans["compute"])
+    }
+
+
+def test_a_trace_shows_collectives_beside_computation_within_the_budget(study):
+    sharded = study.on((8,))
+    request = sharded.described().request(16)
+    least = minimum_budget(request)
+    tight, roomy = (plan_step(request.within(b)) for b in (least, math.inf))
+    assert tight.peak_bytes <= least < roomy.peak_bytes
+    assert roomy.prediction.step_ms < tight.prediction.step_ms
+    assert overlaps(tight) < overlaps(roomy)
+    assert any(name.startswith("gather") for name in overlaps(roomy))
+    assert any(name.startswith("reduce") for name in overlaps(roomy))
+    assert ">collectives<" in lanes_chart(roomy)
 
 
 def test_the_fastest_way_that_fits_is_named(study):

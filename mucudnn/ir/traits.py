@@ -4,6 +4,7 @@ Built-in operations have theirs in `operations`. Integrations of other framework
 declare traits for each node, and `OPAQUE` for nodes they do not understand.
 """
 
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,16 @@ class Recomputation:
     traits: "NodeTraits"
 
 
+class Collective(enum.Enum):
+    """Direction of an exchange between ranks."""
+
+    GATHER = "gather"
+    """Every rank receives what is distributed over all of them."""
+
+    REDUCE = "reduce"
+    """What every rank has is combined, and distributed again or not."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeTraits:
     """Properties of a node that matter for memory and order.
@@ -159,6 +170,8 @@ class NodeTraits:
         recomputable: Whether it may run twice. A node that mutates inputs also needs
             `replay` or `recompute_as`.
         movable: Whether its results may be offloaded between their uses.
+        collective: How it exchanges data with other ranks, which run it at the same
+            place of their order; it runs beside computation until its result is read.
         reads_twice: Inputs that it reads twice.
         narrow: Its first result, and inputs that are neither parameters nor statistics,
             may have a narrower type than all other operands.
@@ -181,6 +194,7 @@ class NodeTraits:
     recompute_as: Recomputation | None = None
     recomputable: bool = True
     movable: bool = True
+    collective: Collective | None = None
     reads_twice: tuple[int, ...] = ()
     narrow: bool = False
     reads_narrow: bool = False

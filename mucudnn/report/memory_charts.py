@@ -33,7 +33,7 @@ from mucudnn.report.svg import (
     tag,
 )
 from mucudnn.report.text import bytes_text, ms_text
-from mucudnn.report.trace import LANES
+from mucudnn.report.trace import lanes_of
 
 WIDTH = 1000.0
 _FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
@@ -121,13 +121,14 @@ def memory_path(
 
 
 def lanes_chart(plan: StepPlan) -> Markup:
-    """Draw the activity of compute and the two copy queues."""
-    bottom = 8 + 3 * _LANE + 2 * _LANE_GAP + 6
+    """Draw the activity of compute, the copy queues, and the network if it is used."""
+    engines = lanes_of(plan)
+    bottom = 8 + len(engines) * _LANE + (len(engines) - 1) * _LANE_GAP + 6
     frame = Frame(_LANES_LEFT, _FRAME.right, 8.0, bottom)
     x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
     rows: list[Markup] = []
     shares = []
-    for i, (engine, name) in enumerate(LANES.items()):
+    for i, (engine, name) in enumerate(engines.items()):
         top = frame.top + i * (_LANE + _LANE_GAP)
         lanes = [lane for lane in plan.prediction.lanes if lane.engine == engine]
         busy_ms = sum(lane.stop_ms - lane.start_ms for lane in lanes)
@@ -177,6 +178,8 @@ def _merge_thin(
 
 
 def _style_class(plan: StepPlan, lane: Lane) -> str:
+    if lane.engine == "network":
+        return "copy-out"
     if lane.engine != "compute":
         return f"copy-{lane.engine}"
     if origin(lane.name) != lane.name:
@@ -193,6 +196,8 @@ def _title(plan: StepPlan, members: Sequence[Lane]) -> str:
     if len(members) > 1:
         return f"{len(members)} from {first.name} to {last.name}: {ms} ms"
     graph = plan.schedule.graph
+    if first.engine == "network":
+        return f"{first.name} ({graph.by_name[first.name].op}): {ms} ms"
     if first.engine != "compute":
         return f"{first.name}: {bytes_text(graph.tensors[first.name].nbytes)}, {ms} ms"
     scratch = plan.schedule.workspaces.get(first.name, 0)

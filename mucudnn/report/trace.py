@@ -1,6 +1,7 @@
 """A planned step as a trace for Perfetto, or as a PyTorch memory snapshot.
 
-Chrome's trace event format: complete events (`X`) on three lanes, counters (`C`) for
+Chrome's trace event format: complete events (`X`) on a lane for compute, one for each
+direction of copies, and one for collectives if there are any; counters (`C`) for
 memory, times in microseconds.
 """
 
@@ -27,15 +28,25 @@ LANES = {
 }
 """Engine -> name of its lane, in order."""
 
+_NETWORK = {"network": "collectives"}
+"""The lane of a step of one of several devices."""
+
 _PROCESS = 1
 _US = 1e3
+
+
+def lanes_of(plan: StepPlan) -> dict[str, str]:
+    """Return the name of each lane of a plan, by engine."""
+    used = any(lane.engine in _NETWORK for lane in plan.prediction.lanes)
+    return LANES | _NETWORK if used else LANES
 
 
 def trace_json(plan: StepPlan) -> str:
     """Return the trace as JSON text."""
     title = f"a training step, {plan.policy} with {plan.scheduler}"
     names = [("process_name", 0, title)]
-    names += [("thread_name", i, name) for i, name in enumerate(LANES.values(), 1)]
+    lanes = lanes_of(plan).values()
+    names += [("thread_name", i, name) for i, name in enumerate(lanes, 1)]
     about = (
         {"ph": "M", "pid": _PROCESS, "tid": i, "name": what, "args": {"name": name}}
         for what, i, name in names
@@ -47,7 +58,7 @@ def trace_json(plan: StepPlan) -> str:
 
 def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
     graph = plan.schedule.graph
-    threads = {engine: i for i, engine in enumerate(LANES, start=1)}
+    threads = {engine: i for i, engine in enumerate(lanes_of(plan), start=1)}
     for lane in plan.prediction.lanes:
         args: dict[str, Any]
         if lane.engine == "compute":
@@ -63,6 +74,9 @@ def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
             if lane.name in plan.plans:
                 steps = plan.plans[lane.name].steps
                 args["plan"] = " + ".join(f"{s.algo}({s.batch})" for s in steps)
+        elif lane.engine in _NETWORK:
+            category = "collective"
+            args = {"operation": graph.by_name[lane.name].op}
         else:
             category = "copy"
             args = {"bytes": graph.tensors[lane.name].nbytes}

@@ -118,7 +118,7 @@ class PlanStore:
                 convolutions that the graph or its backend does not have.
         """
         places = Places(lowered)
-        key = self._key(f"times, 2 {settings}", lowered, places)
+        key = self._key(f"times, 3 {settings}", lowered, places)
         if self._entries is None or key is None:
             return measured(lowered)
         data = self._entries.get(_PROFILE, key)
@@ -200,7 +200,7 @@ class PlanStore:
 # missing, unknown or out of bounds.
 
 _PROFILE_MEMBERS = (
-    *("node_ms", "workspaces", "fronts"),
+    *("node_ms", "network_ms", "workspaces", "fronts"),
     *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
 )
 _DECISION_MEMBERS = ("residency", "scheduler", "schedule")
@@ -216,6 +216,7 @@ def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
     index = {name: i for i, name in enumerate(places.nodes)}
     return {
         "node_ms": [profile.node_ms[name] for name in places.nodes],
+        "network_ms": [profile.network_ms.get(name) for name in places.nodes],
         "workspaces": [profile.workspaces.get(name) for name in places.nodes],
         "fronts": [
             [index[name], [plan_to_dict(plan) for plan in front]]
@@ -235,10 +236,13 @@ def profile_from(data: object, places: "Places") -> Profile:
         ValueError: The data is no profile, or of another graph; names the member.
     """
     found = members_of("profile", data, _PROFILE_MEMBERS)
-    times, workspaces, fronts, out, back, share, overhead = found
+    times, exchanges, workspaces, fronts, out, back, share, overhead = found
     node_ms = [_amount("node_ms", t, LONGEST_MS) for t in list_of("node_ms", times)]
     if len(node_ms) != len(places.nodes):
         raise ValueError(f"node_ms: {len(node_ms)} times for {len(places.nodes)} nodes")
+    network_ms = list_of("network_ms", exchanges)
+    if len(network_ms) != len(places.nodes):
+        raise ValueError(f"network_ms: {len(network_ms)} for {len(places.nodes)} nodes")
     sizes = list_of("workspaces", workspaces)
     if len(sizes) != len(places.nodes):
         raise ValueError(f"workspaces: {len(sizes)} for {len(places.nodes)} nodes")
@@ -248,6 +252,11 @@ def profile_from(data: object, places: "Places") -> Profile:
         raise ValueError("fronts: a place is named twice")
     return Profile(
         node_ms=dict(zip(places.nodes, node_ms, strict=True)),
+        network_ms={
+            name: _amount("network_ms", ms, LONGEST_MS)
+            for name, ms in zip(places.nodes, network_ms, strict=True)
+            if ms is not None
+        },
         workspaces={
             name: _bytes("workspaces", size)
             for name, size in zip(places.nodes, sizes, strict=True)

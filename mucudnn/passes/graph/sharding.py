@@ -4,10 +4,13 @@ A collective is a node with an output buffer. It takes time on the network, besi
 computation (`Profile.network_ms`); the first node that reads its result waits for it.
 What FSDP2 does is written out node by node:
 
-    gather    shards of a unit -> one buffer; issued a unit ahead (prefetch)
+    gather    shards of a unit -> one buffer
     unshard   that buffer -> whole parameters, just before their first use
     reduce    gradients of a unit -> their shards, with a copy of them as scratch memory
-    hold      keeps the gradients until the reduction is over, one unit later
+    hold      keeps the gradients until the reduction is over
+
+When the step is scheduled, gathers move a unit ahead (prefetch), and `hold` a unit
+later, as far as the budget permits: `passes/scheduling/collectives.py`.
 
 The parameters of a unit are gathered again for the backward pass, unless they are kept:
 then its first gathering serves both passes. Optimizers update shards: the update's
@@ -26,7 +29,7 @@ from types import MappingProxyType
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.ir.traits import OPAQUE
+from mucudnn.ir.traits import OPAQUE, Collective
 
 _SMALL = 4096
 """Bytes up to which a tensor is not sharded, such as a step count."""
@@ -166,9 +169,8 @@ class _Writer:
         units: list[tuple[int, int, int]],
         ending: str,
     ) -> None:
-        """Insert the nodes that gather units, each a unit ahead of its first use."""
+        """Insert the nodes that gather units, each before its first use."""
         units.sort()
-        previous = units[0][0] if units else 0
         for position, number, nbytes in units:
             names = self._parallel.units[number]
             buffer = f"gathered.{number}{ending}"
@@ -178,11 +180,10 @@ class _Writer:
                 "all_gather",
                 tuple(self._shards[name] for name in names),
                 (buffer,),
-                phase=self._passes[previous].phase,
-                traits=OPAQUE,
+                phase=self._passes[position].phase,
+                traits=replace(OPAQUE, collective=Collective.GATHER),
             )
             self._time(gather, network_ms=self._parallel.gather_ms(nbytes))
-            before.setdefault(previous, []).append(gather)
             unshard = Node(
                 f"unshard.{number}{ending}",
                 "unshard",
@@ -192,8 +193,7 @@ class _Writer:
                 traits=OPAQUE,
             )
             self._time(unshard, 2 * nbytes / self._parallel.copy_bytes_per_ms)
-            before.setdefault(position, []).append(unshard)
-            previous = position
+            before.setdefault(position, []).extend((gather, unshard))
 
     def _place_reductions(self, after: dict[int, list[Node]]) -> None:
         """Insert the nodes that reduce gradients, each where the last one is made."""
@@ -207,8 +207,6 @@ class _Writer:
             if self._tensors[storages[name]].nbytes > _SMALL:
                 gradients.setdefault(storages[name], name)
         groups = self._groups(gradients.values(), made)
-        last = len(self._passes) - 1
-        ends = [max(made[name] for name in group) for group in groups]
         for number, group in enumerate(groups):
             whole = [storages[name] for name in group]
             nbytes = sum(self._tensors[name].nbytes for name in whole)
@@ -233,13 +231,11 @@ class _Writer:
                 self._time(reduce, network_ms=2 * once)
             hold = Node(f"hold.{number}", "hold", (*group, *results), ())
             self._time(hold)
-            at = ends[number + 1] if number + 1 < len(ends) else last
-            for position, node in (
-                (ends[number], reduce),
-                (max(at, ends[number]), hold),
-            ):
-                node = replace(node, phase=Phase.BACKWARD, traits=OPAQUE)
-                after.setdefault(position, []).append(node)
+            end = max(made[name] for name in group)
+            for node, collective in ((reduce, Collective.REDUCE), (hold, None)):
+                traits = replace(OPAQUE, collective=collective)
+                node = replace(node, phase=Phase.BACKWARD, traits=traits)
+                after.setdefault(end, []).append(node)
 
     def _groups(self, names: Iterable[str], made: Mapping[str, int]) -> list[list[str]]:
         """Return gradients by unit, or by bucket, in the order in which they come."""

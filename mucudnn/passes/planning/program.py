@@ -57,7 +57,7 @@ from mucudnn.passes.planning.request import (
 )
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.problem import first_plans
-from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.scheduling.step_plan import StepPlan, exchanges_of
 
 _FORWARD_NODES, _BACKWARD_NODES = 8, 14
 """Most nodes of a window, by phase."""
@@ -647,6 +647,34 @@ class _Program:
             for copies, rate in zip((self._out, self._in), rates, strict=True):
                 if math.isfinite(rate):
                     lp.limit([(copies[w], 1.0), (ms, -rate / self._unit)], 0.0)
+        if profile.network_ms:
+            self._add_exchanges(profile.network_ms)
+
+    def _add_exchanges(self, network_ms: Mapping[str, float]) -> None:
+        """Let the windows up to each one take as long as the transfers awaited in it.
+
+        Collectives start early enough, but each transfers alone.
+        """
+        lp, model = self._lp, self._model
+        known = exchanges_of(model.graph, model.request.profile)
+        awaited = {a: i for i, (_, made) in reversed([*known.items()]) for a in made}
+        fixed = [0.0] * len(self._ms)
+        again: list[list[tuple[int, float]]] = [[] for _ in self._ms]
+        for position in (i for i, (ms, _) in known.items() if ms is not None):
+            ms = network_ms[model.nodes[position].name]
+            fixed[model.window(awaited.get(position, position))] += ms
+            places = model.places.get(position, ())
+            for i, (place, ran) in enumerate(
+                zip(places, self.ran.get(position, ()), strict=True)
+            ):
+                again[model.window(place)].append((ran, ms))
+                if i + 1 < len(places):
+                    again[model.window(places[i + 1])].append((ran, -ms))
+        before: list[tuple[int, float]] = []
+        for w, ms in enumerate(self._ms):
+            idle = lp.variable(math.inf)  # time that the network was free so far
+            lp.equal([(idle, 1.0), *before, (ms, -1.0), *again[w]], -fixed[w])
+            before = [(idle, -1.0)]
 
 
 def _index(marks: Sequence[int], position: int) -> int:

@@ -17,7 +17,7 @@ from mucudnn.ir.schedule import PLACEMENTS, STATIC, VIRTUAL
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.graph.inplace import in_place_with_uses
 from mucudnn.passes.graph.rematerialize import Insertions, Rematerializer
-from mucudnn.passes.liveness import ALIGNMENT, Touches, Use, rounded
+from mucudnn.passes.liveness import ALIGNMENT, Touches, Use, rounded, uses_of
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -32,6 +32,7 @@ from mucudnn.passes.residency import (
     check_residencies,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler, intervals_of
+from mucudnn.passes.scheduling.collectives import overlap, under_way
 from mucudnn.passes.scheduling.intervals import (
     MemoryLedger,
     ResidencyInterval,
@@ -51,7 +52,11 @@ from mucudnn.passes.scheduling.problem import (
     without_others,
     workspaces_of,
 )
-from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
+from mucudnn.passes.scheduling.step_plan import (
+    StepPlan,
+    exchanges_of,
+    step_ms,
+)
 from mucudnn.passes.simulate import simulate
 
 
@@ -322,6 +327,39 @@ class Rewriter:
         self._last = key, found
         return found
 
+    def overlapped(
+        self,
+        request: "StepRequest",
+        residency: Mapping[str, Residency],
+        plans: Mapping[str, ConvPlan],
+    ) -> Rewritten:
+        """Return a step whose collectives overlap where the request's budget permits.
+
+        What a collective uses is not offloaded before the wait for it.
+
+        Args:
+            request: The request that is scheduled.
+            residency: Residencies for which the step is rewritten.
+            plans: Plans of its convolutions.
+        """
+        hosted, budget = request.hosted, request.budget
+        ready = self(residency, hosted)
+        needed = ready.problem(plans, budget).needed()
+        graph = overlap(ready.graph, ready.uses, needed, budget)
+        if graph is ready.graph:
+            return ready
+        uses = uses_of(graph)
+        changes = changes_of(uses.values(), len(graph.nodes))
+        found = replace(ready, graph=graph, uses=uses, changes=changes)
+        fixed = under_way(graph)
+        swaps = {
+            name: left
+            for name, gaps in _swaps(found, residency, hosted, self._small).items()
+            if (left := [gap for gap in gaps if gap not in fixed.get(name, ())])
+        }
+        found = replace(found, swaps=swaps)
+        return found if found.problem(plans, budget).need()[0] <= budget else ready
+
     def need(
         self,
         residency: Mapping[str, Residency],
@@ -523,8 +561,15 @@ class UnsimulatedPlan:
         moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
         nbytes = {name: graph.tensors[name].nbytes for name in moved}
         rates = known.out_bytes_per_ms, known.in_bytes_per_ms
-        copy_slowdown_ms = known.copy_slowdown_ms
-        return step_ms(self.intervals, node_ms, nbytes, rates, copy_slowdown_ms, below)
+        return step_ms(
+            self.intervals,
+            node_ms,
+            nbytes,
+            rates,
+            known.copy_slowdown_ms,
+            below,
+            exchanges_of(graph, known),
+        )
 
     def plan(self) -> StepPlan:
         """Emit and simulate the program of the step."""
@@ -554,6 +599,8 @@ def schedule_residency(
     """
     ready = request.rewritten(residency)
     chosen = first_plans(ready.profile, request.convolutions, request.plans)
+    if ready.profile.network_ms:
+        ready = request._rewriter.overlapped(request, residency, chosen)
     intervals, occupancy = intervals_of(
         request.timing, ready.problem(chosen, request.budget)
     )

@@ -55,7 +55,7 @@ class SchedulingProblem:
         Raises:
             PlanningError: They do not fit; has the shortfall and the node.
         """
-        occupancy = MemoryLedger(self._needed(), self.budget)
+        occupancy = MemoryLedger(self.needed(), self.budget)
         if self.graph.nodes:
             peak, position = occupancy.peak()
             check_fits(peak, self.graph.nodes[position].name, self.budget)
@@ -74,11 +74,11 @@ class SchedulingProblem:
 
         The result does not depend on the budget; it is cheaper than `least`.
         """
-        needed = self._needed()
+        needed = self.needed()
         most = max(needed, default=0)
         return most, self.graph.nodes[needed.index(most)].name if needed else ""
 
-    def _needed(self) -> list[int]:
+    def needed(self) -> list[int]:
         """Return the bytes in use at every node with the shortest intervals."""
         n, uses = len(self.graph.nodes), self.uses
         known = self.changes
@@ -193,12 +193,16 @@ def without_others(profile: Profile, graph: Graph) -> Profile:
     names = [node.name for node in graph.nodes]
     if len(names) == len(profile.node_ms):
         return profile
-    fronts, workspaces = profile.fronts, profile.workspaces
+
+    def known(values: Mapping[str, T]) -> dict[str, T]:
+        return {name: values[name] for name in names if name in values}
+
     return replace(
         profile,
         node_ms={name: profile.node_ms[name] for name in names},
-        workspaces={name: workspaces[name] for name in names if name in workspaces},
-        fronts={name: fronts[name] for name in names if name in fronts},
+        workspaces=known(profile.workspaces),
+        fronts=known(profile.fronts),
+        network_ms=known(profile.network_ms),
     )
 
 
@@ -214,6 +218,7 @@ def profile_of(graph: Graph, profile: Profile) -> Profile:
         node_ms={**profile.node_ms, **again},
         workspaces=_with_copies(profile.workspaces, origins),
         fronts=_with_copies(profile.fronts, origins),
+        network_ms=_with_copies(profile.network_ms, origins),
     )
 
 

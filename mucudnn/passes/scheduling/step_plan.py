@@ -4,8 +4,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import (
     Alloc,
@@ -118,7 +120,14 @@ class StepPlan:
         moved = {i.storage for i in intervals if i.copied_in or i.copied_out}
         nbytes = {name: graph.tensors[name].nbytes for name in moved}
         rates = profile.out_bytes_per_ms, profile.in_bytes_per_ms
-        return step_ms(intervals, node_ms, nbytes, rates, profile.copy_slowdown_ms)
+        return step_ms(
+            intervals,
+            node_ms,
+            nbytes,
+            rates,
+            profile.copy_slowdown_ms,
+            exchanges=exchanges_of(graph, profile),
+        )
 
     def _peak(
         self, intervals: Sequence[ResidencyInterval], workspaces: Mapping[str, int]
@@ -199,6 +208,30 @@ _Events = Mapping[int, Sequence[_Event]]
 """Copies started or awaited at each node."""
 
 
+Exchanges = Mapping[int, tuple[float | None, tuple[int, ...]]]
+"""Position of a node -> its time on the network, None for a node that computes, and
+the positions of the collectives whose results it reads."""
+
+
+NO_EXCHANGES: Exchanges = MappingProxyType({})
+
+
+def exchanges_of(graph: Graph, profile: Profile) -> Exchanges:
+    """Return the collectives of a graph, and the nodes that read their results."""
+    if not profile.network_ms:
+        return NO_EXCHANGES
+    found: dict[int, tuple[float | None, tuple[int, ...]]] = {}
+    made: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        ms = profile.network_ms.get(node.name)
+        awaited = tuple(made[name] for name in node.inputs if name in made)
+        if ms is not None:
+            made.update(dict.fromkeys(node.outputs, position))
+        if ms is not None or awaited:
+            found[position] = ms, awaited
+    return found
+
+
 def step_ms(
     intervals: Sequence[ResidencyInterval],
     node_ms: Sequence[float],
@@ -206,6 +239,7 @@ def step_ms(
     rates: tuple[float, float],
     copy_slowdown_ms: Callable[[float], float],
     below: float = math.inf,
+    exchanges: Exchanges = NO_EXCHANGES,
 ) -> float:
     """Return the time that `simulate` predicts for the emitted program, bit by bit.
 
@@ -216,6 +250,7 @@ def step_ms(
         rates: Bytes per ms of the links out and in.
         copy_slowdown_ms: Function from the time of a copy to the slowdown of compute.
         below: Limit from which on the exact time does not matter.
+        exchanges: Collectives, and the nodes that wait for them.
 
     Returns:
         The step's time, or infinity if it is not below the limit.
@@ -224,7 +259,7 @@ def step_ms(
     before, behind = _events(intervals, count, nbytes, rates, copy_slowdown_ms)
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
     left = sum(node_ms) * _ROUNDED
-    clock = _Clock(node_ms, before, behind)
+    clock = _Clock(node_ms, before, behind, exchanges)
     for _ in range(_STEPS_BEFORE if cyclic else 0):
         clock.run(math.inf, 0.0)
     begin = clock.now
@@ -242,18 +277,21 @@ class _Clock:
         node_ms: Sequence[float],
         before: _Events,
         behind: _Events,
+        exchanges: Exchanges,
     ) -> None:
         self.now = 0.0
         self._node_ms = node_ms
         self._before, self._behind = before, behind
-        self._out = self._in = 0.0
+        self._exchanges = exchanges
+        self._out = self._in = self._network = 0.0
+        self._arrived: dict[int, float] = {}
         self._left: dict[str, float] = {}
         self._done: dict[str, float] = {}
 
     @property
     def all_done(self) -> float:
         """Time at which compute and all copies are done."""
-        return max(self.now, self._out, self._in)
+        return max(self.now, self._out, self._in, self._network)
 
     def run(self, limit: float, left: float) -> bool:
         """Simulate one step; stop early if it cannot end before a limit.
@@ -261,17 +299,27 @@ class _Clock:
         Returns:
             Whether the step was simulated to its end.
         """
-        before, behind = self._before, self._behind
+        before, behind, exchanges = self._before, self._behind, self._exchanges
         for i, ms in enumerate(self._node_ms):
             if i in before:
                 self._process(before[i])
                 if self.now + left > limit:
                     return False
+            if i in exchanges:
+                self._exchange(i, *exchanges[i])
             self.now += ms
             left -= ms
             if i in behind:
                 self._process(behind[i])
         return True
+
+    def _exchange(self, i: int, ms: float | None, awaited: Sequence[int]) -> None:
+        ready = max((self._arrived.get(a, 0.0) for a in awaited), default=0.0)
+        if ms is None:
+            self.now = max(self.now, ready)
+        else:
+            start = max(self.now, ready, self._network)
+            self._arrived[i] = self._network = start + ms
 
     def _process(self, events: Sequence[_Event]) -> None:
         done = self._done
@@ -380,7 +428,8 @@ def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
 
 def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
     """Yield allocations (name, bytes, time) and frees (name, None, time)."""
-    schedule, lanes = plan.schedule, iter(plan.prediction.lanes)
+    schedule, lanes = plan.schedule, plan.prediction.lanes
+    own = iter([lane for lane in lanes if lane.engine != "network"])
     tensors = schedule.graph.tensors
     resident = set(schedule.resident)
     now = 0.0
@@ -397,11 +446,11 @@ def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
                 scratch = rounded(schedule.workspaces.get(name, 0))
                 if scratch:
                     yield WORKSPACE + name, scratch, now
-                now = next(lanes).stop_ms
+                now = next(own).stop_ms
                 if scratch:
                     yield WORKSPACE + name, None, now
             case SwapOut(name) | SwapIn(name):
-                copied[name] = next(lanes).stop_ms
+                copied[name] = next(own).stop_ms
             case Wait(name):
                 now = max(now, copied.get(name, now))
 

@@ -66,11 +66,13 @@ class KnownCosts:
     Attributes:
         times: Times in ms by `call_key`.
         scratch: Bytes of scratch memory by `call_key`.
+        network: Times in ms beside computation, of collectives, by `call_key`.
         links: Rates of copies; at most one entry.
     """
 
     times: dict[Any, float] = field(default_factory=dict)
     scratch: dict[Any, int] = field(default_factory=dict)
+    network: dict[Any, float] = field(default_factory=dict)
     links: list[Links] = field(default_factory=list)
 
 
@@ -121,6 +123,7 @@ def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
         in_bytes_per_ms=links.in_bytes_per_ms,
         copy_share=links.copy_share,
         copy_overhead_ms=links.copy_overhead_ms,
+        network_ms={n: known.network[k] for n, k in keys.items() if k in known.network},
     )
 
 

@@ -51,6 +51,9 @@ _ALONE = 1 << 20
 """Bytes of a parameter from which it is gathered by a call of its own: it then needs
 no copy out of the buffer of its unit."""
 
+_TAG = 0x6D75
+"""Tag of messages between ranks; those of one pair arrive in the order of calls."""
+
 _RELEASE_S = 1.0
 """Longest wait for gloo to release a tensor."""
 
@@ -540,20 +543,94 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def completed(
+# Collectives between CPUs. PyTorch's would hold memory that no plan knows: gloo gathers
+# into a copy of the result, scatters sums by summing in a copy of the operand, and may
+# hold tensors for a while after a wait.
+
+_FINISH = "_mucudnn_finish"
+"""Attribute of a result: completes the collective."""
+
+
+def started(
     function: Callable[..., torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return a collective between CPUs that is over, memory released, when it returns.
+    """Return a collective between CPUs that runs on until `finished` gets its result.
 
-    A thread of gloo may hold its tensors for a while after a wait for the result:
-    memory would be in use where a plan has released it. Gloo scatters sums by summing
-    everything in a copy. Here that happens in the operand, which a step uses only once.
+    Until then it uses its operand and its result, and afterwards no memory.
     """
-    return (
-        _scattered_sum
-        if "reduce_scatter" in str(function)
-        else partial(_released, function)
-    )
+    name = str(function)
+    if "all_gather" in name:
+        return _start_gather
+    if "reduce_scatter" in name:
+        return _start_scattered_sum
+    return _start_sum if "all_reduce" in name else partial(_released, function)
+
+
+def finished(result: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective when that is complete."""
+    finish = vars(result).pop(_FINISH, None)
+    if finish is not None:
+        finish()
+    return result
+
+
+def _start_gather(operand: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Send a shard to all ranks, and receive theirs in their places of the result."""
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    rank = ranks.rank()
+    result = operand.new_empty((size * operand.shape[0], *operand.shape[1:]))
+    parts = result.chunk(size)
+    works = []
+    for other in ((rank + i) % size for i in range(1, size)):
+        works.append(ranks.recv([parts[other]], other, _TAG))
+        works.append(ranks.send([operand], other, _TAG))
+    parts[rank].copy_(operand)
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        works.clear()
+
+    setattr(result, _FINISH, finish)
+    return result
+
+
+def _start_sum(operand: torch.Tensor, how: str, group: str) -> torch.Tensor:
+    result = operand.clone()
+    setattr(result, _FINISH, _start_sum_in_place(result, how, group))
+    return result
+
+
+def _start_scattered_sum(
+    operand: torch.Tensor, how: str, size: int, group: str
+) -> torch.Tensor:
+    """Start a sum in the operand, which a step uses only once."""
+    rank = dist.distributed_c10d._resolve_process_group(group).rank()
+    own = operand.chunk(size)[rank]
+    result = torch.empty_like(own)
+    complete = _start_sum_in_place(operand, how, group)
+
+    def finish() -> None:
+        complete()
+        result.copy_(own)
+
+    setattr(result, _FINISH, finish)
+    return result
+
+
+def _start_sum_in_place(
+    tensor: torch.Tensor, how: str, group: str
+) -> Callable[[], None]:
+    """Start a sum over the ranks; return a function that waits for its end."""
+    view = tensor.view_as(tensor)  # nothing else refers to this object
+    holders = view._use_count()
+    torch.ops._c10d_functional.all_reduce_(view, how, group)
+
+    def finish() -> None:
+        WAIT(view)
+        wait_for_release(view, holders)
+
+    return finish
 
 
 def _released(
@@ -563,16 +640,6 @@ def _released(
     result = WAIT(function(operand, *args))
     wait_for_release(operand, holders)
     return result
-
-
-def _scattered_sum(
-    operand: torch.Tensor, how: str, size: int, group: str
-) -> torch.Tensor:
-    holders = operand._use_count()
-    WAIT(torch.ops._c10d_functional.all_reduce_(operand, how, group))
-    wait_for_release(operand, holders)
-    rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
-    return operand.chunk(size)[rank].clone()
 
 
 def wait_for_release(tensor: torch.Tensor, holders: int) -> None:

@@ -33,6 +33,7 @@ from mucudnn.torch.distributed.sharding import (
     WAIT,
     Sharding,
     distributed_data_parallel,
+    finished,
     is_collective,
     sharding_of,
 )
@@ -153,28 +154,28 @@ class StepRanks:
             if key in known.times:
                 continue
             call, operands = lowered.calls[node.name], operands_of(lowered, node)
+            cuda = operands[0].is_cuda
             times = []
             with torch.no_grad(), lost_ranks_told():
                 for _ in range(_REPEATS):
                     self._together.barrier()
                     began = time.perf_counter()
-                    WAIT(*evaluate(call, operands))
-                    if operands[0].is_cuda:
+                    (result,) = evaluate(call, operands)
+                    issued = time.perf_counter()
+                    (WAIT if cuda else finished)(result)
+                    if cuda:
                         torch.cuda.synchronize(operands[0].device)
-                    times.append(1e3 * (time.perf_counter() - began))
+                    whole_ms = 1e3 * (time.perf_counter() - began)
+                    times.append((whole_ms, 1e3 * (issued - began)))
             every = self._together.all_gather(min(times))
-            known.times[key] = statistics.median(every)
-            known.scratch[key] = self._scratch_bytes(node.op, operands[0])
-
-    def _scratch_bytes(self, op: str, operand: torch.Tensor) -> int:
-        """Return the bytes that a collective needs beside its operand and its result.
-
-        Gloo's threads allocate them, where no measurement of ours sees them: it gathers
-        into a copy of the result. NCCL's buffers are its own.
-        """
-        if operand.is_cuda:
-            return 0
-        return self.size * int(operand.nbytes) if "all_gather" in op else _DIVISOR
+            whole_ms, issue_ms = map(statistics.median, zip(*every, strict=True))
+            if node.traits.collective:
+                known.times[key] = issue_ms
+                known.network[key] = max(0.0, whole_ms - issue_ms)
+            else:
+                known.times[key] = whole_ms
+            # NCCL's buffers are its own.
+            known.scratch[key] = 0 if cuda else _DIVISOR
 
     @contextmanager
     def capturing(self, settings: Mapping[str, object]) -> Iterator[None]:

@@ -23,9 +23,14 @@ from torch.utils.flop_counter import flop_registry
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.ir.traits import NodeTraits
+from mucudnn.ir.traits import Collective, NodeTraits
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND, writes_of
-from mucudnn.torch.distributed.sharding import WAIT, completed, is_collective
+from mucudnn.torch.distributed.sharding import (
+    WAIT,
+    finished,
+    is_collective,
+    started,
+)
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
@@ -205,7 +210,8 @@ class _Lowering:
     def _wait(self, node: torch.fx.Node) -> None:
         """Lower the wait for a collective: it returns its operand.
 
-        Its fake result has a storage of its own.
+        Its fake result has a storage of its own. A collective may read its operands
+        until the wait, so they are inputs of the wait, too.
         """
         (pending,) = node.args
         value = pending.meta["val"]
@@ -214,6 +220,11 @@ class _Lowering:
         args = self._resolved(node.args)
         self._add(node, args, {}, [(None, node.name, value)])
         self._values[node] = Value(node.name)
+        wait = self._nodes[-1]
+        made = next((n for n in self._nodes if wait.inputs[0] in n.outputs), wait)
+        if made.traits.collective:
+            inputs = tuple(dict.fromkeys((*wait.inputs, *made.inputs)))
+            self._nodes[-1] = replace(wait, inputs=inputs)
 
     def _add(
         self,
@@ -246,8 +257,10 @@ class _Lowering:
         result = outputs[0][2] if outputs else None
         if result is None:
             called = function
+        elif function is WAIT and result.device.type == "cpu":
+            called = finished
         elif is_collective(str(function)) and result.device.type == "cpu":
-            called = completed(function)
+            called = started(function)
         else:
             called = as_laid_out(function, result, _first(node))
         call = Call(
@@ -267,6 +280,7 @@ class _Lowering:
             random=call.random,
             # A zero tensor of forward-mode derivatives has no memory to copy.
             movable=function is not torch.ops.aten._efficientzerotensor.default,
+            collective=_collective(str(function)),
             recomputable=bool(names) and str(function) not in SPOILS_AN_OPERAND,
         )
         name = names[0] if names else node.name
@@ -331,6 +345,16 @@ def _first(node: torch.fx.Node) -> torch.Tensor | None:
     operand = node.args[0] if node.args else None
     value = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _collective(op: str) -> Collective | None:
+    """Return how an operation exchanges data with other ranks; None if it does not.
+
+    Buffers are broadcast before the forward pass, which begins with them.
+    """
+    if not is_collective(op) or "broadcast" in op:
+        return None
+    return Collective.GATHER if "all_gather" in op else Collective.REDUCE
 
 
 @dataclass(frozen=True, slots=True)
