@@ -56,7 +56,7 @@ _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Fractions of the budget by which a step is scheduled below it to be placed."""
 
 
-_REPLANNED = (0.04, 0.02, 0.01)
+_REPLANNED = (0.04, 0.01)
 """Fractions of the budget by which a step that placement slows down is planned again
 below it."""
 
