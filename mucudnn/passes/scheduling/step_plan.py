@@ -213,13 +213,13 @@ Exchanges = Mapping[int, tuple[float | None, tuple[int, ...]]]
 the positions of the collectives whose results it reads."""
 
 
-NO_EXCHANGES: Exchanges = MappingProxyType({})
+_NO_EXCHANGES: Exchanges = MappingProxyType({})
 
 
 def exchanges_of(graph: Graph, profile: Profile) -> Exchanges:
     """Return the collectives of a graph, and the nodes that read their results."""
     if not profile.network_ms:
-        return NO_EXCHANGES
+        return _NO_EXCHANGES
     found: dict[int, tuple[float | None, tuple[int, ...]]] = {}
     made: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
@@ -239,7 +239,7 @@ def step_ms(
     rates: tuple[float, float],
     copy_slowdown_ms: Callable[[float], float],
     below: float = math.inf,
-    exchanges: Exchanges = NO_EXCHANGES,
+    exchanges: Exchanges = _NO_EXCHANGES,
 ) -> float:
     """Return the time that `simulate` predicts for the emitted program, bit by bit.
 
