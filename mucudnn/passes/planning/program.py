@@ -648,9 +648,9 @@ class _Program:
                 if math.isfinite(rate):
                     lp.limit([(copies[w], 1.0), (ms, -rate / self._unit)], 0.0)
         if profile.network_ms:
-            self._add_exchanges(profile.network_ms)
+            self._add_exchanges()
 
-    def _add_exchanges(self, network_ms: Mapping[str, float]) -> None:
+    def _add_exchanges(self) -> None:
         """Let the windows up to each one take as long as the transfers awaited in it.
 
         Collectives start early enough, but each transfers alone.
@@ -660,8 +660,9 @@ class _Program:
         awaited = {a: i for i, (_, made) in reversed([*known.items()]) for a in made}
         fixed = [0.0] * len(self._ms)
         again: list[list[tuple[int, float]]] = [[] for _ in self._ms]
-        for position in (i for i, (ms, _) in known.items() if ms is not None):
-            ms = network_ms[model.nodes[position].name]
+        for position, (ms, _) in known.items():
+            if ms is None:
+                continue
             fixed[model.window(awaited.get(position, position))] += ms
             places = model.places.get(position, ())
             for i, (place, ran) in enumerate(
