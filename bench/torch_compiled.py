@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.machine import describe
 from bench.table import render
+from bench.torch import unkept
 
 __all__ = ["NAMES", "run", "table"]
 
@@ -137,13 +138,9 @@ def _measured(
 def _failures(network: Mapping[str, Any]) -> Iterator[str]:
     """Yield promises of ours that were not kept."""
     for row in network["rows"]:
-        if row["way"] != "ours":
-            continue
-        what = f"{network['model']}, ours with {row['setting']}"
-        if not row["same_bits"]:
-            yield f"{what}: not the bits of torch.compile"
-        if row["peak_bytes"] > row["planned_bytes"]:
-            yield f"{what}: {row['peak_bytes']} bytes, {row['planned_bytes']} planned"
+        if row["way"] == "ours":
+            what = f"{network['model']}, ours with {row['setting']}"
+            yield from unkept(what, row, row["same_bits"], "the bits of torch.compile")
 
 
 def beside(

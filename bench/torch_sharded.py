@@ -24,6 +24,7 @@ from typing import Any
 
 from bench.machine import describe
 from bench.table import render
+from bench.torch import unkept
 
 __all__ = ["run", "table"]
 
@@ -193,10 +194,7 @@ def _failures(network: Mapping[str, Any]) -> Iterator[str]:
     """Yield promises that were not kept."""
     for row in network["rows"]:
         what = f"{network['model']}, {network['ranks']} ranks, {_setting(row)}"
-        if not row["same_bits"]:
-            yield f"{what}: not the bits of FSDP2"
-        if row["peak_bytes"] > row["planned_bytes"]:
-            yield f"{what}: {row['peak_bytes']} bytes, {row['planned_bytes']} planned"
+        yield from unkept(what, row, row["same_bits"], "the bits of FSDP2")
 
 
 def _setting(row: Mapping[str, Any]) -> str:
