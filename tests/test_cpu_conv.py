@@ -4,6 +4,7 @@
 that random problems do not have.
 """
 
+import gc
 import tracemalloc
 
 import numpy as np
@@ -109,7 +110,8 @@ LARGE = {
 def allocated(conv, problem, algo):
     """Most bytes of Python's and NumPy's memory that a kernel takes, both ways.
 
-    It ran before: Python keeps freed tuples, lists and floats for the next ones.
+    It ran before. A full collection empties Python's lists of freed objects, so that
+    the objects of this call are counted, too.
     """
     a, b = operands(problem)
     spec = problem.operands()[2]
@@ -120,6 +122,7 @@ def allocated(conv, problem, algo):
     peaks = []
     for accumulate in (False, True):
         conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
+        gc.collect()
         tracemalloc.start()
         conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -134,7 +137,7 @@ def test_lives_inside_its_workspace(conv, case, direction, layout):
     assert [a for a, _ in conv.algorithms(problem)] == expected_algorithms(case)
     for algo in expected_algorithms(case):
         peak = allocated(conv, problem, algo)
-        assert peak < 64 << 10, f"{algo} allocated {peak} bytes beyond its workspace"
+        assert peak < 80 << 10, f"{algo} allocated {peak} bytes beyond its workspace"
 
 
 @pytest.mark.parametrize(("direction", "layout"), EVERY_WAY)
@@ -161,7 +164,7 @@ def test_each_further_worker_allocates_little(case, direction, layout):
     problem = ConvProblem(direction=direction, **fields)
     for algo in expected_algorithms(case):
         peak = allocated(conv, problem, algo)
-        assert peak < (64 + 3 * 16) << 10, f"{algo} allocated {peak} bytes"
+        assert peak < (80 + 3 * 16) << 10, f"{algo} allocated {peak} bytes"
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -33,8 +33,8 @@ class Kernel(Protocol):
         Arrays are views in logical axis order, whatever `problem.layout` says:
         (N, C, *spatial) and (K, C // groups, *kernel); with `NHWC` their strides are
         channels-last. `workspace` is 64-byte aligned and has exactly `nbytes` bytes.
-        Beyond it, two workers together may allocate less than 64 KiB, and each
-        further one 16 KiB, for NumPy's per-thread buffers.
+        Beyond it, two workers together may allocate less than 80 KiB, Python's own
+        objects included, and each further one 16 KiB, for NumPy's per-thread buffers.
         """
 
 

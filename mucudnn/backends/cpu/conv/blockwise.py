@@ -7,7 +7,7 @@ sample after another, because planning in Python costs as much as copying.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -155,7 +155,8 @@ class PatchBlock:
         axes = []
         for axis, taps in zip(gather.axes, block.taps, strict=True):
             start = axis.start + taps.start * axis.tap_step
-            axes.append(replace(axis, start=start, taps=taps.stop - taps.start))
+            count = taps.stop - taps.start
+            axes.append(Axis(start, axis.out_step, axis.outs, axis.tap_step, count))
         spans = zip(axes, tile, strict=True)
         reads = [axis.reads(t.start, t.stop) for axis, t in spans]
         sizes = part.shape[3:]
