@@ -62,19 +62,38 @@ def resnet50() -> StepSpec:
     )
 
 
+def resnet50_float32() -> StepSpec:
+    """Return the same step in float32 and PyTorch's default layout."""
+    return StepSpec(model="resnet50", batch=256, device=DEVICE)
+
+
 def gpt2() -> DescribedStep:
-    """Return GPT-2's step with AdamW, as `mucudnn.torch.memory` captures it."""
+    """Return GPT-2's step with AdamW."""
+    from bench.torch.zoo import GPTConfig, gpt
+
+    return _captured(gpt, 8, GPTConfig(12, 768, 12, 1024, 50257, dropout=0.0))
+
+
+def llama() -> DescribedStep:
+    """Return the step of a Llama with AdamW."""
+    from bench.torch.zoo import GPTConfig, llama
+
+    return _captured(llama, 4, GPTConfig(18, 2048, 32, 2048, 32000, dropout=0.0))
+
+
+def _captured(case: Callable[..., Any], batch: int, config: Any) -> DescribedStep:
+    """Return a bfloat16 step as `mucudnn.torch.memory` captures it."""
     import torch
 
     import mucudnn.torch as mt
-    from bench.torch.zoo import GPTConfig, gpt
 
     with torch.device("meta"):
-        case = gpt(8, GPTConfig(12, 768, 12, 1024, 50257, dropout=0.0))
-    model = case.model.to(torch.bfloat16)
+        made = case(batch, config)
+    model = made.model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    study = mt.memory(model, case.loss_fn, case.batch, optimizer, device=DEVICE)
-    return study.described()
+    return mt.memory(
+        model, made.loss_fn, made.batch, optimizer, device=DEVICE
+    ).described()
 
 
 NETWORKS = {

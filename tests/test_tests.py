@@ -129,3 +129,11 @@ def test_marks_that_choose_a_target_stand_in_the_files_of_its_tests():
     mark = re.compile(r"mark\.(slow|torch|cudnn|many)\b")
     found = {path.name for path in helpers if mark.search(path.read_text("utf-8"))}
     assert found == {"torch_marks.py"}
+
+
+def test_what_needs_pytorch_belongs_to_its_target():
+    """`make test` runs without PyTorch, and `make test-torch` only what is marked."""
+    for path in FOLDER.glob("test_*.py"):
+        text = path.read_text("utf-8")
+        if path.stem != "test_fakecuda" and re.search(r'importorskip\("torch"', text):
+            assert re.search(r"mark\.torch|tests\.torch_marks", text), path.name

@@ -7,6 +7,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
+
+pytestmark = STEPS_RUN
 
 schedules = torch.optim.lr_scheduler
 SCHEDULERS = {
