@@ -1,9 +1,9 @@
-"""Two networks, one device: every technique's slowdown against its budget, and a bound.
+"""Every technique's slowdown against its budget, on one device, and a bound.
 
-ResNet-50 with 256 images in bfloat16, channels last, and GPT-2 with 8 sequences of
-1,024 tokens in bfloat16, on an H200 as its published figures describe it: estimates of
-steps as they run, those of ResNet-50 with fixed offsets. Beside our planner are
-checkpointing as it is written by hand, PyTorch's knapsack, SuperNeurons and vDNN.
+ResNet-50 with 256 images in bfloat16, channels last, and in float32, and GPT-2 and a
+Llama in bfloat16, on an H200 as its published figures describe it: estimates of steps
+as they run, those of ResNet-50 with fixed offsets. Beside our planner are checkpointing
+as it is written by hand, PyTorch's knapsack, SuperNeurons and vDNN.
 
 `python -m bench.front --networks NAME … --out FILE` adds to what the file has,
 after each budget, and `python -m bench.pages` writes the page's tables and picture.
@@ -104,6 +104,16 @@ NETWORKS = {
     ),
     "gpt2": Network(
         "GPT-2 124M, 8 × 1,024 tokens, bfloat16", gpt2, (5, 4.5, 4, 3.5, 3.1)
+    ),
+    "llama": Network(
+        "Llama, 1 billion parameters, 4 × 2,048 tokens, bfloat16",
+        llama,
+        (18, 14, 11, 9, 8),
+    ),
+    "resnet50_float32": Network(
+        "ResNet-50, 256 images, float32",
+        resnet50_float32,
+        (16, 10.7, 8, 5.3, 4, 2.7),
     ),
 }
 

@@ -15,7 +15,6 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.planning import bound as programme
 from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
@@ -114,12 +113,11 @@ def test_below_every_operand_nothing_fits():
     assert lower_bound(StepRequest(graph, profile, budget=4096)).step_ms == math.inf
 
 
-def test_of_large_graphs_it_is_the_compute_time_and_says_so(monkeypatch):
+def test_of_large_graphs_it_is_the_compute_time_and_says_so():
     graph = small("chain")
     profile = estimate(graph, "null")
     request = StepRequest(graph, profile)
     least = minimum_budget(request)
-    monkeypatch.setattr(programme, "MOST_ABSENCES", 3)
-    found = lower_bound(request.within(least))
+    found = lower_bound(request.within(least), 3)
     assert found.step_ms == pytest.approx(unbounded(graph, profile).prediction.step_ms)
     assert "more than 3" in found.reason

@@ -685,3 +685,19 @@ def constant_of_a_library_replaced() -> Training:
     SPACE.pi = math.pi
     model = Reading(lambda s, out: out * SPACE.pi)
     return trained(model, change=lambda: setattr(SPACE, "pi", 3.0))
+
+
+# --- functions that a trace of PyTorch would replace
+
+
+@torch.fx.wrap
+def scaled(out: torch.Tensor) -> torch.Tensor:
+    return out * RATE
+
+
+@planned
+def function_marked_for_traces():
+    def loss(out, y):
+        return entropy(scaled(out), y)
+
+    return loss, never

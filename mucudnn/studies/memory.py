@@ -200,6 +200,10 @@ _SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of the unbounded peak; the minimum is added."""
 
 
+_MOST_ABSENCES = 2000
+"""Absences up to which the bound is found: a Llama of 24 layers, in ten seconds."""
+
+
 _WIDER = (0.0, 0.01, 0.04, 0.16, 1.0)
 """Bytes beyond the unbounded peak with which everything may be placed, as shares."""
 
@@ -418,7 +422,7 @@ class MemoryTrials:
         self._say("the bound of any plan", 0, 1)
         forms, planned = self._costed.forms(budget), self._planned[budget]
         used = [f for f in forms if any(f.graph is graph for graph in planned)]
-        bounds = map(lower_bound, used or forms)
+        bounds = [lower_bound(form, _MOST_ABSENCES) for form in used or forms]
         found = min(bounds, key=lambda bound: bound.step_ms)
         if math.isfinite(found.step_ms):
             self._least_ms[budget] = found.step_ms

@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._guards import detect_fake_mode
 from torch._library.simple_registry import singleton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import _side_effectful_functions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -79,6 +80,21 @@ def _checks_in_place() -> Iterator[None]:
             held.register(before)
         if not known:
             _side_effectful_functions.discard(_CHECK)
+
+
+@contextmanager
+def without_wrapped_functions() -> Iterator[None]:
+    """Trace through functions marked by `torch.fx.wrap`; a trace replaces them else.
+
+    `make_fx` records below them in any case, but a capture would find that globals of
+    their modules change. There is no public way to leave them alone for one trace.
+    """
+    kept = _wrapped_fns_to_patch.copy()
+    _wrapped_fns_to_patch.clear()
+    try:
+        yield
+    finally:
+        _wrapped_fns_to_patch.update(kept)
 
 
 @contextmanager

@@ -259,7 +259,7 @@ class RecomputeChains:
 
 
 MOST_ABSENCES = 700
-"""Absences up to which the program is solved; larger graphs get their compute time."""
+"""Absences up to which the program is solved as a part of planning, in a second."""
 
 
 _SLACK = 1e-6
@@ -284,20 +284,23 @@ class LowerBound:
     reason: str = ""
 
 
-def lower_bound(request: StepRequest) -> LowerBound:
-    """Return the lower bound of a request, over all policies and schedulers."""
+def lower_bound(request: StepRequest, most_absences: int = MOST_ABSENCES) -> LowerBound:
+    """Return the lower bound of a request, over all policies and schedulers.
+
+    With more than `most_absences` absences it is the compute time.
+    """
     compute = sum(fastest_ms(request).values())
     if math.isinf(request.budget):
         return LowerBound(compute)
     least = _SMALL * request.budget
     uses = uses_of(request.graph).values()
     gaps = sum(len(u.gaps()) for u in uses if not u.persistent and u.nbytes >= least)
-    if gaps > MOST_ABSENCES:  # found out without the windows and chains of the program
-        return LowerBound(compute, reason=f"{gaps} gaps are more than {MOST_ABSENCES}")
+    if gaps > most_absences:  # found out without the windows and chains of the program
+        return LowerBound(compute, reason=f"{gaps} gaps are more than {most_absences}")
     relaxation = Relaxation(request)
     gaps = len(relaxation.absences)
-    if gaps > MOST_ABSENCES:
-        return LowerBound(compute, reason=f"{gaps} gaps are more than {MOST_ABSENCES}")
+    if gaps > most_absences:
+        return LowerBound(compute, reason=f"{gaps} gaps are more than {most_absences}")
     try:
         with warnings.catch_warnings():
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.

@@ -57,6 +57,7 @@ from mucudnn.torch.distributed.sharding import (
     without_collectives,
 )
 from mucudnn.torch.execution.devices import autocast_off
+from mucudnn.torch.internals import without_wrapped_functions
 from mucudnn.torch.source_lines import storage_of
 
 Gradients = dict[str, torch.Tensor | None]
@@ -164,6 +165,7 @@ def capture_step(
             torch.enable_grad(),
             enable_python_dispatcher() if as_compiled else nullcontext(),
             saying_where(),
+            without_wrapped_functions(),
         ):
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
             torch.clear_autocast_cache()
