@@ -84,11 +84,12 @@ class VerifiedStep:
         }
         wrong = [n for n, pair in pairs.items() if _gap(*pair) > noise.get(n, 0.0)]
         if wrong:
+            allowed = noise.get(wrong[0], 0.0)
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise VerificationError(
                 f"step {number}: {wrong[0]}{more} differs from that of the same step "
-                f"in eager mode: {_described(*pairs[wrong[0]])}. The model has the "
-                "planned step's results: load a checkpoint, train without "
+                f"in eager mode: {_described(*pairs[wrong[0]], allowed)}. The model "
+                "has the planned step's results: load a checkpoint, train without "
                 "train_step, and please report this"
             )
         return result
@@ -217,11 +218,15 @@ def _gap(wanted: Any, found: Any) -> float:
         return 0.0 if is_alike(wanted, found) else math.inf
     if (wanted.shape, wanted.dtype) != (found.shape, found.dtype):
         return math.inf
+    gaps = _gaps(wanted, found)
+    return float(gaps.max()) if len(gaps) else 0.0
+
+
+def _gaps(wanted: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return the absolute differences of the elements that are not alike."""
     differs = _differs(wanted, found)
-    if not differs.any():
-        return 0.0
     gaps = (_wide(wanted[differs]) - _wide(found[differs])).abs()
-    return float(gaps.nan_to_num(nan=math.inf).max())
+    return gaps.nan_to_num(nan=math.inf)
 
 
 def _allowed(wanted: Any, noisy: Any) -> float:
@@ -245,8 +250,8 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(finite.max()) if tensor.numel() else 0.0
 
 
-def _described(wanted: Any, found: Any) -> str:
-    """Say how two values differ."""
+def _described(wanted: Any, found: Any, allowed: float) -> str:
+    """Say how two values differ by more than what is allowed."""
 
     def kind(value: Any) -> str:
         tensor = isinstance(value, torch.Tensor)
@@ -254,7 +259,8 @@ def _described(wanted: Any, found: Any) -> str:
 
     if kind(wanted) != kind(found) or not isinstance(wanted, torch.Tensor):
         return f"{kind(found)}, not {kind(wanted)}"
-    gap, count = _gap(wanted, found), int(_differs(wanted, found).sum())
+    gap = _gap(wanted, found)
+    count = int((_gaps(wanted, found) > allowed).sum())
     relative = gap / (_largest(wanted) or math.inf)
     return (
         f"{count} of {wanted.numel()} elements, by at most {gap:.3g} "
