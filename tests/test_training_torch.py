@@ -15,13 +15,14 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
 
 from tests import torch_models  # noqa: E402
+from tests.one_algorithm import one_algorithm  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 STEPS = 4
 RATE = 0.01
 ONCE = StoppingRule(min_samples=1, max_samples=1)
-"""Which algorithm is the fastest is no matter here."""
+"""Which algorithm is the fastest is no matter here: the deep networks have only one."""
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,12 @@ ONCE = StoppingRule(min_samples=1, max_samples=1)
 )
 def test_steps_follow_pytorch(name, module, image, classes):
     graph = get_model(name)(4, image=image, classes=classes, dtype="float64")
+    backend = "cpu" if name == "resnet18" else one_algorithm("GEMM")
     trainer = Trainer(
         graph,
-        tuner=Tuner(batch_policy="undivided", validate=False, rule=ONCE),
+        tuner=Tuner(
+            backend=backend, batch_policy="undivided", validate=False, rule=ONCE
+        ),
         optimizer=Momentum(learning_rate=RATE, weight_decay=0.0),
     )
     net = module(classes).double()
