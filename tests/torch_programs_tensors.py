@@ -727,3 +727,72 @@ def gradients_turned_off_in_the_forward_pass() -> Training:
 
     model = Reading(read, learns=True, hidden=nn.Linear(4, 4))
     return trained(model, change=lambda: setattr(model, "learns", False))
+
+
+# --- what a tensor of a batch is to Python
+
+
+class Plain(torch.Tensor):
+    """A class without a `__torch_function__` of its own."""
+
+
+class Asking(nn.Module):
+    """A layer, thrice as much where the answer to a question about its input is yes."""
+
+    def __init__(self, question: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.layer, self.question = nn.Linear(6, 4), question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * 1.0) * (3.0 if self.question(x) else 1.0)
+
+
+def asked(
+    name: str,
+    question: Callable[[torch.Tensor], bool],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Add two programs that change the input of the third step, or of every step."""
+
+    def build(changed: Callable[[int], bool]) -> Training:
+        batches = [vectors() for _ in range(4)]
+        batches = [
+            (change(x) if changed(i) else x, y) for i, (x, y) in enumerate(batches)
+        ]
+        return trained(Asking(question), batches=batches)
+
+    PROGRAMS(lambda: build(lambda i: i == 2), name=f"{name}_of_one_input")
+    PROGRAMS(lambda: build(lambda i: True), name=f"{name}_of_every_input")
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    x.scale = 3.0
+    return x
+
+
+def with_gradient(x: torch.Tensor) -> torch.Tensor:
+    x.grad = torch.ones_like(x)
+    return x
+
+
+asked("attribute", lambda x: hasattr(x, "scale"), scaled)
+asked("base", lambda x: x._base is not None, lambda x: x[:])
+asked("class", lambda x: type(x) is Plain, lambda x: x.as_subclass(Plain))
+asked("gradient", lambda x: x.grad is not None, with_gradient)
+asked("offset", lambda x: x.storage_offset() > 0, lambda x: torch.cat([x, x])[len(x) :])
+asked("parameter", lambda x: isinstance(x, nn.Parameter), nn.Parameter)
+asked("shared", lambda x: x.is_shared(), lambda x: x.share_memory_())
+asked(
+    "storage",
+    lambda x: x.untyped_storage().nbytes() > x.nbytes,
+    lambda x: torch.cat([x, x])[: len(x)],
+)
+asked("version", lambda x: x._version > 0, lambda x: x.add_(0))
+
+
+@PROGRAMS(is_planned=True)
+def marked_by_the_compiler() -> Training:
+    """`torch.compile` gives tensors attributes where it has seen other shapes."""
+    x, y = vectors()
+    x._dynamo_propagated_dynamic_indices = {0}
+    return trained(perceptron(), batches=[(x, y)])

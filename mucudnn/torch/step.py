@@ -101,7 +101,8 @@ class Variant:
     """One capture of the step, and the conditions under which it is valid.
 
     Attributes:
-        form: Nesting of the batch, and its elements that are not tensors.
+        kind: Nesting of the batch, its elements that are not tensors, and whether its
+            tensors have attributes.
         live: Finds the step's tensors in the model and the optimizer.
         guards: All other conditions.
         captured: The graph.
@@ -109,7 +110,7 @@ class Variant:
         number: Number of the capture, by which ranks compare what they run.
     """
 
-    form: tuple[Any, Any]
+    kind: tuple[Any, Any, bool]
     live: LiveParts
     guards: StepGuards
     captured: CapturedStep
@@ -118,7 +119,9 @@ class Variant:
 
     def inputs_for(self, batch: Batch) -> tuple[list[torch.Tensor], str]:
         """Return the graph's inputs for a batch, or why it cannot be used for it."""
-        if (batch.leaves, batch.form) != self.form:
+        if batch.kind != self.kind:
+            if (batch.leaves, batch.form) == self.kind[:2]:
+                return [], "tensors of the batch gained or lost attributes"
             return [], f"the batch is nested in another way: {batch.form}"
         try:
             given = [*self.live.tensors(), *batch.tensors]
@@ -592,10 +595,9 @@ class TrainStep:
             _checked_overlaps(captured, given),
             Settings(),
         )
-        form = batch.leaves, batch.form
         self._shared_captures += 1
         number = self._shared_captures
-        variant = Variant(form, live, guards, captured, planned, number)
+        variant = Variant(batch.kind, live, guards, captured, planned, number)
         if captured.reads.transient:
             self._count_transient(captured, live)
         else:

@@ -4,8 +4,10 @@ Operations are checked as the model calls them. Most refused operations would co
 something else in later steps than in the captured one.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
 from mucudnn.torch.distributed.sharding import is_own_collective
 from mucudnn.torch.lowering.lower import CHECKS, DENSE
 from mucudnn.torch.source_lines import (
+    is_library_file,
     is_raised_by_user,
     line_now,
     line_of_traceback,
@@ -64,6 +67,23 @@ _VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
 """Functions that pass run-time values to Python."""
 
 _SET_DATA = torch.Tensor.data.__set__
+
+_UNKNOWN = {
+    torch.Tensor._base.__get__: "_base",
+    torch.Tensor._version.__get__: "_version",
+    torch.Tensor.retains_grad.__get__: "retains_grad",
+    torch.Tensor.is_pinned: "is_pinned",
+    torch.Tensor.is_shared: "is_shared",
+    torch.Tensor.storage: "storage",
+    torch.Tensor.storage_offset: "storage_offset",
+    torch.Tensor.untyped_storage: "untyped_storage",
+}
+"""What stands in for a tensor while a step is captured cannot tell."""
+
+_GRAD = torch.Tensor.grad.__get__
+
+_METHODS = {torch._tensor.__file__, torch.overrides.__file__}
+"""Files of methods of tensors that are written in Python."""
 
 _DATA_DEPENDENT = (
     "its output shape depends on data; keep the shape fixed, with torch.where or by "
@@ -212,6 +232,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
     Attributes:
         stand_ins: Tensors of the capture, by the identity of the parameter or buffer
             that each replaces: a user's function may hold these themselves.
+        batch: Identities of the tensors of the batch, whose gradients are unknown.
     """
 
     def __init__(self, averages: CountedAverages, recorder: ReadRecorder) -> None:
@@ -219,6 +240,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         self._averages = averages
         self._recorder = recorder
         self.stand_ins: dict[int, torch.Tensor] = {}
+        self.batch: frozenset[int] = frozenset()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -258,10 +280,25 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
                 f"the step calls {func.__name__}{line_now()}: it passes tensor values "
                 "to Python, which are unknown during capture; keep them in tensors"
             )
+        asked = _UNKNOWN.get(func)
+        if func == _GRAD and id(args[0]) in self.batch:
+            asked = "grad"
+        if asked and _is_asked_by_user(sys._getframe(1)):
+            raise UnsoundCaptureError(
+                f"the step asks a tensor for {asked!r}{line_now()}, which is unknown "
+                "during capture; ask for it outside the step"
+            )
         result = func(*args, **kwargs)
         if args and type(args[0]) is torch.Tensor:
             self._recorder.asked(func, args[0], result)
         return result
+
+
+def _is_asked_by_user(frame: FrameType | None) -> bool:
+    """Return whether a user's code calls a method, which may be written in Python."""
+    while frame is not None and frame.f_code.co_filename in _METHODS:
+        frame = frame.f_back
+    return frame is not None and not is_library_file(frame.f_code.co_filename)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from mucudnn.torch.capture.step_tensors import (
     Batch,
     StepParts,
     StepSettings,
+    attributes_of,
     called,
     places_of,
     root_of,
@@ -317,9 +318,10 @@ class _Tracer:
         )
         with _lent(self._settings.floats, floats):
             batch = list(given)
+            functions.batch = frozenset(map(id, batch))
             for tensor, real in zip(batch, self.batch.tensors, strict=True):
-                if vars(real):
-                    vars(tensor).update(vars(real))
+                if own := attributes_of(real):
+                    vars(tensor).update(own)
                     self.recorder.lasts_one_run("it is given tensors with attributes")
             with _recurrent_lists_kept(self.root), modules:
                 loss, gradients = self._passes(leaves, batch, scale)

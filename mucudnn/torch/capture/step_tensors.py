@@ -58,6 +58,7 @@ class Batch:
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
                 check_tensor("the batch", leaf)
+                _check_class(leaf)
             elif not isinstance(leaf, _DECIDED):
                 raise TypeError(
                     f"the batch has a {type(leaf).__name__}; it must contain tensors "
@@ -67,6 +68,11 @@ class Batch:
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
         leaves = tuple(None if isinstance(v, torch.Tensor) else (v,) for v in flat)
         return cls(tensors, form, leaves)
+
+    @property
+    def kind(self) -> tuple[Any, Any, bool]:
+        """What a capture holds for besides tensors: leaves, form, any attributes."""
+        return self.leaves, self.form, any(map(attributes_of, self.tensors))
 
     @property
     def signature(self) -> str:
@@ -156,6 +162,22 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return model(*several, **kwargs)
         case one:
             return model(one, **kwargs)
+
+
+def _check_class(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    own = kind.__module__.partition(".")[0] != "torch"
+    if own or issubclass(kind, torch.nn.Parameter):
+        raise UnsupportedError(
+            f"the batch has a {kind.__name__}, which a captured model sees as a plain "
+            "tensor; pass tensor.detach().as_subclass(torch.Tensor)"
+        )
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes, without those that `torch.compile` gives it."""
+    compilers = ("_dynamo", "_has_dynamo")
+    return {k: v for k, v in vars(tensor).items() if not k.startswith(compilers)}
 
 
 @dataclass(frozen=True)
