@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from mucudnn.errors import PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
@@ -129,3 +130,33 @@ def test_a_climb_ends_where_no_change_helps_and_is_the_same_in_parts():
     asked = request("alexnet", 128, 0.15)
     for change in changes_of(asked.graph, candidates_of(asked)):
         assert not parts.state.consider({**parts.state.residency, **dict(change)})
+
+
+def test_results_shared_by_residencies_are_those_of_each_alone():
+    asked = request("alexnet", 128, 0.15)
+    candidates = candidates_of(asked)
+    graph, profile, budget = asked.graph, asked.profile, asked.budget
+
+    def outcome(step, residency):
+        try:
+            found = schedule_residency(step, residency)
+        except PlanningError as error:
+            return str(error), error.least_bytes
+        return [*found.intervals], found.plans, found.step_ms(), found.residency
+
+    tried = [
+        dict(change)
+        for change in changes_of(graph, candidates)
+        if len(change) > 1 or change[0][1] is not Residency.KEEP
+    ][:90]
+    starts = [*policy_residencies(asked), least_memory(asked)]
+    residencies = [*starts, *({**starts[-1], **change} for change in tried)]
+    fitting = 0
+    for scheduler in ("timed", "adaptive_window"):
+        shared = asked.scheduled(scheduler)
+        for residency in residencies:
+            alone = StepRequest(graph, profile, budget=budget, scheduler=scheduler)
+            expected = outcome(alone, residency)
+            assert outcome(shared, residency) == expected
+            fitting += len(expected) > 2
+    assert 20 < fitting < 2 * len(residencies)

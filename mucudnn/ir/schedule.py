@@ -105,6 +105,9 @@ class Residency(enum.Enum):
     """Recompute for every use; slices also within the forward pass, except for the
     first use."""
 
+    # An enumeration's own hash is that of the name, in Python; searches hash millions.
+    __hash__ = object.__hash__
+
 
 RECOMPUTED_BACKWARD = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
 """Residencies that rerun a tensor's producers for the backward pass only."""

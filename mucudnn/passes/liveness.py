@@ -11,6 +11,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
@@ -153,47 +154,52 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
     return uses_by(graph, *touches(graph))
 
 
-Positions = dict[str, list[int]]
+Positions = dict[str, tuple[int, ...]]
 """Positions of nodes for each storage, ascending."""
 
 
 def touches(graph: Graph) -> tuple[Positions, Positions]:
     """Return the positions at which each storage is used, and written; see `Use`."""
     count, storages = len(graph.nodes), graph.storages
-    positions: Positions = {}
-    writes: Positions = {}
+    positions: dict[str, list[int]] = {}
+    writes: dict[str, list[int]] = {}
     for spec in graph.with_role(Role.INPUT):
         positions[spec.name], writes[spec.name] = [0], [0]
     for i, node in enumerate(graph.nodes):
         for name in node.tensors:
-            storage = storages[name]
-            known = positions.get(storage)
-            if known is None:
-                positions[storage] = [i]
-            elif known[-1] != i:
+            known = positions.setdefault(storages[name], [])
+            if known[-1:] != [i]:
                 known.append(i)
         for storage in written(graph, node):
-            if storage in writes:
-                writes[storage].append(i)
-            else:
-                writes[storage] = [i]
+            writes.setdefault(storage, []).append(i)
     for storage in live_at_end(graph):
         if graph.tensors[storage].role in PERSISTENT:
             positions.setdefault(storage, [])
         elif positions.setdefault(storage, [count])[-1] != count:
             positions[storage].append(count)
-    return positions, writes
+    return _frozen(positions), _frozen(writes)
+
+
+def _frozen(positions: Mapping[str, list[int]]) -> Positions:
+    return {storage: tuple(found) for storage, found in positions.items()}
 
 
 class Touches:
-    """`touches` of a graph, and of the same graph with inserted nodes."""
+    """`touches` of a graph, and of the same graph with inserted nodes.
+
+    Attributes:
+        uses: `uses_of` the graph; `uses_by` shares those that insertions do not move.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._positions, self._writes = touches(graph)
+        self.uses = uses_by(graph, self._positions, self._writes)
         self._names = list(self._positions)  # in order of first use, unused ones last
-        end = [len(graph.nodes)]
+        end = (len(graph.nodes),)
         self._firsts = [(found or end)[0] for found in self._positions.values()]
+        self._latest = _latest(self._positions)
+        self._latest_write = _latest(self._writes)
 
     def with_nodes(
         self, graph: Graph, copies: Sequence[int], rebound: Iterable[tuple[int, int]]
@@ -206,58 +212,83 @@ class Touches:
             rebound: Positions, before and after, of the nodes with other inputs.
         """
         inserted, storages = set(copies), graph.storages
-        moved = [
-            i for i in range(len(graph.nodes) + 1) if i not in inserted
-        ].__getitem__
-        positions = {name: list(map(moved, at)) for name, at in self._positions.items()}
-        writes = {name: list(map(moved, at)) for name, at in self._writes.items()}
+        moved = [i for i in range(len(graph.nodes) + 1) if i not in inserted]
+        first = copies[0] if copies else len(graph.nodes) + 1
+        positions, writes = dict(self._positions), dict(self._writes)
+        for found, latest in ((positions, self._latest), (writes, self._latest_write)):
+            for last, name in latest:
+                if last < first:
+                    break
+                found[name] = tuple([moved[i] for i in found[name]])
         order: list[str] = []
         done = 0
         for count, now in enumerate(copies):
             node = graph.nodes[now]
-            for storage in (storages[name] for name in node.tensors):
+            for storage in [storages[name] for name in node.tensors]:
                 if storage in positions:
-                    _insert(positions[storage], now)
+                    positions[storage] = _with(positions[storage], now)
                     continue
-                positions[storage] = [now]
+                positions[storage] = (now,)
                 earlier = bisect.bisect_left(self._firsts, now - count)
                 order += (*self._names[done:earlier], storage)
                 done = earlier
             for storage in written(graph, node):
-                _insert(writes.setdefault(storage, []), now)
+                writes[storage] = _with(writes.get(storage, ()), now)
         for before, now in rebound:
             old, new = self._graph.nodes[before], graph.nodes[now]
             was = {self._graph.storages[name] for name in old.tensors}
             used = {storages[name] for name in new.tensors}
             for storage in was - used:
-                positions[storage].remove(now)
+                positions[storage] = tuple(i for i in positions[storage] if i != now)
             for storage in used - was:
-                _insert(positions[storage], now)
+                positions[storage] = _with(positions[storage], now)
         order += self._names[done:]
         return {name: positions[name] for name in order}, writes
 
 
-def _insert(positions: list[int], position: int) -> None:
-    """Insert a position into ascending ones, unless it is there."""
+def _latest(positions: Positions) -> list[tuple[int, str]]:
+    """Return the last position of each storage, descending."""
+    return sorted(
+        ((at[-1], name) for name, at in positions.items() if at), reverse=True
+    )
+
+
+def _with(positions: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """Return ascending positions and another one, unless it is there."""
+    if not positions or positions[-1] < position:
+        return (*positions, position)
     at = bisect.bisect_left(positions, position)
-    if positions[at : at + 1] != [position]:
-        positions.insert(at, position)
+    if positions[at] == position:
+        return positions
+    return (*positions[:at], position, *positions[at:])
 
 
-def uses_by(graph: Graph, positions: Positions, writes: Positions) -> Mapping[str, Use]:
-    """Return the uses of storages from their positions and writes."""
+def uses_by(
+    graph: Graph,
+    positions: Positions,
+    writes: Positions,
+    known: Mapping[str, Use] = MappingProxyType({}),
+) -> Mapping[str, Use]:
+    """Return the uses of storages from their positions and writes.
+
+    Uses in `known`, of the same storages, are shared where nothing has changed.
+    """
     period, tensors, nothing = max(1, len(graph.nodes)), graph.tensors, ()
-    return {
-        storage: Use(
-            storage,
-            rounded(spec.nbytes),
-            tuple(found),
-            tuple(writes.get(storage, nothing)),
-            period if spec.role in PERSISTENT else 0,
-        )
-        for storage, found in positions.items()
-        for spec in [tensors[storage]]
-    }
+    found: dict[str, Use] = {}
+    make = tuple.__new__  # a named tuple's own constructor takes twice as long
+    for storage, at in positions.items():
+        wrote, old = writes.get(storage, nothing), known.get(storage)
+        if old is None:
+            spec = tensors[storage]
+            size = rounded(spec.nbytes)
+            cycle = period if spec.role in PERSISTENT else 0
+        elif old[2] is at and old[3] is wrote and not old[4]:
+            found[storage] = old
+            continue
+        else:
+            size, cycle = old[1], period if old[4] else 0
+        found[storage] = make(Use, (storage, size, at, wrote, cycle))
+    return found
 
 
 def memory_curve(

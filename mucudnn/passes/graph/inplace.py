@@ -21,50 +21,50 @@ def in_place(graph: Graph) -> Graph:
 
 
 def in_place_with_uses(
-    graph: Graph, touched: tuple[Positions, Positions] | None = None
+    graph: Graph,
+    touched: tuple[Positions, Positions] | None = None,
+    known: Mapping[str, Use] = MappingProxyType({}),
 ) -> tuple[Graph, Mapping[str, Use]]:
     """Return the graph with results in place, and its `uses_of`, in one walk.
 
     Args:
         graph: The graph.
         touched: Result of `touches`, if known; it is changed.
+        known: Uses of storages of the graph before it was rewritten; see `uses_by`.
     """
     tensors, storages = dict(graph.tensors), graph.storages
     positions, writes = touches(graph) if touched is None else touched
     fixed = {storages[name] for name in graph.inputs}
     merged: dict[str, str] = {}  # storage of a result -> storage that it overwrites
 
-    def root(name: str) -> str:
-        storage = storages[name]
-        return merged.get(storage, storage)
-
-    def can_overwrite(overwritten: str, spec: TensorSpec, result: TensorSpec) -> bool:
-        return (
-            (spec.shape, spec.dtype) == (result.shape, result.dtype)
-            and overwritten not in fixed
-            and tensors[overwritten].nbytes == result.nbytes
-        )
-
     for position, node in enumerate(graph.nodes):
         candidates = node.traits.overwrites
         if not candidates or tensors[node.outputs[0]].alias is not None:
             continue
         result = tensors[node.outputs[0]]
+        roots = [storages[name] for name in node.tensors]
+        roots = [merged.get(storage, storage) for storage in roots]
         for index in candidates:
-            name = node.inputs[index]
-            overwritten = root(name)
+            name, overwritten = node.inputs[index], roots[index]
             if (
                 positions[overwritten][-1] == position
-                and can_overwrite(overwritten, tensors[name], result)
-                and [root(t) for t in node.tensors].count(overwritten) == 1
+                and overwritten not in fixed
+                and roots.count(overwritten) == 1
+                and _alike(tensors[name], result)
+                and tensors[overwritten].nbytes == result.nbytes
             ):
                 tensors[result.name] = result.sharing(name)
                 merged[result.name] = overwritten
                 positions[overwritten] += positions.pop(result.name)[1:]
-                again = writes.pop(result.name, [])
-                before = writes.setdefault(overwritten, [])
-                before += again[1:] if before[-1:] == again[:1] else again
+                again = writes.pop(result.name, ())
+                before = writes.get(overwritten, ())
+                same = before[-1:] == again[:1]
+                writes[overwritten] = before + (again[1:] if same else again)
                 break
     now = {name: merged.get(storage, storage) for name, storage in storages.items()}
     final = graph.with_aliases(MappingProxyType(tensors), now)
-    return final, uses_by(final, positions, writes)
+    return final, uses_by(final, positions, writes, known)
+
+
+def _alike(one: TensorSpec, other: TensorSpec) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype

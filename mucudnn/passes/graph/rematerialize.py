@@ -22,6 +22,9 @@ from mucudnn.ir.schedule import RECOMPUTED, Residency
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.split import of_whole
 
+_MOST_MADE = 50_000
+"""Limit of remembered nodes of one graph."""
+
 
 def rematerialize(
     graph: Graph,
@@ -57,6 +60,7 @@ class Rematerializer:
     def __init__(self, graph: Graph, saved: Collection[str] | None = None) -> None:
         self.graph = graph
         self._saved = saved
+        self._made: dict[object, tuple[Node, tuple[TensorSpec, ...]]] = {}
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
         """Return the graph rewritten for these residencies; see `rematerialize`."""
@@ -87,6 +91,17 @@ class Rematerializer:
         rewriter.nodes += self.graph.nodes[done:]
         known = Insertions(copies, rebound) if rewriter.same_views else None
         return rewriter.build(), known
+
+    def remember(
+        self, key: object, make: Callable[[], tuple[Node, tuple[TensorSpec, ...]]]
+    ) -> tuple[Node, tuple[TensorSpec, ...]]:
+        """Return a node and its results, which most rewrites share with others."""
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= _MOST_MADE:
+                self._made.clear()
+            found = self._made[key] = make()
+        return found
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
         """Return tensors that may be dropped or replaced before they are read again."""
@@ -246,7 +261,8 @@ class _Rewriter:
             if alias != spec.alias:
                 self._tensors[spec.name] = spec.sharing(alias)
                 self.same_views = False
-        return replace(node, inputs=inputs)
+        key = node.name, inputs
+        return self._facts.remember(key, lambda: (replace(node, inputs=inputs), ()))[0]
 
     def _recompute(self, name: str, mine: dict[str, str]) -> str:
         """Return a tensor or its recomputed copy; `mine` are this node's copies."""
@@ -316,29 +332,38 @@ class _Rewriter:
 
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1
-        suffix = f"~{self._count}"
-        outputs = tuple(output + suffix for output in node.outputs)
-        tensors, storages = self._tensors, self._storages
-        for output, name in zip(node.outputs, outputs, strict=True):
-            spec = self._graph.tensors[output]
-            alias = self._alias(node, spec, inputs)
-            tensors[name] = spec.again(name, alias)
-            storages[name] = name if alias is None else storages[alias]
+        key = node.name, self._count, inputs, self._phase is Phase.BACKWARD
+        copy, specs = self._facts.remember(key, lambda: self._new_copy(node, inputs))
+        storages = self._storages
+        for output, spec in zip(node.outputs, specs, strict=True):
+            name = spec.name
+            self._tensors[name] = spec
+            storages[name] = name if spec.alias is None else storages[spec.alias]
             known[output] = name
+        self.nodes.append(copy)
+
+    def _new_copy(
+        self, node: Node, inputs: tuple[str, ...]
+    ) -> tuple[Node, tuple[TensorSpec, ...]]:
+        suffix = f"~{self._count}"
+        specs = tuple(
+            spec.again(output + suffix, self._alias(node, spec, inputs))
+            for output in node.outputs
+            for spec in [self._graph.tensors[output]]
+        )
         attrs = node.attrs
         if node.traits.replay:
             attrs = MappingProxyType({**attrs, **dict(node.traits.replay)})
-        self.nodes.append(
-            Node(
-                node.name + suffix,
-                node.op,
-                inputs,
-                outputs,
-                attrs,
-                self._phase,
-                traits=node.traits,
-            )
+        copy = Node(
+            node.name + suffix,
+            node.op,
+            inputs,
+            tuple(spec.name for spec in specs),
+            attrs,
+            self._phase,
+            traits=node.traits,
         )
+        return copy, specs
 
     def _alias(
         self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]

@@ -6,10 +6,12 @@ Without a budget, the budget is infinity.
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mucudnn.arguments import check_choice, check_number, check_type
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
@@ -44,7 +46,6 @@ from mucudnn.passes.scheduling.problem import (
     CONVOLUTIONS,
     SchedulingProblem,
     changes_of,
-    fastest_of,
     first_plans,
     origin,
     profile_of,
@@ -59,6 +60,24 @@ from mucudnn.passes.scheduling.step_plan import (
 )
 from mucudnn.passes.simulate import simulate
 
+_Ranked = dict[int, tuple[Sequence[ConvPlan], object]]
+"""Plans of each front by id, the fastest first, and the front, which keeps its id."""
+
+
+class _Known:
+    """Results that depend on a rewritten graph only, but not on what is offloaded."""
+
+    def __init__(self, ranked: "_Ranked | None" = None) -> None:
+        self.ranked = {} if ranked is None else ranked
+        self.first: dict[str, Mapping[str, ConvPlan]] = {}
+        self.plans: Mapping[str, ConvPlan] | None = None  # of the next two
+        self.timed: Profile | None = None
+        self.workspaces: Mapping[str, int] = {}
+        self.gaps: dict[tuple[str, Residency], Sequence[tuple[int, int]]] = {}
+        self.unsplit: dict[str, ResidencyInterval] = {}
+        self.moveable: Sequence[Use] | None = None
+        self.scheduled: dict[object, UnsimulatedPlan | PlanningError] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
@@ -71,6 +90,7 @@ class Rewritten:
         changes: Change of bytes in use at every node without offload (`changes_of`).
         swaps: Gaps over which storages are offloaded.
         away: Host-resident parameters and state.
+        known: Results that depend on the graph only, shared by its residencies.
     """
 
     graph: Graph
@@ -79,6 +99,7 @@ class Rewritten:
     changes: Sequence[int]
     swaps: Swaps
     away: frozenset[str] = frozenset()
+    known: "_Known" = field(default_factory=lambda: _Known(), repr=False)
 
     @property
     def boundary(self) -> int:
@@ -91,21 +112,49 @@ class Rewritten:
         self, plans: Mapping[str, ConvPlan], budget: float
     ) -> SchedulingProblem:
         """Return the scheduling problem for given convolution plans."""
+        if self.known.plans is not plans:
+            self.known.plans = plans
+            self.known.timed = timed_by(self.profile, plans)
+            self.known.workspaces = workspaces_of(self.profile, plans)
         return SchedulingProblem(
             self.graph,
             self.uses,
             self.swaps,
-            timed_by(self.profile, plans),
-            workspaces_of(self.profile, plans),
+            self.known.timed or self.profile,
+            self.known.workspaces,
             budget,
             self.away,
             self.changes,
+            self.known.unsplit,
         )
+
+    def first_plans(
+        self, convolutions: str, plans: Mapping[str, ConvPlan] | None = None
+    ) -> Mapping[str, ConvPlan]:
+        """Return the convolution plans to schedule with; see `first_plans`."""
+        if convolutions == "fixed":
+            return first_plans(self.profile, convolutions, plans)
+        first = self.known.first
+        if convolutions not in first:
+            first[convolutions] = first_plans(self.profile, convolutions)
+        return first[convolutions]
+
+    def moveable(self) -> Sequence[Use]:
+        """Return the uses of storages with gaps over which they can be offloaded."""
+        if self.known.moveable is None:
+            fixed = self.graph.immovable
+            self.known.moveable = [
+                use
+                for storage, use in self.uses.items()
+                for at in [use[2]]
+                if at and storage not in fixed
+                if use[4] or at[-1] - at[0] >= len(at)
+            ]
+        return self.known.moveable
 
     def least(self) -> MemoryLedger:
         """Return the ledger of the least bytes at every node, without a budget."""
-        plans = first_plans(self.profile, "least")
-        return self.problem(plans, math.inf).least()[1]
+        return self.problem(self.first_plans("least"), math.inf).least()[1]
 
     def least_peak(self) -> int:
         """Return the bytes below which these residencies cannot be scheduled."""
@@ -300,6 +349,7 @@ class Rewriter:
         self._profile = without_others(profile, graph)
         self._own_ms = sum(self._profile.node_ms.values())
         self._small = _small_bytes(graph)
+        self._ranked: _Ranked = {}
         self._last: tuple[object, Rewritten] | None = None
         self._latest: tuple[object, _Rematerialized] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
@@ -350,7 +400,7 @@ class Rewriter:
             return ready
         uses = uses_of(graph)
         changes = changes_of(uses.values(), len(graph.nodes))
-        found = replace(ready, graph=graph, uses=uses, changes=changes)
+        found = Rewritten(graph, ready.profile, uses, changes, {}, ready.away)
         fixed = under_way(graph)
         swaps = {
             name: left
@@ -375,7 +425,7 @@ class Rewriter:
         if key in self._needs:
             return self._needs[key]
         ready = self(residency, hosted)
-        first = first_plans(ready.profile, convolutions, plans)
+        first = ready.first_plans(convolutions, plans)
         found = ready.problem(first, math.inf).need()
         if convolutions != "fixed":
             self._needs[key] = found
@@ -400,8 +450,10 @@ class Rewriter:
         )
         if again not in self._known:
             graph, changes = self._rematerialize.rewrite(dict(again))
-            self._known[again] = _Rematerialized(
-                graph, self._profile, changes, self._touches
+            # Recomputation for every use is the same as once, if there is only one use.
+            same = (k for k in self._known.values() if k.graph.nodes == graph.nodes)
+            self._known[again] = next(same, None) or _Rematerialized(
+                graph, self._profile, changes, self._touches, self._ranked
             )
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
@@ -428,8 +480,10 @@ class _Rematerialized:
         profile: Profile,
         changes: Insertions | None,
         touches: Touches,
+        ranked: _Ranked,
     ) -> None:
         self.graph = graph
+        self._ranked = ranked
         self._profile = profile
         self._changes, self._touches = changes, touches
 
@@ -447,13 +501,15 @@ class _Rematerialized:
             touched = self._touches.with_nodes(
                 self.graph, changes.copies, changes.rebound
             )
-        final, uses = in_place_with_uses(self.graph, touched)
+        known = self._touches.uses
+        final, uses = in_place_with_uses(self.graph, touched, known)
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
             uses=uses,
             changes=changes_of(uses.values(), len(final.nodes)),
             swaps={},
+            known=_Known(self._ranked),
         )
 
 
@@ -467,8 +523,7 @@ def _swaps(
 
     Parameters and state of fewer than `small` bytes stay unless they are named.
     """
-    graph = ready.graph
-    forward = [node.phase is Phase.FORWARD for node in graph.nodes]
+    graph, gaps = ready.graph, ready.known.gaps
     chosen = {
         graph.storages[name]: choice
         for name, choice in residency.items()
@@ -476,21 +531,22 @@ def _swaps(
     }
     others = residency.get(EVERYTHING, Residency.KEEP)
     persistents = residency.get(PERSISTENTS, Residency.KEEP)
-    fixed = graph.immovable
     found = {}
-    for use in ready.uses.values():
-        storage, nbytes, _, _, period = use
-        if not period:
+    for use in ready.moveable():
+        storage = use[0]
+        if not use[4]:  # `use.period`; attributes of named tuples are slow
             choice = chosen.get(storage, others)
         elif hosted is None:
-            default = Residency.KEEP if nbytes < small else persistents
+            default = Residency.KEEP if use[1] < small else persistents
             choice = chosen.get(storage, default)
         else:
             choice = Residency.PAGE if storage in hosted else Residency.KEEP
-        if choice not in _LEAVING or storage in fixed or not (gaps := use.gaps()):
-            continue
-        if over := _leaves_over(use, gaps, choice, forward):
-            found[storage] = over
+        if choice in _LEAVING:
+            key = storage, choice
+            if key not in gaps:
+                gaps[key] = _leaves_over(graph, use, choice)
+            if over := gaps[key]:
+                found[storage] = over
     return found
 
 
@@ -501,20 +557,23 @@ def _small_bytes(graph: Graph) -> float:
 
 
 def _leaves_over(
-    use: Use,
-    gaps: Sequence[tuple[int, int]],
-    choice: Residency,
-    forward: Sequence[bool],
+    graph: Graph, use: Use, choice: Residency
 ) -> Sequence[tuple[int, int]]:
     """Return the gaps over which one storage is offloaded, ascending."""
+    gaps = use.gaps()
     # With micro-batches, forward nodes may follow the backward nodes of another part.
-    count = len(forward)
+    nodes, count = graph.nodes, len(graph.nodes)
     if choice is Residency.PAGE:
         within = use.persistent or gaps[-1][1] < count
         return gaps if within else [(i, j) for i, j in gaps if j < count]
     if use.persistent:
         return sorted(gaps, key=lambda gap: gap[1] - gap[0])[-1:]
-    return [(i, j) for i, j in gaps if j < count and forward[i] and not forward[j]]
+    forward = Phase.FORWARD
+    return [
+        (i, j)
+        for i, j in gaps
+        if j < count and nodes[i].phase is forward is not nodes[j].phase
+    ]
 
 
 # Schedule a whole training step for given residencies.
@@ -594,11 +653,34 @@ def schedule_residency(
 ) -> UnsimulatedPlan:
     """Decide copies and convolution plans of a step with given residencies.
 
+    Different residencies often have the same recomputation and the same gaps, and
+    those of one start are scheduled several times; a result is shared by all of them.
+
     Raises:
         PlanningError: The step cannot fit; has the shortfall and the node.
     """
     ready = request.rewritten(residency)
-    chosen = first_plans(ready.profile, request.convolutions, request.plans)
+    named = isinstance(request.timing, str)
+    if request.convolutions == "fixed" or ready.profile.network_ms or not named:
+        return _schedule(request, residency, ready)
+    left = tuple([(name, id(gaps)) for name, gaps in ready.swaps.items()])
+    key = request.timing, request.budget, request.convolutions, ready.away, left
+    known = ready.known.scheduled
+    if key not in known:
+        try:
+            known[key] = _schedule(request, residency, ready)
+        except PlanningError as error:
+            known[key] = error.with_traceback(None)
+    found = known[key]
+    if isinstance(found, PlanningError):
+        raise copy(found)
+    return replace(found, request=request, residency=residency)
+
+
+def _schedule(
+    request: StepRequest, residency: Mapping[str, Residency], ready: Rewritten
+) -> UnsimulatedPlan:
+    chosen = ready.first_plans(request.convolutions, request.plans)
     if ready.profile.network_ms:
         ready = request._rewriter.overlapped(request, residency, chosen)
     intervals, occupancy = intervals_of(
@@ -629,15 +711,19 @@ def grow_workspace_plans(
 ) -> dict[str, ConvPlan]:
     """Choose the fastest plan that fits at each convolution; update the ledger."""
     found = dict(plans)
-    for position, node in enumerate(ready.graph.nodes):
-        front = ready.profile.fronts.get(node.name)
+    fronts, ranked = ready.profile.fronts, ready.known.ranked
+    for position, node in enumerate(ready.graph.nodes) if fronts else ():
+        front = fronts.get(node.name)
         if front is None:
             continue
+        if id(front) not in ranked:
+            best = sorted(front, key=lambda plan: (plan.time_ms, plan.workspace))
+            ranked[id(front)] = best, front
         before = rounded(plans[node.name].workspace)
         free = occupancy.budget - occupancy[position] + before
         if free < math.inf:
             free -= free % ALIGNMENT
-        plan = fastest_of([p for p in front if p.workspace <= free])
+        plan = next(p for p in ranked[id(front)][0] if p.workspace <= free)
         occupancy.add(position, position, rounded(plan.workspace) - before)
         found[node.name] = plan
     return found

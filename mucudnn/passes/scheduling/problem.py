@@ -7,7 +7,7 @@ copies.
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from mucudnn.ir.conv import ConvPlan
@@ -38,6 +38,7 @@ class SchedulingProblem:
         budget: Budget for everything in bytes.
         away: Parameters and state that must be host-resident.
         changes: Result of `changes_of` for the uses, if known.
+        whole: Intervals of storages without offload that were made before.
     """
 
     graph: Graph
@@ -48,6 +49,7 @@ class SchedulingProblem:
     budget: float
     away: frozenset[str] = frozenset()
     changes: Sequence[int] | None = None
+    whole: dict[str, ResidencyInterval] = field(default_factory=dict, repr=False)
 
     def least(self) -> tuple[list[ResidencyInterval], MemoryLedger]:
         """Return the shortest intervals, and their ledger.
@@ -61,12 +63,15 @@ class SchedulingProblem:
             check_fits(peak, self.graph.nodes[position].name, self.budget)
         n = len(self.graph.nodes)
         intervals: list[ResidencyInterval] = []
+        swaps, whole = self.swaps, self.whole
         for use in self.moving():
-            gaps = self.swaps.get(use.storage)
-            if gaps:
+            storage = use[0]
+            if storage in swaps and (gaps := swaps[storage]):
                 intervals += split(use, gaps, n)
-            else:
-                intervals.append(unsplit(use, n))
+                continue
+            if storage not in whole:
+                whole[storage] = unsplit(use, n)
+            intervals.append(whole[storage])
         return intervals, occupancy
 
     def need(self) -> tuple[int, str]:
@@ -107,17 +112,16 @@ class SchedulingProblem:
         """Yield the uses of storages that are not always resident."""
         swaps = self.swaps
         for use in self.uses.values():
-            if not use.period or use.storage in swaps:
+            if not use[4] or use[0] in swaps:  # `use.period`, `use.storage`
                 yield use
 
     def resident(self) -> int:
         """Return the bytes of parameters and state that are always resident."""
+        swaps, away = self.swaps, self.away
         return sum(
-            use.nbytes
-            for use in self.uses.values()
-            if use.persistent
-            and use.storage not in self.swaps
-            and use.storage not in self.away
+            nbytes
+            for storage, nbytes, _, _, period in self.uses.values()
+            if period and storage not in swaps and storage not in away
         )
 
     def scratch(self) -> list[int]:

@@ -18,7 +18,6 @@ be offloaded are on the host at the start and at the end.
 """
 
 import bisect
-import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -77,7 +76,7 @@ def windows(problem: SchedulingProblem) -> WindowPlan:
     """
     problem = replace(problem, swaps=problem.swaps or _every_gap(problem))
     problem.check()
-    return _Planner(problem).plan()
+    return _slide(problem)
 
 
 def _every_gap(problem: SchedulingProblem) -> Swaps:
@@ -90,14 +89,11 @@ def _every_gap(problem: SchedulingProblem) -> Swaps:
     }
 
 
-class _State(enum.Enum):
-    UNMET = enum.auto()
-    AWAITED = enum.auto()
-    """In the swap-in window, but not written yet."""
-    IN = enum.auto()
-    OUT = enum.auto()
-    """In the swap-out window; the offload may still be cancelled."""
-    HOST = enum.auto()
+_UNMET, _AWAITED, _IN, _OUT, _HOST = range(5)
+"""States of a storage: not in a window yet; in the swap-in window but not written yet;
+resident in it; in the swap-out window, where the offload may be cancelled; offloaded.
+
+Plain integers, since a search schedules hundreds of plans of thousands of accesses."""
 
 
 class _Item:
@@ -117,40 +113,38 @@ class _Item:
         "released_by",
         "start",
         "state",
-        "use",
+        "storage",
+        "writes",
     )
 
     def __init__(self, use: Use, gaps: Sequence[tuple[int, int]]) -> None:
-        self.use = use
-        self.nbytes = use.nbytes
-        self.final = use.positions[-1] if use.positions else -1
-        self.leaves_after = {i for i, _ in gaps}
-        self.host_resident = use.persistent
-        self.state = _State.HOST if self.host_resident else _State.UNMET
+        self.storage, self.nbytes, positions, self.writes, period = use
+        self.final = positions[-1] if positions else -1
+        self.leaves_after = {i for i, _ in gaps} if gaps else ()
+        self.host_resident = period > 0
+        self.state = _HOST if period else _UNMET
         self.count = 0
-        self.held = False
+        self.held = self.prefetched = False
         self.start = self.needed = 0
-        self.last = -1
-        self.prefetched = False
-        self.released_by = -1
-        self._host_since: int | None = -1 if self.host_resident else None
+        self.last = self.released_by = -1
+        self._host_since: int | None = -1 if period else None
 
     def enter(self, position: int, needed: int, *, prefetched: bool) -> None:
         """Begin a residency interval."""
-        self.state = _State.IN
+        self.state = _IN
         self.start, self.needed, self.prefetched = position, needed, prefetched
 
     def leave(self, stop: int, *, kept: bool) -> ResidencyInterval:
         """End the interval; `kept` says whether the host needs a valid copy."""
         since = self._host_since
         dirty = kept and (
-            since is None or any(since < w <= self.last for w in self.use.writes)
+            since is None or any(since < w <= self.last for w in self.writes)
         )
         if dirty:
             self._host_since = self.last
-        self.state = _State.HOST
-        return ResidencyInterval(
-            self.use.storage,
+        self.state = _HOST
+        fields = (
+            self.storage,
             self.nbytes,
             self.start,
             stop,
@@ -161,166 +155,144 @@ class _Item:
             kept,
             self.host_resident,
         )
+        return tuple.__new__(ResidencyInterval, fields)
 
 
-class _Planner:
-    """State of the two windows: accesses [tail, begin) and [begin, head)."""
+def _slide(problem: SchedulingProblem) -> WindowPlan:
+    """Slide both windows over the accesses: [tail, begin) and [begin, head).
 
-    def __init__(self, problem: SchedulingProblem) -> None:
-        self._count = len(problem.graph.nodes)
-        room = problem.budget - problem.resident()
-        self._room = [room - nbytes for nbytes in problem.scratch()]
-        self._most = PREFETCH_FACTOR * room
-        self._items = [
-            _Item(use, problem.swaps.get(use.storage, ())) for use in problem.moving()
-        ]
-        self._accesses, self._bounds = _accesses(self._items, self._count)
-        self._transfers: set[int] = set()
-        self._intervals: list[ResidencyInterval] = []
-        self._head = self._tail = 0
-        self._in = self._out = self._prefetch = 0
-
-    def plan(self) -> WindowPlan:
-        """Plan all nodes in order."""
-        levels = []
-        for node in range(self._count):
-            self._extend(node)
-            self._reserve(node)
-            levels.append((self._in, self._out, self._prefetch))
-            self._release(node)
-        for item in self._items:
-            if item.state is _State.IN:
-                item.last = self._count
-                self._remove_from_window(item)
-                self._intervals.append(item.leave(self._count, kept=False))
-            elif item.state is _State.OUT:  # host-resident
-                self._out -= item.nbytes
-                self._intervals.append(item.leave(self._count - 1, kept=True))
-        levels.append((self._in, self._out, self._prefetch))
-        inside, outside, ahead = zip(*levels, strict=True)
-        return WindowPlan(tuple(self._intervals), inside, outside, ahead)
-
-    def _extend(self, node: int) -> None:
-        """Extend the swap-in window by as many accesses as fit."""
-        room = self._room[node]
-        while self._head < len(self._accesses):
-            position, item = self._accesses[self._head]
+    One loop with local variables: it is the hottest of a search.
+    """
+    nodes = len(problem.graph.nodes)
+    total = problem.budget - problem.resident()
+    rooms = [total - nbytes for nbytes in problem.scratch()]
+    most = PREFETCH_FACTOR * total
+    swaps = problem.swaps
+    items = [_Item(use, swaps.get(use[0], ())) for use in problem.moving()]
+    accesses, places, bounds, begun = _accesses(problem, items, nodes)
+    transfers: set[int] = set()  # accesses that took over a storage from the last one
+    intervals: list[ResidencyInterval] = []
+    levels = []
+    head = tail = 0
+    inside = outside = ahead = 0
+    count = len(accesses)
+    for node, room in enumerate(rooms):
+        # Extend the swap-in window by as many accesses as fit.
+        while head < count:
+            item = accesses[head]
             if item.held:
                 item.held = False
-                self._transfers.add(self._head)
-            elif item.count == 0 and not self._add_to_window(
-                item, position, node, room
-            ):
-                return
+                transfers.add(head)
+                head += 1
+                continue
+            if not item.count:
+                nbytes = item.nbytes
+                if ahead + nbytes > most or inside + nbytes > room:
+                    break
+                ahead += nbytes
+                if item.state == _UNMET:
+                    item.state = _AWAITED
+                else:
+                    if item.state == _OUT:  # cancel the offload
+                        outside -= nbytes
+                        item.state = _IN
+                    else:
+                        while inside + outside + nbytes > room:
+                            oldest = accesses[tail]
+                            if oldest.state == _OUT and oldest.released_by == tail:
+                                outside -= oldest.nbytes
+                                intervals.append(oldest.leave(node - 1, kept=True))
+                            tail += 1
+                        item.enter(node, places[head], prefetched=True)
+                    inside += nbytes
+            item.count += 1
+            head += 1
+        # Make room for storages that the node writes for the first time.
+        begin, end = bounds[node], bounds[node + 1]
+        fresh = [item for item in begun[node] if item.state == _AWAITED]
+        need = inside
+        for item in fresh:
+            need += item.nbytes
+        while need + outside > room:
+            if tail < begin:  # await the oldest offload
+                item = accesses[tail]
+                if item.state == _OUT and item.released_by == tail:
+                    outside -= item.nbytes
+                    intervals.append(item.leave(node - 1, kept=True))
+                tail += 1
+                continue
+            head -= 1  # cancel the farthest prefetch
+            item = accesses[head]
+            if head in transfers:
+                transfers.remove(head)
+                item.held = True
+                continue
+            item.count -= 1
+            if item.count:
+                continue
+            ahead -= item.nbytes
+            if item.state == _AWAITED:
+                item.state = _UNMET
+                continue
+            inside -= item.nbytes
+            need -= item.nbytes
+            if item.last >= item.start:  # it was to leave, which was cancelled
+                intervals.append(item.leave(node - 1, kept=True))
             else:
-                item.count += 1
-            self._head += 1
-
-    def _add_to_window(
-        self, item: _Item, position: int, node: int, room: float
-    ) -> bool:
-        """Add a storage to the swap-in window; return whether it fits."""
-        nbytes = item.nbytes
-        if self._prefetch + nbytes > self._most or self._in + nbytes > room:
-            return False
-        match item.state:
-            case _State.UNMET:
-                item.state = _State.AWAITED
-                self._prefetch += nbytes
-                return True
-            case _State.OUT:  # cancel the offload
-                self._out -= nbytes
-                item.state = _State.IN
-            case _:
-                while self._in + self._out + nbytes > room:
-                    self._retire(node)
-                item.enter(node, position, prefetched=True)
-        self._in += nbytes
-        self._prefetch += nbytes
-        return True
-
-    def _reserve(self, node: int) -> None:
-        """Make room for storages that a node writes for the first time."""
-        begin, end = self._bounds[node], self._bounds[node + 1]
-        fresh = [
-            item
-            for _, item in self._accesses[begin:end]
-            if item.state is _State.AWAITED
-        ]
-        need = sum(item.nbytes for item in fresh)
-        while self._in + self._out + need > self._room[node]:
-            if self._tail < begin:
-                self._retire(node)
-            else:
-                self._cancel_farthest(node)
+                item.state = _HOST
         for item in fresh:
             item.enter(node, node, prefetched=False)
-            self._in += item.nbytes
-
-    def _retire(self, node: int) -> None:
-        """Await the oldest offload."""
-        _, item = self._accesses[self._tail]
-        if item.state is _State.OUT and item.released_by == self._tail:
-            self._out -= item.nbytes
-            self._intervals.append(item.leave(node - 1, kept=True))
-        self._tail += 1
-
-    def _cancel_farthest(self, node: int) -> None:
-        """Shorten the swap-in window by one access."""
-        self._head -= 1
-        _, item = self._accesses[self._head]
-        if self._head in self._transfers:
-            self._transfers.remove(self._head)
-            item.held = True
-            return
-        item.count -= 1
-        if item.count:
-            return
-        self._prefetch -= item.nbytes
-        if item.state is _State.AWAITED:
-            item.state = _State.UNMET
-            return
-        self._in -= item.nbytes
-        if item.last >= item.start:  # its offload was cancelled: offload it after all
-            self._intervals.append(item.leave(node - 1, kept=True))
-        else:
-            item.state = _State.HOST
-
-    def _release(self, node: int) -> None:
-        """Free or offload storages that no other node in the window uses."""
-        begin, end = self._bounds[node], self._bounds[node + 1]
+        inside = need
+        levels.append((inside, outside, ahead))
+        # Free or offload storages that no other node in the window uses.
         for index in range(begin, end):
-            _, item = self._accesses[index]
+            item = accesses[index]
             item.last = node
             if item.count > 1:
                 item.count -= 1
-            elif node == item.final and not item.host_resident:
-                self._remove_from_window(item)
-                self._intervals.append(item.leave(node, kept=False))
-            elif node == item.final or node in item.leaves_after:
-                self._remove_from_window(item)
-                self._out += item.nbytes
-                item.state = _State.OUT
-                item.released_by = index
-            else:
+                continue
+            ends = node == item.final
+            if not ends and node not in item.leaves_after:
                 item.held = True
-
-    def _remove_from_window(self, item: _Item) -> None:
-        item.count = 0
-        self._in -= item.nbytes
-        self._prefetch -= item.nbytes
+                continue
+            item.count = 0
+            inside -= item.nbytes
+            ahead -= item.nbytes
+            if ends and not item.host_resident:
+                intervals.append(item.leave(node, kept=False))
+            else:
+                outside += item.nbytes
+                item.state = _OUT
+                item.released_by = index
+    for item in items:
+        if item.state == _IN:
+            item.last = nodes
+            inside -= item.nbytes
+            ahead -= item.nbytes
+            intervals.append(item.leave(nodes, kept=False))
+        elif item.state == _OUT:  # host-resident
+            outside -= item.nbytes
+            intervals.append(item.leave(nodes - 1, kept=True))
+    levels.append((inside, outside, ahead))
+    return WindowPlan(tuple(intervals), *zip(*levels, strict=True))
 
 
 def _accesses(
-    items: Sequence[_Item], count: int
-) -> tuple[list[tuple[int, _Item]], list[int]]:
-    """Return uses in the order of nodes, and the start of each node's uses."""
-    of_node: list[list[tuple[int, _Item]]] = [[] for _ in range(count + 1)]
-    for item in items:
-        for position in item.use.positions:  # the last may be the end
-            of_node[position].append((position, item))
-    bounds = [0, *itertools.accumulate(map(len, of_node[:count]))]
-    return [*itertools.chain(*of_node[:count])], bounds
+    problem: SchedulingProblem, items: Sequence[_Item], count: int
+) -> tuple[list[_Item], list[int], list[int], list[list[_Item]]]:
+    """Return accesses in order: items, nodes, starts of nodes' accesses, first uses."""
+    of_node: list[list[_Item]] = [[] for _ in range(count + 1)]
+    begun: list[list[_Item]] = [[] for _ in range(count + 1)]
+    for item, use in zip(items, problem.moving(), strict=True):
+        for position in use[2]:  # the last may be the end
+            of_node[position].append(item)
+        if use[2] and not use[4]:
+            begun[use[2][0]].append(item)
+    del of_node[count:]
+    sizes = list(map(len, of_node))
+    places = [*itertools.chain(*(itertools.repeat(i, n) for i, n in enumerate(sizes)))]
+    starts = [0, *itertools.accumulate(sizes)]
+    return [*itertools.chain(*of_node)], places, starts, begun
 
 
 def on_demand(
