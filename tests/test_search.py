@@ -160,3 +160,25 @@ def test_results_shared_by_residencies_are_those_of_each_alone():
             assert outcome(shared, residency) == expected
             fitting += len(expected) > 2
     assert 20 < fitting < 2 * len(residencies)
+
+
+def test_the_fastest_starts_are_those_of_all_that_are_scheduled():
+    asked = request("alexnet", 128, 0.15)
+    candidates = candidates_of(asked)
+    starts = [*policy_residencies(asked), *blockwise(asked.graph, candidates)]
+    everyone = module._fastest(asked, starts, 10_000)
+    assert len(everyone) > 10
+    tried = []
+    asked = request("alexnet", 128, 0.15)
+    rewritten = asked._rewriter.compute_ms
+
+    def noted(residency):
+        tried.append(rewritten(residency))
+        return tried[-1]
+
+    asked._rewriter.compute_ms = noted
+    assert module._fastest(asked, starts, 3) == everyone[:3]
+    assert (
+        max(tried)
+        > schedule_residency(asked.scheduled(everyone[2][0]), everyone[2][1]).step_ms()
+    )
