@@ -33,6 +33,7 @@ from mucudnn.passes.residency import (
     check_policy,
     check_residencies,
 )
+from mucudnn.passes.residency.candidates import Candidate, candidates_of
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler, intervals_of
 from mucudnn.passes.scheduling.collectives import overlap, under_way
 from mucudnn.passes.scheduling.intervals import (
@@ -297,6 +298,14 @@ class StepRequest:
         """Return the request with these host-resident parameters and state."""
         return self._sharing(replace(self, hosted=hosted))
 
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """Saved tensors worth a decision; found once for all requests of a graph."""
+        known = self._rewriter
+        if known.candidates is None:
+            known.candidates = candidates_of(self)
+        return known.candidates
+
     @cached_property
     def _rewriter(self) -> "Rewriter":
         return Rewriter(self.graph, self.profile)
@@ -350,6 +359,7 @@ class Rewriter:
         self._own_ms = sum(self._profile.node_ms.values())
         self._small = _small_bytes(graph)
         self._ranked: _Ranked = {}
+        self.candidates: Sequence[Candidate] | None = None
         self._last: tuple[object, Rewritten] | None = None
         self._latest: tuple[object, _Rematerialized] | None = None
         self._needs: dict[object, tuple[int, str]] = {}

@@ -41,7 +41,6 @@ from mucudnn.passes.residency.candidates import (
     Candidate,
     blockwise,
     by_cost,
-    candidates_of,
     initial_residencies,
     policy_residencies,
     recomputed_family,
@@ -113,7 +112,7 @@ def _search_locally(
     rounds: Sequence[tuple[int, int]],
 ) -> None:
     """Look for a better plan than the best so far, from many starts."""
-    candidates = candidates_of(request)
+    candidates = request.candidates
     begin = _begin(request, by_cost(candidates))
     starts = [best.residency] if best.found else []
     for residency in begin:
@@ -158,7 +157,7 @@ def least_memory(
     known without a search. If none fit, the error of the closest is raised.
     """
     if begin is None:
-        begin = _begin(request, by_cost(candidates_of(request)))
+        begin = _begin(request, by_cost(request.candidates))
     closest: PlanningError | None = None
     for paged in ({PERSISTENTS: Residency.PAGE}, {}):
         for residency in begin:

@@ -45,7 +45,6 @@ from mucudnn.passes.residency import (
 from mucudnn.passes.residency.candidates import (
     Candidate,
     alike_changes,
-    candidates_of,
 )
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -389,7 +388,7 @@ class SliceSearch:
 
     def __init__(self, request: StepRequest) -> None:
         self._request = request
-        self._candidates = candidates_of(request)
+        self._candidates = request.candidates
         changes = list(changes_of(request.graph, self._candidates))
         self._climbs = [
             Climb(request.scheduled(s), changes) for s in schedulers(request)
