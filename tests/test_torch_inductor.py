@@ -316,17 +316,6 @@ def test_accumulated_gradients_are_those_of_a_loop_over_a_compiled_model():
 
 
 @pytest.mark.slow
-def test_many_sizes_are_compiled_one_by_one_and_a_warning_says_so(monkeypatch):
-    monkeypatch.setattr("mucudnn.torch.step._COMPILATIONS", 2)
-    model, loss_fn, (x, y) = mlp()
-    step = mt.train_step(model, loss_fn, sgd(model), cache=None, inductor=True)
-    step(x, y)
-    with pytest.warns(UserWarning, match=r"2th time, for .* \[32, 16\].*; pad batches"):
-        step(x[:32], y[:32])
-    step(x, y)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clip", "scaler", "autocast", "lbfgs"])
 def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kind):
     def optimizer_of(model):

@@ -33,6 +33,7 @@ from mucudnn.torch.costs.measure import KnownCosts, estimated, measured
 from mucudnn.torch.execution.cuda_memory import library_bytes, reserve
 from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
+from mucudnn.torch.inductor.sizes import CompiledSizes
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.optimizer_update import EagerUpdate
@@ -142,6 +143,7 @@ class PlanOptions:
             profile; None for the host's memory.
         together: Bytes of gradients up to which CUDA updates parameters by one call.
         alone: Whether one rank makes the step; several rule further options out.
+        compiled: What Inductor compiled, for all sizes.
     """
 
     costs: Callable[[Lowered], Profile] = measured
@@ -153,6 +155,9 @@ class PlanOptions:
     tiers: StepTiers | Callable[[Profile], tuple[MemoryTier, ...]] | None = None
     together: float = 0.0
     alone: bool = True
+    compiled: CompiledSizes = field(
+        default_factory=CompiledSizes, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -208,7 +213,8 @@ class LoweredStep:
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
         compiled: Compiles the passes by Inductor, and returns the graph with their
-            kernels as nodes; told whether a tuner may plan convolutions.
+            kernels as nodes; told what was compiled before, and whether a tuner may
+            plan convolutions.
         planners: What plans it, by options: it is measured once, for all budgets.
         threads: How many threads compute it: autograd's has workspaces of its own.
         together: Bytes of gradients that may be updated together; 0 to update one
@@ -271,13 +277,13 @@ class LoweredStep:
         batch = [tensor for name, tensor in inputs.items() if name.startswith("batch.")]
         finish = partial(with_updates, late=late)
 
-        def compiled(*, tuned: bool) -> Lowered:
+        def compiled(sizes: CompiledSizes, *, tuned: bool) -> Lowered:
             # Inductor is imported where it is used: that takes seconds.
             from mucudnn.torch.inductor.kernel_graph import lower_step
 
             own = len(parts.parameters) + len(parts.buffers)
             with autocast_off():  # casts are in the graph
-                return lower_step(captured, own, tuned=tuned)
+                return lower_step(captured, own, sizes, tuned=tuned)
 
         together = 0
         if captured.updates_many and device_of(lowered.layouts).type == "cuda":
@@ -298,7 +304,8 @@ class LoweredStep:
                 self.planners[key] = replace(other, offload_state=key.offload_state)
             elif options.inductor and self.compiled is not None:
                 tuned = options.choice.tuner is not None
-                self.planners[key] = self._measure(options, self.compiled(tuned=tuned))
+                lowered = self.compiled(options.compiled, tuned=tuned)
+                self.planners[key] = self._measure(options, lowered)
             else:
                 self.planners[key] = self._measure(options, self.lowered)
         return self.planners[key]

@@ -668,6 +668,7 @@ class TrainStep:
                     self._optimizer, step, live.parts, self._update_reason
                 )
                 lowered = LoweredStep.of_captured(step, live.parts, own)
+                before = self._options.compiled.count
                 try:
                     if self._ranks is None:
                         program = self._program(lowered)
@@ -685,14 +686,19 @@ class TrainStep:
                 bound = bind_step(program.lowered, schedule, program.copies)
                 plan = replace(program.plan, source=bound.source)
                 found = PlannedStep(key, plan, bound, step.reads.constants)
-                self._compilations += self._options.inductor
+                self._compilations += self._options.compiled.count > before
                 if self._compilations == _COMPILATIONS:
+                    why = self._options.compiled.reason
                     self._warn(
                         "compiled",
                         f"the step was compiled for the {_COMPILATIONS}th time, for "
-                        f"{batch.signature}: every size of a batch is compiled for "
-                        "itself, which takes as long as many steps; pad batches to a "
-                        "few sizes",
+                        f"{batch.signature}, which takes as long as many steps"
+                        + (
+                            f", as each size is compiled for itself: {why}"
+                            if why
+                            else ""
+                        )
+                        + "; pad batches to a few sizes",
                     )
             return step, found
 

@@ -107,11 +107,12 @@ class Joint:
 
         return self._marked(lower(self.module, phase_of))
 
-    def compiled(self, own: Sequence[int], *, tuned: bool) -> Lowered:
+    def compiled(self, own: Sequence[int], sizes: Any, *, tuned: bool) -> Lowered:
         """Compile the graph by Inductor, and lower it with the kernels as nodes.
 
         Args:
             own: Inputs that are parameters or buffers.
+            sizes: The `CompiledSizes` that were compiled before.
             tuned: Whether a tuner may plan its convolutions.
 
         Raises:
@@ -132,7 +133,7 @@ class Joint:
         graph = self.module.graph
         inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
         tensors = [n for n in inputs if isinstance(tensor_in(n), torch.Tensor)]
-        kernels = KernelGraph(tuned)
+        kernels = KernelGraph(tuned, sizes)
         names = lower_passes(
             Passes(
                 [n for n in graph.nodes if n.op == "call_function"],

@@ -18,11 +18,13 @@ buffers are results of the forward half; the plan stores them at its end.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, graph as inductor_graph, inductor_prims
 from torch._inductor.codegen.cpp import CppScheduling
@@ -34,7 +36,7 @@ from torch._inductor.ir import NonOwningLayout
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._triton import has_triton
 
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
@@ -114,12 +116,30 @@ class CompiledStep:
         results: Number of results of the step's forward pass.
         middle: The middle place in every pooling window, counted from its first one;
             None if there is no such place.
+        symbols: Symbols of sizes: the first inputs of the joint graph.
+        shapes: PyTorch's guards on them.
+        names: Names of the joint graph's inputs.
     """
 
     forward: CompiledHalf
     backward: CompiledHalf
     results: int
     middle: int | None
+    symbols: Sequence[Any] = ()
+    shapes: ShapeEnv = field(default_factory=ShapeEnv, repr=False)
+    names: Sequence[str] = ()
+
+    def holds(self, sizes: Sequence[int]) -> bool:
+        """Return whether PyTorch's guards hold for values of the symbols."""
+        values = {s: sympy.Integer(n) for s, n in zip(self.symbols, sizes, strict=True)}
+        ranges, equal = self.shapes.var_to_range, self.shapes.replacements
+        return (
+            all(ranges[s].lower <= n <= ranges[s].upper for s, n in values.items())
+            and all(
+                equal[s].xreplace(values) == values[s] for s in equal.keys() & values
+            )
+            and all(g.expr.xreplace(values) == sympy.true for g in self.shapes.guards)
+        )
 
 
 def check_compiler(device: torch.device) -> None:
@@ -151,25 +171,37 @@ def check_compiler(device: torch.device) -> None:
 
 def traced_joint(
     function: Callable[..., Sequence[torch.Tensor]],
-    layouts: Sequence[Layout],
+    layouts: Callable[[Sequence[Any]], Sequence[Layout]],
     gradients: int,
+    sizes: Sequence[int] = (),
 ) -> torch.fx.GraphModule:
     """Trace a step's passes to the operations that Inductor compiles.
 
     Args:
-        function: Takes inputs of the forward pass, and last the gradients of its
-            results; returns the results of the forward and then of the backward pass.
-        layouts: Layouts of its arguments.
+        function: Takes symbolic sizes, inputs of the forward pass, and last the
+            gradients of its results; returns the results of the forward and then of the
+            backward pass.
+        layouts: Returns the layouts of inputs and gradients for the sizes.
         gradients: Number of these gradients.
+        sizes: Examples of the symbolic sizes.
+
+    Raises:
+        NotCompiledError: Every size is fixed by an operation.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
     with mode, torch.no_grad(), enable_python_dispatcher():
-        given = [layout.empty() for layout in layouts]
+        symbols = [_symbol(shapes, f"size_{i}", n) for i, n in enumerate(sizes)]
+        given = [*symbols, *(layout.empty() for layout in layouts(symbols))]
         module = make_fx(function, decomposition_table=select_decomp_table())(*given)
+    if sizes and all(s.node.expr.is_number for s in symbols):
+        raise NotCompiledError(
+            f"an operation of the model is traced for the sizes {list(sizes)} only"
+        )
     # The partitioner tells inputs of the two halves apart by these names.
     placeholders = module.graph.find_nodes(op="placeholder")
     for i, node in enumerate(placeholders):
-        number = i - len(layouts) + gradients
+        number = i - len(given) + gradients
         node._rename(f"primals_{i + 1}" if number < 0 else f"tangents_{number + 1}")
         node.target = node.name
     drawn = torch.ops.aten.bernoulli.p
@@ -178,11 +210,20 @@ def traced_joint(
         value = like.meta["val"]
         size, stride = list(value.shape), list(value.stride())
         node.target = torch.ops.mucudnn.bernoulli.default
-        node.args = placeholders[0], size, stride, p, value.dtype
+        if not all(isinstance(n, int) for n in (*size, *stride)):
+            raise NotCompiledError("random numbers are drawn for a size that differs")
+        node.args = placeholders[len(sizes)], size, stride, p, value.dtype
         if like.op == "call_function" and not like.users:
             module.graph.erase_node(like)
     module.recompile()
     return module
+
+
+def _symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
+    """Return a new symbolic size, which no other size of the same value is."""
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(example, source, DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=example, source=source)
 
 
 def compile_joint(
@@ -205,6 +246,9 @@ def compile_joint(
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     mode = next(v.fake_mode for v in given if isinstance(v, torch.Tensor))
     middle = _middle_of_windows(joint)
+    shapes = mode.shape_env
+    symbols = [v.node._expr for v in given if isinstance(v, torch.SymInt)]
+    names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
     # Only PyTorch's own memory is known to begin at a multiple of what kernels need.
     owned = {f"primals_{i + 1}" for i in static}
     try:
@@ -241,8 +285,11 @@ def compile_joint(
             for node in backward.graph.find_nodes(op="placeholder"):
                 fake, real = node.meta["val"], strides.get(node.name)
                 if isinstance(fake, torch.Tensor) and real is not None:
-                    real = tuple(map(int, real))
-                    if real != fake.stride():
+                    real = tuple(
+                        shapes.deserialize_symexpr(s) if isinstance(s, str) else s
+                        for s in real
+                    )
+                    if str(real) != str(fake.stride()):
                         with mode:
                             fake = fake.as_strided(fake.shape, real)
                 fakes.append(fake)
@@ -261,7 +308,8 @@ def compile_joint(
         raise NotCompiledError(
             f"Inductor cannot compile the step: {type(e).__name__}: {text}"
         ) from e
-    return CompiledStep(forward_half, backward_half, results, middle)
+    halves = forward_half, backward_half
+    return CompiledStep(*halves, results, middle, symbols, shapes, names)
 
 
 _GIVEN = "primals_", "tangents_"

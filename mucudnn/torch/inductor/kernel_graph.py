@@ -8,6 +8,8 @@ training step, whose update stays operation by operation, each behind its gradie
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +28,9 @@ from mucudnn.torch.inductor.compiling import (
     traced_joint,
 )
 from mucudnn.torch.inductor.in_place import candidates, keeps_bits
+from mucudnn.torch.inductor.sizes import CompiledSizes, Sizes
 from mucudnn.torch.inductor.wrapper_text import KernelLine, read_wrapper
+from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import (
     Call,
@@ -59,16 +63,15 @@ class KernelGraph:
         calls: Call of each node.
         tuned: Whether a tuner may plan convolutions, which are calls of PyTorch's then:
             one for the gradient of images, one for those of parameters.
-        compiled: Passes that were compiled, by `Passes.key`: the names of their inputs,
-            and their code.
+        compiled: Passes that were compiled before.
     """
 
     tuned: bool = False
+    compiled: CompiledSizes = field(default_factory=CompiledSizes)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
-    compiled: dict[Any, tuple[list[str], CompiledStep]] = field(default_factory=dict)
     _seen: dict[Any, Any] = field(default_factory=dict)
     _steps: int = 0
     _middle: int | None = None
@@ -79,13 +82,14 @@ class KernelGraph:
         self.layouts[name] = layout
 
     def add_step(
-        self, step: CompiledStep, inputs: Mapping[str, str]
+        self, step: CompiledStep, inputs: Mapping[str, str], sizes: Mapping[str, int]
     ) -> tuple[list[str | None], list[str | None]]:
         """Add the lines of both halves; return the results of each pass.
 
         Args:
             step: The compiled step.
-            inputs: Name of each input of the joint graph -> its tensor here.
+            inputs: Name of each input of the joint graph -> its tensor here, or a size.
+            sizes: Value of each symbol.
 
         Raises:
             NotCompiledError: A line is not known.
@@ -94,20 +98,20 @@ class KernelGraph:
         given = [inputs[name] for name in step.forward.inputs]
         number = str(self._steps or "")
         self._steps += 1
-        forward = read_wrapper(step.forward, f"f{number}_", given)
+        forward = read_wrapper(step.forward, f"f{number}_", given, sizes)
         values = dict(inputs)
         results = zip(step.forward.outputs, forward.results, strict=True)
         values.update((name, text) for name, text in results if name is not None)
         given = [values[name] for name in step.backward.inputs]
-        backward = read_wrapper(step.backward, f"b{number}_", given)
+        backward = read_wrapper(step.backward, f"b{number}_", given, sizes)
         changed = {v for w in (forward, backward) for n in w.lines for v in n.changes}
         for line in forward.lines:
             self._add(line, Phase.FORWARD, changed)
-        for line in backward.lines:
-            self._add(line, Phase.BACKWARD, changed)
-        first = [
+        first = [  # views among them belong before the backward half
             self._result(r, Phase.FORWARD) for r in forward.results[: step.results]
         ]
+        for line in backward.lines:
+            self._add(line, Phase.BACKWARD, changed)
         return first, [self._result(r, Phase.BACKWARD) for r in backward.results]
 
     def _add(self, line: KernelLine, phase: Phase, changed: set[str]) -> None:
@@ -351,41 +355,88 @@ class Passes:
     visible: frozenset[torch.fx.Node]
     static: frozenset[torch.fx.Node]
 
-    def __call__(self, *given: torch.Tensor) -> list[Any]:
-        """Run both passes on tensors in the place of inputs and gradients."""
+    def run(self, given: Sequence[torch.Tensor], numbers: Iterator[Any]) -> list[Any]:
+        """Run both passes on tensors in the place of inputs and gradients.
+
+        Args:
+            given: These tensors.
+            numbers: What `written` returns of operations, or symbols in their place.
+        """
         first = (*self.inputs, *self.gradients)
         values: dict[torch.fx.Node, Any] = dict(zip(first, given, strict=True))
         for node in self.nodes:
-            args, kwargs = torch.fx.map_arg(
-                (node.args, dict(node.kwargs)),
-                lambda n: values[n] if n in values else n.meta["val"],
+            leaves, tree = self._leaves(node)
+            args, kwargs = pytree.tree_unflatten(
+                [
+                    next(numbers)
+                    if type(leaf) is int
+                    else values.get(leaf, leaf)
+                    if isinstance(leaf, torch.fx.Node)
+                    else leaf
+                    for leaf in leaves
+                ],
+                tree,
             )
             values[node] = node.target(*args, **kwargs)
         return [values[node] for node in (*self.forward, *self.backward)]
 
-    def key(self, layouts: Sequence[Layout]) -> Any:
-        """Return a key that is equal for passes of equal code.
+    def written(self, layouts: Sequence[Layout]) -> tuple[Any, list[int], int]:
+        """Return what was compiled if it is equal: operations, and their numbers.
 
         Args:
             layouts: Layouts of inputs and gradients.
+
+        Returns:
+            All but numbers; numbers, with those of layouts first; and how many of the
+            first ones are sizes of inputs.
         """
         nodes = (*self.inputs, *self.gradients, *self.nodes)
         places = {node: f"%{i}" for i, node in enumerate(nodes)}
-
-        def place_of(node: torch.fx.Node) -> str:
-            return places.get(node, str(node.name))
-
-        return (
-            *layouts,
-            tuple(map(place_of, self.forward)),
-            tuple(map(place_of, self.backward)),
+        numbers = [n for layout in layouts for n in layout.shape]
+        axes = len(numbers)
+        for layout in layouts:
+            numbers += [*layout.stride, layout.offset]
+        operations = []
+        for node in self.nodes:
+            leaves, tree = self._leaves(node)
+            numbers += [leaf for leaf in leaves if type(leaf) is int]
+            words = [
+                places.get(leaf, leaf)
+                if isinstance(leaf, torch.fx.Node)
+                else int
+                if type(leaf) is int
+                else leaf
+                for leaf in leaves
+            ]
+            operations.append((node.target, repr(words), repr(tree)))
+        form = (
+            *(replace(at, shape=(), stride=(), offset=len(at.shape)) for at in layouts),
+            tuple(map(places.__getitem__, self.forward)),
+            tuple(map(places.__getitem__, self.backward)),
             tuple(places[n] for n in nodes if n in self.visible),
             tuple(places[n] for n in nodes if n in self.static),
-            *(
-                (n.target, repr(torch.fx.map_arg((n.args, dict(n.kwargs)), place_of)))
-                for n in self.nodes
-            ),
+            *operations,
+            # What kernels are chosen by, beside operations.
+            float32_precisions(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
         )
+        return form, numbers, axes
+
+    def _leaves(self, node: torch.fx.Node) -> tuple[list[Any], Any]:
+        """Return the arguments of a node, with values of nodes that are no operands."""
+        leaves, tree = pytree.tree_flatten((node.args, dict(node.kwargs)))
+        members = self._members
+        return [
+            leaf.meta["val"]
+            if isinstance(leaf, torch.fx.Node) and leaf not in members
+            else leaf
+            for leaf in leaves
+        ], tree
+
+    @cached_property
+    def _members(self) -> frozenset[torch.fx.Node]:
+        return frozenset((*self.inputs, *self.gradients, *self.nodes))
 
 
 def lower_passes(
@@ -414,24 +465,53 @@ def lower_passes(
                 f"a parameter or buffer ({node.name}) begins {start} bytes into its "
                 f"storage, which is not a multiple of {_ALIGNED}; clone it"
             )
-    if (key := passes.key(layouts)) not in graph.compiled:
-        joint = traced_joint(passes, layouts, len(passes.gradients))
-        names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
-        step = compile_joint(
+    form, numbers, axes = passes.written(layouts)
+
+    def compiled(at: Sizes) -> CompiledStep:
+        def layouts_at(symbols: Sequence[Any]) -> list[Layout]:
+            every = list(at.numbers(symbols))
+            shapes, others = iter(every[:axes]), iter(every[axes:])
+            return [
+                replace(
+                    layout,
+                    shape=tuple(islice(shapes, len(layout.shape))),
+                    stride=tuple(islice(others, len(layout.shape))),
+                    offset=next(others),
+                )
+                for layout in layouts
+            ]
+
+        def run(*given: Any) -> list[Any]:
+            symbols, tensors = given[: len(at.places)], given[len(at.places) :]
+            behind = axes + sum(1 + len(layout.shape) for layout in layouts)
+            return passes.run(tensors, islice(at.numbers(symbols), behind, None))
+
+        joint = traced_joint(run, layouts_at, len(passes.gradients), at.example)
+        count = len(at.places)
+        return compile_joint(
             joint,
             len(passes.forward),
             [i for i, node in enumerate(passes.forward) if node in passes.visible],
-            [i for i, node in enumerate(passes.inputs) if node in passes.static],
+            [i + count for i, n in enumerate(passes.inputs) if n in passes.static],
         )
-        graph.compiled[key] = names, step
-    names, step = graph.compiled[key]
+
+    step, sizes = graph.compiled.find(form, numbers, axes, compiled)
     for node, layout in zip(first, layouts, strict=True):
         if node not in made and node.name not in graph.tensors:
             nbytes = tensor_of(node).untyped_storage().nbytes()
             graph.declare_input(node.name, layout, nbytes)
     tensors = (made.get(node, node.name) for node in first)
-    inputs = dict(zip(names, tensors, strict=True))
-    forward, backward = graph.add_step(step, inputs)
+    inputs = dict(zip(step.names, (*map(str, sizes), *tensors), strict=True))
+    values = dict(zip(map(str, step.symbols), sizes, strict=True))
+    count = len(graph.nodes)
+    try:
+        forward, backward = graph.add_step(step, inputs, values)
+    except NotCompiledError as e:
+        if not sizes:
+            raise
+        del graph.nodes[count:]
+        graph.compiled.refuse(form, str(e))
+        return lower_passes(passes, graph, made)
     results = zip(
         (*passes.forward, *passes.backward), (*forward, *backward), strict=True
     )
@@ -453,18 +533,21 @@ def tensor_of(node: torch.fx.Node) -> torch.Tensor:
 # A captured step: its passes become kernels, its update stays as it is.
 
 
-def lower_step(captured: CapturedStep, own: int, *, tuned: bool) -> Lowered:
+def lower_step(
+    captured: CapturedStep, own: int, sizes: CompiledSizes, *, tuned: bool
+) -> Lowered:
     """Compile a captured step's passes, and lower it with their kernels as nodes.
 
     Args:
         captured: The step.
         own: Number of its first placeholders that are parameters and buffers.
+        sizes: What was compiled before.
         tuned: Whether a tuner may plan its convolutions.
 
     Raises:
         NotCompiledError: It cannot be compiled; says why.
     """
-    kernels, made = KernelGraph(tuned), dict[torch.fx.Node, str]()
+    kernels, made = KernelGraph(tuned, sizes), dict[torch.fx.Node, str]()
     passes = _passes_of(captured, own)
     for both in passes:
         made.update(lower_passes(both, kernels, made))

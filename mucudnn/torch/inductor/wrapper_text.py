@@ -11,6 +11,7 @@ pointers in Triton), from `out=`, and from the schemas of PyTorch's operations.
 
 import ast
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ _PURE = frozenset(
     {"convolution", "mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm", "_addmm_activation"}
 )
 """Functions of `extern_kernels` that return a new tensor, or write to `out`."""
+
+_OF_NUMBERS = frozenset({"max", "min", "math.floor", "math.ceil", "math.trunc", "int"})
+"""Functions of numbers in expressions of sizes."""
 
 _SKIPPED = frozenset({"assert_size_stride", "assert_alignment", "set_device"})
 
@@ -106,24 +110,36 @@ class Wrapper:
     results: Sequence[str]
 
 
-def read_wrapper(half: CompiledHalf, prefix: str, given: Sequence[str]) -> Wrapper:
+def read_wrapper(
+    half: CompiledHalf,
+    prefix: str,
+    given: Sequence[str],
+    sizes: Mapping[str, int] | None = None,
+) -> Wrapper:
     """Read a wrapper's text.
 
     Args:
         half: The compiled graph.
         prefix: Put before the names of the wrapper's variables.
         given: Expression of each argument, in values.
+        sizes: Value of each symbol; expressions of sizes are read as numbers.
 
     Raises:
         NotCompiledError: A line is not known; quotes the line.
     """
-    return _Reader(half, prefix, given).read()
+    return _Reader(half, prefix, given, sizes or {}).read()
 
 
 class _Reader:
     """Reads the statements of a wrapper's function `call`."""
 
-    def __init__(self, half: CompiledHalf, prefix: str, given: Sequence[str]) -> None:
+    def __init__(
+        self,
+        half: CompiledHalf,
+        prefix: str,
+        given: Sequence[str],
+        sizes: Mapping[str, int],
+    ) -> None:
         tree = ast.parse(half.source)
         self._kernels = _kernels_of(tree)
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
@@ -132,7 +148,9 @@ class _Reader:
         self._gpu: int | None = None  # which the lines are guarded for
         self._prefix = prefix
         self._given = given
-        self._names: dict[str, str] = {}  # variable -> expression in values
+        # Variable -> expression in values.
+        self._names = {name: str(size) for name, size in sizes.items()}
+        self._sizes = frozenset(sizes)
         self._values = {v for text in given for v in _identifiers(text)} - {_VIEW}
         self._allocated: dict[str, str] = {}  # value -> its allocation
         self._written: set[str] = set()
@@ -182,14 +200,19 @@ class _Reader:
                 # Kernels of such inputs were compiled for any address.
                 if ast.unparse(value) != f"{_COPY}({name})":
                     raise unknown(statement)
-            case ast.Name(name), ast.Name() | ast.Attribute():
+            case ast.Name(), ast.Call(ast.Attribute(ast.Name(), "size" | "stride")):
+                pass  # sizes are known
+            case ast.Name(name), ast.Subscript() if name in self._sizes:
+                pass
+            case ast.Name(name), ast.Name() | ast.Attribute() | ast.BinOp():
                 self._names[name] = ast.unparse(self._in_values(value))
             case ast.Name(name), ast.Subscript(ast.Name(whole), ast.Constant(int(i))):
                 if whole not in self._parts:
                     raise unknown(statement)
                 self._parts[whole][1][i] = self._declare(name)
             case ast.Name(name), ast.Call(ast.Name(function)) if function in _ALLOCATE:
-                self._allocated[self._declare(name)] = ast.unparse(value)
+                text = ast.unparse(self._in_values(value))
+                self._allocated[self._declare(name)] = text
             case (
                 ast.Name(name),
                 ast.Call(ast.Name(function)),
@@ -210,10 +233,29 @@ class _Reader:
         return value
 
     def _in_values(self, tree: Any) -> Any:
-        """Return a copy of an expression with values in the place of variables."""
+        """Return a copy of an expression with values in the place of variables.
+
+        Expressions of numbers, which are those of sizes, are numbers then.
+        """
         names = self._names
 
         class Replaced(ast.NodeTransformer):
+            def visit(self, node: ast.AST) -> Any:
+                found = super().visit(node)
+                match found:
+                    case ast.UnaryOp(_, ast.Constant()) | ast.BinOp(
+                        ast.Constant(), _, ast.Constant()
+                    ):
+                        pass
+                    case ast.Call(function, [_, *_] as args) if ast.unparse(
+                        function
+                    ) in _OF_NUMBERS and all(isinstance(a, ast.Constant) for a in args):
+                        pass
+                    case _:
+                        return found
+                tree = ast.fix_missing_locations(ast.Expression(found))
+                return ast.Constant(eval(compile(tree, "", "eval"), {"math": math}))
+
             def visit_Name(self, node: ast.Name) -> ast.expr:
                 found = names.get(node.id)
                 return node if found is None else ast.parse(found, mode="eval").body
