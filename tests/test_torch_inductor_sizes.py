@@ -230,5 +230,6 @@ def test_sizes_are_symbols_where_inputs_differ():
     assert found.found_in((4, 10, 40, 8)) is None
     assert found.found_in((5, 10, 40, 9)) is None
     assert Sizes.of([*seen, (4, 1, 4, 0)], 2) is None
+    assert Sizes.of([(4, 16, 64, 1), (4, 16, 1, 4)], 2) is None
     with pytest.raises(NotCompiledError, match="no simple term"):
         Sizes.of([*seen, (4, 32, 100, 31)], 2)

@@ -113,7 +113,8 @@ class Sizes:
             axes: How many of the first ones are sizes of inputs.
 
         Returns:
-            None if a size is 0 or 1, for which PyTorch compiles other kernels.
+            None if a size is 0 or 1, for which PyTorch compiles other kernels, or if
+            only strides differ.
 
         Raises:
             NotCompiledError: A number has no term.
@@ -127,8 +128,13 @@ class Sizes:
         for i in differ:
             if len(set(columns[i])) > 1:
                 places.setdefault(columns[i], i)
-        if not 0 < len(places) <= _MOST_SYMBOLS:
-            raise NotCompiledError(f"{len(places)} sizes of inputs differ")
+        if not places:  # other strides
+            return None
+        if len(places) > _MOST_SYMBOLS:
+            raise NotCompiledError(
+                f"{len(places)} sizes of inputs differ, of which at most "
+                f"{_MOST_SYMBOLS} can be compiled at once"
+            )
         sizes = list(zip(*places, strict=True))
         terms = []
         for column in columns:
