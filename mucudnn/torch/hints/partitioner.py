@@ -152,14 +152,17 @@ def tag(
         policy = again if name in policies.views else policies.of.get(name)
         if policy is None and node.target in _SAME and _KEY in node.args[0].meta:
             policy = again
-        if policy is None:
+        # A tuple cannot be saved itself. One of which nothing is computed again has no
+        # mark: a batch norm would read the running statistics that it has changed.
+        of_tuple = node.target is operator.getitem and policy is again
+        if policy is None or (of_tuple and name not in policies.again):
             continue
         away = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
         node.meta[_KEY] = CheckpointPolicy.MUST_SAVE if away else policy
         if away and offload:
             node.meta["should_offload"] = True
-        if node.target is operator.getitem and policy is again:
-            node.args[0].meta[_KEY] = again  # a tuple cannot be saved itself
+        if of_tuple:
+            node.args[0].meta[_KEY] = again
 
 
 def _costs(lowered: Lowered, device: DeviceFigures, offload: bool) -> Profile:

@@ -29,11 +29,13 @@ class ResultPolicies:
         of: Tensor -> its policy; views follow their base.
         random: Random tensors, which are always saved.
         views: The other forward results.
+        again: Results of nodes that the plan computes again.
     """
 
     of: Mapping[str, CheckpointPolicy]
     random: frozenset[str]
     views: frozenset[str]
+    again: frozenset[str]
 
     @property
     def saved(self) -> frozenset[str]:
@@ -51,11 +53,16 @@ def policies_of(program: PlannedProgram) -> ResultPolicies:
     gone = set(plan.leaving)
     away = {graph.storages[t] for t in read if planned.storages[t] in gone}
     kept = {graph.storages[name] for name in read}
+    twice = {origin(node.name) for node in planned.nodes if "~" in node.name}
     found: dict[str, CheckpointPolicy] = {}
-    random, views = set(), set()
+    random: set[str] = set()
+    views: set[str] = set()
+    again: set[str] = set()
     for node in graph.nodes:
         if node.phase is not Phase.FORWARD:
             continue
+        if node.name in twice:
+            again.update(node.outputs)
         for name in node.outputs:
             if graph.tensors[name].alias is not None:
                 views.add(name)
@@ -69,7 +76,9 @@ def policies_of(program: PlannedProgram) -> ResultPolicies:
             elif name in kept or drawn:
                 policy = CheckpointPolicy.MUST_SAVE
             found[name] = policy
-    return ResultPolicies(MappingProxyType(found), frozenset(random), frozenset(views))
+    return ResultPolicies(
+        MappingProxyType(found), *map(frozenset, (random, views, again))
+    )
 
 
 def without_copies(profile: Profile) -> Profile:
