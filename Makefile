@@ -19,14 +19,14 @@ DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 # PyTorch's CUDA build without NVIDIA's libraries, which tests/fakecuda stands in for.
 FAKECUDA := .venv-fakecuda
-FAKECUDA_TORCH := torch==2.14.1 triton==3.8.0
+FAKECUDA_TORCH := torch==2.14.1 triton==3.8.0 torchvision==0.29.1
 FAKECUDA_HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
-FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fsspec setuptools
+FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fsspec setuptools pillow
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
 .PHONY: help demo demo-train test test-slow fuzz test-torch test-many test-cudnn install-cudnn \
-	test-fakecuda install-fakecuda \
+	test-fakecuda bench-fakecuda install-fakecuda \
 	check format bench docs screenshots gpu-wheels clean
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make test-many   the tests of measuring by workers of dask and MPI, of training over MPI"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
 	@echo "make test-fakecuda   PyTorch steps on CUDA without a GPU (a 0.5 GB download)"
+	@echo "make bench-fakecuda   bytes and launches of PyTorch steps on CUDA, without a GPU"
 	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
@@ -138,9 +139,14 @@ $(FAKECUDA)/built.stamp: $(FAKECUDA)/python.stamp tests/fakecuda/build.py tests/
 		$(FAKECUDA)/headers $(FAKECUDA)/lib/fakecuda
 	@touch $@
 
+OVER_FAKECUDA := LD_LIBRARY_PATH=$(CURDIR)/$(FAKECUDA)/lib/fakecuda OMP_NUM_THREADS=1 \
+	$(FAKECUDA)/bin/python
+
+bench-fakecuda: $(FAKECUDA)/built.stamp
+	$(OVER_FAKECUDA) -m bench.torch_cuda
+
 test-fakecuda: $(FAKECUDA)/built.stamp
-	LD_LIBRARY_PATH=$(CURDIR)/$(FAKECUDA)/lib/fakecuda OMP_NUM_THREADS=1 \
-		$(FAKECUDA)/bin/python -m pytest -raR --timeout 300 --reruns $(RERUNS) \
+	$(OVER_FAKECUDA) -m pytest -raR --timeout 300 --reruns $(RERUNS) \
 		-n $(JOBS) --dist worksteal tests/test_fakecuda.py
 
 check: $(VENV)/dev.stamp

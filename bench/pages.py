@@ -5,16 +5,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import front, gaps, torch_sharded
+from bench import front, gaps, torch_cuda, torch_sharded
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/results.md"
+RESULTS = ROOT / "bench/results"
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
     "front": front.page_lines,
     "gaps": gaps.page_lines,
     "torch-sharded": torch_sharded.page_lines,
+    "torch-cuda": torch_cuda.page_lines,
 }
-"""File in `bench/results` -> the lines that the page shows of it."""
+"""File in `bench/results` -> the lines that its page shows of it."""
+
+
+def page_of(name: str) -> Path:
+    """Return the page that shows a file."""
+    return ROOT / "docs" / ("gpu.md" if name == "torch-cuda" else "results.md")
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -32,7 +38,8 @@ def split_page(text: str, name: str) -> tuple[str, str, str]:
     before, found, rest = text.partition(begin)
     within, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"{PAGE} has no place for the tables: {begin} … {end}")
+        page = page_of(name)
+        raise ValueError(f"{page} has no place for the tables: {begin} … {end}")
     return before + begin, within, end + after
 
 
@@ -47,8 +54,9 @@ def lines_of(name: str) -> str:
 def main() -> None:
     """Write all of them."""
     for name in TABLES:
-        before, _, after = split_page(PAGE.read_text("utf-8"), name)
-        PAGE.write_text(f"{before}\n\n{lines_of(name)}\n\n{after}", "utf-8")
+        page = page_of(name)
+        before, _, after = split_page(page.read_text("utf-8"), name)
+        page.write_text(f"{before}\n\n{lines_of(name)}\n\n{after}", "utf-8")
     result = json.loads((RESULTS / "front.json").read_text("utf-8"))
     (ROOT / "docs/img/front.svg").write_text(front.picture(result), "utf-8")
 

@@ -362,7 +362,7 @@ def test_a_result_file_is_of_this_version(file):
 
 @pytest.mark.parametrize("name", pages.TABLES)
 def test_lines_of_a_page_are_rendered_from_their_file(name):
-    _, shown, _ = pages.split_page(page("docs/results.md"), name)
+    _, shown, _ = pages.split_page(pages.page_of(name).read_text("utf-8"), name)
     assert shown.strip() == pages.lines_of(name)
 
 
