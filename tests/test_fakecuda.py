@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import json
+import re
 import subprocess
 import sys
 
@@ -30,7 +31,9 @@ import mucudnn.torch as mt  # noqa: E402
 from bench.gpu import pytorch_steps  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.ir.graph import Phase  # noqa: E402
+from mucudnn.ir.sizes import format_bytes  # noqa: E402
 from mucudnn.torch import plan_program  # noqa: E402
+from mucudnn.torch.capture.optimizers import make_state  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
 from mucudnn.torch.execution import cuda_memory  # noqa: E402
@@ -397,10 +400,12 @@ def test_memory_studies_what_a_step_on_the_device_needs():
     assert next(model.parameters()).is_cuda
 
 
-def test_hints_partition_a_graph_of_the_device(fresh_compiler):
+@pytest.mark.parametrize("name", ["attention", "norms"])
+def test_hints_partition_a_graph_of_the_device(name, fresh_compiler):
+    """A batch norm that was computed again would read statistics it has changed."""
     hints = mt.partitioner()
     compiler = aot_autograd(fw_compiler=nop, partition_fn=hints)
-    model, *batch = case("attention")
+    model, *batch = case(name)
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
     assert next(model.parameters()).grad.is_cuda
@@ -673,12 +678,22 @@ def test_a_large_tensor_gets_a_block_of_its_own_where_one_block_leaves_gaps():
     sizes = [("a", 3), ("b", 3), ("c", 8), ("a", 0), ("b", 0), ("d", 8)]
     allocations = [(name, size * unit) for name, size in sizes]
     most, device = 16 * unit, torch.device("cuda", 0)
-    gaps = [
-        cuda_memory._gaps(device, allocations, blocks, most)
-        for blocks in cuda_memory._partitions(allocations, most)
-    ]
-    assert gaps[0] == 8 * unit
-    assert min(gaps) == 0
+    assert cuda_memory._gaps(device, allocations, [most], most) == 8 * unit
+    gaps, blocks = cuda_memory._best_blocks(device, allocations, most)
+    assert gaps == 0
+    assert sum(blocks) == most
+
+
+def test_a_little_more_memory_saves_the_block_of_a_whole_tensor():
+    """A block is not split for less than 1 MiB, so half of one is lost at first."""
+    part, half = 100 << 20, 1 << 19
+    allocations = [(name, part) for name in "abcd"]
+    allocations += [("a", 0), ("a", part - half), ("c", 0), ("d", 0)]
+    allocations += [("e", 2 * part + half)]
+    most, device = 4 * part, torch.device("cuda", 0)
+    assert cuda_memory._gaps(device, allocations, [most], most) > 2 * part
+    gaps, _ = cuda_memory._best_blocks(device, allocations, most)
+    assert gaps <= 0.02 * most
 
 
 @pytest.fixture
@@ -727,7 +742,11 @@ def test_requested_and_reserved_bytes_are_within_the_plan(
     assert reserved <= 1.05 * planned + (20 << 20)
     foreseen = plan.reserved_bytes + plan.given_bytes
     assert reserved <= 1.02 * foreseen + (20 << 20)
-    assert "has reserved" in str(plan)
+    printed = str(plan)
+    assert f"peak memory: {format_bytes(plan.peak_bytes, budget)}" in printed
+    assert f"{format_bytes(plan.reserved_bytes)} are reserved for it" in printed
+    assert f"was asked for {format_bytes(stats['requested_bytes.all.peak'])}" in printed
+    assert f"reserved {format_bytes(stats['reserved_bytes.all.peak'])} at" in printed
     assert bool(plan.kernels) == inductor
 
 
@@ -742,6 +761,65 @@ def test_the_bench_for_a_gpu_is_rehearsed():
         "host_ms",
         "busy_ms",
     }
+
+
+@pytest.mark.parametrize("budget", ["1KiB", "16MiB", 0])
+def test_less_than_the_workspaces_need_is_refused_with_the_least_budget(budget):
+    model, *batch = case("dense")
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+    with pytest.raises(PlanningError, match="are cuBLAS's workspaces") as found:
+        step(*batch)
+    least = found.value.least_bytes
+    assert f"({least} bytes)" in str(found.value)
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    step(*batch)
+    assert step.plan.library_bytes < step.plan.peak_bytes <= least
+
+
+def test_a_share_of_memory_leaves_the_state_on_the_device():
+    """No plan moves it there, whatever other options a share may choose."""
+    model = wide().cuda()
+    x = torch.rand(4096, 256, device="cuda")
+    y = torch.zeros(4096, dtype=torch.long, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    whole = mt.train_step(model, CROSS_ENTROPY, own, cache=None).prepare(x, y)
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget="60%", cache=None)
+    step(x, y)
+    assert step.plan.peak_bytes <= 0.6 * whole.peak_bytes
+
+
+def test_state_is_cut_from_one_block():
+    """48 tensors of 9 MiB and their state; segments of 20 MiB hold two of them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = nn.ParameterList(torch.empty(9 << 18, device="cuda") for _ in range(48))
+    held = torch.cuda.memory_reserved()
+    optimizer = torch.optim.AdamW(model.parameters())
+    make_state(optimizer)
+    state = sum(v.nbytes for s in optimizer.state.values() for v in s.values())
+    assert torch.cuda.memory_reserved() - held < 1.03 * state
+
+
+def test_a_step_without_memory_lists_what_is_alive_and_can_run_again():
+    gc.collect()
+    model = wide().cuda()
+    x = torch.rand(4096, 256, device="cuda")
+    y = torch.zeros(4096, dtype=torch.long, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    step(x, y)
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + (30 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as found:
+            step(x, y)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    (note,) = found.value.__notes__
+    assert re.match(r"alive in the step were \d+\.\d MiB: t\d+ float32 \[", note)
+    step(x, y)
 
 
 def test_an_error_lists_what_was_alive_in_the_program():

@@ -295,7 +295,12 @@ class LoweredStep:
         )
 
     def planner(self, options: PlanOptions) -> Planner:
-        """Return what plans the whole step."""
+        """Return what plans the whole step.
+
+        Raises:
+            UnsupportedError: The options do not work on its device.
+        """
+        self._check_device(options)
         key = replace(options, split=WHOLE)
         if key not in self.planners:
             # The same costs serve a step whose state may leave and one whose may not.
@@ -341,23 +346,26 @@ class LoweredStep:
         if options.costs is not measured:
             return planner, on_cuda(plan)  # nothing runs
         # A GPU runs out of reserved memory. If more is reserved than the budget, less
-        # is planned with; where nothing less can be, the first plan stands.
-        first = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
-        found, spare = first, 0.0
+        # is planned with, at last the least; the plan that reserves least stands.
+        found = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
+        last, spare, least = found, 0.0, False
         for _ in range(_REPLANS):
-            excess = found[1].reserved_bytes - budget
-            if excess <= 0:
-                return found
-            spare += excess
-            try:
-                rest = max(0.0, budget - held - spare)
-                planner, plan = self._plan_grouped(options, rest)
-            except PlanningError:
+            excess = last[1].reserved_bytes - budget
+            if excess <= 0 or least:
                 break
-            found = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
-        if found[1].reserved_bytes > budget:
-            found = first
-            _reserve(planner, found[1])
+            spare += excess
+            rest = max(0.0, budget - held - spare)
+            try:
+                planner, plan = self._plan_grouped(options, rest)
+            except PlanningError as e:
+                least = True
+                if e.least_bytes is None or e.least_bytes > budget - held:
+                    break
+                planner, plan = self._plan_grouped(options, e.least_bytes)
+            last = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
+            found = min(found, last, key=lambda one: one[1].reserved_bytes)
+        if found is not last:
+            _reserve(*found)
         return found
 
     def held_bytes(self, options: PlanOptions) -> int:
@@ -416,18 +424,22 @@ class LoweredStep:
         """
         if options.split == WHOLE:
             return None
+        self._check_device(options)
         measure = partial(self._measure, options)
         return split_candidates(self.lowered, self.names, measure, options.split)
 
-    def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
-        """Return a planner of the graph, or of a split one, at measured costs."""
-        device = device_of(lowered.layouts)
+    def _check_device(self, options: PlanOptions) -> None:
+        device = device_of(self.lowered.layouts)
         if options.offload_state and device.type != "cpu":
             raise UnsupportedError(
                 "offload_state=True works on the CPU only, and the model is on "
                 f"{device}; without it, the budget counts parameters and optimizer "
                 "state"
             )
+
+    def _measure(self, options: PlanOptions, lowered: Lowered) -> Planner:
+        """Return a planner of the graph, or of a split one, at measured costs."""
+        device = device_of(lowered.layouts)
         costs = options.costs
         if costs is measured:
             costs = partial(measured, known=self.known)

@@ -9,7 +9,7 @@ import copy
 import inspect
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from mucudnn.torch.capture.many_tensor_updates import (
     fused_targets,
 )
 from mucudnn.torch.distributed.sharding import as_sharded, local_of
+from mucudnn.torch.execution.cuda_memory import reserve_block
 from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 
@@ -39,6 +40,9 @@ _MOMENTUM = "momentum_buffer"
 
 
 _RATE = "lr"
+
+_SMALL_BLOCK = 1 << 20
+"""Bytes of a tensor up to which CUDA's allocator takes it from segments of 2 MiB."""
 
 
 _OWN = frozenset({"param_groups", "state", "_opt_called"})
@@ -261,10 +265,31 @@ def make_state(
     init = getattr(optimizer, "_init_group", None)
     if init is None or not init.__module__.startswith(torch.optim.__name__):
         return  # another class's `_init_group` may do something else
+    # The first parameter's state tells the size of all others', which are cut from one
+    # block of CUDA's allocator: segments of 20 MiB would leave a tenth of them unused.
+    largest = max(missing, key=lambda one: one[1].nbytes)
+    _create_state(optimizer, init, [largest])
+    parameter = local_of(largest[1])
+    if parameter.is_cuda and parameter.nbytes:
+        made = map(local_of, optimizer.state.get(largest[1], {}).values())
+        each = sum(v.nbytes for v in made if isinstance(v, torch.Tensor) and v.is_cuda)
+        sizes = (local_of(p).nbytes for _, p in missing)
+        rest = sum(n for n in sizes if n > _SMALL_BLOCK) - parameter.nbytes
+        if rest > 0:
+            reserve_block(parameter.device, rest * each // parameter.nbytes)
+    _create_state(optimizer, init, missing)
+
+
+def _create_state(
+    optimizer: torch.optim.Optimizer,
+    init: Callable[..., Any],
+    missing: Sequence[tuple[dict[str, Any], torch.Tensor]],
+) -> None:
+    """Create the state of parameters, each with its group, that have none."""
     count = len(inspect.signature(init).parameters) - 1
     with _any_gradients([p for _, p in missing]), torch.no_grad():
-        for group in optimizer.param_groups:
-            init(group, *([] for _ in range(count)))
+        for group, parameter in missing:
+            init({**group, "params": [parameter]}, *([] for _ in range(count)))
     for group, parameter in missing:
         if not isinstance(optimizer, torch.optim.SGD) or group["dampening"]:
             continue
