@@ -204,8 +204,7 @@ def _series(network: Mapping[str, Any]) -> Iterator[Series]:
             for point in network["points"]
             if (slowdown := point["slowdown"][technique]) is not None
         )
-        if points:
-            yield Series(name, points, strong=name.startswith("planned"))
+        yield Series(name, points, strong=name.startswith("planned"))
 
 
 def main() -> int:

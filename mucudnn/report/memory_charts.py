@@ -209,6 +209,7 @@ def _title(plan: StepPlan, members: Sequence[Lane]) -> str:
 class Series:
     """The speed of a policy under budgets; a `strong` one is highlighted.
 
+    Colours go by position; one without points is not drawn.
     `points` are (budget in bytes, speed as a share of the speed without a budget).
     """
 
@@ -254,7 +255,8 @@ def _speed_names(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Label
     """Yield a label at the end of each line; equal lines share one."""
     same: dict[tuple[tuple[int, float], ...], list[int]] = {}
     for i, one in enumerate(series):
-        same.setdefault(tuple(sorted(one.points)), []).append(i)
+        if one.points:
+            same.setdefault(tuple(sorted(one.points)), []).append(i)
     for points, members in same.items():
         budget, speed = points[0]
         text = ", ".join(series[i].name for i in members)
