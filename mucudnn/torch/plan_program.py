@@ -442,7 +442,10 @@ class LoweredStep:
         device = device_of(lowered.layouts)
         costs = options.costs
         if costs is measured:
-            costs = partial(measured, known=self.known)
+            known = self.known
+            if options.inductor:
+                known = replace(known, links=options.compiled.links)
+            costs = partial(measured, known=known)
         if self.together:
             lowered = self.finish(lowered, together=options.together)
         else:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
 
+from mucudnn.torch.costs.meters import Links
 from mucudnn.torch.lowering.lowered import NotCompiledError
 
 _MOST_SYMBOLS = 5
@@ -175,9 +176,11 @@ class CompiledSizes:
     Attributes:
         count: How often passes were compiled.
         reason: Why sizes are compiled for themselves; empty if they are not.
+        links: Rates of copies, which are measured for the first size only.
     """
 
     def __init__(self) -> None:
+        self.links: list[Links] = []
         self._forms: dict[Hashable, _Form] = {}
         self.count = 0
         self.reason = ""
