@@ -139,3 +139,31 @@ def test_a_value_that_exceeds_its_bound_by_rounding_is_read(monkeypatch):
     program = LinearProgram()
     program.variable()
     assert program.solve().values == [1.0000001]
+
+
+def test_a_method_that_does_not_end_is_followed_by_another(monkeypatch):
+    def run(call, **_):
+        most, method = call[-4:-2]
+        assert int(most) > 1000
+        ends = method == "-dualSimplex" and dual_ends
+        head = "Optimal - objective value 2.5" if ends else "Stopped on iterations"
+        call[-1].write_text(f"{head}\n0 x0 1.0 0\n")
+
+    monkeypatch.setattr(linear_program.subprocess, "run", run)
+    program = LinearProgram()
+    program.variable()
+    dual_ends = True
+    assert program.solve().values == [1.0]
+    dual_ends = False
+    assert program.solve() is None
+
+
+def test_the_solver_stops_at_the_limit_of_iterations(monkeypatch):
+    monkeypatch.setattr(linear_program, "_ITERATIONS", (1, 0))
+    program = LinearProgram()
+    many = [program.variable(cost=-1.0 - i % 7) for i in range(200)]
+    for one, other in itertools.pairwise(many):
+        program.limit([(one, 1.0), (other, 2.0)], 1.7)
+    assert program.solve() is None
+    monkeypatch.undo()
+    assert program.solve() is not None

@@ -105,7 +105,9 @@ class LinearProgram:
         self._rows.append((kind, value))
 
     def solve(self, fixed: Mapping[int, float] | None = None) -> Solution | None:
-        """Return an optimum, with given values of some variables; None if infeasible.
+        """Return an optimum, with given values of some variables.
+
+        None if it is infeasible, or if neither simplex method ends.
 
         Raises:
             One of `solver_errors`: No solver can be run.
@@ -138,13 +140,29 @@ class LinearProgram:
         return "\n".join([*lines, "ENDATA\n"])
 
 
+_ITERATIONS = 10_000, 3
+"""Iterations of the simplex method, at least and for each variable, beyond which it is
+ended: it may visit the same vertices for ever. Other programs need one a variable."""
+
+
 def _by_cbc(path: Path, count: int) -> Solution | None:
     program = import_pulp().PULP_CBC_CMD.pulp_cbc_path
     found = path.with_suffix(".txt")
+    least, each = _ITERATIONS
+    most = str(max(least, each * count))
+    head, rows = "", []
     # The primal simplex method is ten times faster at finding that nothing is feasible.
-    call = [program, path, "-randomSeed", "1", "-primalSimplex", "-solution", found]
-    subprocess.run(call, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-    head, *rows = found.read_text().splitlines()
+    for method in ("-primalSimplex", "-dualSimplex"):
+        call = [program, path, "-randomSeed", "1", "-maxIterations", most, method]
+        subprocess.run(
+            [*call, "-solution", found],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
+        head, *rows = found.read_text().splitlines()
+        if not head.startswith("Stopped"):
+            break
     # The first line has the status, such as "Optimal - objective value 12.5".
     if not head.startswith("Optimal"):
         return None
