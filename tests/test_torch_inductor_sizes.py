@@ -20,10 +20,12 @@ from tests.test_torch_inductor import (  # noqa: E402, F401  (fixtures)
     compilations,
     mlp,
     one_thread_and_a_folder_of_its_own,
-    pytestmark,
+    pytestmark as marks,
     sgd,
 )
 from tests.torch_steps import real_peak  # noqa: E402
+
+pytestmark = [*marks, pytest.mark.torch]
 
 
 class Reader(nn.Module):
