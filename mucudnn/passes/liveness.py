@@ -177,10 +177,10 @@ def touches(graph: Graph) -> tuple[Positions, Positions]:
             positions.setdefault(storage, [])
         elif positions.setdefault(storage, [count])[-1] != count:
             positions[storage].append(count)
-    return _frozen(positions), _frozen(writes)
+    return _as_tuples(positions), _as_tuples(writes)
 
 
-def _frozen(positions: Mapping[str, list[int]]) -> Positions:
+def _as_tuples(positions: Mapping[str, list[int]]) -> Positions:
     return {storage: tuple(found) for storage, found in positions.items()}
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import Positions, Use, touches, uses_by
 
 
@@ -50,7 +49,8 @@ def in_place_with_uses(
                 positions[overwritten][-1] == position
                 and overwritten not in fixed
                 and roots.count(overwritten) == 1
-                and _alike(tensors[name], result)
+                and tensors[name].shape == result.shape
+                and tensors[name].dtype == result.dtype
                 and tensors[overwritten].nbytes == result.nbytes
             ):
                 tensors[result.name] = result.sharing(name)
@@ -64,7 +64,3 @@ def in_place_with_uses(
     now = {name: merged.get(storage, storage) for name, storage in storages.items()}
     final = graph.with_aliases(MappingProxyType(tensors), now)
     return final, uses_by(final, positions, writes, known)
-
-
-def _alike(one: TensorSpec, other: TensorSpec) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype

@@ -265,7 +265,7 @@ def make_state(
     init = getattr(optimizer, "_init_group", None)
     if init is None or not init.__module__.startswith(torch.optim.__name__):
         return  # another class's `_init_group` may do something else
-    # The first parameter's state tells the size of all others', which are cut from one
+    # The largest parameter's state tells the size of all others, which are cut from one
     # block of CUDA's allocator: segments of 20 MiB would leave a tenth of them unused.
     largest = max(missing, key=lambda one: one[1].nbytes)
     _create_state(optimizer, init, [largest])

@@ -71,7 +71,10 @@ class Batch:
 
     @property
     def kind(self) -> tuple[Any, Any, bool]:
-        """What a capture holds for besides tensors: leaves, form, any attributes."""
+        """The leaves, the form, and whether any tensor has attributes.
+
+        A captured step is used only for batches that are equal in these.
+        """
         return self.leaves, self.form, any(map(attributes_of, self.tensors))
 
     @property

@@ -116,7 +116,6 @@ def _best_blocks(
     A little more memory often saves a whole tensor's: the allocator splits no block of
     which less than 1 MiB would be left. So every partition is tried with more and more
     bytes, until these are more than the gaps found. Then some are drawn at random.
-
     """
     best = 2 * nbytes, [nbytes]
 

@@ -79,10 +79,10 @@ def find_term(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Term | 
 
 
 class CompiledPasses(Protocol):
-    """What a compilation makes."""
+    """Interface of compiled forward and backward passes."""
 
     def holds(self, sizes: Sequence[int]) -> bool:
-        """Return whether it serves these sizes."""
+        """Return whether the passes can run with these sizes."""
         ...
 
 
