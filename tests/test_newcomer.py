@@ -4,6 +4,8 @@ Each call works, or fails with one sentence of ours; never with one of Python's 
 the inside.
 """
 
+import functools
+import inspect
 import math
 import pathlib
 import re
@@ -53,25 +55,30 @@ OF_PYTHON = re.compile(
 )
 
 
-def layer(layer_name, *tensors, **good):
+def calling(function, *given, like=None, **options):
+    """A call that works: a function, its arguments by position and by name.
+
+    Options that are not given have the defaults of the function, or of one like it.
+    """
+    parameters = list(inspect.signature(like or function).parameters.values())
+    for parameter in parameters[len(given) :]:
+        if parameter.default is not parameter.empty:
+            options.setdefault(parameter.name, parameter.default)
+    return function, given, options
+
+
+def layer(name, *given, **options):
     """A layer of a builder, with fresh tensors."""
 
-    def call(*given, **options):
+    def call(*values, **named):
         g = GraphBuilder()
         g.input("x", (2, 4, 8, 8))
         g.input("y", (2, 4, 8, 8))
         g.input("f", (2, 5))
         g.input("label", (2,), "int64")
-        return getattr(g, layer_name)(*given, **options)
+        return getattr(g, name)(*values, **named)
 
-    return call, tensors, good
-
-
-def built(method, *given, **good):
-    def call(*values, **options):
-        return getattr(GraphBuilder(), method)(*values, **options)
-
-    return call, given, good
+    return calling(call, *given, like=getattr(GraphBuilder(), name), **options)
 
 
 def dataset():
@@ -110,6 +117,10 @@ def fitted(*values, **options):
     return fit(trainer(), *values, **options)
 
 
+def specified(**options):
+    return StepSpec(**options).graph()
+
+
 def epoch(epoch, start):
     return list(data.Loader(dataset(), 4).epoch(epoch, start))
 
@@ -118,66 +129,24 @@ def subset(dataset, indices):
     return data.Subset(dataset, indices)
 
 
-def calling(function, *given, **options):
-    """A call that works, by position and by name."""
-    return function, given, options
-
-
-GEOMETRY = {"stride": 1, "padding": 0, "groups": 1, "layout": "NCHW"}
-
 CALLS = {
     "parse_bytes": calling(parse_bytes, "1MiB"),
     "ConvProblem": calling(
-        ConvProblem,
-        direction="forward",
-        x_shape=X.shape,
-        w_shape=W.shape,
-        **GEOMETRY,
-        dilation=1,
-        dtype="float32",
+        ConvProblem, direction="forward", x_shape=X.shape, w_shape=W.shape
     ),
-    "conv2d": calling(mucudnn.conv2d, X, W, **GEOMETRY, dilation=1, out=None),
-    "conv_backward_data": calling(
-        mucudnn.conv_backward_data, DY, W, X.shape, **GEOMETRY
-    ),
-    "conv_backward_filter": calling(
-        mucudnn.conv_backward_filter, X, DY, W.shape, **GEOMETRY
-    ),
+    "conv2d": calling(mucudnn.conv2d, X, W),
+    "conv_backward_data": calling(mucudnn.conv_backward_data, DY, W, X.shape),
+    "conv_backward_filter": calling(mucudnn.conv_backward_filter, X, DY, W.shape),
     "candidate_batches": calling(candidate_batches, 4, "all"),
-    "get_backend": calling(mucudnn.get_backend, "cpu", device=0),
+    "get_backend": calling(mucudnn.get_backend, "cpu"),
     "BenchmarkCache": calling(lambda path: BenchmarkCache(path).close(), None),
-    "MemoryBudget": calling(
-        MemoryBudget,
-        nbytes="1MiB",
-        policy="lru",
-        scheduler="timed",
-        convolutions="fixed",
-        disk=pathlib.Path(),
-        measured=None,
-    ),
+    "MemoryBudget": calling(MemoryBudget, nbytes="1MiB", disk=pathlib.Path()),
     "Trainer": calling(
-        lambda training, **options: Trainer(
-            training, tuner=mucudnn.Tuner(backend="null"), **options
-        ),
+        Trainer,
         models.get_model("digits")(4),
+        tuner=mucudnn.Tuner(backend="null"),
         optimizer="sgd",
-        learning_rate=0.1,
-        order="builder",
-        update_when="early",
-        gradient_accumulation=1,
-        seed=0,
-        plans=None,
-        precision=None,
-        loss_scale=1.0,
-        evaluation=None,
     ),
-    "Trainer.tuner": calling(
-        lambda tuner: Trainer(
-            models.get_model("digits")(4), tuner=tuner, optimizer="sgd"
-        ),
-        mucudnn.Tuner(backend="null"),
-    ),
-    "Trainer.budget": calling(lambda budget: trainer(budget=budget), "8MiB"),
     "step": calling(stepped, IMAGES[:4], LABELS[:4]),
     "evaluate": calling(evaluated, data.Loader(dataset(), 4)),
     "predict": calling(predicted, IMAGES),
@@ -186,76 +155,33 @@ CALLS = {
     "fit": calling(
         fitted,
         data.Loader(dataset(), 4),
-        test=None,
+        like=functools.partial(fit, None),
         epochs=1,
         max_steps=1,
-        checkpoints=None,
-        checkpoint_every=None,
-        resume=None,
-        words=None,
-        progress=None,
     ),
     "StepSpec": calling(
-        lambda **options: StepSpec(**options).graph(),
-        model="lenet",
-        batch=2,
-        image=None,
-        optimizer="sgd",
-        order="builder",
+        specified, like=StepSpec, model="lenet", batch=2, optimizer="sgd"
     ),
     "get_model": calling(models.get_model, "lenet"),
-    "model": calling(
-        models.get_model("digits"),
-        2,
-        image=8,
-        classes=4,
-        dtype="float32",
-        training=True,
-        seed=0,
-    ),
-    "GraphBuilder": calling(GraphBuilder, dtype="float32", training=True, seed=0),
-    "input": built("input", "x", (2, 3), dtype="float32"),
-    "parameter": built("parameter", "w", (2, 3), initializers.Constant(0.0)),
+    "model": calling(models.get_model("digits"), 2, image=8),
+    "GraphBuilder": calling(GraphBuilder),
+    "input": layer("input", "z", (2, 3)),
+    "parameter": layer("parameter", "w", (2, 3), initializers.Constant(0.0)),
     "build": layer("build", "x"),
-    "conv": layer(
-        "conv",
-        "x",
-        4,
-        3,
-        stride=1,
-        padding=1,
-        dilation=1,
-        groups=1,
-        bias=True,
-        initializer=None,
-        name="c",
-    ),
-    "conv_transpose": layer(
-        "conv_transpose",
-        "x",
-        4,
-        3,
-        stride=2,
-        padding=1,
-        output_padding=1,
-        dilation=1,
-        groups=1,
-        bias=False,
-    ),
-    "bias": layer("bias", "x", initializer=None),
-    "linear": layer("linear", "f", 3, bias=True, initializer=None, name="l"),
-    "max_pool": layer("max_pool", "x", 2, 2, 0, ceil_mode=False),
-    "avg_pool": layer(
-        "avg_pool", "x", 2, 2, 0, ceil_mode=False, count_include_pad=True
-    ),
+    "conv": layer("conv", "x", 4, 3),
+    "conv_transpose": layer("conv_transpose", "x", 4, 3, stride=2, output_padding=1),
+    "bias": layer("bias", "x"),
+    "linear": layer("linear", "f", 3),
+    "max_pool": layer("max_pool", "x", 2, 2),
+    "avg_pool": layer("avg_pool", "x", 2, 2),
     "global_avg_pool": layer("global_avg_pool", "x"),
-    "batch_norm": layer("batch_norm", "x", eps=1e-05, momentum=0.1, scale=None),
-    "group_norm": layer("group_norm", "x", 2, eps=1e-05),
-    "layer_norm": layer("layer_norm", "x", eps=1e-05),
-    "lrn": layer("lrn", "x", size=5, alpha=0.0001, beta=0.75, k=1.0),
+    "batch_norm": layer("batch_norm", "x"),
+    "group_norm": layer("group_norm", "x", 2),
+    "layer_norm": layer("layer_norm", "x"),
+    "lrn": layer("lrn", "x"),
     "relu": layer("relu", "x"),
-    "leaky_relu": layer("leaky_relu", "x", slope=0.1),
-    "dropout": layer("dropout", "x", p=0.5),
+    "leaky_relu": layer("leaky_relu", "x"),
+    "dropout": layer("dropout", "x"),
     "add": layer("add", "x", "y"),
     "scale": layer("scale", "x", 2.0),
     "cast": layer("cast", "x", "float64"),
@@ -267,53 +193,25 @@ CALLS = {
     "upsample_nearest": layer("upsample_nearest", "x", 2),
     "softmax_cross_entropy": layer("softmax_cross_entropy", "f", "label"),
     "mean_squared_error": layer("mean_squared_error", "x", "y"),
-    "accuracy": layer("accuracy", "f", "label", k=1),
-    "Sgd": calling(optimizers.Sgd, learning_rate=0.1, weight_decay=0.0),
-    "Adam": calling(optimizers.Adam, beta1=0.9, eps=1e-08, decoupled=False),
-    "parse_optimizer": calling(
-        optimizers.parse_optimizer, "adam", learning_rate=0.1, weight_decay=0.1
-    ),
-    "StepRate": calling(optimizers.StepRate, 0.1, (10, 20), gamma=0.1, warmup_steps=0),
-    "CosineRate": calling(optimizers.CosineRate, 0.1, final=0.0),
-    "parse_learning_rate": calling(
-        optimizers.parse_learning_rate,
-        "step:3,6",
-        0.1,
-        warmup_steps=1,
-        milestone_unit=2,
-    ),
+    "accuracy": layer("accuracy", "f", "label"),
+    "Sgd": calling(optimizers.Sgd),
+    "Adam": calling(optimizers.Adam),
+    "parse_optimizer": calling(optimizers.parse_optimizer, "adam"),
+    "StepRate": calling(optimizers.StepRate, 0.1, (10, 20)),
+    "CosineRate": calling(optimizers.CosineRate, 0.1),
+    "parse_learning_rate": calling(optimizers.parse_learning_rate, "step:3,6", 0.1),
     "Numerics.parse": calling(Numerics.parse, "strict"),
     "Constant": calling(initializers.Constant, 1.0),
     "Normal": calling(initializers.Normal, 1.0),
     "ArrayDataset": calling(data.ArrayDataset, IMAGES, LABELS, classes=4),
-    "SyntheticDataset": calling(
-        data.SyntheticDataset,
-        8,
-        classes=4,
-        image_shape=(3, 8, 8),
-        noise=1.0,
-        seed=0,
-        split="train",
-    ),
-    "open_dataset": calling(
-        data.open_dataset, "synthetic:length=8", split="train", image=(3, 8, 8), seed=0
-    ),
+    "SyntheticDataset": calling(data.SyntheticDataset, 8, classes=4),
+    "open_dataset": calling(data.open_dataset, "synthetic:length=8", image=(3, 8, 8)),
     "open_arrays": calling(data.open_arrays, "nowhere", "train"),
     "open_mnist": calling(data.open_mnist, "nowhere", "train"),
     "open_cifar10": calling(data.open_cifar10, "nowhere", "train"),
     "open_folder": calling(data.open_folder, "nowhere", "train", (3, 8, 8)),
     "open_digits": calling(data.open_digits, "train"),
-    "Loader": calling(
-        data.Loader,
-        dataset(),
-        4,
-        shuffle=True,
-        seed=0,
-        transform=None,
-        drop_last=True,
-        workers=0,
-        depth=2,
-    ),
+    "Loader": calling(data.Loader, dataset(), 4),
     "epoch": calling(epoch, 0, 0),
     "Subset": calling(subset, dataset(), [0, 1]),
     "read": calling(lambda indices: dataset().read(indices), [0, 1]),

@@ -51,7 +51,7 @@ def open_digits(split: Split, path: Path | None = None) -> Dataset:
         DataError: scikit-learn is not installed, or the file is damaged.
     """
     checked_split(split)
-    path = path or _installed()
+    path = _installed() if path is None else check_path("path", path)
     rows = list[list[int]]()
     offset = 0
     for line in read_file(path, _MOST).splitlines(keepends=True):

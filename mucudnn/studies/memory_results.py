@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from mucudnn.arguments import check_bool, check_type
 from mucudnn.ir.channels_last import AUTO
 from mucudnn.ir.conv import Ints
 from mucudnn.ir.devices import device_name, get_device
@@ -87,7 +88,10 @@ class StepSpec:
     channels_last: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.device != CPU:
+        check_bool("inference", self.inference)
+        if self.channels_last is not None:
+            check_type("channels_last", self.channels_last, frozenset, "a frozenset")
+        if not isinstance(self.device, str) or self.device != CPU:
             object.__setattr__(self, "device", device_name(self.device))
 
     @property

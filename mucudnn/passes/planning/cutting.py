@@ -174,10 +174,10 @@ def check_split(split: object) -> None:
 def cutting_of(graph: Graph, split: Split) -> Cutting | None:
     """Return the cutting that a split names; None if it is to be chosen."""
     check_split(split)
-    if isinstance(split, int):
+    if not isinstance(split, str):
         if has_strided_samples(graph):
-            return Cutting(min(split, along_height(graph).size), strided=True)
-        return Cutting(min(split, batch_of(graph)))
+            return Cutting(min(int(split), along_height(graph).size), strided=True)
+        return Cutting(min(int(split), batch_of(graph)))
     _, colon, number = split.partition(":")
     if colon:
         return Cutting(int(number), HEIGHT)

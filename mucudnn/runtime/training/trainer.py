@@ -11,7 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from mucudnn.arguments import check_choice, check_function, check_integer, check_type
+from mucudnn.arguments import (
+    check_bool,
+    check_choice,
+    check_function,
+    check_integer,
+    check_type,
+)
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import (
     DynamicLossScale,
@@ -199,6 +205,8 @@ class Trainer:
         check_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
         ORDERS.resolve(order)
         check_integer("seed", seed, least=0)
+        check_bool("fuse", fuse)
+        check_bool("replay", replay)
         if precision is not None:
             check_choice("precision", precision, LOSS_SCALES)
         check_choice("placement", placement, PLACEMENTS)

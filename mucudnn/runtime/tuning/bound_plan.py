@@ -137,7 +137,7 @@ class BoundPlan:
         copied.
         """
         device = self._device
-        if out is None and not accumulate:
+        if out is None and accumulate is False:
             out = device.view(device.allocate(self._nbytes), 0, self._out)
             a, b = device.dense(a), device.dense(b)
         else:
