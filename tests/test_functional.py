@@ -1,6 +1,7 @@
 """The public convolutions: right whatever the plan, and clear about misuse."""
 
 import dataclasses
+import functools
 import threading
 
 import numpy as np
@@ -355,170 +356,74 @@ W = np.zeros((6, 3, 3, 3), np.float32)
 Y = np.zeros((4, 6, 7, 6), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("use", "error", "message"),
-    [
-        (lambda t: conv2d([[1.0]], W, tuner=t), TypeError, "got list and ndarray"),
-        (lambda t: conv2d(X, None, tuner=t), TypeError, "got ndarray and NoneType"),
-        (
-            lambda t: conv2d(X, W.astype(np.float64), tuner=t),
-            ValueError,
-            "different data types, float32 and float64",
-        ),
-        (
-            lambda t: conv2d(X.astype(int), W.astype(int), tuner=t),
-            ValueError,
-            "unknown dtype 'int64'",
-        ),
-        (
-            lambda t: conv2d(X.astype(">f4"), W.astype(">f4"), tuner=t),
-            ValueError,
-            "unknown dtype '>f4'",
-        ),
-        (
-            lambda t: conv1d(X, W, tuner=t),
-            ValueError,
-            "conv1d takes an input of 3 axes",
-        ),
-        (
-            lambda t: conv3d(X, W, tuner=t),
-            ValueError,
-            "conv3d takes an input of 5 axes",
-        ),
-        (lambda t: conv2d(X, W[0], tuner=t), ValueError, "w_shape .* has 3 axes"),
-        (lambda t: conv2d(X, W[:, :2], tuner=t), ValueError, "3 channels"),
-        (lambda t: conv2d(X, W, padding="some", tuner=t), ValueError, "padding"),
-        (lambda t: conv2d(X, W, stride=(1, 1, 1), tuner=t), ValueError, "stride"),
-        (lambda t: conv2d(X, W, layout="CHWN", tuner=t), ValueError, "unknown layout"),
-        (
-            lambda t: conv_backward_data(Y[..., :5], W, X.shape, tuner=t),
-            ValueError,
-            r"shape \(4, 6, 7, 5\).*give \(4, 6, 7, 6\)",
-        ),
-        (
-            lambda t: conv_backward_filter(X, Y[:3], W.shape, tuner=t),
-            ValueError,
-            r"shape \(3, 6, 7, 6\).*give \(4, 6, 7, 6\)",
-        ),
-        (
-            lambda t: conv_backward_data(Y, W, X.shape[:3], tuner=t),
-            ValueError,
-            "w_shape .* has 4 axes, x_shape .* has 3",
-        ),
-        (lambda t: conv_backward_data(Y, W, 4, tuner=t), TypeError, "x_shape"),
-        (lambda t: conv_backward_filter(X, Y, None, tuner=t), TypeError, "w_shape"),
-        (
-            lambda t: conv2d(X, W, bias=W[:3, 0, 0, 0], tuner=t),
-            ValueError,
-            r"bias must be float32 \(6,\).*got float32 \(3,\)",
-        ),
-        (
-            lambda t: conv2d(X, W, bias=np.zeros((6, 1), np.float32), tuner=t),
-            ValueError,
-            r"got float32 \(6, 1\)",
-        ),
-        (
-            lambda t: conv2d(X, W, bias=np.zeros(6), tuner=t),
-            ValueError,
-            r"bias must be float32 .*got float64",
-        ),
-        (lambda t: conv2d(X, W, bias=[0.0] * 6, tuner=t), TypeError, "bias .* list"),
-        (lambda t: conv2d(X, W, out=Y[:3], tuner=t), ValueError, "out must be float32"),
-        (
-            lambda t: conv2d(X, W, out=Y.astype(np.float64), tuner=t),
-            ValueError,
-            "got float64",
-        ),
-        (
-            lambda t: conv2d(X, W, out=np.asfortranarray(Y), tuner=t),
-            ValueError,
-            "densely packed",
-        ),
-        (lambda t: conv2d(X, W, out=[1.0], tuner=t), TypeError, "out .* got list"),
-        (
-            lambda t: conv2d(X, W, out=np.broadcast_to(Y[:1], Y.shape), tuner=t),
-            ValueError,
-            "out must be densely packed",
-        ),
-        (
-            lambda t: conv2d(X, W, out=np.broadcast_to(Y, Y.shape), tuner=t),
-            ValueError,
-            "out must be writable",
-        ),
-        (
-            lambda t: conv2d(X, W, out=Y, accumulate="no", tuner=t),
-            TypeError,
-            "accumulate must be True or False, got 'no'",
-        ),
-        (
-            lambda t: conv2d(X, W, padding=10**9, tuner=t),
-            OutOfMemoryError,
-            r"6, 2000000007, 2000000006\), takes .* PiB \(.* bytes\), and .* are free",
-        ),
-        (
-            lambda t: conv2d(X, W, padding=10**6, tuner=t),
-            OutOfMemoryError,
-            "the result, float32 .*, takes 349.2 TiB",
-        ),
-        (
-            lambda t: conv2d(X, W, padding=2**62, stride=2**62, tuner=t),
-            ValueError,
-            "padding must be at most 2147483647, got 4611686018427387904",
-        ),
-        (
-            lambda t: conv2d(X, W, padding="same", dilation=2**40, tuner=t),
-            ValueError,
-            "padding must be at most 2147483647",
-        ),
-        (
-            lambda t: conv_backward_data(
-                np.zeros((4, 6, 1, 1), np.float32),
-                W,
-                (4, 3, 2**60, 2**60),
-                stride=2**70,
-                tuner=t,
-            ),
-            OutOfMemoryError,
-            "takes .* PiB",
-        ),
-        (
-            lambda t: conv_backward_filter(
-                X,
-                np.zeros((4, 6, 1, 1), np.float32),
-                (6, 3, 10**6 + 9, 10**6 + 8),
-                padding=5 * 10**5,
-                tuner=t,
-            ),
-            OutOfMemoryError,
-            "takes .* TiB",
-        ),
-        (
-            lambda t: t.measure(forward(padding=10**6)),
-            OutOfMemoryError,
-            "the least of ConvProblem.* takes .* TiB",
-        ),
-        (lambda t: conv2d(X[:0], W, tuner=t), ValueError, r"x_shape\[0\] .* least 1"),
-        (
-            lambda t: conv2d(X, W, dilation=2**63, tuner=t),
-            ValueError,
-            "spans 18446744073709551617 elements, and the padded input has only 9",
-        ),
-        (
-            lambda t: conv2d(X, W, groups=10**30, tuner=t),
-            ValueError,
-            "expects 3 x 10+ groups",
-        ),
-        (
-            lambda t: conv2d(X, W, accumulate=True, tuner=t),
-            ValueError,
-            "adds to `out`, which was not given",
-        ),
-    ],
-)
-def test_misuse_is_one_clear_error_before_anything_is_measured(use, error, message):
+BIG = 10**6
+LARGE, HUGE = (6, 3, BIG + 9, BIG + 8), (4, 3, 2**60, 2**60)
+ONE = np.zeros((4, 6, 1, 1), np.float32)
+PADDED = forward(padding=BIG)
+MISUSES = r"""
+conv2d(X, W, padding=BIG) | OutOfMemoryError: takes .* \(.* bytes\), and .* are free
+conv2d([[1.0]], W) | TypeError: got list and ndarray
+conv2d(X, None) | TypeError: got ndarray and NoneType
+conv2d(X, W.astype("f8")) | ValueError: different data types, float32 and float64
+conv2d(X.astype(int), W.astype(int)) | ValueError: unknown dtype 'int64'
+conv2d(X.astype(">f4"), W.astype(">f4")) | ValueError: unknown dtype '>f4'
+conv1d(X, W) | ValueError: conv1d takes an input of 3 axes
+conv3d(X, W) | ValueError: conv3d takes an input of 5 axes
+conv2d(X, W[0]) | ValueError: w_shape .* has 3 axes
+conv2d(X, W[:, :2]) | ValueError: 3 channels
+conv2d(X, W, padding="some") | ValueError: padding
+conv2d(X, W, stride=(1, 1, 1)) | ValueError: stride
+conv2d(X, W, layout="CHWN") | ValueError: unknown layout
+backward_data(Y[..., :5], W, X.shape) | ValueError: \(4, 6, 7, 5\).*give \(4, 6, 7, 6\)
+backward_filter(X, Y[:3], W.shape) | ValueError: \(3, 6, 7, 6\).*give \(4, 6, 7, 6\)
+backward_data(Y, W, X.shape[:3]) | ValueError: w_shape .* has 4 axes, x_shape .* has 3
+backward_data(Y, W, 4) | TypeError: x_shape
+backward_filter(X, Y, None) | TypeError: w_shape
+conv2d(X, W, bias=W[:3, 0, 0, 0]) | ValueError: bias must be float32 \(6,\).* \(3,\)
+conv2d(X, W, bias=np.zeros((6, 1), "f4")) | ValueError: got float32 \(6, 1\)
+conv2d(X, W, bias=np.zeros(6)) | ValueError: bias must be float32 .*got float64
+conv2d(X, W, bias=[0.0] * 6) | TypeError: bias .* list
+conv2d(X, W, out=Y[:3]) | ValueError: out must be float32
+conv2d(X, W, out=Y.astype("f8")) | ValueError: got float64
+conv2d(X, W, out=np.asfortranarray(Y)) | ValueError: densely packed
+conv2d(X, W, out=[1.0]) | TypeError: out .* got list
+conv2d(X, W, out=spread(Y[:1])) | ValueError: out must be densely packed
+conv2d(X, W, out=spread(Y)) | ValueError: out must be writable
+conv2d(X, W, accumulate="no") | TypeError: accumulate must be True or False, got 'no'
+conv2d(X, W, padding=10**9) | OutOfMemoryError: 2000000007, 2000000006\), takes .* PiB
+conv2d(X, W, padding=BIG) | OutOfMemoryError: the result, float32 .*, takes 349.2 TiB \(
+conv2d(X, W, padding=2**62, stride=2**62) | ValueError: at most 2147483647, got 46116860
+conv2d(X, W, padding="same", dilation=2**40) | ValueError: padding must be at most 2147
+backward_data(ONE, W, HUGE, stride=2**70) | OutOfMemoryError: takes .* PiB
+backward_filter(X, ONE, LARGE, padding=BIG // 2) | OutOfMemoryError: takes .* TiB
+measure(PADDED) | OutOfMemoryError: the least of ConvProblem.* takes .* TiB
+conv2d(X[:0], W) | ValueError: x_shape\[0\] .* least 1
+conv2d(X, W, dilation=2**63) | ValueError: spans 18446744073709551617 elements, and
+conv2d(X, W, groups=10**30) | ValueError: expects 3 x 10+ groups
+conv2d(X, W, accumulate=True) | ValueError: adds to `out`, which was not given
+"""
+"""Calls, and the errors that they raise."""
+
+
+@pytest.mark.parametrize("line", MISUSES.strip().splitlines(), ids=lambda x: x[:40])
+def test_misuse_is_one_clear_error_before_anything_is_measured(line):
+    call, _, error = line.partition(" | ")
+    kind, _, message = error.partition(": ")
     backend = watched("cpu")
-    with pytest.raises(error, match=message):
-        use(Tuner(backend=backend, rule=QUICK, cache=None))
+    tuner = Tuner(backend=backend, rule=QUICK, cache=None)
+    functions = {
+        **{
+            f.__name__: functools.partial(f, tuner=tuner)
+            for f in (conv1d, conv2d, conv3d)
+        },
+        "backward_data": functools.partial(conv_backward_data, tuner=tuner),
+        "backward_filter": functools.partial(conv_backward_filter, tuner=tuner),
+        "measure": tuner.measure,
+        "spread": lambda array: np.broadcast_to(array, Y.shape),
+    }
+    with pytest.raises((ValueError, TypeError, OutOfMemoryError), match=message) as e:
+        eval(call, {**globals(), **functions})
+    assert e.type.__name__ == kind
     assert backend.conv.calls == []
 
 
