@@ -9,6 +9,8 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.initializers import fans
 from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE, LABEL, get_model
+from mucudnn.models.model import Model
+from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,20 @@ CASES = (
     Case("vgg416", 32, 1),
     Case("resnet:1,2,3,1", 71),
 )
+
+
+NARROW = {
+    "unet2d": narrow_unet2d(12),
+    "unet2d_bn": narrow_unet2d(12, batch_norm=True),
+    "unet3d": narrow_unet3d(4),
+    "unet3d_plain": narrow_unet3d(4, batch_norm=False),
+}
+"""U-Nets of less than a fifth of the width: the same graphs, little arithmetic."""
+
+
+def narrow_model(name: str) -> Model:
+    """A network of the table, but a U-Net is a narrow one."""
+    return NARROW.get(name) or get_model(name)
 
 
 def random_feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:

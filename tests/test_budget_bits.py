@@ -12,7 +12,6 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.profile import Profile
-from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
@@ -24,6 +23,7 @@ from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.sizes import kernel_workspaces
+from tests.model_cases import narrow_model
 from tests.race_detector import RaceDetector
 
 MODELS = {
@@ -42,6 +42,8 @@ SHARES = (0.75, 0.4, 0.0)
 
 RATE = 1e-3
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def digest(array):
     """What stands for an array's bits: two states are not held at once."""
@@ -53,7 +55,7 @@ class Step:
 
     def __init__(self, backend, name):
         self.backend = backend
-        forward = get_model(name)(2, **MODELS[name])
+        forward = narrow_model(name)(2, **MODELS[name])
         self.graph = with_updates(training_graph(forward), Momentum(learning_rate=RATE))
         self.classes = MODELS[name]["classes"]
         self.plans = {

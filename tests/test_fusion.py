@@ -17,7 +17,7 @@ from mucudnn.passes.graph.precision import to_mixed_precision
 from mucudnn.passes.graph.split import split_batch
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, compute
-from tests.model_cases import furthest, random_feeds
+from tests.model_cases import furthest, narrow_model, random_feeds
 from tests.test_split import computed
 from tests.training_cases import examples, trainer, weights
 
@@ -130,7 +130,7 @@ MODELS = {
 
 
 def model(name, dtype="float64"):
-    return get_model(name)(4, classes=3, dtype=dtype, **MODELS[name])
+    return narrow_model(name)(4, classes=3, dtype=dtype, **MODELS[name])
 
 
 @pytest.mark.parametrize(

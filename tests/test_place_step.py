@@ -41,6 +41,7 @@ def step(request):
     return graph, profile, least, whole.peak_bytes
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy):

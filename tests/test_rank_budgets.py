@@ -16,9 +16,11 @@ CLOSE = 1e-8
 
 SHARES = 9, 3
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*PuLP 4.0:DeprecationWarning"  # silenced in one thread only
-)
+pytestmark = [
+    pytest.mark.usefixtures("short_searches"),
+    # Silenced in one thread only.
+    pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

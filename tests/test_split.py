@@ -12,7 +12,6 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Phase
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import OPAQUE
-from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.graph.split import of_whole, split_batch
@@ -20,7 +19,7 @@ from mucudnn.passes.graph.split_axis import along_batch, cuttable
 from mucudnn.passes.liveness import live_ranges
 from mucudnn.passes.residency import Residency, saved_tensors
 from tests.examples import examples
-from tests.model_cases import furthest, random_feeds
+from tests.model_cases import furthest, narrow_model, random_feeds
 from tests.numpy_runner import execute
 from tests.race_detector import RaceDetector
 from tests.random_graphs import feeds, residencies, training_graphs
@@ -45,7 +44,7 @@ NAMES = [
 
 
 def step(name, batch, dtype="float32"):
-    forward = get_model(name)(batch, classes=3, dtype=dtype, **MODELS[name])
+    forward = narrow_model(name)(batch, classes=3, dtype=dtype, **MODELS[name])
     return training_graph(forward)
 
 

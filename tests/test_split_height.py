@@ -18,7 +18,7 @@ from mucudnn.passes.graph.training_step import up_to_answers
 from mucudnn.passes.liveness import peak_bytes
 from mucudnn.passes.planning.cutting import Cutting, couples_batch
 from tests.examples import examples
-from tests.model_cases import furthest, random_feeds
+from tests.model_cases import furthest, narrow_model, random_feeds
 from tests.race_detector import RaceDetector
 from tests.random_graphs import feeds, training_graphs
 from tests.swapping import Bench, same
@@ -43,7 +43,7 @@ def split_height(graph, parts):
 
 
 def step(name, dtype="float32"):
-    return training_graph(get_model(name)(1, classes=3, dtype=dtype, **MODELS[name]))
+    return training_graph(narrow_model(name)(1, classes=3, dtype=dtype, **MODELS[name]))
 
 
 def learning(layers, shape, dtype="float64"):
@@ -314,7 +314,7 @@ def test_weights_are_no_images():
 def test_a_network_answers_patch_by_patch(name, throughout):
     """Its largest layers or all are in strips, so that little is there at once."""
     sizes = {"image": 32 if name == "resnet20" else 8}
-    forward = get_model(name)(1, dtype="float64", training=False, **sizes)
+    forward = narrow_model(name)(1, dtype="float64", training=False, **sizes)
     graph = up_to_answers(forward)
     assert [spec.name for spec in graph.with_role(Role.INPUT)] == ["image"]
     given = random_feeds(graph)
