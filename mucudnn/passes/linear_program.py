@@ -14,8 +14,8 @@ class Solution:
     """A solution of a `LinearProgram`.
 
     Attributes:
-        objective: Value of the objective.
-        values: Value of each variable.
+        objective: Value of the objective; infinity if nothing is feasible.
+        values: Value of each variable; none if nothing is feasible.
     """
 
     objective: float
@@ -107,7 +107,7 @@ class LinearProgram:
     def solve(self, fixed: Mapping[int, float] | None = None) -> Solution | None:
         """Return an optimum, with given values of some variables.
 
-        None if it is infeasible, or if neither simplex method ends.
+        None if neither simplex method ends.
 
         Raises:
             One of `solver_errors`: No solver can be run.
@@ -164,6 +164,8 @@ def _by_cbc(path: Path, count: int) -> Solution | None:
         if not head.startswith("Stopped"):
             break
     # The first line has the status, such as "Optimal - objective value 12.5".
+    if head.startswith("Infeasible"):
+        return Solution(math.inf, ())
     if not head.startswith("Optimal"):
         return None
     values = [0.0] * count

@@ -81,9 +81,6 @@ _SURE = 0.99
 _ROUNDS = 5
 """Times that the program is solved with ever larger margins."""
 
-_EXCESS = (0.0, 0.02, 0.06)
-"""Excess over the budget, as fractions, within which the program is solved."""
-
 _REPAIRS = 5
 """Times that residencies are corrected where they do not fit."""
 
@@ -455,7 +452,7 @@ class _Program:
             values[self.keep[name]] = float(choice is Residency.KEEP)
             values[self.back[name][-1]] = float(choice is Residency.OFFLOAD)
         found = self._lp.solve(values)
-        if found is None:
+        if found is None or not found.values:
             return None
         return Fractions(
             sum(found.values[ms] for ms in self._ms),
@@ -709,7 +706,8 @@ class _Rounding:
     def run(self) -> float | None:
         """Run the rounds; see `fill`."""
         for _ in range(_ROUNDS):
-            program, found = self._solved()
+            program = _Program(self._model, self._request.budget, self._margins)
+            found = program.solve()
             if found is None:
                 break
             self._optimum = self._optimum or found.step_ms
@@ -732,19 +730,6 @@ class _Rounding:
             if close or self._margins == before:
                 break
         return self._optimum or None
-
-    def _solved(self) -> tuple[_Program, Fractions | None]:
-        """Solve the program, in slightly more than the budget if nothing fits.
-
-        The program counts some bytes twice: those that arrive while they are used.
-        """
-        for excess in _EXCESS:
-            budget = self._request.budget * (1 + excess)
-            program = _Program(self._model, budget, self._margins)
-            found = program.solve()
-            if found is not None:
-                break
-        return program, found
 
     def _dive(self, program: _Program, found: Fractions) -> Choices:
         """Round a few tensors at a time, the surest first, and solve in between."""

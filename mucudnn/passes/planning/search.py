@@ -6,10 +6,10 @@ its optimum, or the step is too large for trials of single tensors, nothing else
 Otherwise plans from many starts are improved side by side, and the fastest plan wins.
 
 *Starts* are the residencies of every other policy, so the plan is never slower than the
-best of them; the request's seed; the solutions of the program and of the lower bound's
-relaxation; a family with one parameter between offloading and recomputing everything;
-and rules for whole blocks. Each is scheduled by every scheduler. Parameters and
-optimizer state are offloaded where that is faster, or where nothing else fits.
+best of them; the request's seed; the solution of the program; a family with one
+parameter between offloading and recomputing everything; and rules for whole blocks.
+Each is scheduled by every scheduler. Parameters and optimizer state are offloaded where
+that is faster, or where nothing else fits.
 
 *Improvement*, see `climbing.py`. Under a tight budget most starts lead to a poor local
 optimum, and which of them do shows only after some changes. So the changes that are
@@ -130,7 +130,7 @@ def _search_locally(
     if request.convolutions == "dynamic":
         _offer_vdnn_dyn(request, best)
     nodes = len(request.graph.nodes)
-    others = _other_starts(request, candidates, bound.residency)
+    others = _other_starts(request, candidates)
     starts += [*begin, *itertools.islice(others, _WORK // nodes)]
     changes = list(changes_of(request.graph, candidates))
     climbs = [
@@ -184,11 +184,10 @@ def _begin(request: StepRequest, candidates: Sequence[Candidate]) -> list[Reside
 
 
 def _other_starts(
-    request: StepRequest, candidates: Sequence[Candidate], nearest: Residencies
+    request: StepRequest, candidates: Sequence[Candidate]
 ) -> Iterator[Residencies]:
-    """Yield the relaxation's solution, rules for blocks, and the recomputed family."""
-    rules = [nearest] if nearest else []
-    for rule in itertools.chain(rules, blockwise(request.graph, candidates)):
+    """Yield rules for blocks, and the recomputed family."""
+    for rule in blockwise(request.graph, candidates):
         for others in (Residency.KEEP, Residency.PAGE):
             yield {EVERYTHING: others, **rule}
     yield from recomputed_family(by_cost(candidates))
