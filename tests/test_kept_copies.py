@@ -31,6 +31,7 @@ from tests.kernel_cases import ADAM, normal
 from tests.test_cuda_training import losses, stand_in
 from tests.training_cases import examples, network, trainer
 
+pytestmark = pytest.mark.usefixtures("short_searches")
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
 
