@@ -289,12 +289,7 @@ def _pools(dtype):
         out = tuple((n + 2 * p + e - k) // s + 1 for n, k, s, p, e in sizes)
         x = normal(2, 5, *spatial, dtype=dtype)
         dy = normal(2, 5, *out, seed=1, dtype=dtype)
-        attrs = {
-            "kernel": kernel,
-            "stride": stride,
-            "padding": padding,
-            "extra": extra,
-        }
+        attrs = {"kernel": kernel, "stride": stride, "padding": padding, "extra": extra}
         image, result = (x.shape, dtype), (dy.shape, dtype)
         if np.prod(kernel) < 256:
             outputs = [result, (dy.shape, "u1")]

@@ -19,12 +19,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.residency import (
-    EVERYTHING,
-    PERSISTENTS,
-    Residency,
-    saved_tensors,
-)
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency, saved_tensors
 
 CHANNELS, SIDE = 4, 4
 

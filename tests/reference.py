@@ -44,11 +44,7 @@ def _taps(problem, x):
         window = tuple(
             slice(t * d, t * d + s * (n - 1) + 1, s)
             for t, d, s, n in zip(
-                tap,
-                problem.dilation,
-                problem.stride,
-                problem.y_shape[2:],
-                strict=True,
+                tap, problem.dilation, problem.stride, problem.y_shape[2:], strict=True
             )
         )
         yield (..., *tap), x[(slice(None), slice(None), *window)]

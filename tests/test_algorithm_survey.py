@@ -16,11 +16,7 @@ from mucudnn.passes.microbatch import BATCH_POLICIES
 from mucudnn.report.survey import survey_tables
 from mucudnn.report.text import write_tables
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.algorithms import (
-    Algorithm,
-    SurveyedBatch,
-    survey_algorithms,
-)
+from mucudnn.studies.algorithms import Algorithm, SurveyedBatch, survey_algorithms
 from mucudnn.studies.convolutions import StudyInterrupted, in_directions
 from mucudnn.suites import Layer
 from tests.commands import Terminal

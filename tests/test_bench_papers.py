@@ -9,12 +9,7 @@ from bench.papers import tsplit
 from bench.papers.capacity import GIB, bytes_an_image, largest_batch, needed
 from bench.papers.cases import cases
 from bench.papers.layers import Kind, LayerBuilder
-from bench.papers.networks import (
-    MODELS,
-    alexnet,
-    of_library,
-    resnet,
-)
+from bench.papers.networks import MODELS, alexnet, of_library, resnet
 from bench.papers.out_of_core import THEIRS, windows_on
 from bench.papers.planner import plan
 from bench.papers.published import Figure, figures, speeds

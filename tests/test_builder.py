@@ -62,11 +62,7 @@ def test_a_transposed_convolution_undoes_the_shape_of_a_convolution(image, group
     assert g.shape(back) == g.shape(x)
 
 
-@given(
-    *(st.integers(1, top) for top in (12, 4, 5)),
-    st.integers(0, 2),
-    st.booleans(),
-)
+@given(*(st.integers(1, top) for top in (12, 4, 5)), st.integers(0, 2), st.booleans())
 def test_pooling_leaves_a_number_for_every_window(n, k, step, pad, ceil_mode):
     assume(2 * pad <= k <= n + 2 * pad)
     whole = [s for s in range(0, n + 2 * pad, step) if s + k <= n + 2 * pad]

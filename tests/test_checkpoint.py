@@ -68,10 +68,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert checkpoints.load(WORDS).progress == {"epoch": 9}
 
 
-@examples(
-    60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     where=st.floats(0, 1, exclude_max=True),
     how=st.sampled_from(["flip", "cut", "remove"]),

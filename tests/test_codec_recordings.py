@@ -119,11 +119,7 @@ def test_a_file_appears_whole_or_stays_as_it_was(tmp_path):
 def _unwritable():
     perf = AlgoPerf(algo="A", batch=2, time_ms=float("nan"), workspace=0)
     return Measurement(
-        fingerprint="gpu",
-        problem=problem(2),
-        perf=perf,
-        measured_at=5.0,
-        version="0",
+        fingerprint="gpu", problem=problem(2), perf=perf, measured_at=5.0, version="0"
     )
 
 

@@ -53,8 +53,7 @@ def without_blas(monkeypatch):
 
 @pytest.mark.parametrize(("direction", "layout"), EVERY_WAY)
 @pytest.mark.parametrize(
-    "case",
-    ["padded", "stride", "one_by_one", "groups", "depthwise", "long_reduction"],
+    "case", ["padded", "stride", "one_by_one", "groups", "depthwise", "long_reduction"]
 )
 def test_convolutions_need_no_blas_of_that_kind(without_blas, case, direction, layout):
     problem = ConvProblem(direction=direction, layout=layout, **CASES[case])

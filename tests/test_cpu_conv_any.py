@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from mucudnn import (
-    Tuner,
-)
+from mucudnn import Tuner
 from mucudnn.backends import Backend
 from mucudnn.backends.cpu.conv import (
     ALGORITHMS,

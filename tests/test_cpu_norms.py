@@ -141,8 +141,7 @@ def test_group_norm_and_its_gradient(shape, groups, per_element, in_place):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(2, 40, 100, 90), (300, 600), (3, 2, 40000), (1200, 50, 7)],
+    "shape", [(2, 40, 100, 90), (300, 600), (3, 2, 40000), (1200, 50, 7)]
 )
 @pytest.mark.parametrize("per_element", [False, True])
 def test_group_norm_in_tiles(shape, per_element):

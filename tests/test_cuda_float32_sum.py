@@ -5,10 +5,7 @@ import pytest
 from mucudnn import Tuner
 from mucudnn.backends.cuda.conv import float32_sum
 from mucudnn.backends.cuda.libcudnn import Status
-from mucudnn.errors import (
-    BackendError,
-    UnsupportedError,
-)
+from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM
 from tests.cuda_fake import HostSums, fake_backend

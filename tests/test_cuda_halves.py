@@ -48,12 +48,7 @@ WIDE = {
 }
 """Operation -> its inputs and its results that are wide in mixed precision."""
 
-DOUBLE = (
-    "batch_norm_merge",
-    "batch_norm_sums",
-    "group_norm_merge",
-    "group_norm_sums",
-)
+DOUBLE = ("batch_norm_merge", "batch_norm_sums", "group_norm_merge", "group_norm_sums")
 """On statistics of slices, which are in double precision."""
 
 

@@ -97,8 +97,7 @@ def test_the_table_is_imported_without_cupy_and_numpy():
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "how"),
-    [("f8", {}), ("f4", {"backwards": True}), ("f8", {"wide": True})],
+    ("dtype", "how"), [("f8", {}), ("f4", {"backwards": True}), ("f8", {"wide": True})]
 )
 def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how):
     emulator = Emulator(**how)

@@ -14,11 +14,7 @@ from mucudnn.backends.cuda.conv import step_operands
 from mucudnn.backends.cuda.conv.launch import Operands
 from mucudnn.backends.cuda.descriptors import LiveSession
 from mucudnn.backends.cuda.libcudnn import DescriptorType, Status
-from mucudnn.errors import (
-    BackendError,
-    UnsupportedError,
-    VerificationError,
-)
+from mucudnn.errors import BackendError, UnsupportedError, VerificationError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.runtime.store.measurements import BenchmarkCache

@@ -282,9 +282,7 @@ def pooled(training=True):
     x = g.conv(g.input("image", (4, 3, 8, 8)), 4, 3, padding=1)
     x = g.avg_pool(g.max_pool(g.relu(x), 2), 2)
     logits = g.linear(g.flatten(x), 3)
-    return g.build(
-        g.softmax_cross_entropy(logits, g.input("label", (4,), "int64")),
-    )
+    return g.build(g.softmax_cross_entropy(logits, g.input("label", (4,), "int64")))
 
 
 def offered(graph, library):

@@ -44,9 +44,7 @@ def test_there_is_one_for_every_expectation():
     "example",
     [
         pytest.param(
-            path,
-            marks=pytest.mark.slow if path.stem in SLOW else (),
-            id=path.stem,
+            path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem
         )
         for path in EXAMPLES
         if path.stem not in TORCH | RANKS

@@ -132,26 +132,17 @@ def over_predicted() -> list[float]:
 QUOTED = {
     "README.md": [
         ("at {95} % of the speed", lambda: 100 / least("resnet50")["measured"]),
-        (
-            "takes {115.0} MiB beyond",
-            lambda: least("resnet50")["peak_bytes"] / MIB,
-        ),
+        ("takes {115.0} MiB beyond", lambda: least("resnet50")["peak_bytes"] / MIB),
         ("of {222.2}, at", lambda: way("resnet50", "eager")["peak_bytes"] / MIB),
         ("{1.05} times eager", lambda: least("resnet50")["measured"]),
         ("takes {22.6} MiB", lambda: compiled("ours")["peak_bytes"] / MIB),
-        (
-            "instead of {41.7},",
-            lambda: compiled("torch.compile")["peak_bytes"] / MIB,
-        ),
+        ("instead of {41.7},", lambda: compiled("torch.compile")["peak_bytes"] / MIB),
         ("at {1.06} times", lambda: compiled("ours")["cost"]),
         ("takes {30.8}", lambda: compiled(AMB, "0.1")["peak_bytes"] / MIB),
         ("at {1.22}.", lambda: compiled(AMB, "0.1")["cost"]),
         ("in {6.47} GB", lambda: h100_budgets()["30%"] / 1e9),
         ("of {11.36} at", lambda: h100_budgets()["90%"] / 0.9 / 1e9),
-        (
-            "{1.03} times eager's",
-            lambda: h100("planned, 30%") / h100("eager, foreach"),
-        ),
+        ("{1.03} times eager's", lambda: h100("planned, 30%") / h100("eager, foreach")),
     ],
     "docs/results.md": [
         ("in all {51} planned rows", lambda: len(over_predicted())),

@@ -39,11 +39,7 @@ def bind_socket(path):
         made.bind(path.name)  # whose length is limited
 
 
-KINDS = {
-    "a directory": directory,
-    "a FIFO": os.mkfifo,
-    "a socket": bind_socket,
-}
+KINDS = {"a directory": directory, "a FIFO": os.mkfifo, "a socket": bind_socket}
 
 
 @pytest.mark.parametrize("linked", [False, True])

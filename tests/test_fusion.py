@@ -95,12 +95,7 @@ def statistics_between(g, x):
     shape, small = g.shape(x), ((3,), "float32")
     outputs = (("mean", *small), ("inv_std", *small))
     other = g.append(
-        "batch_norm",
-        norm.inputs,
-        shape,
-        outputs,
-        mutates=norm.mutates,
-        **norm.attrs,
+        "batch_norm", norm.inputs, shape, outputs, mutates=norm.mutates, **norm.attrs
     )
     return g.relu(y), other
 

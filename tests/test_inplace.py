@@ -87,10 +87,7 @@ def test_what_must_not_be_overwritten():
     read_later = b.relu(beside)
     other_shape = b.relu(view)
     graph = b.build(output, read_later, other_shape)
-    assert overwritten(graph, in_place(graph)) == {
-        output: twice,
-        other_shape: view,
-    }
+    assert overwritten(graph, in_place(graph)) == {output: twice, other_shape: view}
 
 
 def test_gradients_that_are_asked_for_are_not_overwritten():

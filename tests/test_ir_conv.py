@@ -66,11 +66,7 @@ def test_a_micro_batch_differs_in_the_batch_only(problem, batch):
 
 @given(conv_problems())
 def test_operands_by_direction_are_stored_in_the_layout(problem):
-    stored = {
-        "x": problem.x_shape,
-        "w": problem.w_shape,
-        "y": problem.y_shape,
-    }
+    stored = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
     if problem.layout == "NHWC":
         stored = {name: (s[0], *s[2:], s[1]) for name, s in stored.items()}
     names = {"forward": "xwy", "backward_data": "ywx", "backward_filter": "xyw"}

@@ -183,10 +183,7 @@ def test_what_never_works_is_given_up():
 
 
 @given(
-    st.integers(1, 1 << 40),
-    st.integers(0, 1 << 40),
-    st.floats(1, 3),
-    st.floats(1, 4),
+    st.integers(1, 1 << 40), st.integers(0, 1 << 40), st.floats(1, 3), st.floats(1, 4)
 )
 def test_a_budget_for_a_slowdown_is_enough_and_hardly_less_is_not(
     least, room, slowdown, slowest

@@ -48,8 +48,7 @@ def loss(full, pruned, clean):
 
 @pytest.mark.parametrize("shape", ["affine", "waves", "sweet"])
 @pytest.mark.parametrize(
-    ("batch", "algos"),
-    [pytest.param(256, 8, marks=pytest.mark.slow), (128, 7)],
+    ("batch", "algos"), [pytest.param(256, 8, marks=pytest.mark.slow), (128, 7)]
 )
 def test_few_measurements_suffice_for_every_limit(shape, batch, algos):
     for seed in range(2):

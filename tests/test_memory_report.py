@@ -170,10 +170,7 @@ def test_the_largest_batch_within_a_budget_is_found_in_few_trials(
 def test_parameters_that_outweigh_all_samples_mislead_nobody():
     """From the first two batches the line is flat; it says nothing about later ones."""
     found = study_memory(
-        spec("alexnet", 1),
-        policies=("paging",),
-        budget=1 << 30,
-        max_batch=True,
+        spec("alexnet", 1), policies=("paging",), budget=1 << 30, max_batch=True
     ).max_batch["paging"]
     assert 1 < found < 10_000
 
@@ -304,10 +301,7 @@ def test_a_snapshot_replays_without_overlaps_to_what_its_segment_holds(policy):
     (trace,), (segment,) = data["device_traces"], data["segments"]
     arena = trace[0]
     assert arena["action"] == "segment_alloc"
-    assert (arena["addr"], arena["size"]) == (
-        segment["address"],
-        segment["total_size"],
-    )
+    assert (arena["addr"], arena["size"]) == (segment["address"], segment["total_size"])
     alive, most, asked = {}, 0, set()
     for event in trace[1:]:
         assert {"action", "addr", "size", "stream", "frames", "time_us"} <= set(event)

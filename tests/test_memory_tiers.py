@@ -57,7 +57,7 @@ def test_the_fastest_is_filled_first_and_slower_ones_cost_more(budget, tmp_path)
     found = study(budget, *tiers)
     placement = found.placed.plan.prediction.placement
     assert [tier.name for tier in placement.tiers] == [
-        *("peer:1", "host", f"disk:{tmp_path}"),
+        *("peer:1", "host", f"disk:{tmp_path}")
     ]
     assert all(placement.used)
     for tier, nbytes in zip(placement.tiers, placement.used, strict=True):

@@ -127,11 +127,7 @@ def test_where_offsets_alone_need_more_memory_it_needs_less():
 
 @pytest.mark.parametrize(
     ("policy", "share"),
-    [
-        ("lru", 0.0),
-        ("lru", 0.3),
-        pytest.param("planned", 0.02, marks=pytest.mark.slow),
-    ],
+    [("lru", 0.0), ("lru", 0.3), pytest.param("planned", 0.02, marks=pytest.mark.slow)],
 )
 def test_a_request_may_ask_for_it(policy, share):
     graph = with_updates(training_graph(get_model("alexnet")(32)), Momentum())

@@ -13,11 +13,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.plan_step import (
-    fastest_form,
-    minimum_budget,
-    plan_step,
-)
+from mucudnn.passes.planning.plan_step import fastest_form, minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import (
     POLICIES,

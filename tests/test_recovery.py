@@ -251,8 +251,7 @@ def spoilt(at=(0, 0, 0, 0), factor=1.0, after=0):
     backend = watched("cpu")
     plain = Backend("cpu", backend.device, get_backend("cpu").conv)
     return dataclasses.replace(
-        backend,
-        binder=lambda plan, replay: Spoilt(plain.bind(plan), at, factor, after),
+        backend, binder=lambda plan, replay: Spoilt(plain.bind(plan), at, factor, after)
     )
 
 

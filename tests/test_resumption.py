@@ -168,10 +168,7 @@ values = st.recursive(
 )
 
 
-@examples(
-    150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_is_written_there_is_no_traceback(genuine, folder, data):
     shutil.copy(genuine / NAME, folder)

@@ -40,11 +40,7 @@ needs_segments = pytest.mark.skipif(
 def tier(name, nbytes=math.inf, rate=1e6, back=None, **options):
     back = rate if back is None else back
     return MemoryTier(
-        name=name,
-        nbytes=nbytes,
-        out_bytes_per_ms=rate,
-        in_bytes_per_ms=back,
-        **options,
+        name=name, nbytes=nbytes, out_bytes_per_ms=rate, in_bytes_per_ms=back, **options
     )
 
 

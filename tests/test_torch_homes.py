@@ -11,10 +11,7 @@ from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
 from tests.torch_steps import build, real_peak, train_eagerly  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
 
 @pytest.fixture(autouse=True)

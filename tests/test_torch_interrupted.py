@@ -29,12 +29,7 @@ from tests.torch_steps import load_in_place  # noqa: E402
 
 pytestmark = STEPS_RUN
 
-OURS = (
-    "bound_step.py",
-    "interrupts.py",
-    "optimizer_update.py",
-    "torch_own_updates.py",
-)
+OURS = ("bound_step.py", "interrupts.py", "optimizer_update.py", "torch_own_updates.py")
 """Files that are interrupted at their lines, beside planned programs."""
 
 

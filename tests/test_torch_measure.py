@@ -15,10 +15,7 @@ from mucudnn.torch.costs.meters import (  # noqa: E402
 )
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,7 @@ from mucudnn.torch.costs.measure import estimated  # noqa: E402
 from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
 H200 = "h200"
 

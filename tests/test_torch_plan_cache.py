@@ -51,10 +51,7 @@ from tests.doubles import places_in  # noqa: E402
 from tests.test_stores_hostile import VALUES  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
 
 @pytest.fixture

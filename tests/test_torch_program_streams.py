@@ -24,10 +24,7 @@ from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
 from tests.cuda_streams import OrderingError, StandIn  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
 CPU = torch.device("cpu")
 

@@ -135,10 +135,7 @@ CASES = [
         ),
     ),
     (aten._adaptive_avg_pool2d_backward.default, (r(N, 2, 3, 3), X)),
-    (
-        aten._adaptive_avg_pool3d_backward.default,
-        (r(N, 1, 2, 2, 2), r(N, 1, 4, 4, 4)),
-    ),
+    (aten._adaptive_avg_pool3d_backward.default, (r(N, 1, 2, 2, 2), r(N, 1, 4, 4, 4))),
     (
         aten.adaptive_max_pool2d_backward.default,
         (r(N, 2, 3, 3), X, aten.adaptive_max_pool2d(X, [3, 3])[1]),
@@ -170,10 +167,7 @@ CASES = [
         aten.native_layer_norm_backward.default,
         (r(N, 3, 4), r(N, 3, 4), [4], *NORM[1:], r(4), r(4), [True] * 3),
     ),
-    (
-        aten.native_group_norm.default,
-        (r(N, 4, 3, 3), r(4), r(4), N, 4, 9, 2, 1e-5),
-    ),
+    (aten.native_group_norm.default, (r(N, 4, 3, 3), r(4), r(4), N, 4, 9, 2, 1e-5)),
     (
         aten.native_group_norm_backward.default,
         (r(N, 4, 3, 3), r(N, 4, 3, 3), *GROUPS[1:], r(4), N, 4, 9, 2, [True] * 3),

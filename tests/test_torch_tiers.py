@@ -33,10 +33,7 @@ from tests.torch_steps import (  # noqa: E402
     train_eagerly,
 )
 
-pytestmark = [
-    *STEPS_RUN,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [*STEPS_RUN, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 needs_segments = pytest.mark.skipif(
     not Path("/dev/shm").is_dir(), reason="needs shared memory in /dev/shm"
 )

@@ -77,8 +77,7 @@ def least_budget(name, optimizer_of):
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
-    ("name", "optimizer_of"),
-    [("mlp", adamw), ("cnn", sgd), ("gpt", sgd)],
+    ("name", "optimizer_of"), [("mlp", adamw), ("cnn", sgd), ("gpt", sgd)]
 )
 def test_ten_steps_are_eager_ones_within_every_budget(name, optimizer_of):
     wanted = eager(name, optimizer_of)

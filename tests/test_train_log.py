@@ -127,13 +127,7 @@ def test_an_interrupted_run_evaluates_what_was_due(whole, tmp_path):
     path, folder = tmp_path / "log.csv", tmp_path / "checkpoints"
 
     checkpoints = Checkpoints(folder)
-    fit(
-        trainer(),
-        Epochs(40, 8),
-        epochs=2,
-        max_steps=3,
-        checkpoints=checkpoints,
-    )
+    fit(trainer(), Epochs(40, 8), epochs=2, max_steps=3, checkpoints=checkpoints)
     log = LogFile(path)
     for row in lines(whole / "log.csv")[:3]:
         log(LogEntry("step", int(row["step"]), 1, *(float(row["loss"]), 0.0)))

@@ -265,9 +265,7 @@ def test_equal_tables_are_examined_once(monkeypatch):
 
     original = knapsack.pareto_front
     monkeypatch.setattr(
-        knapsack,
-        "pareto_front",
-        lambda t, limit: seen.append(t) or original(t, limit),
+        knapsack, "pareto_front", lambda t, limit: seen.append(t) or original(t, limit)
     )
     divide([tables[0]] * 5 + tables, 1 << 28)
     assert len(seen) == len(tables)

@@ -190,8 +190,7 @@ READERS: dict[str, type[Reader]] = {
         lambda: {"config": {"scales": types.SimpleNamespace(now=1.0)}},
     ),
     "closure": reader(
-        lambda s: s.function(),
-        lambda s, factor: setattr(s, "function", lambda: factor),
+        lambda s: s.function(), lambda s, factor: setattr(s, "function", lambda: factor)
     ),
     "shared_cell": reader(
         lambda s: s.getter(), lambda s, factor: s.setter(factor), in_cell
@@ -215,9 +214,7 @@ READERS: dict[str, type[Reader]] = {
         lambda s: s.held[0], lambda s, factor: s.held[0].fill_(factor), in_tensor
     ),
     "tensors_number": reader(
-        lambda s: s.held[0].item(),
-        lambda s, factor: s.held[0].fill_(factor),
-        in_tensor,
+        lambda s: s.held[0].item(), lambda s, factor: s.held[0].fill_(factor), in_tensor
     ),
     "buffer": Buffered,
 }

@@ -466,10 +466,7 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (
-        torch.get_deterministic_debug_mode,
-        torch.set_deterministic_debug_mode,
-    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (
         lambda: torch.utils.deterministic.fill_uninitialized_memory,
         lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", on),
@@ -483,10 +480,7 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         lambda dtype: torch.set_autocast_dtype("cpu", dtype),
     ),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (
-        torch._C._get_mkldnn_enabled,
-        torch._C._set_mkldnn_enabled,
-    ),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (
         lambda: torch.backends.cuda.matmul.allow_tf32,
         lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),

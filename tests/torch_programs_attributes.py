@@ -96,10 +96,7 @@ replaced("slice_replaced", lambda s, out: out * s.a.stop, slice(0, 2), slice(0, 
 replaced("range_replaced", lambda s, out: out * len(s.a), range(2), range(4))
 replaced("frozenset", lambda s, out: out * len(s.a), frozenset("a"), frozenset("ab"))
 replaced(
-    "dtype_replaced",
-    lambda s, out: out.to(s.a).float(),
-    torch.float32,
-    torch.bfloat16,
+    "dtype_replaced", lambda s, out: out.to(s.a).float(), torch.float32, torch.bfloat16
 )
 replaced("numpy_scalar", lambda s, out: out * float(s.a), np.float32(1), np.float32(3))
 replaced("numpy_flag", lambda s, out: out * 2 if s.a else out, np.bool_(0), np.bool_(1))
@@ -117,12 +114,7 @@ replaced(
     torch.tensor(3.0),
 )
 replaced("function_replaced", lambda s, out: s.a(out), torch.relu, torch.tanh)
-replaced(
-    "class_replaced",
-    lambda s, out: s.a()(out),
-    nn.Identity,
-    nn.Tanh,
-)
+replaced("class_replaced", lambda s, out: s.a()(out), nn.Identity, nn.Tanh)
 replaced("same_value_set_again", times, 1000.5, float("1000.5"), keeps_plan=True)
 replaced(
     "nan_set_again",
@@ -147,12 +139,7 @@ changing(
     lambda m: setattr(m, "_a", 3.0),
     lambda: {"_a": 1.0},
 )
-changing(
-    "set_through_vars",
-    times,
-    lambda m: vars(m).update(a=3.0),
-    lambda: {"a": 1.0},
-)
+changing("set_through_vars", times, lambda m: vars(m).update(a=3.0), lambda: {"a": 1.0})
 changing(
     "training_flag_set_by_hand",
     lambda s, out: out * 2 if s.net[1].training else out,
@@ -201,12 +188,7 @@ inside(
     lambda a: a[0]["a"].update(b=3.0),
 )
 inside("dict_value", lambda: {"w": 1.0}, lambda a: a["w"], lambda a: a.update(w=3.0))
-inside(
-    "dict_key_appears",
-    dict,
-    lambda a: a.get("w", 1.0),
-    lambda a: a.update(w=3.0),
-)
+inside("dict_key_appears", dict, lambda a: a.get("w", 1.0), lambda a: a.update(w=3.0))
 inside(
     "dict_order",
     lambda: {"a": 1.0, "b": 2.0},
@@ -252,10 +234,7 @@ inside(
     lambda a: a.maps[1].update(w=3.0),
 )
 inside(
-    "deque_rotated",
-    lambda: collections.deque([1.0, 3.0]),
-    first,
-    lambda a: a.rotate(),
+    "deque_rotated", lambda: collections.deque([1.0, 3.0]), first, lambda a: a.rotate()
 )
 inside(
     "list_that_holds_itself",
@@ -264,10 +243,7 @@ inside(
     lambda a: a.__setitem__(0, 3.0),
 )
 inside(
-    "numpy_array_in_place",
-    lambda: np.ones(3),
-    first,
-    lambda a: a.__setitem__(0, 3.0),
+    "numpy_array_in_place", lambda: np.ones(3), first, lambda a: a.__setitem__(0, 3.0)
 )
 inside(
     "tensor_asked_in_place",
@@ -414,10 +390,7 @@ inside("simple_namespace", lambda: types.SimpleNamespace(scale=1.0), scale_of, t
 inside("getattr_over_a_dict", Stored, scale_of, lambda a: a.held.update(scale=3.0))
 inside("property", Described, scale_of, lambda a: setattr(a, "_scale", 3.0))
 inside(
-    "descriptor",
-    Described,
-    lambda a: a.doubled,
-    lambda a: setattr(a, "_scale", 3.0),
+    "descriptor", Described, lambda a: a.doubled, lambda a: setattr(a, "_scale", 3.0)
 )
 inside(
     "cached_property_forgotten",

@@ -204,8 +204,7 @@ def buffer_becomes_a_view_of_a_parameter() -> Training:
     model = Reading(lambda s, out: out + s.seen.sum())
     model.register_buffer("seen", torch.ones(6))
     return trained(
-        model,
-        change=lambda: setattr(model, "seen", model.net[0].weight.detach()[0]),
+        model, change=lambda: setattr(model, "seen", model.net[0].weight.detach()[0])
     )
 
 
@@ -421,10 +420,7 @@ arguments(
 
 
 def norms(
-    name: str,
-    change: Callable[[Any], Any],
-    begin: Any = as_it_is,
-    **others: bool,
+    name: str, change: Callable[[Any], Any], begin: Any = as_it_is, **others: bool
 ) -> None:
     """Add a program whose batch normalisation is changed."""
 
@@ -497,9 +493,7 @@ of_buffer(
     lambda m: setattr(m, "gain", torch.ones(4, dtype=torch.long)),
 )
 of_buffer(
-    "buffer_added",
-    lambda m: m.register_buffer("other", torch.ones(1)),
-    is_planned=True,
+    "buffer_added", lambda m: m.register_buffer("other", torch.ones(1)), is_planned=True
 )
 of_buffer("buffer_registered_again", lambda m: m.register_buffer("gain", torch.ones(4)))
 of_buffer(

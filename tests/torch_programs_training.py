@@ -154,8 +154,7 @@ optimized(
     adam,
 )
 optimized(
-    "state_zeroed",
-    lambda o: [s["momentum_buffer"].zero_() for s in o.state.values()],
+    "state_zeroed", lambda o: [s["momentum_buffer"].zero_() for s in o.state.values()]
 )
 optimized(
     "state_loaded",
@@ -164,9 +163,7 @@ optimized(
     is_planned=True,
 )
 optimized(
-    "step_counter_set",
-    lambda o: [s["step"].fill_(100) for s in o.state.values()],
-    adam,
+    "step_counter_set", lambda o: [s["step"].fill_(100) for s in o.state.values()], adam
 )
 optimized("gradients_zeroed_between", lambda o: o.zero_grad(set_to_none=False))
 optimized(
@@ -357,9 +354,7 @@ of_model(
     is_planned=True,
 )
 of_model(
-    "bias_removed",
-    lambda m: m[2].register_parameter("bias", None),
-    is_planned=True,
+    "bias_removed", lambda m: m[2].register_parameter("bias", None), is_planned=True
 )
 of_model("layer_appended", lambda m: m.append(nn.Tanh()))
 of_model("layer_with_parameters_appended", lambda m: m.append(nn.Linear(4, 4)))
@@ -696,9 +691,7 @@ def temperature_anneals_in_place() -> Training:
         return functional.cross_entropy(out / temperature, y)
 
     return trained(
-        perceptron(),
-        loss_fn=loss,
-        after=lambda number, value: temperature.mul_(0.5),
+        perceptron(), loss_fn=loss, after=lambda number, value: temperature.mul_(0.5)
     )
 
 

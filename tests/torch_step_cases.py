@@ -266,8 +266,7 @@ QUICK = MappingProxyType(
         "by_a_number": lambda: vectors(by_a_number, linear()),
         "unused": lambda: vectors(lambda s, x: s.m[0](x), linear(), linear()),
         "heads": lambda: words(
-            nn.MultiheadAttention(8, 2, 0.1),
-            forward=lambda s, x: s.m[0](x, x, x)[0],
+            nn.MultiheadAttention(8, 2, 0.1), forward=lambda s, x: s.m[0](x, x, x)[0]
         ),
         "lstm": lambda: one_recurrence(
             nn.LSTM(8, 4, 2, dropout=0.2, bidirectional=True)
