@@ -441,6 +441,8 @@ class MemoryTrials:
                     least.extend([] if e.least_bytes is None else [e.least_bytes])
                     continue
                 for tried in found.tried:
+                    if tried.request is not None and tried.least_bytes is None:
+                        continue  # slower however planned
                     self._least_of_cutting[i, tried.cutting] = tried.least_bytes
                 plan = found.chosen.plan
                 name = "any" if plan is None else plan.scheduler

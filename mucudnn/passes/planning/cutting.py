@@ -289,7 +289,8 @@ class SplitCandidate:
         request: Its planning request; None if it could not be measured.
         plan: Plan within the budget; None if infeasible or not planned.
         unbounded_ms: Time of a step without a budget.
-        least_bytes: Minimum feasible budget.
+        least_bytes: Minimum feasible budget; None if it could not be measured, or if
+            the step is slower however planned.
         segments: Runs of nodes that are split.
         kept_whole: Message on unsplit operations; empty if all are split.
     """

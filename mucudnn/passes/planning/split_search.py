@@ -122,10 +122,11 @@ class CandidateSearch:
         free = unbounded(graph, profile)
         wanted = free.prediction.step_ms
         segments = cutting.segments(step.graph)
-        least = minimum_budget(request)
+        # Of a candidate that is slower however planned, its bytes do not matter.
+        least = minimum_budget(request) if wanted < self._fastest else None
         kept = cutting.kept_whole(step.graph)
         found = SplitCandidate(cutting, request, None, wanted, least, segments, kept)
-        if least <= request.budget and wanted < self._fastest:
+        if least is not None and least <= request.budget:
             roomy = free.peak_bytes <= request.budget
             found = replace(found, plan=self._planned(cutting, request, roomy=roomy))
         self._tried[cutting] = found
@@ -262,17 +263,17 @@ class SplitDecision:
     def _line(self, candidate: SplitCandidate) -> str:
         how = ", gradients accumulated" if self._accumulates(candidate) else ""
         name = f"{candidate.cutting}{how}"
-        if candidate.least_bytes is None:
+        if candidate.request is None:
             return f"{name}: cannot be measured within the budget"
-        budget = candidate.request.budget if candidate.request else math.inf
+        if candidate.least_bytes is None:
+            times = candidate.unbounded_ms / self.unbounded_ms
+            return f"{name}: {times:.2f}x however planned"
+        budget = candidate.request.budget
         beside = () if math.isinf(budget) else (int(budget),)
         words = f"{name}: at least {format_bytes(candidate.least_bytes, *beside)}"
         if candidate.plan is not None:
             return f"{words}, {self._times(candidate)}"
-        if candidate.least_bytes > budget:
-            return f"{words}, does not fit"
-        times = candidate.unbounded_ms / self.unbounded_ms
-        return f"{words}, {times:.2f}x however planned"
+        return f"{words}, does not fit"
 
     def _accumulates(self, candidate: SplitCandidate) -> bool:
         return self.fused and candidate.cutting.along == BATCH
