@@ -167,7 +167,7 @@ def test_the_fastest_starts_are_those_of_all_that_are_scheduled():
     candidates = candidates_of(asked)
     starts = [*policy_residencies(asked), *blockwise(asked.graph, candidates)]
     everyone = module._fastest(asked, starts, 10_000)
-    assert len(everyone) > 6
+    assert len(everyone) > 10
     tried = []
     asked = request("alexnet", 128, 0.15)
     rewritten = asked._rewriter.compute_ms

@@ -51,7 +51,7 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 
 Residencies = Mapping[str, Residency]
 
-_ROUNDS = ((6, 40), (3, 60), (2, 100), (1, 200))
+_ROUNDS = ((8, 40), (4, 60), (2, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
 
 _NODES = 300
@@ -196,10 +196,9 @@ def _other_starts(
 def _fastest(
     request: StepRequest, starts: Sequence[Residencies], count: int
 ) -> list[tuple[str | Scheduler, Residencies]]:
-    """Return the residencies of the fastest starts, each with its fastest scheduler.
+    """Return the schedulers and residencies of the fastest starts that differ in time.
 
-    Of starts that take the same time, the first is returned. Where residencies do not
-    fit, parameters and state are paged as well.
+    Where residencies do not fit, parameters and state are paged as well.
     """
     found: dict[float, tuple[str | Scheduler, Residencies]] = {}
     grows = request.convolutions == "dynamic"
@@ -211,15 +210,12 @@ def _fastest(
         if grows and slowest and request.compute_ms(start) > slowest[0]:
             continue
         paged = [{**start, PERSISTENTS: Residency.PAGE}] if free else []
-        own: dict[float, tuple[str | Scheduler, Residencies]] = {}
         for scheduler in schedulers(request):
             for residency in (start, *paged):
                 with suppress(PlanningError):
                     tried = schedule_residency(request.scheduled(scheduler), residency)
-                    own.setdefault(tried.step_ms(), (scheduler, residency))
+                    found.setdefault(tried.step_ms(), (scheduler, residency))
                     break
-        if own:
-            found.setdefault(min(own), own[min(own)])
     return [found[step_ms] for step_ms in sorted(found)[:count]]
 
 
