@@ -27,9 +27,8 @@ as residual sums in low precision, are candidates like saved tensors.
 
 *Rounding.* Most tensors are integral in the optimum. The others are rounded a few at a
 time, the surest first, and the program is solved in between. The scheduler and the
-simulator judge the result: if it does not fit, tensors that are kept at the critical
-node are given up. Where bytes were missing, or computation waited for copies, the next
-round may use fewer bytes.
+simulator judge the result. Where bytes were missing, or computation waited for copies,
+the next round may use fewer bytes.
 
 The optimum is no proven bound: the program knows neither `RECOMPUTE_EACH` nor `PAGE`.
 """
@@ -80,9 +79,6 @@ _SURE = 0.99
 
 _ROUNDS = 5
 """Times that the program is solved with ever larger margins."""
-
-_REPAIRS = 5
-"""Times that residencies are corrected where they do not fit."""
 
 _DIVES = 12
 """Times that the program is solved while rounding its optimum."""
@@ -715,7 +711,7 @@ class _Rounding:
                 break
             before = dict(self._margins)
             choices = self._dive(program, found)
-            self._try(found, choices)
+            self._try(choices)
             # A scheduler keeps offloaded tensors that have room; so a few bytes too
             # many become a short copy instead of a refusal.
             big = _BIG * self._request.budget
@@ -725,7 +721,7 @@ class _Rounding:
                 else choice
                 for name, choice in choices.items()
             }
-            self._try(found, offloaded)
+            self._try(offloaded)
             close = self._best.step_ms <= _ENOUGH * self._optimum
             if close or self._margins == before:
                 break
@@ -790,19 +786,12 @@ class _Rounding:
             for t in self._model.tensors.values()
         }
 
-    def _try(self, found: Fractions, choices: Choices) -> None:
-        """Schedule residencies, repaired until they fit."""
-        for attempt in range(_REPAIRS):
-            error = self._schedule(choices)
-            if error is None or error.least_bytes is None:
-                break
+    def _try(self, choices: Choices) -> None:
+        """Schedule residencies; if they do not fit, spare the missing bytes."""
+        error = self._schedule(choices)
+        if error is not None and error.least_bytes is not None:
             short = error.least_bytes - self._request.budget
-            if not attempt:
-                self._spare(self._window_of(error.node), short)
-            repaired = self._repaired(found, choices, short, error.node)
-            if repaired is None:
-                break
-            choices = repaired
+            self._spare(self._window_of(error.node), short)
 
     def _spare(self, window: int, nbytes: float) -> None:
         """Use fewer bytes in a window from the next round on."""
@@ -842,43 +831,4 @@ class _Rounding:
         fastest = min(found, key=lambda plan: plan.step_ms())
         if fastest.step_ms() > _ENOUGH * self._optimum:
             self._spare_waits(fastest.plan())
-        return None
-
-    def _repaired(
-        self, found: Fractions, choices: Choices, short: float, node: str | None
-    ) -> Choices | None:
-        """Return residencies that free some bytes at a node; None if none do."""
-        model = self._model
-        origin = (node or "").partition("~")[0]
-        at = model.graph.positions.get(origin, 0)
-        here = []
-        for name, choice in choices.items():
-            tensor = model.tensors[name]
-            first, behind = model.kept_range(tensor)
-            if choice is Residency.KEEP and first <= at < behind:
-                here.append(tensor)
-        unsure = [t for t in here if found.surely(t.name) is None]
-        enough = [t for t in unsure if t.size >= short]
-        rate = self._request.profile.out_bytes_per_ms
-        ordered = sorted(unsure, key=lambda t: found.keep[t.name])
-        if enough:
-            ordered = [min(enough, key=lambda t: t.size)]
-        else:
-            others = [t for t in here if t not in unsure and model.remakes(t)]
-            ordered += sorted(
-                others, key=lambda t: (t.size < short, abs(t.size - short))
-            )
-        repaired = dict(choices)
-        for tensor in ordered:
-            copied = model.again_ms(tensor.maker) * rate > tensor.size
-            offload = found.offload[tensor.name] > 0.5 - found.keep[tensor.name] / 2
-            if not model.remakes(tensor) or (
-                copied if tensor not in unsure else offload
-            ):
-                repaired[tensor.name] = Residency.OFFLOAD
-            else:
-                repaired[tensor.name] = Residency.RECOMPUTE
-            short -= tensor.size
-            if short <= 0:
-                return repaired
         return None
