@@ -95,7 +95,6 @@ def test_copies_back_begin_as_late_as_their_link_admits():
     assert earliest_ends(out, clock, 10.0) == {0: 5, 1: 6}
 
 
-@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
 @pytest.mark.parametrize(
     ("model", "share"),
