@@ -16,11 +16,9 @@ CLOSE = 1e-8
 
 SHARES = 9, 3
 
-pytestmark = [
-    pytest.mark.usefixtures("short_searches"),
-    # Silenced in one thread only.
-    pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*PuLP 4.0:DeprecationWarning"  # silenced in one thread only
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +81,9 @@ def agree(found, steps, state, close=CLOSE):
         pytest.param("unet", "planned", 1.25, marks=pytest.mark.slow),
     ],
 )
-def test_each_rank_keeps_its_own_budget(name, policy, times, alone):
+def test_each_rank_keeps_its_own_budget(name, policy, times, alone, request):
+    if name != "plain":  # which is searched in full
+        request.getfixturevalue("short_search")
     budgets = [int(times * least_bytes(name, n)) for n in SHARES]
     found, looks = together(
         name,
