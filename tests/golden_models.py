@@ -1,4 +1,4 @@
-"""Plans of PyTorch models by all four entry points, every kernel at one millisecond."""
+"""Plans of PyTorch models by three entry points, every kernel at one millisecond."""
 
 import contextlib
 import warnings
@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from functorch.compile import nop
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 import mucudnn.torch as mt
@@ -73,24 +71,13 @@ def by_backend(name: str, budget: int | None) -> Any:
     return plan
 
 
-def by_hints(name: str, budget: int | None) -> Any:
-    model, loss_fn, (x, *targets) = model_of(name)
-    hint = mt.partitioner(budget=budget)
-    compiler = aot_autograd(fw_compiler=nop, partition_fn=hint)
-    call = torch.compile(model, backend=compiler, dynamic=False)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        loss_fn(call(x), *targets).backward()
-    (plan,) = hint.plans
-    return plan
-
-
 def by_memory(name: str, budget: int | None) -> Any:
     model, loss_fn, batch = model_of(name)
     study = mt.memory(model, loss_fn, batch, optimizer_of(model), device="cpu")
     return study.plan(budget)
 
 
-FACES = (by_train_step, by_backend, by_hints, by_memory)
+FACES = (by_train_step, by_backend, by_memory)
 
 
 def steps(

@@ -121,7 +121,7 @@ def asks(monkeypatch, answers):
 
 def test_the_first_part_says_what_is_wrong_and_goes_on(tmp_path, monkeypatch):
     fails = {"faces": {"wrong": ["backend: no"]}, "trace": RuntimeError("lost")}
-    asks(monkeypatch, {**fails, "inductor": {"ms": {}}})
+    asks(monkeypatch, {**fails, "compiled": {"ms": {}}})
     report = pytorch.run(job(tmp_path))
     assert report.complete
     assert report.failures == ("faces: backend: no", "trace: RuntimeError: lost")

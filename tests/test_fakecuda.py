@@ -22,9 +22,7 @@ from tests.fakecuda import device as fakecuda, triton_kernels  # noqa: E402
 if fakecuda.library() is None:
     pytest.skip(fakecuda.NEEDED, allow_module_level=True)
 
-from functorch.compile import nop  # noqa: E402
 from torch import nn  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
@@ -398,18 +396,6 @@ def test_memory_studies_what_a_step_on_the_device_needs():
     planned = plan.peak_bytes - plan.library_bytes
     assert study.least_budget <= study.unlimited_bytes <= planned
     assert next(model.parameters()).is_cuda
-
-
-@pytest.mark.parametrize("name", ["attention", "norms"])
-def test_hints_partition_a_graph_of_the_device(name, fresh_compiler):
-    """A batch norm that was computed again would read statistics it has changed."""
-    hints = mt.partitioner()
-    compiler = aot_autograd(fw_compiler=nop, partition_fn=hints)
-    model, *batch = case(name)
-    compiled = torch.compile(model, backend=compiler, fullgraph=True)
-    CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
-    assert next(model.parameters()).grad.is_cuda
-    assert hints.plans
 
 
 def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation(

@@ -293,7 +293,6 @@ TAKES = {
     "memory": (
         *(*STEP, "example", "device", "accumulate", "offload_state", "split", "tiers"),
     ),
-    "partitioner": ("budget", "device", "offload"),
     "distribute": (
         *("model", "batch", "at_least", "batch_norm", "reduction", "table"),
         *("memory", "count", "wrap"),

@@ -4,8 +4,7 @@ Sections in the order that is most worth having, each asked once and written by 
 every face runs; parameters and buffers after many steps equal eager mode's at three
 budgets; PyTorch's sanitizer sees no race; requested, allocated and reserved bytes stay
 within what is promised; the largest batch within a memory limit; time against budget,
-beside what PyTorch offers; what the GPU waits for; planned steps of Inductor's kernels;
-and Inductor with a plan's hints.
+beside what PyTorch offers; what the GPU waits for; planned steps of Inductor's kernels.
 
 Sections that change how PyTorch allocates, or may leave the device unusable, run in a
 process of their own.
@@ -24,7 +23,6 @@ from bench.gpu.pytorch_steps import (
     batch_limits,
     compiled,
     faces,
-    inductor,
     memory,
     numbers,
     sanitized,
@@ -57,7 +55,6 @@ SECTIONS: Mapping[str, tuple[Section, tuple[Any, ...], Mapping[str, str]]] = {
     **{f"times {name}": (times, (name,), {}) for name in ("gpt2", "resnet50")},
     "trace": (trace, ("gpt2",), {}),
     "compiled": (compiled, ("gpt2",), {}),
-    "inductor": (inductor, ("gpt2",), {}),
 }
 """Name -> what is run, on which network, with which environment."""
 

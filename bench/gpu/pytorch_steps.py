@@ -260,22 +260,13 @@ def faces(device: str, *, small: bool) -> dict[str, Any]:
         optimizer = case.optimizer_of(case.model)
         mt.memory(case.model, case.loss, case.batch, optimizer).plan()
 
-    def hinted() -> None:
-        case = small_gpt()
-        options = {"custom_partitioner_fn": mt.partitioner()}
-        run = torch.compile(case.model, options=options)
-        case.loss(run(case.batch[0]), case.batch[1]).backward()
-
     found: dict[str, Any] = {}
     named = {
         "train_step": trained,
         "train_step, autocast and scaler": scaled,
         "backend": compiled,
         "memory": studied,
-        "partitioner": hinted,
     }
-    if small:
-        del named["partitioner"]  # Inductor needs a compiler of kernels
     for name, run in named.items():
         try:
             run()
@@ -493,36 +484,6 @@ def trace(network: str, device: str, *, small: bool) -> dict[str, Any]:
         "overlapped_ms": sum(busy.values()) - both,
         "launches": {kind: len(some) for kind, some in spans.items()},
     }
-
-
-def inductor(network: str, device: str, *, small: bool) -> dict[str, Any]:
-    """Compare compiled passes with a plan's hints with those without."""
-    import torch
-
-    import mucudnn.torch as mt
-
-    if small:
-        return {"left_out": "Inductor compiles for minutes"}
-    case = training(network, device, small=small)
-    x, *targets = case.batch
-    steps, peaks = {}, {}
-    hints = {
-        f"{share}, with hints": {"custom_partitioner_fn": mt.partitioner(budget=budget)}
-        for share, budget in {"no budget": None, **case.budgets()}.items()
-    }
-    for name, options in {**hints, "no budget, without": {}}.items():
-        torch._dynamo.reset()
-        run = torch.compile(case.copied().model, options=options)
-
-        def step(run: Any = run) -> None:
-            case.loss(run(x), *targets).backward()
-
-        step()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        steps[name] = step
-        peaks[name] = torch.cuda.max_memory_allocated()
-    return {"ms": medians(steps, device, _ROUNDS), "allocated_bytes": peaks}
 
 
 def compiled(network: str, device: str, *, small: bool) -> dict[str, Any]:

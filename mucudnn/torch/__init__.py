@@ -33,11 +33,6 @@ if TYPE_CHECKING:
         distribute as distribute,
     )
     from mucudnn.torch.distributed.layers import compile_layers as compile_layers
-    from mucudnn.torch.hints.partitioner import (
-        HintedPartitioner as HintedPartitioner,
-        partitioner as partitioner,
-    )
-    from mucudnn.torch.hints.selective import checkpoint_contexts as checkpoint_contexts
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.plan import TorchPlan as TorchPlan
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
@@ -48,8 +43,6 @@ _HOMES = {
     "conv.context": ("convolutions",),
     "distributed.distribute": ("Distribution", "ShareSampler", "distribute"),
     "distributed.layers": ("compile_layers",),
-    "hints.partitioner": ("HintedPartitioner", "partitioner"),
-    "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
     "plan": ("TorchPlan",),
     "step": ("TrainStep", "train_step"),
@@ -58,22 +51,26 @@ _HOMES = {
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
+_REPLACED = {
+    "partitioner": "backend(budget=..., inductor=True)",
+    "HintedPartitioner": "backend(budget=..., inductor=True)",
+    "checkpoint_contexts": "train_step(..., budget=...)",
+}
+"""Name of an earlier version -> what does the same within a guaranteed peak."""
+
 __all__ = [
     "CompileBackend",
     "Distribution",
-    "HintedPartitioner",
     "MemoryStudy",
     "ShareSampler",
     "TorchPlan",
     "TrainStep",
     "backend",
-    "checkpoint_contexts",
     "compile_layers",
     "convolutions",
     "cpu_backend",
     "distribute",
     "memory",
-    "partitioner",
     "train_step",
 ]
 
@@ -84,6 +81,11 @@ if _VERSION is not None:  # without PyTorch there is nothing to refuse until it 
 
 
 def __getattr__(name: str) -> Any:
+    if name in _REPLACED:
+        raise AttributeError(
+            f"mucudnn.torch.{name} was removed, since it guaranteed no peak; "
+            f"use mucudnn.torch.{_REPLACED[name]}"
+        )
     if name not in _HOME:
         raise AttributeError(f"module 'mucudnn.torch' has no attribute {name!r}")
     if _VERSION is None:

@@ -28,7 +28,6 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import device_name, get_device
 from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import html_of
 from mucudnn.passes.planning.cutting import WHOLE, Split, SplitStep
@@ -64,7 +63,6 @@ from mucudnn.torch.optimizer_update import EagerUpdate, check_room
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.plan_program import (
     LoweredStep,
-    PlannedProgram,
     PlanOptions,
     least_budget,
     plan_program,
@@ -351,22 +349,6 @@ class MemoryStudy:
             yield row("fsdp2 + plan", whole.plan(limit))
         except PlanningError as e:
             yield ScalingRow(gpus=count, way="none fits", peak_bytes=e.least_bytes or 0)
-
-    def hinted(
-        self,
-        budget: float | str | None,
-        change_costs: Callable[[Profile], Profile],
-    ) -> tuple[PlannedProgram, CapturedStep]:
-        """Plan the example's whole step at other costs; return it as captured, too.
-
-        Raises:
-            PlanningError: The step does not fit; the message names the minimum budget.
-        """
-        limit, step = parse_budget(budget), self._at(None)
-        costs = change_costs(step.planner(self._options).profile)
-        options = replace(self._options, split=WHOLE, costs=lambda lowered: costs)
-        captured = self._capture(None)
-        return plan_program(step, options, limit), captured
 
     def report(self, budget: float | str | None = None) -> str:
         """Return an HTML page: memory over the step, techniques, a curve of budgets.

@@ -2,11 +2,11 @@
 
     train_step, memory          capture -> LoweredStep.of_captured --.
                                                                       >-- plan_program
-    backend, mt.partitioner     AOTAutograd -> LoweredStep.of_joint --'
+    backend                     AOTAutograd -> LoweredStep.of_joint --'
 
 `plan_program` measures the step (or its parts), plans it within a budget, and binds its
 convolutions and copies. What becomes of the program is the face's own: `train_step`
-binds one step, `backend` two halves, hints and `memory` only read the plan.
+binds one step, `backend` two halves, `memory` only reads the plan.
 """
 
 import math

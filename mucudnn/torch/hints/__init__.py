@@ -1,1 +1,0 @@
-"""Plans as hints for PyTorch's own partitioner and checkpoints: no peak is promised."""
