@@ -3,17 +3,21 @@
 import builtins
 import contextlib
 import contextvars
+import copy
 import functools
+import itertools
 import math
 import operator
 import os
+import sys
 import tempfile
 import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -701,3 +705,141 @@ def function_marked_for_traces():
         return entropy(scaled(out), y)
 
     return loss, never
+
+
+# -- functions that a step reaches and does not run: what they read decides nothing
+
+FLAGS = {"counts": False}
+COUNTER = itertools.count(2)
+
+
+def next_count():
+    return float(next(COUNTER))
+
+
+def counted(value):
+    return value * next_count() if FLAGS["counts"] else value
+
+
+def counted_later(change):
+    FLAGS["counts"] = False
+    globals()["COUNTER"] = itertools.count(2)
+    return lambda out, y: counted(entropy(out, y)), change
+
+
+@of_loss
+def a_function_begins_to_run_that_counts():
+    return counted_later(lambda: FLAGS.update(counts=True))
+
+
+@functools.partial(of_loss, is_planned=True, keeps_plan=True)
+def a_function_that_counts_does_not_run():
+    return counted_later(never)
+
+
+@of_loss
+def a_thread_runs_a_function_that_counts():
+    globals()["COUNTER"] = itertools.count(2)
+    with_threads = ThreadPoolExecutor(1)
+
+    def loss_fn(out, y):
+        return entropy(out, y) * with_threads.submit(next_count).result()
+
+    return loss_fn, never
+
+
+@planned
+def a_function_runs_beside_one_that_counts():
+    FLAGS["counts"] = False
+    STACK[:] = [1.0]
+
+    def loss_fn(out, y):
+        return counted(helper(entropy(out, y)))
+
+    return loss_fn, lambda: STACK.append(3.0)
+
+
+@planned
+def a_key_function_reads_a_global_beside_one_that_counts():
+    FLAGS["counts"] = False
+    STACK[:] = [1.0]
+
+    def loss_fn(out, y):
+        first, _ = sorted((1.0, 2.0), key=lambda rate: rate * top_of_stack())
+        return counted(entropy(out, y) * first)
+
+    return loss_fn, lambda: STACK.append(-1.0)
+
+
+@planned
+def a_context_variable():
+    CONTEXT.set(1.0)
+
+    def loss_fn(out, y):
+        token = CONTEXT.set(2 * CONTEXT.get())
+        try:
+            return entropy(out, y) * CONTEXT.get()
+        finally:
+            CONTEXT.reset(token)
+
+    return loss_fn, lambda: CONTEXT.set(3.0)
+
+
+class Point(NamedTuple):
+    rate: float = 1.0
+
+
+@planned
+def a_named_tuple():
+    points = [Point()]
+
+    def loss_fn(out, y):
+        return entropy(out, y) * points[0].rate
+
+    return loss_fn, lambda: points.__setitem__(0, Point(3.0))
+
+
+@planned
+def a_copy_is_changed_in_the_step():
+    space = Namespace()
+    space.rate = 1.0
+
+    def loss_fn(out, y):
+        own = copy.deepcopy(space)
+        own.rate = 2 * own.rate
+        return entropy(out, y) * own.rate
+
+    return loss_fn, lambda: setattr(space, "rate", 3.0)
+
+
+@planned
+def a_copy_with_slots_is_read_in_the_step():
+    class Slots:
+        __slots__ = ("rate",)
+
+    space = Slots()
+    space.rate = 1.0
+
+    def loss_fn(out, y):
+        return entropy(out, y) * copy.copy(space).rate
+
+    return loss_fn, lambda: setattr(space, "rate", 3.0)
+
+
+@planned
+def a_module_that_is_imported_later():
+    """The step imports it only once another one has done so."""
+    sys.modules.pop("tests_later", None)
+
+    def loss_fn(out, y):
+        if "tests_later" in sys.modules:
+            import tests_later
+
+            return entropy(out, y) * tests_later.rate
+        return entropy(out, y)
+
+    def change():
+        module = sys.modules["tests_later"] = types.ModuleType("tests_later")
+        module.rate = 3.0
+
+    return loss_fn, change

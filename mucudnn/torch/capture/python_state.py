@@ -39,6 +39,7 @@ class Kind(enum.Enum):
     ARRAY = "the bytes of a NumPy array"
     TYPE = "the class of an object"
     GENERATOR = "the state of a generator of random numbers"
+    CONTEXT = "the value of a context variable"
     CACHE = "how often a function with a cache was run"
     ASKED = "the value of a tensor that is no input of the step"
     SIZE = "how many entries a container has"
@@ -90,9 +91,11 @@ class Read:
                 holder.__class__ = value
             case Kind.GENERATOR:
                 key(holder, value)
+            case Kind.CONTEXT if value is not MISSING:  # nothing can unset one
+                holder.set(value)
             case Kind.CACHE:
                 holder.cache_clear()
-            case Kind.ASKED | Kind.SIZE:
+            case Kind.ASKED | Kind.SIZE | Kind.CONTEXT:
                 pass  # what these are about is put back by other places
 
 
@@ -180,6 +183,7 @@ _NOW: Mapping[Kind, Callable[[Any, Any], Any]] = {
     Kind.ARRAY: lambda holder, _: holder.tobytes(),
     Kind.TYPE: lambda holder, _: type(holder),
     Kind.GENERATOR: _random_state,
+    Kind.CONTEXT: lambda holder, _: holder.get(MISSING),
     Kind.CACHE: _cache_state,
     Kind.ASKED: lambda holder, key: key(holder),
     Kind.SIZE: lambda holder, _: len(holder),

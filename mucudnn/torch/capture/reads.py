@@ -10,7 +10,9 @@ check that runs before every later step. Four rules make the notes complete:
 2. *Functions.* A user's function that is reached counts as one that runs: the globals
    that its code names, its free variables, defaults and attributes are noted, and
    those of every function that these lead to. Containers are noted with what is in
-   them.
+   them. Where that leads to opaque state, the step is captured again and calls are
+   watched, which takes twice the time: only functions that run are noted then. The
+   others decide nothing, as a step has to read other state to call them.
 3. *Opaque state.* An object of C whose state cannot be looked into (`itertools.count`,
    a generator) ends the capture before the step can use it.
 4. *Effects.* What the step changed is put back when the capture is over. Attributes
@@ -25,6 +27,8 @@ other tensor is a constant of it that is read whenever the step runs.
 import abc
 import builtins
 import collections
+import contextvars
+import copyreg
 import datetime
 import decimal
 import dis
@@ -41,7 +45,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +87,18 @@ _STILL = (
     types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.WrapperDescriptorType, types.MethodDescriptorType, types.GenericAlias,
     types.ClassMethodDescriptorType, types.UnionType,
+    collections._tuplegetter,  # type: ignore[attr-defined]  # of a named tuple
     types.FrameType, types.TracebackType, type(threading.Lock()),
     type(threading.RLock()), logging.Logger, logging.LoggerAdapter, logging.Handler,
 )  # fmt: skip
 """Types whose objects do not change, or whose changes cannot influence a result."""
+
+_REACHES_UNSEEN = frozenset({
+    "__closure__", "__globals__", "getclosurevars", "setprofile",
+    "submit", "apply_async", "starmap", "run_in_executor",
+})  # fmt: skip
+"""Names by which code reads functions that it does not call, or has others call them
+in a thread that exists already: all functions count as running then."""
 
 _UNSEEN_MODULES = (
     "torch", "pybind11_builtins", "weakref", "importlib", "_frozen_importlib", "typing",
@@ -195,6 +207,11 @@ class ReadRecorder:
         parameters: Those of the modules, by name.
         inputs: Tensors that are inputs of the graph.
         floats: Python numbers that are inputs of the graph.
+        watches_calls: Whether only functions that run are noted.
+
+    Attributes:
+        may_be_unread: Whether functions that may not run decide that the step cannot be
+            captured, or for one run only.
     """
 
     def __init__(
@@ -204,6 +221,8 @@ class ReadRecorder:
         parameters: Mapping[str, torch.Tensor],
         inputs: Iterable[torch.Tensor],
         floats: Iterable[Read] = (),
+        *,
+        watches_calls: bool = False,
     ) -> None:
         self._floats = {_key_of(read.kind, read.holder, read.key) for read in floats}
         self._modules = list(modules)
@@ -228,6 +247,13 @@ class ReadRecorder:
         self._paused = True
         self._foreign: set[int | None] = set()
         self._structure: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+        self._imports: dict[str, str] = {}  # modules that are not there yet
+        self._ran: set[int] = set()  # codes, by identity
+        self._waiting: dict[int, list[types.FunctionType]] = {}  # functions by code
+        # Only one can watch calls: beside a profiler all functions count as running.
+        profiled = sys.getprofile() is not None or threading.getprofile() is not None
+        self._all_run = not watches_calls or profiled
+        self.may_be_unread = False
 
     def __enter__(self) -> "ReadRecorder":
         self._structure = [
@@ -261,10 +287,19 @@ class ReadRecorder:
             self.__exit__()
             raise
         self._paused = False
+        copyreg.__newobj__ = self._noting_copies(copyreg.__newobj__)  # type: ignore[attr-defined]
+        if not self._all_run:
+            threading.setprofile(self._watch_calls)
+            sys.setprofile(self._watch_calls)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if threading.getprofile() == self._watch_calls:
+            sys.setprofile(None)  # which an error within it has done already
+            threading.setprofile(None)
         self._paused = True
+        made = copyreg.__newobj__  # type: ignore[attr-defined]
+        copyreg.__newobj__ = getattr(made, "__wrapped__", made)  # type: ignore[attr-defined]
         for module in self._namespaces:
             module.__class__ = types.ModuleType
         for cls, own in self._classes.items():
@@ -306,7 +341,8 @@ class ReadRecorder:
         if self._opaque:
             raise UnsoundCaptureError(self._opaque)
         read = set(map(id, self._reads.values()))
-        reasons = [_reason(e) for e in effects if id(e.place) in read]
+        reasons = [why for name, why in self._imports.items() if name in sys.modules]
+        reasons += [_reason(e) for e in effects if id(e.place) in read]
         # A generator that was not drawn from decides nothing.
         reads = [r for r in self._reads.values() if r.kind is not Kind.GENERATOR]
         for cls in self._users:
@@ -391,10 +427,14 @@ class ReadRecorder:
             return
         self._paused = True
         try:
-            if name == "__dict__":
-                # Whoever takes all attributes at once reads every one of them.
-                if not is_library_file(sys._getframe(2).f_code.co_filename):
+            # Whoever takes all attributes at once, as `copy` does, reads all of them.
+            if name == "__dict__" or name in _COPYING:
+                if name in _COPYING or not is_library_file(
+                    sys._getframe(2).f_code.co_filename
+                ):
                     self._contents(_dict_of(obj), f"{type(obj).__name__}.__dict__")
+                    for slot in _slots_of(type(obj)) if name in _COPYING else ():
+                        self._note_attribute(obj, slot)
             elif name[:2] != "__" or name == "__call__":
                 self._note_attribute(obj, name)
         finally:
@@ -410,7 +450,7 @@ class ReadRecorder:
         self._take_class(type(obj))
         label = f"{type(obj).__name__}.{name}"
         if isinstance(obj, pathlib.Path) and name in _ASKS_FILES:
-            self._reasons.append(f"it calls {name}(){line_now()}")
+            self._may_run_once(f"it calls {name}(){line_now()}")
         if held is not None:
             if self._is_part(obj, held, name):
                 return
@@ -516,6 +556,18 @@ class ReadRecorder:
             return  # a class of C: its objects are looked at by `_take`
         self._classes[cls] = own
 
+    def _noting_copies(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what makes an object for `copy`, which does not call `__init__`."""
+
+        @functools.wraps(make)
+        def noting(cls: type, *args: Any) -> Any:
+            found = make(cls, *args)
+            self._made.add(id(found))
+            self._alive.append(found)
+            return found
+
+        return noting
+
     def _vars_of(self, cls: type) -> dict[str, Any]:
         """Return a class's own attributes, without the methods that note reads."""
         if (own := self._classes.get(cls)) is None:
@@ -584,8 +636,10 @@ class ReadRecorder:
                 self._take(value.default_factory, label)
             if kind.__module__ in ("builtins", "collections"):
                 return
+            if isinstance(value, tuple) and _is_library(kind):  # as sys.version_info
+                return
         if isinstance(value, types.FunctionType):
-            self._function(value, label)
+            self._function(value)
         elif isinstance(value, staticmethod | classmethod):
             self._take(value.__func__, label)
         elif isinstance(value, property):
@@ -598,13 +652,13 @@ class ReadRecorder:
             if not isinstance(value.__self__, types.ModuleType):
                 self._take(value.__self__, label)
             elif (name := value.__self__.__name__) in _TELLS_TIME:
-                self._reasons.append(f"it uses {name} ({label})")
+                self._may_run_once(f"it uses {name} ({label})")
         elif isinstance(value, types.MethodWrapperType):
             self._take(value.__self__, label)
         elif isinstance(value, weakref.ref):
             target = value()
             if not isinstance(target, (*_KEPT_ALIVE, types.FunctionType)):
-                self._reasons.append(f"it reads {label}, a weak reference")
+                self._may_run_once(f"it reads {label}, a weak reference")
             self._take(target, label)
         elif isinstance(value, _WEAK_CONTAINERS):
             self._contents(vars(value)["data"], label)
@@ -630,9 +684,12 @@ class ReadRecorder:
         elif isinstance(value, types.SimpleNamespace):
             self._contents(value.__dict__, label)
         elif isinstance(value, random.SystemRandom):
-            self._reasons.append(f"it draws from {label}")
+            self._may_run_once(f"it draws from {label}")
         elif isinstance(value, _RANDOM):
             self._note(Kind.GENERATOR, value, set_random_state, label)
+        elif isinstance(value, contextvars.ContextVar):
+            what = f"context variable {value.name!r}"
+            self._take(self._note(Kind.CONTEXT, value, None, what), what)
         elif isinstance(value, functools._lru_cache_wrapper):
             if not _is_unseen(value):
                 self._note(Kind.CACHE, value, None, f"the cache of {label}")
@@ -647,7 +704,13 @@ class ReadRecorder:
         elif not _is_unseen(kind):
             self._refuse(f"{label} is a {kind.__module__}.{kind.__qualname__}")
 
+    def _may_run_once(self, reason: str) -> None:
+        """Note why the capture is valid for one run, if this part of the step runs."""
+        self.may_be_unread = True
+        self._reasons.append(reason)
+
     def _refuse(self, what: str) -> None:
+        self.may_be_unread = True
         self._opaque = (
             f"{what}, whose state cannot be compared between steps{line_now()}; keep "
             "what a step needs in plain attributes or tensors, or give it as part of "
@@ -698,8 +761,36 @@ class ReadRecorder:
             self._refuse(f"{label} is a NumPy array of {array.nbytes} bytes")
         self._note(Kind.ARRAY, array, None, label)
 
-    def _function(self, function: types.FunctionType, label: str) -> None:
-        """Note what a function may read: it counts as one that runs."""
+    def _function(self, function: types.FunctionType) -> None:
+        """Note what can be read of a function without a call, and all when it runs."""
+        name, code = function.__qualname__, function.__code__
+        if not is_library_file(code.co_filename):
+            self._note(Kind.SLOT, function, "__code__", f"the code of {name}")
+            self._note(Kind.SLOT, function, "__doc__", f"the text of {name}")
+            for slot in ("__defaults__", "__kwdefaults__"):
+                self._note(Kind.SLOT, function, slot, f"a default of {name}")
+            self._contents(function.__dict__, f"an attribute of {name}")
+        if self._all_run or id(code) in self._ran:
+            self._runs(function)
+        else:
+            self._waiting.setdefault(id(code), []).append(function)
+
+    def _watch_calls(self, frame: types.FrameType, event: str, _: object) -> None:
+        """Note what a function reads before it runs (see `sys.setprofile`)."""
+        if event != "call":
+            return
+        code = id(frame.f_code)
+        self._ran.add(code)
+        if code in self._waiting:
+            before, self._paused = self._paused, True
+            try:
+                for function in self._waiting.pop(code):
+                    self._runs(function)
+            finally:
+                self._paused = before
+
+    def _runs(self, function: types.FunctionType) -> None:
+        """Note what a function may read when it runs."""
         name, code = function.__qualname__, function.__code__
         written = _names_in(code).free_stored
         for free, cell in zip(
@@ -714,17 +805,18 @@ class ReadRecorder:
         if is_library_file(code.co_filename):
             self._library_function(around, names)
             return
-        self._note(Kind.SLOT, function, "__code__", f"the code of {name}")
-        self._note(Kind.SLOT, function, "__doc__", f"the text of {name}")
-        what = f"a default of {name}"
-        self._take(self._note(Kind.SLOT, function, "__defaults__", what), what)
-        self._take(self._note(Kind.SLOT, function, "__kwdefaults__", what), what)
-        self._contents(function.__dict__, f"an attribute of {name}")
+        for default in (function.__defaults__, function.__kwdefaults__):
+            self._take(default, f"a default of {name}")
         texts, where = names.texts, line_of_function(code)
+        if not self._all_run and _REACHES_UNSEEN & texts:
+            self._all_run = True
+            while self._waiting:
+                for other in self._waiting.popitem()[1]:
+                    self._runs(other)
         if "cache_info" in texts:  # a capture empties the caches that it fills
             self._refuse(f"{name} reads the state of a cache{where}")
         if reading := sorted(_READS_FILES & texts):
-            self._reasons.append(f"it calls {reading[0]}(){where}")
+            self._may_run_once(f"it calls {reading[0]}(){where}")
         for name in names.stored:
             what = f"global {name!r}{where}"
             self._note_written((id(around), name), Kind.ENTRY, around, name, what)
@@ -734,7 +826,7 @@ class ReadRecorder:
                 held = vars(builtins)
                 value = self._note(Kind.ENTRY, held, name, f"builtin {name!r}")
                 if value in _LOOKS_ANYWHERE:
-                    self._reasons.append(f"it calls {name}(){where}")
+                    self._may_run_once(f"it calls {name}(){where}")
             self._take(value, f"global {name!r}")
             self._namespace(value, names, where)
         for cell in function.__closure__ or ():
@@ -765,9 +857,14 @@ class ReadRecorder:
         """Note what a function imports when it runs."""
         parts = importlib.util.resolve_name(name, around.get("__package__")).split(".")
         for i in range(len(parts)):
-            module = sys.modules.get(".".join(parts[: i + 1]))
+            name = ".".join(parts[: i + 1])
+            module = sys.modules.get(name)
             if module is None:
-                self._reasons.append(f"it imports {name}{where}")
+                label = f"whether {name} is imported{where}"
+                asked = operator.methodcaller("__contains__", name)
+                read = Read(Kind.ASKED, sys.modules, asked, False, label)
+                self._imports[name] = f"it imports {name}{where}"
+                self._reads.setdefault((id(sys.modules), name), read)
                 return
             self._take(module, name)
             self._namespace(module, names, where)
@@ -785,9 +882,9 @@ class ReadRecorder:
         for text in names.strings - held.keys():  # as `getattr` may look for them
             self._note(Kind.ENTRY, held, text, f"{module.__name__}.{text}")
         if module.__name__ in _TELLS_TIME and any(callable(held[n]) for n in named):
-            self._reasons.append(f"it uses {module.__name__}.{named[0]}{where}")
+            self._may_run_once(f"it uses {module.__name__}.{named[0]}{where}")
         if asking := _ASKS_OUTSIDE.get(module.__name__, frozenset()) & names.texts:
-            self._reasons.append(f"it calls {min(asking)}(){where}")
+            self._may_run_once(f"it calls {min(asking)}(){where}")
         if module is os and {"environ", "getenv"} & names.texts:
             self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
         for name in named:
@@ -846,6 +943,9 @@ def _key_of(kind: Kind, holder: Any, key: Any) -> Any:
 
 _NOTING = frozenset({"__getattribute__", "__setattr__", "__delattr__", "__init__"})
 """Methods of classes that the recorder replaces while a step is captured."""
+
+_COPYING = frozenset({"__reduce__", "__reduce_ex__", "__getstate__"})
+"""Methods that return everything an object holds."""
 
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 
@@ -975,7 +1075,10 @@ def _is_still(kind: Any) -> bool:
     return _is_library(kind) or not kind.__flags__ & (1 << 9)
 
 
-_SEEN_BASES = (object, *CONTAINERS, int, float, complex, str, bytes, type)
+_SEEN_BASES = (
+    *(object, *CONTAINERS, int, float, complex, str, bytes, type),
+    *(collections.OrderedDict, collections.defaultdict),
+)
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -994,6 +1097,15 @@ def _is_machinery(obj: Any, name: str) -> bool:
         and getattr(type(obj), name, None) is own
         and name not in vars(obj)
     )
+
+
+def _slots_of(cls: type) -> list[str]:
+    return [
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, types.MemberDescriptorType)
+    ]
 
 
 def _dict_of(obj: Any) -> Any:

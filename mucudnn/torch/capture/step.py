@@ -142,8 +142,37 @@ def capture_step(
     sharding = sharding or sharding_of(root)
     if sharding is not None and sharding.kind == "fsdp":
         check_optimizer(optimizer)
-    tracer = _Tracer(root, loss_fn, optimizer, parts, given, settings, sharding)
-    tensors = given.tensors
+
+    def trace(*, watches_calls: bool) -> CapturedStep:
+        tracer = _Tracer(
+            *(root, loss_fn, optimizer, parts, given, settings, sharding),
+            watches_calls=watches_calls,
+        )
+        try:
+            captured = _trace(tracer, size, results, keeps_effects, as_compiled)
+        except UnsoundCaptureError:
+            if watches_calls or not tracer.recorder.may_be_unread:
+                raise
+            return trace(watches_calls=True)
+        unread = captured.reads.transient and tracer.recorder.may_be_unread
+        if unread and not watches_calls:
+            return trace(watches_calls=True)
+        return captured
+
+    return trace(watches_calls=False)
+
+
+def _trace(
+    tracer: "_Tracer",
+    size: int | None,
+    results: KernelResults | None,
+    keeps_effects: bool,
+    as_compiled: bool,
+) -> CapturedStep:
+    """Record one step; `capture_step` says what the arguments are."""
+    parts, optimizer = tracer.parts, tracer.optimizer
+    root, settings, sharding = tracer.root, tracer.settings, tracer.sharding
+    tensors = tracer.batch.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
     inputs = [*parts.tensors(), *tensors]
     shapes = DecidingShapes(names, inputs, frozenset(parts.parameters))
@@ -164,6 +193,8 @@ def capture_step(
             without_collectives(root),
             mode,
             torch.enable_grad(),
+            # The recorder watches calls of this thread only.
+            torch.autograd.set_multithreading_enabled(False),
             enable_python_dispatcher() if as_compiled else nullcontext(),
             saying_where(),
             without_wrapped_functions(),
@@ -237,16 +268,19 @@ class _Tracer:
         batch: Batch,
         settings: StepSettings,
         sharding: Sharding | None,
+        *,
+        watches_calls: bool,
     ) -> None:
         self.root = root
-        self._sharding = sharding
+        self.optimizer = optimizer
+        self.sharding = sharding
         self.gathers: frozenset[str] = frozenset()
         self.sums: set[str] = set()
         self.parts = parts
         self.batch = batch
         self._loss_fn = loss_fn
         self._update = StepUpdate(optimizer, parts, settings, sharding)
-        self._settings = settings
+        self.settings = settings
         self.averages = CountedAverages(root)
         self._casts_once = torch.is_autocast_cache_enabled()
         roots: dict[str, Any] = {"the loss function": loss_fn}
@@ -258,6 +292,7 @@ class _Tracer:
             parts.parameters,
             [*parts.parameters.values(), *parts.buffers.values(), *batch.tensors],
             settings.floats,
+            watches_calls=watches_calls,
         )
         self.forward: set[str] = set()
         self.backward: set[str] = set()
@@ -294,17 +329,17 @@ class _Tracer:
         ]
         floats = [next(given).item() for _ in parts.floats]
         whole = parameters
-        if self._sharding is not None:
+        if self.sharding is not None:
             before = _names_now()
             with torch.no_grad():
-                self._sharding.sent(buffers)
+                self.sharding.sent(buffers)
                 sent = _names_now()
-                whole = self._sharding.gathered(parameters)
+                whole = self.sharding.gathered(parameters)
         leaves = {
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in whole.items()
         }
-        if self._sharding is not None:
+        if self.sharding is not None:
             # Leaves are operations of the graph, too, which read what is gathered.
             self.gathers = _names_now() - sent
             self.forward |= _names_now() - before
@@ -316,7 +351,7 @@ class _Tracer:
         modules = _reparametrize_module(
             self.root, places_of(self.root, leaves | buffers)
         )
-        with _lent(self._settings.floats, floats):
+        with _lent(self.settings.floats, floats):
             batch = list(given)
             functions.batch = frozenset(map(id, batch))
             for tensor, real in zip(batch, self.batch.tensors, strict=True):
@@ -331,7 +366,7 @@ class _Tracer:
             lent = parameters | buffers
             functions.stand_ins = {key: lent[name] for key, name in named.items()}
             with torch.no_grad(), autocast_off():
-                if self._settings.recorded:
+                if self.settings.recorded:
                     self.made = self._update.recorded(tensors, gradients)
                 else:
                     self.left = self._update.left(tensors, gradients)
@@ -354,13 +389,13 @@ class _Tracer:
         trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         gradients: Gradients = dict.fromkeys(trained)
         order: list[str] = []
-        if self._sharding is not None:
+        if self.sharding is not None:
             for name, leaf in trained.items():
                 leaf.register_hook(lambda _, name=name: order.append(name))
         total: torch.Tensor | None = None
         extras = []
         before = _names_now()
-        for tensors, divisor in self.batch.parts(batch, self._settings.accumulate):
+        for tensors, divisor in self.batch.parts(batch, self.settings.accumulate):
             loss, found = self._loss(tensors)
             extras.append(found)
             loss = loss / divisor if divisor != 1 else loss
@@ -371,10 +406,10 @@ class _Tracer:
                     goal, list(trained.values()), allow_unused=True
                 )
             found_now: Gradients = dict(zip(trained, mine, strict=True))
-            if self._sharding is not None:
+            if self.sharding is not None:
                 behind = _names_now()
                 with torch.no_grad(), autocast_off():
-                    found_now = self._sharding.reduced(found_now, order, leaves)
+                    found_now = self.sharding.reduced(found_now, order, leaves)
                 order.clear()
                 self.sums |= _names_now() - behind
             gradients = added(gradients, found_now)
@@ -383,7 +418,7 @@ class _Tracer:
             self.backward |= _names_now() - between
             before = _names_now()
         if any(found is not None for found in extras):
-            several = self._settings.accumulate > 1
+            several = self.settings.accumulate > 1
             self._found = tuple(extras) if several else extras[0]
         return total, gradients
 
