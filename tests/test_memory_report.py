@@ -35,8 +35,6 @@ from mucudnn.report.trace import LANES, snapshot, snapshot_bytes, trace_json
 from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import StepSpec
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 MIB = 1 << 20
 
 
@@ -348,7 +346,7 @@ def elements(page, name):
     return ET.fromstring(page.partition("\n")[2]).iter(name)
 
 
-def test_the_page_is_well_formed_and_shows_every_technique():
+def test_the_page_is_well_formed_and_shows_every_technique(short_search):
     policies = ("keep_all", "paging", PLANNED)
     found = study_memory(spec(), policies=policies, budget=budget_of(0.3), curve=True)
     page = memory_report(found)
