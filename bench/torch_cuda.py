@@ -111,7 +111,12 @@ def measured(name: str) -> dict[str, Any]:
         emptied()
         step = case.planned(budget)
         row = run(step)
-        sizes = {"budget_bytes": budget, "planned_bytes": step.plan.peak_bytes}
+        sizes = {
+            "budget_bytes": budget,
+            "planned_bytes": step.plan.peak_bytes,
+            "foreseen_bytes": step.plan.reserved_bytes,
+            "warned_bytes": step.plan.reservable_budget,
+        }
         found["budgets"].append({**sizes, **row, "slowdown": step.plan.slowdown})
         del step
     return found
@@ -121,7 +126,14 @@ def failures(network: Mapping[str, Any]) -> Iterator[str]:
     """Yield promises that were not kept."""
     for row in network["budgets"]:
         at = f"{network['model']} in {row['budget_bytes']}"
-        for low, high in (("requested", "planned"), ("planned", "budget")):
+        # What is reserved is within the budget, or the user was warned.
+        within = "warned" if row["warned_bytes"] else "budget"
+        for low, high in (
+            ("requested", "planned"),
+            ("planned", "budget"),
+            ("reserved", "foreseen"),
+            ("foreseen", within),
+        ):
             if (less := row[f"{low}_bytes"]) > (more := row[f"{high}_bytes"]):
                 yield f"{at}: {low} {less}, {high} {more}"
         for kind in ("synchronizations", "allocations"):

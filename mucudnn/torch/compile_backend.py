@@ -386,6 +386,8 @@ class CompileBackend:
             self._plans.append(found)
             _log.info("%s", found)
             self._budget.note(source, peak)
+            if message := found.reserved_warning:
+                warnings.warn(f"{source.name}: {message}", stacklevel=2)
             message = self._budget.exceeded_by_models(source)
             if message and not self._warned:
                 self._warned = True

@@ -313,6 +313,33 @@ def allows_tf32(products: Literal["conv", "matmul"]) -> bool:
     return bool(torch._C._get_fp32_precision_getter("cuda", products) == "tf32")
 
 
+def allocations_of(
+    call: Callable[[], object], device: torch.device
+) -> list[tuple[int, int]]:
+    """Return what a call allocates and frees on a CUDA device, in order.
+
+    Returns:
+        Addresses and bytes, 0 of what is freed; nothing where the user has the history
+        of the allocator recorded, which is left alone.
+    """
+    if torch._C._cuda_isHistoryEnabled():
+        return []
+    record = torch.cuda.memory._record_memory_history
+    record("all", context=None)
+    try:
+        result = call()
+        events = torch.cuda.memory._snapshot()["device_traces"][device.index or 0]
+    finally:
+        record(None)
+    del result
+    sizes = {"alloc": 1, "free_requested": 0}
+    return [
+        (event["addr"], event["size"] * sizes[event["action"]])
+        for event in events
+        if event["action"] in sizes
+    ]
+
+
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:
     """Return Dynamo's number of a graph's function, and of the graph, as in "0/1".
 

@@ -141,6 +141,8 @@ class EagerUpdate:
         return planner, replace(
             plan,
             budget=budget,
+            reservable_budget=plan.reservable_budget
+            and self.with_passes(plan.reservable_budget),
             resident_bytes=plan.resident_bytes + self.usage.state,
             own_update=self.usage,
             update_peak_bytes=self.peak_bytes,

@@ -1,5 +1,6 @@
 """The plan of a PyTorch step, as users read it."""
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ import torch
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import html_of
 from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.scheduling.problem import origin
@@ -67,6 +68,8 @@ class TorchPlan:
         library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
         fragmentation_bytes: Bytes that CUDA's allocator reserves beyond the peak, for
             gaps that no tensor fits into; 0 on the CPU.
+        reservable_budget: Bytes within which the allocator's stay, where it reserves
+            more than the budget for every plan that was found; else 0.
         device: The CUDA device that the step runs on; None for the CPU.
         chosen: The bytes of a budget that is not given in bytes, and its cost.
         unplanned_bytes: Peak of the whole graph without a budget, in the planner's own
@@ -86,6 +89,7 @@ class TorchPlan:
     update_reason: str = field(repr=False, default="")
     library_bytes: int = 0
     fragmentation_bytes: int = 0
+    reservable_budget: int = 0
     device: torch.device | None = None
     chosen: tuple[str, ...] = field(repr=False, default=())
     unplanned_bytes: int = 0
@@ -103,8 +107,24 @@ class TorchPlan:
 
     @property
     def reserved_bytes(self) -> int:
-        """Most memory that PyTorch's allocator holds for what the budget counts."""
-        return self.peak_bytes + self.fragmentation_bytes
+        """Most memory that PyTorch's allocator holds for what the budget counts.
+
+        Of an update that runs eagerly, the bytes that it requests.
+        """
+        return self._counted(self.plan.peak_bytes + self.fragmentation_bytes)
+
+    @property
+    def reserved_warning(self) -> str:
+        """What to tell the user if more is reserved than the budget; else empty."""
+        over, budget = self.reserved_bytes, int(min(self.budget, sys.maxsize))
+        if over <= budget:
+            return ""
+        return (
+            f"PyTorch's allocator reserves {format_bytes(over, budget)} for a step "
+            f"within a budget of {format_bytes(budget, over)}, as no plan was found "
+            "whose gaps between tensors fit, too; tensors stay within the budget, and "
+            f"reserved memory within one of {exact_bytes(self.reservable_budget)}"
+        )
 
     @property
     def slowdown(self) -> float:

@@ -11,9 +11,12 @@ binds one step, `backend` two halves, `memory` only reads the plan.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from mucudnn.arguments import check_bool
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
@@ -29,7 +32,12 @@ from mucudnn.torch.capture.optimizers import with_updates
 from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.costs.measure import KnownCosts, estimated, measured
+from mucudnn.torch.costs.measure import (
+    KnownCosts,
+    allocations_of_nodes,
+    estimated,
+    measured,
+)
 from mucudnn.torch.execution.cuda_memory import library_bytes, reserve
 from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
@@ -220,6 +228,7 @@ class LoweredStep:
         together: Bytes of gradients that may be updated together; 0 to update one
             tensor at a time.
         known: Costs of nodes that were measured, for other forms of the graph.
+        pieces: In which order they allocate on CUDA, by `call_key`.
     """
 
     lowered: Lowered
@@ -232,6 +241,9 @@ class LoweredStep:
     threads: int = 1
     together: int = 0
     known: KnownCosts = field(default_factory=KnownCosts, repr=False)
+    pieces: dict[Any, Sequence[tuple[int, int]]] = field(
+        default_factory=dict, repr=False
+    )
 
     @classmethod
     def of_joint(cls, joint: Joint, own: Sequence[int]) -> "LoweredStep":
@@ -315,11 +327,19 @@ class LoweredStep:
                 self.planners[key] = self._measure(options, self.lowered)
         return self.planners[key]
 
-    def plan(self, options: PlanOptions, budget: float) -> tuple[Planner, TorchPlan]:
+    def plan(
+        self, options: PlanOptions, budget: float, *, advise: bool = False
+    ) -> tuple[Planner, TorchPlan]:
         """Plan the graph, whole or split or compiled, and return what planned it.
 
         On CUDA the budget includes cuBLAS's workspaces, and if a plan allows it what
         the allocator reserves beyond the peak.
+
+        Args:
+            options: How it is planned.
+            budget: Bytes.
+            advise: Whether a refusal on CUDA names the bytes that are reserved for the
+                least budget.
 
         Raises:
             PlanningError: The step does not fit; the message names the minimum budget.
@@ -332,10 +352,11 @@ class LoweredStep:
             if not held or e.least_bytes is None:
                 raise
             least = e.least_bytes + held
+            more = self._advise_reserved(options, least, held) if advise else ""
             raise PlanningError(
                 f"the step does not fit into {exact_bytes(int(budget))}, of which "
                 f"{exact_bytes(held)} are cuBLAS's workspaces: the least budget that "
-                f"works is {exact_bytes(least)}",
+                f"works is {exact_bytes(least)}{more}",
                 node=e.node,
                 short_by=least - int(budget),
                 least_bytes=least,
@@ -345,28 +366,101 @@ class LoweredStep:
         on_cuda = partial(replace, budget=budget, library_bytes=held, device=device)
         if options.costs is not measured:
             return planner, on_cuda(plan)  # nothing runs
-        # A GPU runs out of reserved memory. If more is reserved than the budget, less
-        # is planned with, at last the least; the plan that reserves least stands.
-        found = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
-        last, spare, least = found, 0.0, False
-        for _ in range(_REPLANS):
-            excess = last[1].reserved_bytes - budget
-            if excess <= 0 or least:
-                break
-            spare += excess
-            rest = max(0.0, budget - held - spare)
+        return self._plan_reserved(options, (planner, on_cuda(plan)))
+
+    def _advise_reserved(self, options: PlanOptions, least: int, held: int) -> str:
+        """Name the bytes that are reserved within the least budget; empty if no more.
+
+        Empty, too, if the device does not have them.
+        """
+        options = replace(options, together=0.0)
+        with suppress(PlanningError, torch.OutOfMemoryError):
+            planner, plan = self._plan_grouped(options, least - held)
+            device = device_of(self.lowered.layouts)
+            plan = replace(plan, budget=least, library_bytes=held, device=device)
+            _, plan = self._plan_reserved(options, (planner, plan), least - held)
+            if plan.reserved_bytes > least:
+                return (
+                    "; PyTorch's allocator reserves more for it, and stays within "
+                    f"{exact_bytes(plan.reservable_budget)}"
+                )
+        return ""
+
+    def _plan_reserved(
+        self,
+        options: PlanOptions,
+        first: tuple[Planner, TorchPlan],
+        least: float = 0,
+    ) -> tuple[Planner, TorchPlan]:
+        """Plan again until the bytes that CUDA's allocator reserves fit the budget.
+
+        A GPU runs out of reserved memory. Gaps differ from plan to plan, so the next
+        plan's peak is what the last one's gaps leave of the budget, and at last the
+        least peak. Where a plan that fits is slower than one that does not, plans
+        between the two are tried.
+
+        Args:
+            options: How the first plan was made.
+            first: A plan within the budget in requested bytes.
+            least: The least peak of any plan, as far as it is known.
+
+        Returns:
+            The fastest plan that fits; if none does, the one that reserves least.
+        """
+        of_budget = first[1]
+        budget, held = of_budget.budget, of_budget.library_bytes
+        tried: list[tuple[Planner, TorchPlan]] = []
+
+        def reserved(planner: Planner, plan: TorchPlan) -> int:
+            return _reserve(planner, plan, budget - plan.peak_bytes, self.pieces)
+
+        def rehearse(planner: Planner, plan: TorchPlan) -> TorchPlan:
+            plan = replace(
+                plan, budget=budget, library_bytes=held, device=of_budget.device
+            )
+            gaps = reserved(planner, plan)
+            tried.append((planner, replace(plan, fragmentation_bytes=gaps)))
+            return tried[-1][1]
+
+        last = rehearse(*first)
+        while last.reserved_bytes > budget and last.peak_bytes - held > least:
+            rest = budget - held - last.fragmentation_bytes
+            rest = max(least, rest) if len(tried) < _REPLANS else least
             try:
-                planner, plan = self._plan_grouped(options, rest)
+                last = rehearse(*self._plan_grouped(options, rest))
             except PlanningError as e:
-                least = True
-                if e.least_bytes is None or e.least_bytes > budget - held:
+                if options.together:  # gradients that are updated together wait
+                    options = replace(options, together=0.0)
+                elif e.least_bytes is not None:
+                    least = e.least_bytes
+                else:
                     break
-                planner, plan = self._plan_grouped(options, e.least_bytes)
-            last = planner, on_cuda(plan, fragmentation_bytes=_reserve(planner, plan))
-            found = min(found, last, key=lambda one: one[1].reserved_bytes)
-        if found is not last:
-            _reserve(*found)
-        return found
+        enough = last.reserved_bytes + _SEGMENT
+
+        def fastest() -> tuple[Planner, TorchPlan] | None:
+            fit = [one for one in tried if one[1].reserved_bytes <= budget]
+            return min(fit, key=lambda one: _step_ms(one[1]), default=None)
+
+        found = fastest()
+        for _ in range(_BETWEEN if found and len(tried) > 1 else 0):
+            assert found is not None
+            over = [plan for _, plan in tried if plan.reserved_bytes > budget]
+            high = min(over, key=lambda plan: plan.peak_bytes)
+            if _step_ms(found[1]) <= _NEAR * _step_ms(high):
+                break
+            middle = (found[1].peak_bytes + high.peak_bytes) / 2 - held
+            rehearse(*self._plan_grouped(options, middle))
+            found = fastest()
+        if found is None:
+            planner, plan = min(tried, key=lambda one: one[1].reserved_bytes)
+            found = planner, replace(plan, reservable_budget=enough)
+        planner, plan = found
+        if plan.plan is not tried[-1][1].plan:
+            plan = replace(plan, fragmentation_bytes=reserved(planner, plan))
+            if plan.reserved_bytes > budget:  # holes have other addresses now
+                enough = max(enough, plan.reserved_bytes + _SEGMENT)
+                plan = replace(plan, reservable_budget=enough)
+        return planner, plan
 
     def held_bytes(self, options: PlanOptions) -> int:
         """Return the bytes of cuBLAS's workspaces; 0 for a step that is not run."""
@@ -384,13 +478,17 @@ class LoweredStep:
         needs less memory, for gradients that wait.
         """
         found: tuple[PlanOptions, Planner, TorchPlan] | None = None
+        short_by, failed = 0, 1.0
         for share in _SHARES if self.together else (0.0,):
+            if share and short_by > (failed - share) * self.together:
+                continue  # fewer gradients that wait do not save as much
             grouped = replace(options, together=share * self.together)
             try:
                 planner, plan = self._plan_grouped(grouped, budget)
-            except PlanningError:
+            except PlanningError as e:
                 if not share and found is None:
                     raise
+                short_by, failed = e.short_by or 0, share
                 continue
             if found is None or _step_ms(plan) < _step_ms(found[2]):
                 found = grouped, planner, plan
@@ -469,18 +567,34 @@ _NEAR = 1.02
 """Slowdown of a plan from which on no smaller groups are tried."""
 
 
-_REPLANS = 3
-"""Plans that are made to have fewer bytes reserved."""
+_REPLANS = 5
+"""Plans that are made to have fewer bytes reserved, before the least is."""
+
+
+_SEGMENT = 20 << 20
+"""Bytes of a segment of tensors below 10 MiB: one more may be in use when a
+step is planned again."""
+
+
+_BETWEEN = 2
+"""Plans that are made between one that fits in reserved bytes and one that does not."""
 
 
 def _step_ms(plan: TorchPlan) -> float:
     return plan.plan.prediction.step_ms
 
 
-def _reserve(planner: Planner, plan: TorchPlan) -> int:
+def _reserve(
+    planner: Planner,
+    plan: TorchPlan,
+    allowed: float,
+    known: dict[Any, Sequence[tuple[int, int]]],
+) -> int:
     """Reserve the memory of a planned step; return the bytes beyond its peak."""
     nbytes = max(0, plan.plan.peak_bytes - plan.given_bytes - plan.resident_bytes)
-    return reserve(planner.lowered, plan.plan.schedule, nbytes)
+    lowered, workspaces = planner.lowered, planner.profile.workspaces
+    pieces = allocations_of_nodes(lowered, workspaces, known)
+    return reserve(lowered, plan.plan.schedule, nbytes, allowed, pieces)
 
 
 @dataclass(frozen=True)
@@ -520,7 +634,7 @@ def plan_program(
     """
     try:
         if step.update is None:
-            planner, plan = step.plan(options, budget)
+            planner, plan = step.plan(options, budget, advise=advise)
         else:
             planner, plan = step.update.plan(budget, partial(step.plan, options))
     except PlanningError as e:

@@ -63,6 +63,7 @@ from mucudnn.torch.distributed.step_ranks import (
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.devices import check_devices
+from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
 from mucudnn.torch.plan import TorchPlan
@@ -707,8 +708,12 @@ class TrainStep:
     def _program(self, lowered: LoweredStep) -> PlannedProgram:
         """Plan a lowered step within the budget."""
         if self._automatic is None:
-            return plan_program(lowered, self._options, self._budget)
-        return self._automatic.plan(lowered, self._options)
+            program = plan_program(lowered, self._options, self._budget)
+        else:
+            program = self._automatic.plan(lowered, self._options)
+        if message := program.plan.reserved_warning:
+            self._warn("reserved", message)
+        return program
 
     def _together(self, batch: Batch) -> AbstractContextManager[None]:
         """Have all ranks capture one step, or none; an error of one ends all."""
@@ -862,7 +867,14 @@ _VARIANTS_A_PLAN = 4
 
 def graph_key(captured: CapturedStep) -> Hashable:
     """Return what is equal for graphs that one plan serves."""
-    lines, constants = [repr(captured.names)], []
+    # Other kernels have other scratch memory.
+    cudnn = torch.backends.cudnn
+    kernels = (
+        float32_precisions(),
+        torch.are_deterministic_algorithms_enabled(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+    )
+    lines, constants = [repr((captured.names, kernels))], []
     for node in captured.module.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr":

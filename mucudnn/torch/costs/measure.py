@@ -408,6 +408,46 @@ def _scratch(
     return found
 
 
+def allocations_of_nodes(
+    lowered: Lowered,
+    workspaces: Mapping[str, int],
+    known: dict[Any, Sequence[tuple[int, int]]],
+) -> dict[str, Sequence[tuple[int, int]]]:
+    """Return in which order nodes on CUDA allocate results and scratch memory.
+
+    Args:
+        lowered: The graph.
+        workspaces: Bytes of scratch memory by node.
+        known: What was found before by `call_key`; the rest is added.
+
+    Returns:
+        Node with much scratch memory -> numbers of pieces and their bytes, 0 where one
+        is freed. Results are not.
+    """
+    device = device_of(lowered.layouts)
+    found = {}
+    for node in lowered.graph.nodes:
+        if workspaces.get(node.name, 0) < _LARGE_SCRATCH or is_collective(node.op):
+            continue
+        key = call_key(lowered, node)
+        if key not in known:
+            operands = operands_of(lowered, node)
+            run = partial(evaluate, lowered.calls[node.name], operands)
+            numbers: dict[int, int] = {}
+            events: list[tuple[int, int]] = []
+            for place, nbytes in internals.allocations_of(run, device):
+                if nbytes:
+                    numbers[place] = len(events)
+                if place in numbers:
+                    events.append((numbers[place], nbytes))
+            known[key] = events
+        found[node.name] = known[key]
+    return found
+
+
+_LARGE_SCRATCH = 1 << 20
+"""Bytes of scratch memory whose pieces matter: smaller ones fill no gaps."""
+
 _STATE_BYTES = 2 * rounded(5056)
 """Bytes of the CPU generator's state, twice: it is saved, set, and restored."""
 

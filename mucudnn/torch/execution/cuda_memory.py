@@ -11,6 +11,8 @@ A plan counts the bytes of tensors and of scratch memory. Three things come on t
   it: the tensors of a step are then cut from one segment. All allocations of the step
   are made in it once, without its kernels, which tells how much more is needed. Where
   that is much, larger blocks are tried, and blocks of the largest tensors' sizes.
+* Free parts of segments in which the model's own tensors are. They cannot be given
+  back, so `reserve` counts them.
 
 This costs nothing in a step, and other code may use the blocks between two steps, which
 a `torch.cuda.MemPool` of the plan's own would prevent. A pool in which one block was
@@ -40,6 +42,10 @@ _PRODUCTS = ("mm", "bmm", "linear", "matmul", "convolution")
 _ACCEPTED = 0.005
 """Part of a step's bytes that gaps may take before other blocks are tried."""
 
+_UNPLANNED = 4 << 20
+"""Two segments of the allocator's for tensors up to 1 MiB: a step has some that its
+plan does not list, such as the scalars of an update."""
+
 _LARGE = 0.02
 """Part of a step's bytes from which a tensor may have a block of its own."""
 
@@ -53,6 +59,9 @@ _SPARE = 0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05
 
 _DRAWN = 100
 """Partitions that are drawn at random where gaps are left by all others."""
+
+_REHEARSALS = 5
+"""Steps after which the allocator has what it needs."""
 
 _SHOWN = 8
 PROGRAM = "<planned step>"
@@ -75,13 +84,22 @@ def library_bytes(lowered: Lowered, device: torch.device) -> int:
     return max(0, int(after - before - sum(tensor.nbytes for tensor in made)))
 
 
-def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
+def reserve(
+    lowered: Lowered,
+    schedule: Schedule,
+    nbytes: int,
+    allowed: float,
+    pieces: Mapping[str, Sequence[tuple[int, int]]],
+) -> int:
     """Reserve the memory of a step, and find out how much it needs beyond its peak.
 
     Args:
         lowered: The step.
         schedule: Its instructions.
         nbytes: The most bytes of tensors and scratch memory that the step allocates.
+        allowed: Bytes that may be reserved beyond these: more blocks are tried until
+            they suffice.
+        pieces: In which order nodes allocate, as `allocations_of_nodes` says.
 
     Returns:
         Bytes that the allocator has to reserve beyond these.
@@ -90,12 +108,18 @@ def reserve(lowered: Lowered, schedule: Schedule, nbytes: int) -> int:
         torch.OutOfMemoryError: The device does not have them.
     """
     device = device_of(lowered.layouts)
-    gaps, blocks = _best_blocks(device, _allocations(lowered, schedule), nbytes)
-    if gaps:
-        # The first step reserves what its own order of allocations needs.
-        _reserve_blocks(device, blocks)
+    before = _reserve_blocks(device, ())
+    held = before - int(torch.cuda.memory_stats(device).get(_CURRENT, 0)) + _UNPLANNED
+    room, enough = allowed - held, _ACCEPTED * nbytes
+    if room >= 0:  # else no blocks are enough
+        enough = min(enough, room)
+    allocations = _allocations(lowered, schedule, pieces)
+    _, blocks = _best_blocks(device, allocations, nbytes, enough)
+    # Which of two equal holes is filled depends on their addresses, which are new; so
+    # what this rehearsal reserves is what the step uses.
+    gaps = _gaps(device, allocations, blocks, nbytes)
     torch.cuda.reset_peak_memory_stats(device)
-    return gaps
+    return max(0, gaps + held)
 
 
 def reserve_block(device: torch.device, nbytes: int) -> None:
@@ -109,9 +133,14 @@ def reserve_block(device: torch.device, nbytes: int) -> None:
 
 
 def _best_blocks(
-    device: torch.device, allocations: Sequence[tuple[str, int]], nbytes: int
+    device: torch.device,
+    allocations: Sequence[tuple[str, int]],
+    nbytes: int,
+    enough: float,
 ) -> tuple[int, list[int]]:
     """Return the fewest bytes in gaps that any blocks leave, and these blocks.
+
+    The search ends with the first blocks that leave few `enough`.
 
     A little more memory often saves a whole tensor's: the allocator splits no block of
     which less than 1 MiB would be left. So every partition is tried with more and more
@@ -126,12 +155,12 @@ def _best_blocks(
 
     most = _most_alive(allocations, nbytes)
     for share, (first, *others) in product(_SPARE, _partitions(most, nbytes)):
-        if best[0] <= nbytes * max(share, _ACCEPTED):
+        if best[0] <= max(share * nbytes, enough):
             break
         attempt([first + int(share * nbytes), *others])
     draw = Random(0)
     for _ in range(_DRAWN if most else 0):
-        if best[0] <= nbytes * _ACCEPTED:
+        if best[0] <= enough:
             break
         blocks = []
         for size in draw.sample([*most], min(len(most), draw.randint(1, 3))):
@@ -182,16 +211,25 @@ def _gaps(
     blocks: Sequence[int],
     nbytes: int,
 ) -> int:
-    """Return the bytes that are reserved beyond `nbytes` for a step's allocations."""
+    """Return the bytes that are reserved beyond `nbytes` for a step's allocations.
+
+    They are made again in what was reserved for them, as every step does, until that
+    is enough.
+    """
     before = _reserve_blocks(device, blocks)
-    live = {}
-    for name, size in allocations:
-        if size:
-            live[name] = torch.empty(size, dtype=torch.uint8, device=device)
-        else:
-            live.pop(name, None)
-    live.clear()
-    return max(0, int(torch.cuda.memory_reserved(device)) - before - nbytes)
+    reserved = 0
+    for _ in range(_REHEARSALS):
+        live = {}
+        for name, size in allocations:
+            if size:
+                live[name] = torch.empty(size, dtype=torch.uint8, device=device)
+            else:
+                live.pop(name, None)
+        live.clear()
+        last, reserved = reserved, int(torch.cuda.memory_reserved(device))
+        if last == reserved:
+            break
+    return reserved - before - nbytes
 
 
 def _reserve_blocks(device: torch.device, blocks: Sequence[int]) -> int:
@@ -207,7 +245,11 @@ def _reserve_blocks(device: torch.device, blocks: Sequence[int]) -> int:
     return int(before)
 
 
-def _allocations(lowered: Lowered, schedule: Schedule) -> list[tuple[str, int]]:
+def _allocations(
+    lowered: Lowered,
+    schedule: Schedule,
+    pieces: Mapping[str, Sequence[tuple[int, int]]],
+) -> list[tuple[str, int]]:
     """Return the allocations of a step on the device in order; 0 bytes frees one."""
     graph, kept = schedule.graph, set(schedule.resident)
     on_cuda = {
@@ -215,6 +257,7 @@ def _allocations(lowered: Lowered, schedule: Schedule) -> list[tuple[str, int]]:
         for name in graph.tensors
         if lowered.layouts[origin(name)].device.type == "cuda" and name not in kept
     }
+    outputs = {node.name: node.outputs for node in graph.nodes}
     found: list[tuple[str, int]] = []
     for step in schedule.instructions:
         match step:
@@ -223,8 +266,19 @@ def _allocations(lowered: Lowered, schedule: Schedule) -> list[tuple[str, int]]:
             case Free(name) if name in on_cuda:
                 found.append((name, 0))
             case Compute(node) if nbytes := schedule.workspaces.get(node, 0):
-                scratch = f"scratch of {node}"
-                found += (scratch, nbytes), (scratch, 0)
+                # A kernel may allocate scratch memory before its results.
+                results: list[tuple[str, int]] = []
+                while found and found[-1][1] and found[-1][0] in outputs[node]:
+                    results.append(found.pop())
+                events = pieces.get(origin(node)) or [(0, nbytes), (0, 0)]
+                freed = {number for number, size in events if not size}
+                for number, size in events:
+                    if number in freed:
+                        found.append((f"scratch {number} of {node}", size))
+                    elif same := [one for one in results if one[1] == size]:
+                        found.append(same[-1])
+                        results.remove(same[-1])
+                found += reversed(results)
     return found
 
 
