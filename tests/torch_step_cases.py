@@ -216,6 +216,18 @@ def views_of_a_constant(s, x):
     return s.m[0](x) * KEPT[None] + KEPT.view(2, 4)[:, :2].flatten().repeat(2)
 
 
+def written_in_parts_of_a_storage(s, x):
+    """Slices, rows and a diagonal of tensors that are parts of larger ones."""
+    part = x.new_zeros(len(x) + 3, 90)[2:-1, 1:9]
+    part[:, :4] = s.m[0](x)[:, :4]
+    part[0] = part[1] + 1
+    part[:, 4:].copy_(x[:, 4:].tanh())
+    part.diagonal().copy_(x.sum())
+    whole = x.new_zeros(len(x), 90)[:, 70:78]
+    whole[:] = s.m[0](x)
+    return part.tanh() + whole
+
+
 def in_eight_bits(s, x):
     """A layer whose weights and result are rounded to eight bits, with gradients."""
     weight = s.m[0].weight.to(torch.float8_e4m3fn).to(torch.float32)
@@ -246,6 +258,9 @@ QUICK = MappingProxyType(
         "added_to": lambda: vectors(added_to, linear()),
         "put": lambda: vectors(put, linear()),
         "written_in_slices": lambda: vectors(written_in_slices, linear()),
+        "written_in_parts_of_a_storage": lambda: vectors(
+            written_in_parts_of_a_storage, linear()
+        ),
         "set_by_mask": lambda: vectors(set_by_mask, linear()),
         "without_gradient": lambda: vectors(without_gradient, linear(), linear()),
         "complex": lambda: vectors(

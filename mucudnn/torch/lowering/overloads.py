@@ -44,6 +44,8 @@ def as_laid_out(
             return _contiguous_bernoulli_like
     if function is torch.ops.aten._ctc_loss.Tensor:
         return padded_ctc
+    if function in _VIEWS_CHANGED and first is not None and _is_part(first, result):
+        return _of_part(function)
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
     if function is torch.ops.aten.mkldnn_rnn_layer.default:
@@ -61,6 +63,42 @@ def _compact(function: Any) -> Callable[..., Any]:
 
     compact.__qualname__ = f"_compact({function})"  # by which plans are remembered
     return compact
+
+
+_VIEWS_CHANGED = {
+    torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
+    torch.ops.aten.diagonal_scatter.default: torch.ops.aten.diagonal.default,
+    torch.ops.aten.copy.default: None,  # all of it
+}
+"""Operation that returns a copy with a changed view -> the view. PyTorch's kernels copy
+the whole storage of their first operand, of which it may be a small part."""
+
+
+def _is_part(first: torch.Tensor, result: torch.Tensor) -> bool:
+    """Return whether an operand lies in a larger storage than a result."""
+    whole, part = first.untyped_storage().nbytes(), result.untyped_storage().nbytes()
+    return int(whole) > int(part)
+
+
+@functools.cache
+def _of_part(function: Any) -> Callable[..., Any]:
+    """Return such an operation that copies no more than its operand."""
+    view = _VIEWS_CHANGED[function]
+
+    def of_part(
+        part: torch.Tensor, source: torch.Tensor, *where: Any, **named: Any
+    ) -> torch.Tensor:
+        own = torch.empty_strided(
+            part.shape, part.stride(), dtype=part.dtype, device=part.device
+        )
+        if view is None:
+            return own.copy_(source)  # `where` says whether it may wait
+        view(own.copy_(part), *where, **named).copy_(source)
+        return own
+
+    of_part.__qualname__ = f"_of_part({function})"  # by which plans are remembered
+    return of_part
 
 
 def lstm_layer(*args: Any) -> Any:
