@@ -228,6 +228,11 @@ def written_in_parts_of_a_storage(s, x):
     return part.tanh() + whole
 
 
+def grouped_products(s, x):
+    ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+    return s.m[0](functional.grouped_mm(x, s.w, offs=ends).relu())
+
+
 def in_eight_bits(s, x):
     """A layer whose weights and result are rounded to eight bits, with gradients."""
     weight = s.m[0].weight.to(torch.float8_e4m3fn).to(torch.float32)
@@ -260,6 +265,9 @@ QUICK = MappingProxyType(
         "written_in_slices": lambda: vectors(written_in_slices, linear()),
         "written_in_parts_of_a_storage": lambda: vectors(
             written_in_parts_of_a_storage, linear()
+        ),
+        "grouped_products": lambda: vectors(
+            grouped_products, linear(), w=nn.Parameter(torch.randn(2, 8, 8))
         ),
         "set_by_mask": lambda: vectors(set_by_mask, linear()),
         "without_gradient": lambda: vectors(without_gradient, linear(), linear()),

@@ -233,6 +233,9 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
             found = ctc_results(func, args)
         if found is not None:
             return found
+        if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            with self:  # PyTorch's model refuses what its kernel for the CPU takes
+                return _grouped_product(*args, **(kwargs or {}))
         args, kwargs = _without_symbols_of_complex(args, kwargs or {})
         found = super().dispatch(func, types, args, kwargs)
         if func in _CONTIGUOUS and not found.is_contiguous():
@@ -242,6 +245,26 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
     def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return what holds the products of groups, which lie along one axis or apart."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        groups = a if offsets is None else offsets
+        shape.insert(0, groups.shape[0])
+    width = 16 // (out_dtype or a.dtype).itemsize  # rows begin at 16 bytes
+    row = -(-shape[-1] // width) * width
+    stride = [shape[-2] * row, row, 1][-len(shape) :]
+    return torch.empty_strided(
+        shape, stride, dtype=out_dtype or a.dtype, device=a.device
+    )
 
 
 def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
