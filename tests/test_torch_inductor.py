@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -22,6 +23,7 @@ import mucudnn.torch as mt  # noqa: E402
 from bench.torch import zoo  # noqa: E402
 from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
+from tests.torch_step_cases import QUICK  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
@@ -287,6 +289,19 @@ def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():
     assert torch.equal(
         loss, loss_fn(torch.compile(expected, backend="aot_eager")(x), y)
     )
+
+
+def test_what_inductor_cannot_trace_runs_operation_by_operation():
+    """PyTorch's model of grouped products takes no float32."""
+    model, loss_fn, batch = QUICK["grouped_products"]()
+    losses = []
+    for inductor in (False, True):
+        mine = copy.deepcopy(model)
+        step = mt.train_step(mine, loss_fn, sgd(mine), inductor=inductor, cache=None)
+        says = "operation by operation: Inductor cannot trace"
+        with pytest.warns(UserWarning, match=says) if inductor else nullcontext():
+            losses.append([step(*batch).item() for _ in range(STEPS)])
+    assert losses[0] == losses[1]
 
 
 def test_accumulated_gradients_are_those_of_a_loop_over_a_compiled_model():

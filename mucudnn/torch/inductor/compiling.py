@@ -39,6 +39,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._triton import has_triton
 
+from mucudnn.errors import MucudnnError
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 
 _LARGE = 1 << 17
@@ -186,14 +187,22 @@ def traced_joint(
         sizes: Examples of the symbolic sizes.
 
     Raises:
-        NotCompiledError: Every size is fixed by an operation.
+        NotCompiledError: Every size is fixed by an operation, or an operation cannot
+            be traced.
     """
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     with mode, torch.no_grad(), enable_python_dispatcher():
         symbols = [_symbol(shapes, f"size_{i}", n) for i, n in enumerate(sizes)]
         given = [*symbols, *(layout.empty() for layout in layouts(symbols))]
-        module = make_fx(function, decomposition_table=select_decomp_table())(*given)
+        try:
+            module = make_fx(function, decomposition_table=select_decomp_table())(
+                *given
+            )
+        except MucudnnError:
+            raise
+        except Exception as e:  # of PyTorch's models of kernels, which may be wrong
+            raise _failed("trace", e) from e
     if sizes and all(s.node.expr.is_number for s in symbols):
         raise NotCompiledError(
             f"an operation of the model is traced for the sizes {list(sizes)} only"
@@ -217,6 +226,13 @@ def traced_joint(
             module.graph.erase_node(like)
     module.recompile()
     return module
+
+
+def _failed(what: str, error: Exception) -> NotCompiledError:
+    text = str(error).partition("\n")[0]
+    return NotCompiledError(
+        f"Inductor cannot {what} the step: {type(error).__name__}: {text}"
+    )
 
 
 def _symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
@@ -304,10 +320,7 @@ def compile_joint(
     except NotCompiledError:
         raise
     except Exception as e:  # Inductor may fail with any error
-        text = str(e).partition("\n")[0]
-        raise NotCompiledError(
-            f"Inductor cannot compile the step: {type(e).__name__}: {text}"
-        ) from e
+        raise _failed("compile", e) from e
     halves = forward_half, backward_half
     return CompiledStep(*halves, results, middle, symbols, shapes, names)
 
