@@ -615,7 +615,9 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomp
     assert {key: found[key] for key in NEVER} == dict.fromkeys(NEVER, 0)
 
 
-def test_a_step_that_offloads_reuses_its_events_and_memory(monkeypatch):
+@pytest.mark.parametrize("name", ["plain", "default device"])
+def test_a_step_that_offloads_reuses_its_events_and_memory(name, monkeypatch):
+    """The rate changes from step to step, and is a number on the host."""
     fast = Links(1e12, 1e12)
     monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
     monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
@@ -624,10 +626,13 @@ def test_a_step_that_offloads_reuses_its_events_and_memory(monkeypatch):
     own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     least = least_budget(model, own, (x, y))
     step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
-    for _ in range(2):
-        step(x, y)
-    with fakecuda.counted() as found:
-        step(x, y)
+    with setting(name):
+        for rate in (0.3, 0.2, 0.1, 0.05):
+            own.param_groups[0]["lr"] = rate
+            step(x, y)
+        own.param_groups[0]["lr"] = 0.01
+        with fakecuda.counted() as found:
+            step(x, y)
     assert step.plan.leaving
     assert found["copy_async"] >= 2 * len(step.plan.leaving)
     assert {key: found[key] for key in NEVER} == dict.fromkeys(NEVER, 0)
