@@ -12,11 +12,12 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 import hashlib
 import logging
 import math
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice
@@ -62,6 +64,7 @@ from mucudnn.torch.distributed.step_ranks import (
 )
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
+from mucudnn.torch.execution.cuda_memory import ReservedGrowth
 from mucudnn.torch.execution.devices import check_devices
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
@@ -89,12 +92,37 @@ class PlannedStep:
         plan: The plan.
         bound: The program.
         constants: Constant tensors of the graph, whose identity is part of the key.
+        growth: What CUDA's allocator reserves in the first runs.
     """
 
     key: Hashable
     plan: TorchPlan
     bound: BoundStep
     constants: Sequence[torch.Tensor]
+    growth: ReservedGrowth = field(default_factory=ReservedGrowth)
+
+    def run(self, given: list[torch.Tensor], commit: StepCommit) -> list[Any]:
+        """Run the program; `BoundStep.run` says what it returns."""
+        device = self.plan.device
+        if device is None:
+            return self.bound.run(given, commit)
+        return self.growth.watched(partial(self.bound.run, given, commit), device)
+
+    @property
+    def unforeseen(self) -> str:
+        """What to tell the user if the first runs exceed a budget; else empty."""
+        if not self.growth.nbytes:
+            return ""
+        total = self.plan.reserved_bytes + self.growth.nbytes
+        budget = int(min(self.plan.budget, sys.maxsize))
+        if total <= budget:
+            return ""
+        return (
+            f"PyTorch's allocator has reserved {format_bytes(total, budget)} for a "
+            f"step within a budget of {format_bytes(budget, total)}, which is more "
+            f"than was foreseen ({format_bytes(self.plan.reserved_bytes, total)}); "
+            "tensors stay within the budget, gaps between them do not"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,8 +490,14 @@ class TrainStep:
         """The plan of the last batch.
 
         Raises:
-            RuntimeError: No batch was seen yet; `prepare` plans without a step.
+            RuntimeError: No batch was seen yet (`prepare` plans without a step), or all
+                steps ran in eager mode.
         """
+        if self._last is None and self._steps:
+            raise RuntimeError(
+                "all steps so far ran in eager mode, as a warning said, and have no "
+                "plan"
+            )
         if self._last is None:
             raise RuntimeError(
                 "nothing is planned before the first batch; "
@@ -488,8 +522,10 @@ class TrainStep:
         if captured.gradients is not None:
             loss, *flat = self._with_own_update(variant, batch, given)
         else:
-            loss, *flat = variant.planned.bound.run(given, self._commit)
+            loss, *flat = variant.planned.run(given, self._commit)
             self._optimizer._opt_called = True  # what schedulers look for
+        if message := variant.planned.unforeseen:
+            self._warn("unforeseen", message)
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
             made = as_sharded(flat.pop(), parameter)
@@ -515,7 +551,7 @@ class TrainStep:
 
         def passes() -> list[Any]:
             now = inputs.pop() if inputs else [*live.tensors(), *batch.tensors]
-            return planned.bound.run(now, self._commit)
+            return planned.run(now, self._commit)
 
         own = planned.plan.own_update
         returned = own_update(

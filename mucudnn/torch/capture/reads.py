@@ -34,6 +34,7 @@ import decimal
 import dis
 import enum
 import functools
+import gc
 import importlib.util
 import logging
 import operator
@@ -249,6 +250,7 @@ class ReadRecorder:
         self._structure: list[tuple[dict[str, Any], dict[str, Any], str]] = []
         self._imports: dict[str, str] = {}  # modules that are not there yet
         self._ran: set[int] = set()  # codes, by identity
+        self._within: set[int] = set()  # codes within those of noted functions
         self._waiting: dict[int, list[types.FunctionType]] = {}  # functions by code
         # Only one can watch calls: beside a profiler all functions count as running.
         profiled = sys.getprofile() is not None or threading.getprofile() is not None
@@ -764,34 +766,45 @@ class ReadRecorder:
     def _function(self, function: types.FunctionType) -> None:
         """Note what can be read of a function without a call, and all when it runs."""
         name, code = function.__qualname__, function.__code__
-        if not is_library_file(code.co_filename):
+        library = is_library_file(code.co_filename)
+        if not library:
             self._note(Kind.SLOT, function, "__code__", f"the code of {name}")
             self._note(Kind.SLOT, function, "__doc__", f"the text of {name}")
             for slot in ("__defaults__", "__kwdefaults__"):
                 self._note(Kind.SLOT, function, slot, f"a default of {name}")
             self._contents(function.__dict__, f"an attribute of {name}")
-        if self._all_run or id(code) in self._ran:
+        # Functions of libraries are also reached by ways that are not noted.
+        if library or self._all_run or id(code) in self._ran:
             self._runs(function)
         else:
             self._waiting.setdefault(id(code), []).append(function)
 
     def _watch_calls(self, frame: types.FrameType, event: str, _: object) -> None:
         """Note what a function reads before it runs (see `sys.setprofile`)."""
-        if event != "call":
+        code = frame.f_code
+        if event != "call" or id(code) in self._ran:
             return
-        code = id(frame.f_code)
-        self._ran.add(code)
-        if code in self._waiting:
-            before, self._paused = self._paused, True
-            try:
-                for function in self._waiting.pop(code):
-                    self._runs(function)
-            finally:
-                self._paused = before
+        self._ran.add(id(code))
+        functions = self._waiting.pop(id(code), [])
+        unknown = not functions and id(code) not in self._within
+        if unknown and not _is_of_library(frame):
+            # It was reached by a way that is not noted, such as an object of C.
+            functions = [
+                f
+                for f in gc.get_referrers(code)
+                if isinstance(f, types.FunctionType) and f.__code__ is code
+            ]
+        before, self._paused = self._paused, True
+        try:
+            for function in functions:
+                self._runs(function)
+        finally:
+            self._paused = before
 
     def _runs(self, function: types.FunctionType) -> None:
         """Note what a function may read when it runs."""
         name, code = function.__qualname__, function.__code__
+        self._within |= _codes_in(code)
         written = _names_in(code).free_stored
         for free, cell in zip(
             code.co_freevars, function.__closure__ or (), strict=True
@@ -1032,6 +1045,13 @@ def _names_in(code: types.CodeType) -> _Names:
     )
 
 
+@functools.cache
+def _codes_in(code: types.CodeType) -> frozenset[int]:
+    """Return the identities of a code object and of those of its inner functions."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return frozenset({id(code)}).union(*map(_codes_in, inner))
+
+
 def _registered(_: Any = None) -> Any:
     return abc.get_cache_token()
 
@@ -1048,6 +1068,18 @@ def _is_unseen(value: Any) -> bool:
         return _UNSEEN_OF_TORCH.match(name or "") is not None
     package = (name or "").partition(".")[0]
     return package in _UNSEEN_MODULES or package in torch_packages()
+
+
+def _is_of_library(frame: types.FrameType) -> bool:
+    """Return whether a function of Python, PyTorch or a package it requires runs."""
+    package = str(frame.f_globals.get("__name__", "mucudnn")).partition(".")[0]
+    return (
+        is_library_file(frame.f_code.co_filename)
+        or package in sys.stdlib_module_names  # methods made by `exec` have no file
+        or package in (*_UNSEEN_MODULES, "mpmath", "torchgen")
+        or package.startswith("namedtuple_")
+        or package in torch_packages()
+    )
 
 
 def _is_library(cls: type) -> bool:

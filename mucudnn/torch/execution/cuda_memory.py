@@ -20,12 +20,14 @@ reserved leaves the same gaps, as its allocator is the same: this was measured f
 plans each of GPT-2 and ResNet-50. One with `no_split` reserves at least twice as much.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, product
 from random import Random
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +36,8 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.torch.execution.devices import device_of
 from mucudnn.torch.lowering.lowered import Lowered
+
+ResultT = TypeVar("ResultT")
 
 _CURRENT = "requested_bytes.all.current"
 _PRODUCTS = ("mm", "bmm", "linear", "matmul", "convolution")
@@ -108,6 +112,7 @@ def reserve(
         torch.OutOfMemoryError: The device does not have them.
     """
     device = device_of(lowered.layouts)
+    gc.collect()  # what is freed later leaves holes that a rehearsal does not see
     before = _reserve_blocks(device, ())
     held = before - int(torch.cuda.memory_stats(device).get(_CURRENT, 0)) + _UNPLANNED
     room, enough = allowed - held, _ACCEPTED * nbytes
@@ -120,6 +125,30 @@ def reserve(
     gaps = _gaps(device, allocations, blocks, nbytes)
     torch.cuda.reset_peak_memory_stats(device)
     return max(0, gaps + held)
+
+
+class ReservedGrowth:
+    """Bytes that CUDA's allocator reserves in the first runs of a rehearsed step.
+
+    None are expected: the rehearsal has reserved what the step needs.
+
+    Attributes:
+        nbytes: The bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._runs = 0
+
+    def watched(self, run: Callable[[], ResultT], device: torch.device) -> ResultT:
+        """Run the step on a device."""
+        if self._runs >= _REHEARSALS:
+            return run()
+        self._runs += 1
+        before = torch.cuda.memory_reserved(device)
+        result = run()
+        self.nbytes += max(0, torch.cuda.memory_reserved(device) - before)
+        return result
 
 
 def reserve_block(device: torch.device, nbytes: int) -> None:
