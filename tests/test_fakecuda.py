@@ -38,6 +38,7 @@ from mucudnn.torch.capture.optimizers import make_state  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
 from mucudnn.torch.execution import cuda_memory  # noqa: E402
+from mucudnn.torch.execution.bound_step import BoundStep  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamCopies,
     StreamOffloadedStorage,
@@ -762,6 +763,23 @@ def test_requested_and_reserved_bytes_are_within_the_plan(
     assert f"was asked for {format_bytes(stats['requested_bytes.all.peak'])}" in printed
     assert f"reserved {format_bytes(stats['reserved_bytes.all.peak'])} at" in printed
     assert bool(plan.kernels) == inductor
+
+
+def test_more_than_was_foreseen_is_warned_of(monkeypatch, empty_kernels):
+    """Of a step that keeps a tensor which its plan does not know."""
+    model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
+    x = torch.rand(4096, 256, device="cuda")
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, budget="120MiB", cache=None)
+    run, kept = BoundStep.run, []
+
+    def keeping(self, given, commit):
+        kept.append(torch.empty(100 << 20, dtype=torch.uint8, device="cuda"))
+        return run(self, given, commit)
+
+    monkeypatch.setattr(BoundStep, "run", keeping)
+    with pytest.warns(UserWarning, match="is more than was foreseen"):
+        step(x, y)
 
 
 def test_the_bench_for_a_gpu_is_rehearsed():
