@@ -115,7 +115,7 @@ class TorchPlan:
 
     @property
     def reserved_warning(self) -> str:
-        """What to tell the user if more is reserved than the budget; else empty."""
+        """Warning that the allocator reserves more than the budget; "" otherwise."""
         over, budget = self.reserved_bytes, int(min(self.budget, sys.maxsize))
         if over <= budget:
             return ""

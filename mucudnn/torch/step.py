@@ -110,7 +110,7 @@ class PlannedStep:
 
     @property
     def unforeseen(self) -> str:
-        """What to tell the user if the first runs exceed a budget; else empty."""
+        """Warning that first runs reserved more than the budget; "" otherwise."""
         if not self.growth.nbytes:
             return ""
         total = self.plan.reserved_bytes + self.growth.nbytes

@@ -254,7 +254,11 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return what holds the products of groups, which lie along one axis or apart."""
+    """Return an empty result of `torch.nn.functional.grouped_mm`.
+
+    If both operands have as many axes, the result has one product for each group along
+    its first axis; otherwise `offsets` divide an axis of the result into groups.
+    """
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim():
         groups = a if offsets is None else offsets

@@ -430,13 +430,13 @@ class ReadRecorder:
         self._paused = True
         try:
             # Whoever takes all attributes at once, as `copy` does, reads all of them.
-            if name == "__dict__" or name in _COPYING:
-                if name in _COPYING or not is_library_file(
-                    sys._getframe(2).f_code.co_filename
-                ):
+            if name in _COPYING:
+                self._contents(_dict_of(obj), f"{type(obj).__name__}.__dict__")
+                for slot in _slots_of(type(obj)):
+                    self._note_attribute(obj, slot)
+            elif name == "__dict__":
+                if not is_library_file(sys._getframe(2).f_code.co_filename):
                     self._contents(_dict_of(obj), f"{type(obj).__name__}.__dict__")
-                    for slot in _slots_of(type(obj)) if name in _COPYING else ():
-                        self._note_attribute(obj, slot)
             elif name[:2] != "__" or name == "__call__":
                 self._note_attribute(obj, name)
         finally:

@@ -76,14 +76,17 @@ the whole storage of their first operand, of which it may be a small part."""
 
 
 def _is_part(first: torch.Tensor, result: torch.Tensor) -> bool:
-    """Return whether an operand lies in a larger storage than a result."""
+    """Return whether the storage of an operand is larger than that of the result."""
     whole, part = first.untyped_storage().nbytes(), result.untyped_storage().nbytes()
     return int(whole) > int(part)
 
 
 @functools.cache
 def _of_part(function: Any) -> Callable[..., Any]:
-    """Return such an operation that copies no more than its operand."""
+    """Return a function like an operation of `_VIEWS_CHANGED` that copies less.
+
+    It copies the first operand instead of the whole storage of the first operand.
+    """
     view = _VIEWS_CHANGED[function]
 
     def of_part(
