@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.torch.capture import step as capture_module  # noqa: E402
-from mucudnn.torch.capture.guards import DecidingShapes  # noqa: E402
+from mucudnn.torch.capture.known_values import KnownShapes  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import (  # noqa: E402
     UNDECLARED_WRITES,
     functional_variant,
@@ -188,12 +188,12 @@ def test_a_dropped_step_leaves_no_tensor_behind(budget, monkeypatch):
     """PyTorch's caches keep a capture's symbols, which must not keep its inputs."""
     kept = []
 
-    class Kept(DecidingShapes):
+    class Kept(KnownShapes):
         def __init__(self, *args):
             super().__init__(*args)
             kept.append(self)
 
-    monkeypatch.setattr(capture_module, "DecidingShapes", Kept)
+    monkeypatch.setattr(capture_module, "KnownShapes", Kept)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget=budget, cache=None)

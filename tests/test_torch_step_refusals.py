@@ -29,15 +29,18 @@ pytestmark = [
 
 
 def nonzero(s, x):
-    return s.m[0](x)[x.sum(1).nonzero().squeeze(1)].sum()  # LINE
+    y = s.m[0](x)
+    return y[y.sum(1).nonzero().squeeze(1)].sum()  # LINE
 
 
 def selected(s, x):
-    return s.m[0](x).masked_select(x > 0).sum()  # LINE
+    y = s.m[0](x)
+    return y.masked_select(y > 0).sum()  # LINE
 
 
 def indexed(s, x):
-    return s.m[0](x)[x > 0].sum()  # LINE
+    y = s.m[0](x)
+    return y[y > 0].sum()  # LINE
 
 
 def decided(s, x):

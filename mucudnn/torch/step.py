@@ -36,6 +36,7 @@ from mucudnn.torch.automatic_budget import AutomaticBudget
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.guards import Overlaps, Settings, StepGuards, overlaps_of
+from mucudnn.torch.capture.known_values import known_values
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.reads import UnsoundCaptureError
@@ -156,8 +157,7 @@ class Variant:
             given = [*self.live.tensors(), *batch.tensors]
         except LookupError as e:
             return [], f"a tensor or number of the step is gone: {e}"
-        reason = self.guards.failed(given)
-        return given, reason
+        return self.guards.inputs(given)
 
 
 FALLBACKS = ("refuse", "eager")
@@ -209,7 +209,9 @@ def train_step(
     or a dict of arguments by name, followed by the loss function's other arguments;
     `step(**batch)` passes the model's arguments by name too.
 
-    Python control flow is frozen when a batch signature is first captured. A plan is
+    Python control flow is frozen when a batch signature is first captured; what it
+    decides by values of the batch is computed before every step, and each outcome, such
+    as the number of elements that a mask selects, has a plan of its own. A plan is
     used only while everything that the capture read is unchanged: attributes of modules
     and other objects, globals, free variables, containers, hooks, PyTorch's settings,
     layouts and shared memory of tensors. After a change the step is captured again, and
@@ -550,7 +552,8 @@ class TrainStep:
         inputs = [given]
 
         def passes() -> list[Any]:
-            now = inputs.pop() if inputs else [*live.tensors(), *batch.tensors]
+            own = live.tensors()  # which the optimizer may have replaced
+            now = inputs.pop() if inputs else [*own, *given[len(own) :]]
             return planned.run(now, self._commit)
 
         own = planned.plan.own_update
@@ -628,10 +631,15 @@ class TrainStep:
             given,
             slice(outer, len(given) - len(batch.tensors)),
             replace(captured.reads, reads=(*live.reads, *captured.reads.reads)),
-            captured.decisions,
+            captured.known,
             _checked_overlaps(captured, given),
             Settings(),
         )
+        inputs = known_values(captured.known, given)
+        if inputs is None:
+            raise UnsoundCaptureError(
+                "the step decides by a value that differs when it is computed again"
+            )
         self._shared_captures += 1
         number = self._shared_captures
         variant = Variant(batch.kind, live, guards, captured, planned, number)
@@ -647,7 +655,7 @@ class TrainStep:
                     "every capture takes as long as many steps",
                     reason,
                 )
-        return variant, given
+        return variant, inputs
 
     def _take_floats(self) -> None:
         """Have numbers that change from step to step be inputs of the graph.

@@ -1,26 +1,20 @@
-"""Guards of a captured step: branches, attributes and plain Python values.
+"""Guards of a captured step: layouts, attributes and plain Python values.
 
 `StepGuards` joins four checks, each of them compiled or written in C, because they run
 at every step: tensors (layouts, and which share memory), Python state (one generated
-expression of `is`), PyTorch's settings, and decisions by values of tensors.
+expression of `is`), PyTorch's settings, and values that Python decides by.
 """
 
 import operator
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _device
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from mucudnn.torch.capture.known_values import Known, known_values
 from mucudnn.torch.capture.python_state import (
     MISSING,
     Kind,
@@ -32,47 +26,6 @@ from mucudnn.torch.capture.python_state import (
 )
 from mucudnn.torch.capture.reads import Reads
 from mucudnn.torch.internals import float32_precisions
-
-
-@dataclass(frozen=True)
-class _Number:
-    """A Python number, as a function of a step's inputs.
-
-    Attributes:
-        nodes: Nodes that compute the number, in order.
-        inputs: Input nodes, and their positions among the step's inputs.
-    """
-
-    nodes: tuple[torch.fx.Node, ...]
-    inputs: tuple[tuple[torch.fx.Node, int], ...]
-
-    def of(self, given: Sequence[torch.Tensor]) -> Any:
-        """Return the number for the inputs of a step."""
-        values: dict[torch.fx.Node, Any] = {n: given[at] for n, at in self.inputs}
-        for node in self.nodes:
-            args, kwargs = torch.fx.node.map_arg(
-                (node.args, dict(node.kwargs)), values.__getitem__
-            )
-            function: Any = node.target
-            values[node] = function(*args, **kwargs)
-        found = values[self.nodes[-1]]
-        return int(found) if isinstance(found, bool) else found  # as its symbol is
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A branch that Python took during a capture.
-
-    Attributes:
-        expression: Condition over `numbers`, which are named by their positions.
-        numbers: Numbers in the condition.
-        outcome: Value of the condition at the capture.
-    """
-
-    expression: Any
-    numbers: tuple[_Number, ...] = field(repr=False)
-    outcome: bool
-
 
 _TERMS_A_LINE = 200
 
@@ -362,7 +315,7 @@ class StepGuards:
         inner: Slice of the inputs that are optimizer state. Nothing else refers to
             their memory, so their addresses are compared at a capture only.
         reads: Python state that the capture read.
-        decisions: Branches that the capture took by values of tensors.
+        known: Values that the capture used: branches it took, and tensors.
         overlaps: Inputs that share memory.
         settings: PyTorch's settings at the capture.
 
@@ -375,33 +328,39 @@ class StepGuards:
         given: Sequence[torch.Tensor],
         inner: slice,
         reads: Reads,
-        decisions: Sequence[Decision],
+        known: Sequence[Known],
         overlaps: Overlaps,
         settings: Settings,
     ) -> None:
         self.state = StateGuards(reads.reads)
         self._constants = list(reads.constants)
         self._tensors = _TensorGuards([*given, *self._constants])
-        self._decisions = decisions
+        self._known = known
         self._overlaps = overlaps
         self._inner = inner
         self._pointers = self._outer_pointers(given)
         self._settings = settings
 
-    def failed(self, given: Sequence[torch.Tensor]) -> str:
-        """Return which condition fails for inputs; empty if all hold."""
+    def inputs(self, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
+        """Return the graph's inputs, and which condition fails; empty if none does.
+
+        Args:
+            given: The tensors of the step. The graph's inputs are these, and those that
+                are computed from them before it runs.
+        """
         if not self._tensors.holds([*given, *self._constants]):
-            return "tensors of another shape, type, memory format or device"
+            return given, "tensors of another shape, type, memory format or device"
         if reason := self._settings.failed() or self.state.failed():
-            return reason
-        if not all_hold(self._decisions, given):
-            return "a value that Python decides by"
+            return given, reason
+        inputs = known_values(self._known, given)
+        if inputs is None:
+            return given, "a value that Python decides by, or a size computed from one"
         pointers = self._outer_pointers(given)
         if pointers != self._pointers:
             if overlaps_of(given) != self._overlaps:
-                return "which tensors share memory"
+                return given, "which tensors share memory"
             self._pointers = pointers
-        return ""
+        return inputs, ""
 
     def _outer_pointers(self, given: Sequence[torch.Tensor]) -> list[int]:
         outer = (*given[: self._inner.start], *given[self._inner.stop :])
@@ -438,134 +397,3 @@ class _TensorGuards:
         if not self._repeated:
             return tensors
         return [tensor for i, tensor in enumerate(tensors) if self._which[i] == i]
-
-
-# Branches on numbers that exist before a step.
-#
-# `if step > 5` in an optimizer is decided when the step is captured. The branch is
-# recorded with its numbers as functions of the step's inputs, and evaluated again
-# before every step. A branch on a number that the step itself computes is refused.
-
-
-_ITEMS = frozenset({torch.ops.aten._local_scalar_dense.default})
-"""Operations that turn an element of a tensor into a Python number."""
-
-
-_MOST_NODES = 32
-"""Most operations between a number and the inputs that it is computed from."""
-
-
-def all_hold(decisions: Iterable[Decision], given: Sequence[torch.Tensor]) -> bool:
-    """Return whether every branch would be taken as at the capture."""
-    known: dict[Any, bool] = {}  # parameters mostly have the same step
-    for decision in decisions:
-        values = tuple([number.of(given) for number in decision.numbers])
-        key = decision.expression, values
-        if key not in known:
-            known[key] = _came_out(decision.expression, values)
-        if known[key] != decision.outcome:
-            return False
-    return True
-
-
-def _came_out(expression: Any, values: Sequence[Any]) -> bool:
-    names = {_place(i): value for i, value in enumerate(values)}
-    return bool(sympy_interp(PythonReferenceAnalysis, names, expression))
-
-
-def _place(index: int) -> Any:
-    return sympy.Symbol(f"n{index}", real=True)
-
-
-class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
-    """Symbols of a capture; branches on numbers computed from inputs are decided.
-
-    Args:
-        names: Names of the step's inputs, in the order of its placeholders.
-        given: Present values of the inputs.
-        fixed: Inputs that no branch may depend on.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        given: Sequence[torch.Tensor],
-        fixed: Collection[str],
-    ) -> None:
-        super().__init__()
-        self.decisions: list[Decision] = []
-        self._names = names
-        self._given = given
-        self._fixed = fixed
-
-    def release_inputs(self) -> None:
-        """Drop the inputs: PyTorch's caches of its methods keep this object alive."""
-        self._given = ()
-
-    def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the value of a node: PyTorch's, or that of the present inputs."""
-        try:
-            return super().evaluate_sym_node(sym_node, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
-            if sym_node.pytype is not bool:
-                raise
-            decided = self._decided(sym_node.expr)
-            if decided is None:
-                raise
-            return sympy.true if decided else sympy.false
-
-    def _decided(self, expression: Any) -> bool | None:
-        symbols = sorted(expression.free_symbols, key=str)
-        numbers = [self._number(symbol) for symbol in symbols]
-        known = tuple(number for number in numbers if number is not None)
-        if len(known) < len(symbols):
-            return None
-        names = {symbol: _place(i) for i, symbol in enumerate(symbols)}
-        plain = expression.xreplace(names)
-        with _disable_current_modes(), torch.no_grad():
-            values = [number.of(self._given) for number in known]
-        outcome = _came_out(plain, values)
-        self.decisions.append(Decision(plain, known, outcome))
-        return outcome
-
-    def _number(self, symbol: Any) -> _Number | None:
-        """Return a symbol as a function of the inputs; None if it is not one."""
-        mode = get_proxy_mode()
-        graph = None if mode is None else mode.tracer.graph
-        for node in () if graph is None else reversed(graph.nodes):
-            if node.target in _ITEMS and symbol in _symbols(node):
-                return self._traced(node)
-        return None
-
-    def _traced(self, last: torch.fx.Node) -> _Number | None:
-        nodes: dict[torch.fx.Node, None] = {}
-        inputs: dict[torch.fx.Node, int] = {}
-        places = {n: i for i, n in enumerate(last.graph.find_nodes(op="placeholder"))}
-        pending = [last]
-        while pending:
-            node = pending.pop()
-            if node in places:
-                if self._names[places[node]] in self._fixed:
-                    return None
-                inputs[node] = places[node]
-            elif len(nodes) > _MOST_NODES or not _same_again(node):
-                return None
-            else:
-                nodes.pop(node, None)  # the last of its uses counts
-                nodes[node] = None
-                pending += node.all_input_nodes
-        return _Number(tuple(reversed(nodes)), tuple(inputs.items()))
-
-
-def _same_again(node: torch.fx.Node) -> bool:
-    """Return whether a node is deterministic and has no side effect."""
-    tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded not in tags
-
-
-def _symbols(node: torch.fx.Node) -> Collection[Any]:
-    """Return the symbols in a node's result."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.expr.free_symbols  # type: ignore[no-any-return]
-    return ()

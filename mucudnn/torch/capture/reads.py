@@ -905,8 +905,9 @@ class ReadRecorder:
             value = self._note(Kind.ENTRY, held, name, label)
             if isinstance(value, torch.library.CustomOpDef):
                 self._take(value, label)
-            elif isinstance(value, types.ModuleType) and _is_asked(value) and not inner:
-                self._namespace(value, names, where, inner=True)
+            elif isinstance(value, types.ModuleType) and _is_asked(value):
+                if not inner and module not in (torch, nn.functional):
+                    self._namespace(value, names, where, inner=True)
             elif not _is_unseen(module) and module is not os:
                 self._take(value, label)
 

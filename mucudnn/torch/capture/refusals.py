@@ -28,6 +28,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.known_values import (
+    KnownShapes,
+    known_result,
+    of_known_shape,
+)
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
@@ -86,8 +91,8 @@ _METHODS = {torch._tensor.__file__, torch.overrides.__file__}
 """Files of methods of tensors that are written in Python."""
 
 _DATA_DEPENDENT = (
-    "its output shape depends on data; keep the shape fixed, with torch.where or by "
-    "multiplying with a mask, or do it outside the step"
+    "its output shape depends on values that the step computes; keep the shape fixed, "
+    "with torch.where or by multiplying with a mask, or compute it from the batch alone"
 )
 
 
@@ -99,13 +104,15 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
 
     Args:
         recorder: Notes what gradients of users' operations read.
+        shapes: Values that the batch determines.
     """
 
     supports_higher_order_operators = True  # so that they are refused here
 
-    def __init__(self, recorder: ReadRecorder) -> None:
+    def __init__(self, recorder: ReadRecorder, shapes: KnownShapes) -> None:
         super().__init__()
         self._state = torch.get_rng_state()
+        self._shapes = shapes
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -122,6 +129,9 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         reason = self._reason(func, args, kwargs)
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        func, args, kwargs = of_known_shape(self._shapes, func, args, kwargs)
+        if (known := known_result(self._shapes, func, args, kwargs)) is not None:
+            return known
         if func.namespace not in ("aten", "prims"):
             self._recorder.take_operation(func._schema.name)
         if func in CHECKS:
@@ -289,7 +299,11 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
                 "during capture; ask for it outside the step"
             )
         result = func(*args, **kwargs)
-        if args and type(args[0]) is torch.Tensor:
+        if (
+            args
+            and type(args[0]) is torch.Tensor
+            and not torch._is_functional_tensor(args[0])
+        ):
             self._recorder.asked(func, args[0], result)
         return result
 

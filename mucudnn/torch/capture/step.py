@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import MucudnnError, UnsupportedError
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults, StepFakes
-from mucudnn.torch.capture.guards import DecidingShapes, Decision
+from mucudnn.torch.capture.known_values import Known, KnownShapes
 from mucudnn.torch.capture.many_tensor_updates import updates_many
 from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
@@ -78,7 +78,8 @@ class CapturedStep:
         extras: Nesting of the results beside the loss: a pair of the loss function's
             auxiliary results, and the values of `reads.effects`.
         reads: The Python state that the step has read and changed.
-        decisions: Conditions on inputs under which the graph is valid.
+        known: Values computed before the step: conditions under which the graph is
+            valid, and further inputs of the graph, named `known.i`.
         made: New entries of the optimizer's state, which are the last results before
             the placeholders' new values: group, parameter and name.
         gradients: If the update is not part of the graph, the parameters whose
@@ -94,7 +95,7 @@ class CapturedStep:
     backward: frozenset[str]
     extras: Any
     reads: Reads
-    decisions: Sequence[Decision] = ()
+    known: Sequence[Known] = ()
     made: Sequence[StateKey] = ()
     gradients: Sequence[str] | None = None
     updates_many: bool = False
@@ -175,7 +176,7 @@ def _trace(
     tensors = tracer.batch.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
     inputs = [*parts.tensors(), *tensors]
-    shapes = DecidingShapes(names, inputs, frozenset(parts.parameters))
+    tracer.shapes = shapes = KnownShapes(names, inputs, frozenset(parts.parameters))
     mode = StepFakes(shapes, KernelResults() if results is None else results)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]
     if size is not None and tensors:
@@ -200,6 +201,7 @@ def _trace(
             without_wrapped_functions(),
         ):
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
+            shapes.with_inputs(module, len(inputs))
             torch.clear_autocast_cache()
     except BaseException as e:
         own = isinstance(e, Exception) and not isinstance(e, MucudnnError)
@@ -219,7 +221,7 @@ def _trace(
         frozenset(tracer.backward),
         tracer.extras,
         reads,
-        tuple(shapes.decisions),
+        tuple(shapes.known),
         tuple(tracer.made),
         None if settings.recorded else tuple(tracer.left),
         settings.recorded and updates_many(optimizer),
@@ -274,6 +276,7 @@ class _Tracer:
         self.root = root
         self.optimizer = optimizer
         self.sharding = sharding
+        self.shapes: KnownShapes  # of the trace
         self.gathers: frozenset[str] = frozenset()
         self.sums: set[str] = set()
         self.parts = parts
@@ -307,7 +310,11 @@ class _Tracer:
         # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
         functions = StepFunctions(self.averages, self.recorder)
-        with FunctionalTensorMode(), RefusedOperations(self.recorder), functions:
+        with (
+            FunctionalTensorMode(),
+            RefusedOperations(self.recorder, self.shapes),
+            functions,
+        ):
             mine = [to_fun(tensor) for tensor in flat]
             results = self._step(mine, functions)
             for tensor in mine:
