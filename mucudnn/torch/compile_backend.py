@@ -34,6 +34,7 @@ from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
+from mucudnn.torch.execution.cuda_memory import ReservedGrowth
 from mucudnn.torch.internals import (
     aot_compiled,
     break_reasons,
@@ -380,14 +381,21 @@ class CompileBackend:
                 saved = self._saved.setdefault(source.function, {})
                 call = functools.partial(self._watch, source.name, saved)
                 halves = replace(halves, watch=Watch(parts.position(own[0]), call))
+            if program.plan.device is not None and self._plan is _plan_graph:
+                report = functools.partial(_warn_if_reserved, source.name, program.plan)
+                growth = ReservedGrowth(program.plan.device, report)
+                forward, backward = (
+                    replace(half, run=growth.watched(half.run))
+                    for half in (halves.forward, halves.backward)
+                )
+                halves = replace(halves, forward=forward, backward=backward)
             self._planned[key] = halves
             code = f"{halves.forward.source}\n{halves.backward.source}"
             found = replace(program.plan, source=code, name=source.name)
             self._plans.append(found)
             _log.info("%s", found)
             self._budget.note(source, peak)
-            if message := found.reserved_warning:
-                warnings.warn(f"{source.name}: {message}", stacklevel=2)
+            _warn_if_reserved(source.name, found)
             message = self._budget.exceeded_by_models(source)
             if message and not self._warned:
                 self._warned = True
@@ -433,6 +441,12 @@ def _plan_graph(
     """Plan a graph that is under way once."""
     program = plan_program(step, options, budget)
     return program, program.plan.peak_bytes
+
+
+def _warn_if_reserved(name: str, plan: TorchPlan, unforeseen: int = 0) -> None:
+    """Warn if more is reserved than a graph's budget: as planned, or in a run."""
+    if message := replace(plan, unforeseen_bytes=unforeseen).reserved_warning:
+        warnings.warn(f"{name}: {message}", stacklevel=2)
 
 
 def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:

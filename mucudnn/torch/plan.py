@@ -68,6 +68,7 @@ class TorchPlan:
         library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
         fragmentation_bytes: Bytes that CUDA's allocator reserves beyond the peak, for
             gaps that no tensor fits into; 0 on the CPU.
+        unforeseen_bytes: Bytes that first runs have reserved beyond a rehearsal.
         reservable_budget: Bytes within which the allocator's stay, where it reserves
             more than the budget for every plan that was found; else 0.
         device: The CUDA device that the step runs on; None for the CPU.
@@ -89,6 +90,7 @@ class TorchPlan:
     update_reason: str = field(repr=False, default="")
     library_bytes: int = 0
     fragmentation_bytes: int = 0
+    unforeseen_bytes: int = 0
     reservable_budget: int = 0
     device: torch.device | None = None
     chosen: tuple[str, ...] = field(repr=False, default=())
@@ -111,7 +113,8 @@ class TorchPlan:
 
         Of an update that runs eagerly, the bytes that it requests.
         """
-        return self._counted(self.plan.peak_bytes + self.fragmentation_bytes)
+        gaps = self.fragmentation_bytes + self.unforeseen_bytes
+        return self._counted(self.plan.peak_bytes + gaps)
 
     @property
     def reserved_warning(self) -> str:
@@ -119,11 +122,14 @@ class TorchPlan:
         over, budget = self.reserved_bytes, int(min(self.budget, sys.maxsize))
         if over <= budget:
             return ""
+        verb, why = "reserves", "no plan was found whose gaps between tensors fit, too"
+        if more := self.unforeseen_bytes:
+            verb, why = "has reserved", f"{format_bytes(more)} were not foreseen"
         return (
-            f"PyTorch's allocator reserves {format_bytes(over, budget)} for a step "
-            f"within a budget of {format_bytes(budget, over)}, as no plan was found "
-            "whose gaps between tensors fit, too; tensors stay within the budget, and "
-            f"reserved memory within one of {exact_bytes(self.reservable_budget)}"
+            f"PyTorch's allocator {verb} {format_bytes(over, budget)} for a step "
+            f"within a budget of {format_bytes(budget, over)}, as {why}; tensors stay "
+            "within the budget, and reserved memory within one of "
+            f"{exact_bytes(max(over, self.reservable_budget))}"
         )
 
     @property

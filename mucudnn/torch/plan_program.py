@@ -9,6 +9,7 @@ convolutions and copies. What becomes of the program is the face's own: `train_s
 binds one step, `backend` two halves, `memory` only reads the plan.
 """
 
+import gc
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -418,6 +419,8 @@ class LoweredStep:
             plan = replace(
                 plan, budget=budget, library_bytes=held, device=of_budget.device
             )
+            if all(planner is not one for one, _ in tried):
+                gc.collect()  # what is freed later leaves holes that are not rehearsed
             gaps = reserved(planner, plan)
             tried.append((planner, replace(plan, fragmentation_bytes=gaps)))
             return tried[-1][1]
@@ -467,7 +470,7 @@ class LoweredStep:
         if options.costs is not measured:
             return 0
         device = device_of(self.lowered.layouts)
-        return self.threads * library_bytes(self.lowered, device)
+        return library_bytes(self.lowered, device, self.threads)
 
     def _plan(
         self, options: PlanOptions, budget: float

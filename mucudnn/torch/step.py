@@ -12,12 +12,11 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 import hashlib
 import logging
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +26,6 @@ from torch.nn.parameter import is_lazy
 
 from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
-from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice
@@ -93,37 +91,12 @@ class PlannedStep:
         plan: The plan.
         bound: The program.
         constants: Constant tensors of the graph, whose identity is part of the key.
-        growth: What CUDA's allocator reserves in the first runs.
     """
 
     key: Hashable
     plan: TorchPlan
     bound: BoundStep
     constants: Sequence[torch.Tensor]
-    growth: ReservedGrowth = field(default_factory=ReservedGrowth)
-
-    def run(self, given: list[torch.Tensor], commit: StepCommit) -> list[Any]:
-        """Run the program; `BoundStep.run` says what it returns."""
-        device = self.plan.device
-        if device is None:
-            return self.bound.run(given, commit)
-        return self.growth.watched(partial(self.bound.run, given, commit), device)
-
-    @property
-    def unforeseen(self) -> str:
-        """Warning that first runs reserved more than the budget; "" otherwise."""
-        if not self.growth.nbytes:
-            return ""
-        total = self.plan.reserved_bytes + self.growth.nbytes
-        budget = int(min(self.plan.budget, sys.maxsize))
-        if total <= budget:
-            return ""
-        return (
-            f"PyTorch's allocator has reserved {format_bytes(total, budget)} for a "
-            f"step within a budget of {format_bytes(budget, total)}, which is more "
-            f"than was foreseen ({format_bytes(self.plan.reserved_bytes, total)}); "
-            "tensors stay within the budget, gaps between them do not"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -524,10 +497,8 @@ class TrainStep:
         if captured.gradients is not None:
             loss, *flat = self._with_own_update(variant, batch, given)
         else:
-            loss, *flat = variant.planned.run(given, self._commit)
+            loss, *flat = variant.planned.bound.run(given, self._commit)
             self._optimizer._opt_called = True  # what schedulers look for
-        if message := variant.planned.unforeseen:
-            self._warn("unforeseen", message)
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
             made = as_sharded(flat.pop(), parameter)
@@ -554,7 +525,7 @@ class TrainStep:
         def passes() -> list[Any]:
             own = live.tensors()  # which the optimizer may have replaced
             now = inputs.pop() if inputs else [*own, *given[len(own) :]]
-            return planned.run(now, self._commit)
+            return planned.bound.run(now, self._commit)
 
         own = planned.plan.own_update
         returned = own_update(
@@ -730,6 +701,10 @@ class TrainStep:
                 schedule = program.plan.plan.schedule
                 bound = bind_step(program.lowered, schedule, program.copies)
                 plan = replace(program.plan, source=bound.source)
+                if plan.device is not None:
+                    report = partial(self._warn_if_reserved, plan)
+                    run = ReservedGrowth(plan.device, report).watched(bound.segment.run)
+                    bound = replace(bound, segment=replace(bound.segment, run=run))
                 found = PlannedStep(key, plan, bound, step.reads.constants)
                 self._compilations += self._options.compiled.count > before
                 if self._compilations == _COMPILATIONS:
@@ -755,9 +730,14 @@ class TrainStep:
             program = plan_program(lowered, self._options, self._budget)
         else:
             program = self._automatic.plan(lowered, self._options)
-        if message := program.plan.reserved_warning:
-            self._warn("reserved", message)
+        self._warn_if_reserved(program.plan)
         return program
+
+    def _warn_if_reserved(self, plan: TorchPlan, unforeseen: int = 0) -> None:
+        """Warn, once, if more is reserved than the budget: as planned, or in a run."""
+        if message := replace(plan, unforeseen_bytes=unforeseen).reserved_warning:
+            # A run is deeper in the stack than planning.
+            self._warn(f"reserved {unforeseen > 0}", message, 8 if unforeseen else 4)
 
     def _together(self, batch: Batch) -> AbstractContextManager[None]:
         """Have all ranks capture one step, or none; an error of one ends all."""
@@ -862,10 +842,10 @@ class TrainStep:
         self._eager_steps += 1
         return result
 
-    def _warn(self, kind: str, message: str) -> None:
+    def _warn(self, kind: str, message: str, stacklevel: int = 4) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=stacklevel)
 
 
 def _place(read: Read) -> Any:

@@ -421,32 +421,47 @@ def allocations_of_nodes(
         known: What was found before by `call_key`; the rest is added.
 
     Returns:
-        Node with much scratch memory -> numbers of pieces and their bytes, 0 where one
-        is freed. Results are not.
+        Node with several large pieces -> the number of an output, or a negative number
+        of a piece of scratch memory, and its bytes, 0 where it is freed.
     """
-    device = device_of(lowered.layouts)
-    found = {}
+    tensors, found = lowered.graph.tensors, {}
     for node in lowered.graph.nodes:
-        if workspaces.get(node.name, 0) < _LARGE_SCRATCH or is_collective(node.op):
+        scratch = workspaces.get(node.name, 0)
+        new = [tensors[t].nbytes for t in node.outputs if tensors[t].alias is None]
+        several = sum(nbytes >= _LARGE_PIECE for nbytes in new) > 1
+        if not (several or scratch >= _LARGE_PIECE) or is_collective(node.op):
             continue
         key = call_key(lowered, node)
         if key not in known:
-            operands = operands_of(lowered, node)
-            run = partial(evaluate, lowered.calls[node.name], operands)
-            numbers: dict[int, int] = {}
-            events: list[tuple[int, int]] = []
-            for place, nbytes in internals.allocations_of(run, device):
-                if nbytes:
-                    numbers[place] = len(events)
-                if place in numbers:
-                    events.append((numbers[place], nbytes))
-            known[key] = events
+            known[key] = _pieces(lowered, node)
         found[node.name] = known[key]
     return found
 
 
-_LARGE_SCRATCH = 1 << 20
-"""Bytes of scratch memory whose pieces matter: smaller ones fill no gaps."""
+def _pieces(lowered: Lowered, node: Node) -> list[tuple[int, int]]:
+    """Run a node on CUDA, and return in which order it allocates."""
+    outputs: list[torch.Tensor] = []
+    call, operands = lowered.calls[node.name], operands_of(lowered, node)
+    events: list[tuple[int, int]] = []
+    alive: dict[int, int] = {}
+    for place, nbytes in internals.allocations_of(
+        lambda: outputs.extend(evaluate(call, operands)), device_of(lowered.layouts)
+    ):
+        if nbytes:
+            alive[place] = len(events)
+            events.append((-1 - len(events), nbytes))
+        elif place in alive:
+            events.append((events[alive.pop(place)][0], 0))
+    for number, output in enumerate(outputs):
+        at = alive.pop(output.untyped_storage().data_ptr(), None)
+        if at is not None:
+            events[at] = number, events[at][1]
+    kept = {events[at][0] for at in alive.values()}
+    return [event for event in events if event[0] not in kept]
+
+
+_LARGE_PIECE = 1 << 20
+"""Bytes from which the order of allocations matters: smaller pieces fill no gaps."""
 
 _STATE_BYTES = 2 * rounded(5056)
 """Bytes of the CPU generator's state, twice: it is saved, set, and restored."""
