@@ -6,6 +6,7 @@ compute nothing, or where results are compared run on the CPU in the same memory
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -14,6 +15,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -38,6 +40,9 @@ from mucudnn.torch import internals, plan_program  # noqa: E402
 from mucudnn.torch.capture.optimizers import make_state  # noqa: E402
 from mucudnn.torch.capture.undeclared_writes import UNDECLARED_WRITES  # noqa: E402
 from mucudnn.torch.costs.meters import CudaMeter, Links  # noqa: E402
+from mucudnn.torch.distributed import collectives  # noqa: E402
+from mucudnn.torch.distributed.collectives import TorchCollectives  # noqa: E402
+from mucudnn.torch.distributed.step_times import StepClock, measure_steps  # noqa: E402
 from mucudnn.torch.execution import cuda_memory, program, segments  # noqa: E402
 from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
     StreamCopies,
@@ -49,6 +54,7 @@ from mucudnn.torch.inductor import compiling  # noqa: E402
 from mucudnn.torch.plan import TorchPlan  # noqa: E402
 
 CROSS_ENTROPY = nn.functional.cross_entropy
+CUDA_0 = torch.device("cuda", 0)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -174,10 +180,11 @@ def least_budget(model, optimizer, batch, **options):
     step = mt.train_step(
         model, CROSS_ENTROPY, optimizer, budget="1KiB", cache=None, **options
     )
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PlanningError) as found:
+    with pytest.MonkeyPatch.context() as patch:
         # The budget in reserved bytes, which a refusal names too, takes several plans.
         patch.setattr(plan_program.LoweredStep, "_advise_reserved", lambda *_: "")
-        step.prepare(*batch)
+        with pytest.raises(PlanningError) as found:
+            step.prepare(*batch)
     return found.value.least_bytes
 
 
@@ -498,6 +505,20 @@ def test_compiled_steps_draw_the_same_numbers_at_every_budget(recomputing):
     assert len({*losses[0]}) == 3
 
 
+def test_compiled_steps_run_on_their_device_in_its_current_stream(empty_kernels):
+    """The stand-in's kernels compare both with what they are given."""
+    other = torch.device("cuda", 1)
+    model, *batch = case("dense")
+    model, batch = model.to(other), [tensor.to(other) for tensor in batch]
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    with torch.cuda.stream(torch.cuda.Stream(other)), torch.cuda.device(0):
+        assert step(*batch).device == other
+        assert torch.cuda.current_device() == 0
+    assert step.plan.kernels
+    assert {t.device for t in model.state_dict().values()} == {other}
+
+
 @pytest.fixture
 def one_rank():
     store = torch.distributed.HashStore()
@@ -510,6 +531,40 @@ def test_distribute_measures_steps_on_the_device(one_rank):
     model, *batch = case("norms")
     found = mt.distribute(model, CROSS_ENTROPY, batch, batch=8)
     assert found.plan.samples == (8,)
+
+
+def test_measured_steps_end_on_the_device_and_their_bytes_are_their_own(one_rank):
+    model, *batch = case("norms")
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # a peak of someone else's
+    with fakecuda.counted() as found:
+        table = measure_steps(model, CROSS_ENTROPY, batch, least=2, most=2)
+    assert found["device_sync"] >= 2
+    assert all(0 < point.nbytes < 1 << 30 for point in table.points)
+
+
+def test_sums_over_ranks_are_launched_and_timed_on_the_device(one_rank):
+    together = TorchCollectives(device=CUDA_0)
+    with fakecuda.counted() as found:
+        assert together.time_all_reduce(1 << 20) > 0
+    assert found["device_sync"] >= 2
+    # The host does not wait until others have released a tensor on a device.
+    held = torch.ones(8, device="cuda")
+    done = SimpleNamespace(wait=lambda: None)
+    began = time.monotonic()
+    collectives._Work(done, held, 0).wait()
+    assert time.monotonic() - began < 1
+
+
+def test_a_clock_of_steps_reads_events_and_waits_only_when_it_is_read():
+    clock = StepClock(CUDA_0)
+    with fakecuda.counted() as found:
+        clock.begin(8)
+        fakecuda.library().fake_work(None, ctypes.c_double(50e3))
+        clock.end()
+    assert not any(found[call] for call in NEVER if "sync" in call)
+    with fakecuda.counted() as found:
+        assert clock.factor(lambda samples: 50.0) >= 0.99
+    assert not found["device_sync"]
 
 
 # -- what the processor does
@@ -691,9 +746,6 @@ def wide(depth=6, width=256):
         ),
         nn.Linear(width, 10),
     )
-
-
-CUDA_0 = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,19 @@ def on_host(*, values=True):
             return GPUTarget("cuda", 90, 32)
 
         def get_current_device(self):
-            return 0
+            return torch.cuda.current_device()
 
         def get_active_torch_device(self):
-            return torch.device("cuda", 0)
+            return torch.device("cuda", torch.cuda.current_device())
 
     ran = []
 
     def run(self, *args, stream, **kwargs):
         assert not kwargs
+        # A kernel runs on the current device, in the stream that it is given.
+        assert stream == torch.cuda.current_stream().cuda_stream
+        tensors = (value for value in args if isinstance(value, torch.Tensor))
+        assert {t.device.index for t in tensors} == {torch.cuda.current_device()}
         ran.append(self.fn.__name__)
         if values:
             evaluate(self.fn.src, args)

@@ -11,9 +11,9 @@ are assumed, and changes the segments by simulated annealing. The model has the 
 blocks above 1 MiB only; smaller tensors are in a pool of their own.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 _MIB = 1 << 20
@@ -48,7 +48,7 @@ def best_segments(
         enough: Bytes beyond `nbytes` with which the search ends.
     """
     pool = Pool(allocations, holes)
-    best = pool.run([nbytes], 2 * nbytes + sum(size for _, size in pool.events)) or []
+    best = pool.run([nbytes], math.inf) or []
     sizes = [size for size in pool.sizes if size >= 10 * _MIB]
     now, draw = best, Random(0)
     tries = min(_MOST, max(_FEWEST, _EVENTS // (2 * len(pool.events) + 1)))
@@ -56,7 +56,7 @@ def best_segments(
         if sum(best) <= nbytes + enough:
             break
         heat = _TEMPERATURE * (1 - turn / tries) ** 2 * nbytes
-        limit = int(sum(now) + heat * draw.expovariate(1))
+        limit = sum(now) + heat * draw.expovariate(1)
         found = pool.run(_changed(now, nbytes, sizes, draw), limit)
         if found is not None:
             now = found
@@ -99,17 +99,12 @@ def _segment_bytes(size: int) -> int:
     return 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    address: int
-    size: int
-    before: "_Block | None" = None
-    behind: "_Block | None" = None
-    free: bool = True
-
-
 class Pool:
     """A model of the allocator's pool of large blocks.
+
+    Args:
+        allocations: Names and bytes in order; 0 bytes frees a tensor.
+        holes: Free blocks in segments of other tensors.
 
     Attributes:
         events: Number of a tensor and the bytes of its block, 0 to free it.
@@ -123,80 +118,62 @@ class Pool:
         self.events: list[tuple[int, int]] = []
         for name, size in allocations:
             if size > _MIB:
-                number = numbers[name] = len(self.events)
-                self.events.append((number, -(-size // _UNIT) * _UNIT))
+                numbers[name] = len(self.events)
+                self.events.append((numbers[name], -(-size // _UNIT) * _UNIT))
             elif not size and name in numbers:
                 self.events.append((numbers.pop(name), 0))
         self.sizes = sorted({size for _, size in self.events if size})
         self._holes = holes
 
-    def run(self, blocks: Sequence[int], limit: int) -> list[int] | None:
+    def run(self, blocks: Sequence[int], limit: float) -> list[int] | None:
         """Return all segments once a step has run in some; None beyond the limit."""
-        self._free: list[tuple[int, int]] = []
-        self._at: dict[int, _Block] = {}
-        top, segments = 0, []
-        for size in self._holes:
-            self._release(_Block(top, size))
-            top += size
-        for size in blocks:
-            segments.append(_segment_bytes(size))
-            self._release(_Block(top, segments[-1]))
-            top += segments[-1]
-        total = sum(segments)
+        free: list[tuple[int, int]] = []  # sizes and addresses
+        size_at: dict[int, int] = {}
+        start_before: dict[int, int] = {}  # address behind a free block -> its own
+
+        def take(address: int) -> int:
+            size = size_at.pop(address)
+            del start_before[address + size]
+            del free[bisect_left(free, (size, address))]
+            return size
+
+        def release(address: int, size: int) -> None:
+            if (before := start_before.get(address)) is not None:
+                address, size = before, size + take(before)
+            if address + size in size_at:
+                size += take(address + size)
+            size_at[address], start_before[address + size] = size, address
+            insort(free, (size, address))
+
+        segments = list(map(_segment_bytes, blocks))
+        top, total = 0, sum(segments)
+        for size in (*self._holes, *segments):
+            release(top, size)
+            top += size + _UNIT  # segments never merge
         for _ in range(_PASSES):
             if total > limit:
                 return None
-            before, live = total, dict[int, _Block]()
+            before, live = total, dict[int, tuple[int, int]]()
             for number, size in self.events:
                 if not size:
-                    self._release(live.pop(number))
+                    release(*live.pop(number))
                     continue
-                at = bisect_left(self._free, (size, -1))
-                if at < len(self._free):
-                    block = self._at[self._free.pop(at)[1]]
-                else:
+                if (at := bisect_left(free, (size, -1))) == len(free):
                     segments.append(_segment_bytes(size))
-                    block = _Block(top, segments[-1])
-                    top, total = top + segments[-1], total + segments[-1]
+                    total += segments[-1]
                     if total > limit:
                         return None
-                live[number] = self._split(block, size)
-            for block in live.values():
-                self._release(block)
+                    release(top, segments[-1])
+                    top += segments[-1] + _UNIT
+                    at = bisect_left(free, (size, -1))
+                address = free[at][1]
+                whole = take(address)
+                if whole - size > _MIB:
+                    release(address + size, whole - size)
+                    whole = size
+                live[number] = address, whole
+            for address, size in live.values():
+                release(address, size)
             if total == before:
                 break
         return segments
-
-    def _split(self, block: _Block, size: int) -> _Block:
-        """Take a free block, of which the rest remains free if it is large enough."""
-        block.free = False
-        if (rest := block.size - size) > _MIB:
-            behind = _Block(block.address + size, rest, block, block.behind)
-            if block.behind is not None:
-                block.behind.before = behind
-            block.behind, block.size = behind, size
-            self._at[behind.address] = behind
-            insort(self._free, (rest, behind.address))
-        return block
-
-    def _release(self, block: _Block) -> None:
-        """Free a block, and merge it with its free neighbors."""
-        if (before := block.before) is not None and before.free:
-            self._remove(before)
-            before.size += block.size
-            before.behind = block.behind
-            if block.behind is not None:
-                block.behind.before = before
-            block = before
-        if (behind := block.behind) is not None and behind.free:
-            self._remove(behind)
-            block.size += behind.size
-            block.behind = behind.behind
-            if behind.behind is not None:
-                behind.behind.before = block
-        block.free = True
-        self._at[block.address] = block
-        insort(self._free, (block.size, block.address))
-
-    def _remove(self, block: _Block) -> None:
-        del self._free[bisect_left(self._free, (block.size, block.address))]
