@@ -520,11 +520,11 @@ class TrainStep:
         names = variant.captured.gradients or ()
         live, planned = variant.live, variant.planned
         of_name = live.parts.parameters
-        inputs = [given]
+        # A run empties its list, and the optimizer may replace its own tensors.
+        inputs, rest = [given], given[len(live.tensors()) :]
 
         def passes() -> list[Any]:
-            own = live.tensors()  # which the optimizer may have replaced
-            now = inputs.pop() if inputs else [*own, *given[len(own) :]]
+            now = inputs.pop() if inputs else [*live.tensors(), *rest]
             return planned.bound.run(now, self._commit)
 
         own = planned.plan.own_update
