@@ -185,3 +185,14 @@ def test_functions_of_pytorch_imported_by_name_are_captured_once():
         return pool(wide, 2)[0].square().mean()
 
     assert in_turn(loss, (0, 1, 2), budget="100%", exact=True)._captures == 1
+
+
+def test_a_study_knows_the_values_of_its_example():
+    model, optimizer = parts()
+    few, many = (
+        mt.memory(model, by_mask, batch(targets), optimizer).least_budget
+        for targets in ((1, -1, -1, -1, -1, -1), (1, 1, 1, 1, 1, 1))
+    )
+    assert few < many
+    with pytest.raises(UnsupportedError, match="its output shape depends"):
+        mt.memory(model, by_mask, batch(TARGETS[0]), optimizer).max_batch("1MiB")

@@ -451,6 +451,7 @@ class MemoryStudy:
                 step.loss_fn,
                 step.optimizer,
                 step.example,
+                values=step.values,
                 size=size,
                 settings=self._settings,
                 results=self._results,

@@ -34,6 +34,7 @@ class DatalessStep:
         model: A copy of the model.
         loss_fn: The loss function; a copy if it is a module.
         example: The arguments of a step.
+        values: The example's tensors as they were given, which may have data.
         optimizer: A copy of the optimizer, with its state.
         whole: The original optimizer, which may have data.
     """
@@ -41,6 +42,7 @@ class DatalessStep:
     model: torch.nn.Module
     loss_fn: Callable[..., Any]
     example: Batch
+    values: Sequence[torch.Tensor]
     optimizer: torch.optim.Optimizer
     whole: torch.optim.Optimizer
 
@@ -88,7 +90,7 @@ class DatalessStep:
             make_state(lent, {id(memo[at]) for at in mine})
         batch = replace(given, tensors=tuple(_dataless(mode, t) for t in given.tensors))
         loss_fn = copies[1] if len(copies) > 1 else loss_fn
-        return cls(copies[0], loss_fn, batch, lent, optimizer)
+        return cls(copies[0], loss_fn, batch, given.tensors, lent, optimizer)
 
     def wholes(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Map copies of the optimizer's parameters to the original parameters."""

@@ -20,6 +20,7 @@ from typing import Any
 import sympy
 import torch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -255,6 +256,8 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
                 mine = name.startswith(("batch.", _PREFIX))
                 if name in self._fixed or (of_batch and not mine):
                     return None
+                if not _has_data(self._given[places[node]]):
+                    return None
                 inputs[node] = places[node]
             elif node not in nodes:
                 if len(nodes) > _MOST_NODES or not _same_again(node):
@@ -329,6 +332,10 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
 
 _PREFIX = "known."
 """Beginning of the names of inputs that are computed before the step."""
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _is_node(value: Any) -> bool:

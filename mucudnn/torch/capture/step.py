@@ -109,6 +109,7 @@ def capture_step(
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Any] | Batch,
     *,
+    values: Sequence[torch.Tensor] | None = None,
     size: int | None = None,
     settings: StepSettings = PLAIN,
     results: KernelResults | None = None,
@@ -123,6 +124,7 @@ def capture_step(
         loss_fn: Called with the model's result and the rest of the batch.
         optimizer: Optimizer of the model's parameters.
         batch: The arguments of a step.
+        values: Tensors of the batch with data, if those of `batch` have none.
         size: Size of axis 0 of every tensor of the batch, if it differs from `batch`.
         settings: How gradients are treated.
         results: Layouts that kernels were seen to return.
@@ -150,7 +152,7 @@ def capture_step(
             watches_calls=watches_calls,
         )
         try:
-            captured = _trace(tracer, size, results, keeps_effects, as_compiled)
+            captured = _trace(tracer, values, size, results, keeps_effects, as_compiled)
         except UnsoundCaptureError:
             if watches_calls or not tracer.recorder.may_be_unread:
                 raise
@@ -165,6 +167,7 @@ def capture_step(
 
 def _trace(
     tracer: "_Tracer",
+    values: Sequence[torch.Tensor] | None,
     size: int | None,
     results: KernelResults | None,
     keeps_effects: bool,
@@ -176,7 +179,8 @@ def _trace(
     tensors = tracer.batch.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
     inputs = [*parts.tensors(), *tensors]
-    tracer.shapes = shapes = KnownShapes(names, inputs, frozenset(parts.parameters))
+    known = inputs if values is None or size else [*parts.tensors(), *values]
+    tracer.shapes = shapes = KnownShapes(names, known, frozenset(parts.parameters))
     mode = StepFakes(shapes, KernelResults() if results is None else results)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]
     if size is not None and tensors:
