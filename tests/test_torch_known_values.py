@@ -51,7 +51,8 @@ def in_parts(y, t):
 
 def up_to_a_number(y, t):
     n = int((t > 0).sum())
-    return y[:n].sum() + y.new_full((n + 1,), 2.0).sum() * y.mean()
+    mask = torch.arange(n)[None] < t[:, None]
+    return y[:n].sum() + y.new_full((n + 1,), 2.0).sum() * (y[:, :1] * mask).mean()
 
 
 def repeated(y, t):

@@ -414,7 +414,10 @@ def _with_numbers(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Replace symbols for sizes and places by numbers that the batch determines."""
     if not any(isinstance(v, torch.SymInt) for v in pytree.tree_leaves((args, kwargs))):
         return args, kwargs
-    takes = [(a.name, "int" in str(a.type)) for a in function._schema.arguments]
+    counts = function.overloadpacket is _aten.arange
+    takes = [
+        (a.name, counts or "int" in str(a.type)) for a in function._schema.arguments
+    ]
     known = dict(takes)
     first = [
         _numbered(value) if is_size else value

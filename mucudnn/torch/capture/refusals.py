@@ -91,8 +91,8 @@ _METHODS = {torch._tensor.__file__, torch.overrides.__file__}
 """Files of methods of tensors that are written in Python."""
 
 _DATA_DEPENDENT = (
-    "its output shape depends on values that the step computes; keep the shape fixed, "
-    "with torch.where or by multiplying with a mask, or compute it from the batch alone"
+    "its output shape depends on data; keep the shape fixed, with torch.where or by "
+    "multiplying with a mask, or index by a mask that is computed from the batch alone"
 )
 
 
