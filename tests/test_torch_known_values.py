@@ -80,7 +80,15 @@ def guarded(y, t):
     return y.square().sum(dim=axes).mean() if bool((t > 0).any()) else y.mean()
 
 
+def by_one_mask_often(y, t):
+    mask = t > 1
+    places = mask.nonzero()
+    places += 1  # which writes no other indices of this mask
+    return (y[mask] ** 2).sum() + (y[mask].exp() * 2).sum() + (y * 0.1).mean()
+
+
 PROGRAMS = (
+    by_one_mask_often,
     by_mask, selected, by_places, written_by_rows, by_classes, in_parts,
     up_to_a_number, repeated, one_by_one, of_what_was_found, over_pairs, guarded,
 )  # fmt: skip
@@ -175,7 +183,7 @@ def test_compiled_steps_take_indices_of_the_batch():
     step = mt.train_step(model, by_mask, optimizer, inductor=True, verify=1, cache=None)
     for targets in TARGETS:
         step(*batch(targets))
-    assert step.plan.kernels
+        assert step.plan.kernels
 
 
 def test_functions_of_pytorch_imported_by_name_are_captured_once():
@@ -192,7 +200,7 @@ def test_a_study_knows_the_values_of_its_example():
     model, optimizer = parts()
     few, many = (
         mt.memory(model, by_mask, batch(targets), optimizer).least_budget
-        for targets in ((1, -1, -1, -1, -1, -1), (1, 1, 1, 1, 1, 1))
+        for targets in ((1, *[-1] * 99), (1,) * 100)
     )
     assert few < many
     with pytest.raises(UnsupportedError, match="its output shape depends"):

@@ -185,10 +185,12 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         self._names = names
         self._given = list(given)
         self._fixed = fixed
+        self._made: dict[Any, Sequence[torch.Tensor]] = {}
 
     def release_inputs(self) -> None:
         """Drop the inputs: PyTorch's caches of its methods keep this object alive."""
         self._given.clear()
+        self._made.clear()
 
     # -- numbers
 
@@ -281,24 +283,27 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         leaves, form = pytree.tree_flatten((args, kwargs))
         if mode is None or any(isinstance(v, torch.SymInt) for v in leaves):
             return None
-        nodes = [
-            get_proxy_slot(from_fun(v), mode.tracer).proxy.node
-            if isinstance(v, FunctionalTensor)
-            else v
-            for v in leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(nodes, form)
-        call = self._call(function, args, kwargs, of_batch=True)
-        if call is None:
-            return None
-        fakes = next(
-            from_fun(v).fake_mode for v in leaves if isinstance(v, FunctionalTensor)
-        )
-        with _disable_current_modes():
-            found = _computed(call, self._given)
-        self.known.append(KnownTensors(call, tuple(map(_layout, found))))
-        made = [self._input(mode.tracer, fakes, tensor) for tensor in found]
-        return made[0] if len(function._schema.returns) == 1 else tuple(made)
+        nodes = _nodes(leaves)
+        key = function, form, tuple(nodes)
+        if key not in self._made:
+            args, kwargs = pytree.tree_unflatten(nodes, form)
+            call = self._call(function, args, kwargs, of_batch=True)
+            if call is None:
+                return None
+            with _disable_current_modes():
+                found = _computed(call, self._given)
+            self.known.append(KnownTensors(call, tuple(map(_layout, found))))
+            fakes = next(
+                from_fun(v).fake_mode for v in leaves if isinstance(v, FunctionalTensor)
+            )
+            self._made[key] = [self._input(mode.tracer, fakes, t) for t in found]
+        made = tuple(map(to_fun, self._made[key]))  # new ones, which may be written
+        return made[0] if len(function._schema.returns) == 1 else made
+
+    def has_places(self, mask: torch.Tensor) -> bool:
+        """Return whether the indices of a mask's elements are an input already."""
+        leaves, form = pytree.tree_flatten(((mask,), {}))
+        return (_aten.nonzero.default, form, tuple(_nodes(leaves))) in self._made
 
     def _input(self, tracer: Any, fakes: Any, real: torch.Tensor) -> torch.Tensor:
         """Return a further input of the graph that is traced."""
@@ -308,7 +313,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         fake = fakes.from_tensor(real, static_shapes=True)
         proxy = tracer.create_proxy("placeholder", name.replace(".", "_"), (), {})
         track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
-        return to_fun(fake)
+        return fake
 
     def with_inputs(self, module: torch.fx.GraphModule, before: int) -> None:
         """Move the inputs that were added behind the others, and return them as well.
@@ -332,6 +337,16 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
 
 _PREFIX = "known."
 """Beginning of the names of inputs that are computed before the step."""
+
+
+def _nodes(leaves: Sequence[Any]) -> list[Any]:
+    """Return arguments with nodes of the traced graph in the place of tensors."""
+    return [
+        get_proxy_slot(from_fun(v), get_proxy_mode().tracer).proxy.node
+        if isinstance(v, FunctionalTensor)
+        else v
+        for v in leaves
+    ]
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
@@ -393,7 +408,9 @@ def of_known_shape(
         indices = _indices(shapes, [mask])
         if indices is not None:
             return _aten.index.Tensor, (tensor, indices), {}
-    elif function in _INDEXED or (function in _WRITTEN and _is_row_by_row(*args[:3])):
+    elif function in _INDEXED or (
+        function in _WRITTEN and _is_row_by_row(shapes, *args[:3])
+    ):
         indices = _indices(shapes, args[1])
         if indices is not None:
             args = (args[0], indices, *args[2:])
@@ -448,11 +465,13 @@ def _indices(shapes: KnownShapes, given: Sequence[Any]) -> list[Any] | None:
     return found
 
 
-def _is_row_by_row(tensor: torch.Tensor, indices: Any, values: torch.Tensor) -> bool:
+def _is_row_by_row(
+    shapes: KnownShapes, tensor: torch.Tensor, indices: Any, values: torch.Tensor
+) -> bool:
     """Return whether values are written that have one row for each true element."""
     masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype in _MASKS]
-    if len(masks) != 1:
+    if len(masks) != 1 or values.dim() != tensor.dim() - masks[0].dim() + 1:
         return False
     place = [index is masks[0] for index in indices].index(True)
-    rows = values.dim() == tensor.dim() - masks[0].dim() + 1
-    return bool(rows and values.shape[place] != 1)
+    # One row may be written to all of them.
+    return values.shape[place] != 1 or shapes.has_places(masks[0])

@@ -647,8 +647,13 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not members.isdisjoint(node.users):
             members.add(node)  # before the forward pass
-    nodes = [n for n in graph.nodes if n in members and n.op == "call_function"]
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    decided: set[torch.fx.Node] = set()  # numbers that only Python has used
+    for node in reversed(graph.nodes):
+        if isinstance(node.meta.get("val"), numbers) and decided.issuperset(node.users):
+            decided.add(node)
+    members -= decided
+    nodes = [n for n in graph.nodes if n in members and n.op == "call_function"]
     for node in nodes:
         if isinstance(node.meta.get("val"), numbers):
             raise NotCompiledError(

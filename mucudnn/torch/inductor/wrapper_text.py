@@ -351,9 +351,11 @@ class _Reader:
             NotCompiledError: There is none.
         """
         try:
-            return eval(ast.unparse(call.func), self._space)  # names and dots only
+            found = eval(ast.unparse(call.func), self._space)  # names and dots only
         except Exception as e:
             raise unknown(call) from e
+        packet = isinstance(found, torch._ops.OpOverloadPacket)
+        return found.default if packet and found.overloads() == ["default"] else found
 
     def _layout(self, value: str) -> Layout:
         """Return the layout of an allocation.
