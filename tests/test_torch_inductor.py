@@ -12,6 +12,7 @@ from mucudnn.errors import PlanningError
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():  # PyTorch's own, as its modules are imported
     warnings.simplefilter("ignore", DeprecationWarning)
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.graph import GraphLowering
@@ -127,6 +128,25 @@ def noisy():
     layers += [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)]
     batch = torch.randn(256, 16), torch.randint(0, 5, (256,))
     return nn.Sequential(*layers), functional.cross_entropy, batch
+
+
+class Cached(nn.Module):
+    """Attention to keys behind an empty cache, which `cat` lays out anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.head = nn.Linear(16, 16), nn.Linear(4, 5)
+
+    def forward(self, x):
+        heads = self.project(x).view(*x.shape[:2], 4, 4).transpose(1, 2)
+        keys = torch.cat([x.new_zeros(0), heads], -2)
+        return self.head((heads @ keys.transpose(2, 3) @ keys).mean((1, 2)))
+
+
+def cached():
+    torch.manual_seed(0)
+    batch = torch.randn(2, 6, 16), torch.randint(0, 5, (2,))
+    return Cached(), functional.cross_entropy, batch
 
 
 def sgd(model):
@@ -247,6 +267,30 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
     assert plans[0].kernels > 4
     assert f"{plans[0].kernels} kernels of Inductor" in str(plans[0])
     assert plans[-1].recomputed or plans[-1].leaving
+
+
+def test_decompositions_may_have_other_strides_than_eager_mode():
+    expected = compiled(cached, sgd)
+    found, step = planned(cached, sgd)
+    assert step.plan.kernels
+    assert found.losses == expected.losses
+    assert all(map(torch.equal, found.state, expected.state))
+
+
+@pytest.mark.slow
+def test_settings_of_pytorchs_partitioner_apply_to_a_planned_step(tmp_path):
+    default, step = planned(noisy, sgd, cache=tmp_path)
+    with functorch_config.patch(activation_memory_budget=0.5):
+        expected = compiled(noisy, sgd)
+        free, free_step = planned(noisy, sgd, cache=tmp_path)
+        budget = int(0.8 * free_step.plan.peak_bytes)
+        within, other = planned(noisy, sgd, budget, cache=tmp_path)
+    assert default.losses != expected.losses  # by rounding, and drawn in another order
+    assert free_step.plan.kernels != step.plan.kernels
+    for found in (free, within):
+        assert found.losses == expected.losses
+        assert all(map(torch.equal, found.state, expected.state))
+    assert other.plan.peak_bytes <= budget
 
 
 @pytest.mark.slow
