@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -737,7 +738,7 @@ def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(mutate, monkey
 # -- bytes
 
 
-def wide(depth=6, width=256):
+def wide(depth=4, width=256):
     return nn.Sequential(
         *(
             layer
@@ -809,7 +810,8 @@ def test_a_rehearsal_allocates_in_the_order_of_a_step(offloads, monkeypatch):
     )
     model = nn.Sequential(
         nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Conv2d(16, 16, 3, padding=1), nn.GELU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 16, 3, padding=1),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16384, 10),
     ).cuda()  # fmt: skip
     batch = torch.rand(16, 8, 128, 128, device="cuda"), classes(16)
@@ -1017,6 +1019,30 @@ def test_plans_are_made_until_one_fits_in_reserved_bytes(
     assert chosen.peak_bytes == found
     assert chosen.reservable_budget == enough
     assert bool(chosen.reserved_warning) == bool(enough)
+
+
+def test_garbage_is_collected_before_a_rehearsal(monkeypatch):
+    """What is freed later leaves holes that a rehearsal does not see."""
+    model, *batch = case("dense")
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    reserve, alive = cuda_memory.reserve, []
+
+    def watched(*args):
+        alive.append(garbage())
+        return reserve(*args)
+
+    monkeypatch.setattr(plan_program, "reserve", watched)
+    ring = [torch.empty(64 << 20, device="cuda")]
+    ring.append(ring)
+    garbage = weakref.ref(ring[0])
+    gc.disable()
+    try:
+        del ring
+        step.prepare(*batch)
+    finally:
+        gc.enable()
+    assert alive == [None]
 
 
 @pytest.mark.parametrize("budget", ["1KiB", "16MiB", 0])
