@@ -820,6 +820,17 @@ def test_the_model_of_the_allocator_reserves_what_the_allocator_does(seed):
     assert cuda_memory._gaps(CUDA_0, allocations, in_segments, 0) == sum(modelled)
 
 
+def test_the_model_of_the_allocator_splits_no_block_for_less_than_1_mib():
+    part = 1 << 18
+    sizes = [("a", 84), ("b", 84), ("a", 0), ("c", 82), ("b", 0), ("d", 85)]
+    allocations = [(name, size * part) for name, size in sizes]
+    modelled = Pool(allocations, ()).run([168 * part], math.inf)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert len(modelled) == 2
+    assert cuda_memory._gaps(CUDA_0, allocations, [168 * part], 0) == sum(modelled)
+
+
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_rehearsal_allocates_in_the_order_of_a_step(offloads, monkeypatch):
     """Of pooling, which has two results, and convolutions with pieces of scratch."""
