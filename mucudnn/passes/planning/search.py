@@ -6,8 +6,9 @@ its optimum, or the step is too large for trials of single tensors, nothing else
 Otherwise plans from many starts are improved side by side, and the fastest plan wins.
 
 *Starts* are the residencies of every other policy, so the plan is never slower than the
-best of them; the request's seed; the solution of the program; a family with one
-parameter between offloading and recomputing everything; and rules for whole blocks.
+best of them; the request's seed; the solutions of the program; and where it has none,
+a family with one parameter between offloading and recomputing everything, and rules for
+whole blocks.
 Each is scheduled by every scheduler. Parameters and optimizer state are offloaded where
 that is faster, or where nothing else fits.
 
@@ -96,12 +97,13 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     if best.found and best.step_ms <= _unbounded_ms(request):
         return replace(best.plan, least_ms=best.step_ms)
     bound = lower_bound(request)
-    optimum = fill(request, best)
+    optimum, rounded = fill(request, best)
     nodes = len(request.graph.nodes)
     large = best.found and nodes > _LARGE
     trusted = bound.step_ms if nodes <= _SMALL else optimum
     if optimum is None or not (large or best.step_ms <= _CLOSE * (trusted or 0.0)):
-        _search_locally(request, bound, best, _ROUNDS if thorough else _ROUNDS[:1])
+        rounds = _ROUNDS if thorough else _ROUNDS[:1]
+        _search_locally(request, bound, best, rounded, rounds)
     return replace(best.plan, least_ms=bound.step_ms)
 
 
@@ -109,12 +111,17 @@ def _search_locally(
     request: StepRequest,
     bound: LowerBound,
     best: SearchState,
+    rounded: Sequence[Residencies],
     rounds: Sequence[tuple[int, int]],
 ) -> None:
-    """Look for a better plan than the best so far, from many starts."""
+    """Look for a better plan than the best so far, from many starts.
+
+    The best of the `rounded` optima of the program is improved in every round, beside
+    the other plans.
+    """
     candidates = request.candidates
     begin = _begin(request, by_cost(candidates))
-    starts = [best.residency] if best.found else []
+    starts = [] if rounded or not best.found else [best.residency]
     for residency in begin:
         best.consider(residency)
     if request.scheduler is None:
@@ -130,22 +137,41 @@ def _search_locally(
     if request.convolutions == "dynamic":
         _offer_vdnn_dyn(request, best)
     nodes = len(request.graph.nodes)
-    others = _other_starts(request, candidates)
-    starts += [*begin, *itertools.islice(others, _WORK // nodes)]
+    starts += begin
+    if not rounded:
+        others = _other_starts(request, candidates)
+        starts += itertools.islice(others, _WORK // nodes)
     changes = list(changes_of(request.graph, candidates))
-    climbs = [
-        Climb(request.scheduled(scheduler), changes, residency)
-        for scheduler, residency in _fastest(request, starts, rounds[0][0])
-    ]
+    most = rounds[0][0] // (2 if rounded else 1)
+    first, climbs = (
+        [
+            Climb(request.scheduled(scheduler), changes, residency)
+            for scheduler, residency in _fastest(request, tried, count)
+        ]
+        for tried, count in ((rounded, 1), (starts, most))
+    )
     fewer = min(1.0, _NODES / nodes)
     for plans, trials in rounds:
         del climbs[plans:]
-        for climb in climbs:
+        for climb in first + climbs:
             climb.run(max(_LEAST_TRIALS, int(fewer * trials)))
-        climbs.sort(key=lambda climb: climb.step_ms)
-        if climbs[0].step_ms <= _NEAR * bound.step_ms:
+        climbs = _distinct(climbs)
+        if _distinct(first + climbs)[0].step_ms <= _NEAR * bound.step_ms:
             break
-    best.take_over(climbs[0].state)
+    best.take_over(_distinct(first + climbs)[0].state)
+
+
+def _alike(step_ms: float) -> float:
+    """Return a time that is equal for plans that hardly differ."""
+    return float(f"{step_ms:.5g}")
+
+
+def _distinct(climbs: Sequence[Climb]) -> list[Climb]:
+    """Return climbs that differ, the fastest first."""
+    found: dict[float, Climb] = {}
+    for climb in sorted(climbs, key=lambda climb: climb.step_ms):
+        found.setdefault(_alike(climb.step_ms), climb)
+    return list(found.values())
 
 
 def least_memory(
@@ -214,7 +240,7 @@ def _fastest(
             for residency in (start, *paged):
                 with suppress(PlanningError):
                     tried = schedule_residency(request.scheduled(scheduler), residency)
-                    found.setdefault(tried.step_ms(), (scheduler, residency))
+                    found.setdefault(_alike(tried.step_ms()), (scheduler, residency))
                     break
     return [found[step_ms] for step_ms in sorted(found)[:count]]
 
