@@ -80,6 +80,13 @@ def guarded(y, t):
     return y.square().sum(dim=axes).mean() if bool((t > 0).any()) else y.mean()
 
 
+KEPT = torch.tensor([True, False, True, True, False, True])
+
+
+def by_a_mask_from_outside(y, t):
+    return y[KEPT].square().sum() + functional.cross_entropy(y[KEPT], t[KEPT].relu())
+
+
 def by_one_mask_often(y, t):
     mask = t > 1
     places = mask.nonzero()
@@ -88,7 +95,7 @@ def by_one_mask_often(y, t):
 
 
 PROGRAMS = (
-    by_one_mask_often,
+    by_a_mask_from_outside, by_one_mask_often,
     by_mask, selected, by_places, written_by_rows, by_classes, in_parts,
     up_to_a_number, repeated, one_by_one, of_what_was_found, over_pairs, guarded,
 )  # fmt: skip
@@ -160,6 +167,18 @@ def test_what_users_raise_for_a_batch_is_raised_for_each():
         with pytest.raises(ValueError, match="a class that there is not"):
             step(*batch(targets))
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_mask_from_outside_may_change():
+    mask = KEPT.clone()
+    model, _ = parts()
+    step = mt.train_step(
+        model, lambda y, _: y[mask].sum(), torch.optim.SGD(model.parameters(), 0.0)
+    )
+    x, t = batch(TARGETS[0])
+    for changed in (0, 1, 2):
+        mask[changed] ^= True
+        assert torch.equal(step(x, t), model(x)[mask].sum())
 
 
 def test_writing_one_value_by_a_mask_needs_one_capture():

@@ -20,6 +20,7 @@ from typing import Any
 import sympy
 import torch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import (
@@ -293,9 +294,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
             with _disable_current_modes():
                 found = _computed(call, self._given)
             self.known.append(KnownTensors(call, tuple(map(_layout, found))))
-            fakes = next(
-                from_fun(v).fake_mode for v in leaves if isinstance(v, FunctionalTensor)
-            )
+            fakes = detect_fake_mode()
             self._made[key] = [self._input(mode.tracer, fakes, t) for t in found]
         made = tuple(map(to_fun, self._made[key]))  # new ones, which may be written
         return made[0] if len(function._schema.returns) == 1 else made
