@@ -785,6 +785,7 @@ class ReadRecorder:
         if event != "call" or id(code) in self._ran:
             return
         self._ran.add(id(code))
+        self._alive.append(code)  # so that no other code gets its identity
         functions = self._waiting.pop(id(code), [])
         unknown = not functions and id(code) not in self._within
         if unknown and not _is_of_library(frame):
