@@ -190,6 +190,25 @@ def test_writing_one_value_by_a_mask_needs_one_capture():
     assert in_turn(loss, (0, 1, 2))._captures == 1
 
 
+def test_steps_whose_batches_all_differ_run_in_eager_mode_without_a_budget():
+    model, optimizer = parts()
+    step = mt.train_step(model, by_mask, optimizer, cache=None)
+
+    def run(n):
+        targets = torch.arange(20) % 3
+        step(torch.randn(20, 4), torch.where(torch.arange(20) < n, targets, -1))
+
+    for n in range(1, 10):
+        run(n)
+    with pytest.warns(UserWarning, match="each batch needs a plan of its own"):
+        run(10)
+    for n in range(11, 15):
+        run(n)
+    assert (step._captures, step._eager_steps) == (9, 5)
+    run(5)  # its plan is kept
+    assert step._eager_steps == 5
+
+
 def test_masks_of_the_models_own_values_are_refused():
     model, optimizer = parts()
     step = mt.train_step(model, lambda y, _: y[y > 0].sum(), optimizer)

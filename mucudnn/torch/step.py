@@ -33,7 +33,13 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.automatic_budget import AutomaticBudget
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
-from mucudnn.torch.capture.guards import Overlaps, Settings, StepGuards, overlaps_of
+from mucudnn.torch.capture.guards import (
+    OTHER_VALUES,
+    Overlaps,
+    Settings,
+    StepGuards,
+    overlaps_of,
+)
 from mucudnn.torch.capture.known_values import known_values
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.python_state import Kind, Read
@@ -138,6 +144,10 @@ FALLBACKS = ("refuse", "eager")
 
 _TRANSIENT_STEPS = 3
 """Captures in a row that may be valid for one run only before eager mode is tried."""
+
+
+_OTHER_VALUES = 8
+"""Captures in a row, each for other values of its batch, before eager mode is used."""
 
 
 _ALLOW = "fallback='eager' runs such steps in eager mode, in whatever memory they take"
@@ -387,6 +397,7 @@ class TrainStep:
         self._fixed: set[Any] = set()  # numbers that cannot be inputs of the graph
         self._transient_steps = 0  # in a row
         self._eager_steps = 0  # since a step was last captured
+        self._other_values = 0  # captures in a row for other values of a batch
         self._captures = 0
         self._compilations = 0
         self._fits: bool | None = None  # the budget holds eager mode, once known
@@ -432,7 +443,10 @@ class TrainStep:
             if variant is None:
                 if self._waits():
                     return self._eager(batch)
+                self._count_values(reason)
                 variant, given = self._capture(batch, reason)
+            else:
+                self._other_values = 0
         except Exception as e:
             if not self._may_run_eagerly(e):
                 if isinstance(e, UnsoundCaptureError):
@@ -774,6 +788,21 @@ class TrainStep:
             "changes from step to step in a tensor (register_buffer) or do it outside "
             f"of the step. {_ALLOW}",
         )
+
+    def _count_values(self, reason: str) -> None:
+        """Note a capture for other values of a batch, if that is why it is needed.
+
+        Raises:
+            UnsoundCaptureError: No plan has served two batches for long, so that eager
+                mode is the better way.
+        """
+        if reason == OTHER_VALUES and self._eager_is_free:
+            self._other_values += 1
+            if self._other_values > _OTHER_VALUES:
+                raise UnsoundCaptureError(
+                    "each batch needs a plan of its own, because of "
+                    f"{OTHER_VALUES}; pad what varies, or multiply by a mask"
+                )
 
     def _is_group(self, holder: Any) -> bool:
         """Return whether something is one of the optimizer's groups of parameters."""

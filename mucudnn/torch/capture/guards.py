@@ -307,6 +307,10 @@ def _extent(tensor: torch.Tensor) -> int:
     return int(elements * tensor.element_size())
 
 
+OTHER_VALUES = "a value that Python decides by, or a size computed from one"
+"""Reason why a capture does not hold for the values of a batch."""
+
+
 class StepGuards:
     """Conditions under which a captured step is valid for a batch.
 
@@ -354,7 +358,7 @@ class StepGuards:
             return given, reason
         inputs = known_values(self._known, given)
         if inputs is None:
-            return given, "a value that Python decides by, or a size computed from one"
+            return given, OTHER_VALUES
         pointers = self._outer_pointers(given)
         if pointers != self._pointers:
             if overlaps_of(given) != self._overlaps:
