@@ -39,6 +39,7 @@ from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import Use, rounded, uses_of
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.problem import first_plans
 
 MOST_GAPS = 700
@@ -70,10 +71,12 @@ class LowerBound:
     Attributes:
         step_ms: The bound; infinity if no plan fits.
         reason: Why the bound is only the compute time, if the program was not solved.
+        residency: The optimum rounded to residencies, from which a search may start.
     """
 
     step_ms: float
     reason: str = ""
+    residency: Mapping[str, Residency] = field(default_factory=dict)
 
 
 def lower_bound(request: StepRequest, most_gaps: int = MOST_GAPS) -> LowerBound:
@@ -90,13 +93,14 @@ def lower_bound(request: StepRequest, most_gaps: int = MOST_GAPS) -> LowerBound:
     if gaps > most_gaps:
         return LowerBound(compute, f"{gaps} gaps are more than {most_gaps}")
     try:
-        step_ms = _Relaxation(request).solve()
+        found = _Relaxation(request).solve()
     except solver_errors() as error:
         _log.warning("the solver cannot be run: %s", error)
         return LowerBound(compute, "the solver cannot be run")
-    if step_ms is None:
+    if found is None:
         return LowerBound(compute, "the solver found no optimum")
-    return LowerBound(max(compute, step_ms * (1 - _SLACK)))
+    step_ms, residency = found
+    return LowerBound(max(compute, step_ms * (1 - _SLACK)), "", residency)
 
 
 @dataclass(slots=True)
@@ -160,15 +164,31 @@ class _Relaxation:
         self._first = 0 if sliced else self._window(backward)
         self._find_chains()
 
-    def solve(self) -> float | None:
-        """Return the optimum in ms, infinity if infeasible; None if not solved."""
+    def solve(self) -> tuple[float, Mapping[str, Residency]] | None:
+        """Return the optimum in ms, and rounded to residencies; None if not solved.
+
+        The optimum is infinity if the program is infeasible.
+        """
         for gap in itertools.chain(*self._gaps.values()):
             self._add(gap)
         self._add_recompute_inputs()
         self._add_memory()
         self._add_times()
         found = self._lp.solve()
-        return None if found is None else found.objective
+        return None if found is None else (found.objective, self._rounded(found.values))
+
+    def _rounded(self, values: Sequence[float]) -> Mapping[str, Residency]:
+        """Recompute what is dropped more than half, offload what is copied so."""
+        residency = {}
+        for saved in saved_tensors(self._graph) if values else ():
+            drop, outs = self._drops.get(saved.name), self._outs.get(saved.name, {})
+            dropped = 0.0 if drop is None else values[drop]
+            copied = sum(values[variable] for variable in outs.values())
+            if dropped > max(0.5, copied):
+                residency[saved.name] = Residency.RECOMPUTE
+            elif copied > 0.5:
+                residency[saved.name] = Residency.OFFLOAD
+        return residency
 
     def _windows(self, backward: int) -> list[int]:
         """Return the first nodes of windows of about equal weight."""

@@ -6,9 +6,10 @@ its optimum, or the step is too large for trials of single tensors, nothing else
 Otherwise plans from many starts are improved side by side, and the fastest plan wins.
 
 *Starts* are the residencies of every other policy, so the plan is never slower than the
-best of them; the request's seed; the solutions of the program; and where it has none,
-a family with one parameter between offloading and recomputing everything, and rules for
-whole blocks.
+best of them; the request's seed; the solutions of the program; the relaxation of the
+lower bound, unless a small step's program has an optimum; and where the program has no
+solution, a family with one parameter between offloading and recomputing everything, and
+rules for whole blocks.
 Each is scheduled by every scheduler. Parameters and optimizer state are offloaded where
 that is faster, or where nothing else fits.
 
@@ -51,6 +52,9 @@ from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 Residencies = Mapping[str, Residency]
+
+_OTHERS = Residency.KEEP, Residency.PAGE
+"""Residencies of all bytes that a rule does not name."""
 
 _ROUNDS = ((8, 40), (4, 60), (2, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
@@ -103,7 +107,8 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     trusted = bound.step_ms if nodes <= _SMALL else optimum
     if optimum is None or not (large or best.step_ms <= _CLOSE * (trusted or 0.0)):
         rounds = _ROUNDS if thorough else _ROUNDS[:1]
-        _search_locally(request, bound, best, rounded, rounds)
+        nearest = bound.residency if rounded or optimum is None else {}
+        _search_locally(request, bound, best, rounded, nearest, rounds)
     return replace(best.plan, least_ms=bound.step_ms)
 
 
@@ -112,12 +117,13 @@ def _search_locally(
     bound: LowerBound,
     best: SearchState,
     rounded: Sequence[Residencies],
+    nearest: Residencies,
     rounds: Sequence[tuple[int, int]],
 ) -> None:
     """Look for a better plan than the best so far, from many starts.
 
     The best of the `rounded` optima of the program is improved in every round, beside
-    the other plans.
+    the other plans. One of these starts from `nearest`, the bound's rounded relaxation.
     """
     candidates = request.candidates
     begin = _begin(request, by_cost(candidates))
@@ -138,6 +144,7 @@ def _search_locally(
         _offer_vdnn_dyn(request, best)
     nodes = len(request.graph.nodes)
     starts += begin
+    starts += [{EVERYTHING: o, **nearest} for o in _OTHERS if nearest]
     if not rounded:
         others = _other_starts(request, candidates)
         starts += itertools.islice(others, _WORK // nodes)
@@ -214,7 +221,7 @@ def _other_starts(
 ) -> Iterator[Residencies]:
     """Yield rules for blocks, and the recomputed family."""
     for rule in blockwise(request.graph, candidates):
-        for others in (Residency.KEEP, Residency.PAGE):
+        for others in _OTHERS:
             yield {EVERYTHING: others, **rule}
     yield from recomputed_family(by_cost(candidates))
 
