@@ -71,7 +71,7 @@ _WORK = 60_000
 _NEAR = 1.005
 """Factor on the lower bound below which a plan is not improved any more."""
 
-_CLOSE = 1.01
+_CLOSE = 1.005
 """Factor on the program's optimum up to which its plan needs no local search."""
 
 _SMALL = 400
