@@ -35,6 +35,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from mucudnn.torch.execution.devices import autocast_off
+from mucudnn.torch.lowering.lowered import Layout
 
 _aten = torch.ops.aten
 
@@ -99,7 +100,7 @@ class KnownTensors:
     """
 
     call: _Call = field(repr=False)
-    layouts: tuple[Any, ...]
+    layouts: tuple[Layout, ...]
 
 
 Known = Decision | KnownTensors
@@ -120,7 +121,7 @@ def known_values(
         try:
             if isinstance(value, KnownTensors):
                 found = _computed(value.call, inputs)
-                if tuple(map(_layout, found)) != value.layouts:
+                if tuple(map(Layout.of, found)) != value.layouts:
                     return None
                 inputs += found
                 continue
@@ -139,10 +140,6 @@ def _computed(call: _Call, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad(), autocast_off(), torch._C.DisableTorchFunction():
         found = call.of(given)
     return [found] if isinstance(found, torch.Tensor) else list(found)
-
-
-def _layout(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _outcome(expression: Any, values: Sequence[Any]) -> int:
@@ -244,7 +241,8 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
             of_batch: Whether it may depend on the batch only. Counts of the optimizer
                 change at every step, so that only branches may depend on them.
         """
-        pending = [n for n in pytree.tree_leaves((args, kwargs)) if _is_node(n)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        pending = [n for n in leaves if isinstance(n, torch.fx.Node)]
         placed = pending[0].graph.find_nodes(op="placeholder") if pending else []
         places = {node: i for i, node in enumerate(placed)}
         nodes: set[torch.fx.Node] = set()
@@ -259,8 +257,9 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
                 mine = name.startswith(("batch.", _PREFIX))
                 if name in self._fixed or (of_batch and not mine):
                     return None
-                if not _has_data(self._given[places[node]]):
-                    return None
+                present = self._given[places[node]]
+                if present.is_meta or isinstance(present, FakeTensor):
+                    return None  # it has no data
                 inputs[node] = places[node]
             elif node not in nodes:
                 if len(nodes) > _MOST_NODES or not _same_again(node):
@@ -281,11 +280,10 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         They become inputs of the graph.
         """
         mode = get_proxy_mode()
-        leaves, form = pytree.tree_flatten((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         if mode is None or any(isinstance(v, torch.SymInt) for v in leaves):
             return None
-        nodes = _nodes(leaves)
-        key = function, form, tuple(nodes)
+        _, form, nodes = key = _key(function, args, kwargs)
         if key not in self._made:
             args, kwargs = pytree.tree_unflatten(nodes, form)
             call = self._call(function, args, kwargs, of_batch=True)
@@ -293,7 +291,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
                 return None
             with _disable_current_modes():
                 found = _computed(call, self._given)
-            self.known.append(KnownTensors(call, tuple(map(_layout, found))))
+            self.known.append(KnownTensors(call, tuple(map(Layout.of, found))))
             fakes = detect_fake_mode()
             self._made[key] = [self._input(mode.tracer, fakes, t) for t in found]
         made = tuple(map(to_fun, self._made[key]))  # new ones, which may be written
@@ -301,8 +299,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
 
     def has_places(self, mask: torch.Tensor) -> bool:
         """Return whether the indices of a mask's elements are an input already."""
-        leaves, form = pytree.tree_flatten(((mask,), {}))
-        return (_aten.nonzero.default, form, tuple(_nodes(leaves))) in self._made
+        return _key(_aten.nonzero.default, (mask,), {}) in self._made
 
     def _input(self, tracer: Any, fakes: Any, real: torch.Tensor) -> torch.Tensor:
         """Return a further input of the graph that is traced."""
@@ -338,22 +335,16 @@ _PREFIX = "known."
 """Beginning of the names of inputs that are computed before the step."""
 
 
-def _nodes(leaves: Sequence[Any]) -> list[Any]:
-    """Return arguments with nodes of the traced graph in the place of tensors."""
-    return [
+def _key(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return a key of a call: the nesting of its arguments, and nodes for tensors."""
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    nodes = [
         get_proxy_slot(from_fun(v), get_proxy_mode().tracer).proxy.node
         if isinstance(v, FunctionalTensor)
         else v
         for v in leaves
     ]
-
-
-def _has_data(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, torch.fx.Node)
+    return function, form, tuple(nodes)
 
 
 def _same_again(node: torch.fx.Node) -> bool:
