@@ -7,11 +7,12 @@ own networks. All ranks call the same operations in the same order.
 import contextlib
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TextIO, TypeVar
 
 from mucudnn.errors import BackendUnavailableError, RankLostError
 from mucudnn.passes.registry import name_of
@@ -130,6 +131,22 @@ class _Request:
         self.request.Wait()
 
 
+def _wait_until_read(stream: TextIO, seconds: float) -> None:
+    """Wait until the reader of a pipe has emptied it, at most `seconds`."""
+    end = time.monotonic() + seconds
+    # No pipe, a closed one, or a system without these modules.
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import fcntl
+        import termios
+
+        stream.flush()
+        while time.monotonic() < end:
+            unread = fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4))
+            if not any(unread):
+                return
+            time.sleep(0.01)
+
+
 class MpiCollectives:
     """Collective operations of all processes that `mpiexec` started."""
 
@@ -171,6 +188,8 @@ class MpiCollectives:
 
     def abort(self, message: str) -> NoReturn:
         """End all ranks at once, this one too; the caller has reported why."""
+        # The launcher may end without passing on what it has not read yet.
+        _wait_until_read(sys.stderr, 2.0)
         # Other ranks may be blocked in a collective, where no exception reaches them.
         self._world.Abort(_FAILED)
         os._exit(_FAILED)  # Abort may return before the launcher ends this process
