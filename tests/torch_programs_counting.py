@@ -2,6 +2,7 @@
 
 import collections
 import contextvars
+import copy
 import functools
 import itertools
 import os
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.torch_programs import Programs, Reading, Training, sgd, trained
+from tests.torch_programs import Programs, Reading, Training, nothing, sgd, trained
 
 PROGRAMS = Programs()
 
@@ -386,6 +387,181 @@ def buffer_made_by_the_first_step() -> Training:
     model = Reading(makes_its_buffer)
     model.register_buffer("mask", None)
     return trained(model)
+
+
+# --- what a step stores has several names
+
+
+def stored(
+    name: str,
+    step: Callable[[Any, torch.Tensor], torch.Tensor],
+    touch: Callable[[Any], Any],
+    shown: Callable[[Any], Any],
+    **attributes: Any,
+) -> None:
+    """Add a program that stores something, and changes it by another name later."""
+
+    def build() -> Training:
+        model = Reading(step, **{k: v() for k, v in attributes.items()})
+        after = lambda *_: touch(model)  # noqa: E731
+        return trained(model, after=after, watched=lambda: shown(model))
+
+    PROGRAMS(build, name=f"stored_{name}", changes_in_step=True)
+
+
+def storing(**values: Callable[[Any, torch.Tensor], Any]):
+    """Return what a module does that sets attributes, one after the other."""
+
+    def step(s, out):
+        for name, value in values.items():
+            setattr(s, name, value(s, out))
+        return out * s.pool[0][0] if hasattr(s, "pool") else out
+
+    return step
+
+
+def zeros() -> torch.Tensor:
+    return torch.zeros(4)
+
+
+PAIR = {"a": zeros, "b": zeros}
+
+
+def pool() -> list[list[float]]:
+    return [[1.0, 2.0], [3.0]]
+
+
+def queue(s, out):
+    s.held.append(out.detach())
+    s.held = s.held[-2:]
+    return out + sum(s.held)
+
+
+def queue_in_a_tuple(s, out):
+    s.held[0].append(out.detach())
+    s.held = (s.held[0][-2:],)
+    return out + s.held[0][0]
+
+
+def logged(s, out):
+    s.last = {"out": out.detach()}
+    s.log.append(s.last)
+    return out
+
+
+def swapped(s, out):
+    s.a, s.b = s.b, s.a
+    return out * s.a[0]
+
+
+def same_shape(s, out):
+    found = list(out.shape) == s.shape
+    s.shape = list(out.shape)
+    return out * (1.0 + found)
+
+
+def buffer_updated(s, out):
+    mean = s.layer.running_mean
+    s.seen = mean
+    result = out + mean
+    mean.add_(out.detach().mean(0))
+    return result
+
+
+def pool_replaced(s):
+    s.pool = copy.deepcopy(s.pool)
+    s.current[0] += 1
+
+
+def set_first(values: Any, value: Any) -> None:
+    values[0] = value
+
+
+stored("queue", queue, nothing, lambda s: len(s.held), held=list)
+stored("queue_in_a_tuple", queue_in_a_tuple, nothing, nothing, held=lambda: ([],))
+stored(
+    "new_list_twice",
+    storing(a=lambda _, out: [out.detach()], b=lambda s, _: s.a),
+    lambda s: s.a.append(1),
+    lambda s: len(s.b),
+    a=list,
+    b=list,
+)
+stored(
+    "result_twice",
+    storing(a=lambda _, out: out.detach(), b=lambda s, _: s.a),
+    lambda s: s.a.zero_(),
+    lambda s: (s.b.sum(), s.a is s.b),
+    **PAIR,
+)
+stored(
+    "result_and_a_part",
+    storing(a=lambda _, out: out.detach(), b=lambda s, _: s.a[0]),
+    lambda s: s.a.zero_(),
+    lambda s: s.b.sum(),
+    **PAIR,
+)
+stored(
+    "list_from_before",
+    storing(current=lambda s, _: s.pool[0]),
+    lambda s: set_first(s.current, s.current[0] + 1),
+    lambda s: s.pool,
+    pool=pool,
+    current=nothing,
+)
+stored(
+    "list_that_is_replaced_by_an_equal_one",
+    storing(current=lambda s, _: s.pool[0]),
+    pool_replaced,
+    lambda s: (s.pool, s.current),
+    pool=pool,
+    current=nothing,
+)
+stored(
+    "dict_twice", logged, lambda s: s.last.clear(), lambda s: s.log, log=list,
+    last=nothing,
+)  # fmt: skip
+stored(
+    "lists_that_change_places",
+    swapped,
+    lambda s: set_first(s.a, s.a[0] + 1),
+    lambda s: (s.a, s.b),
+    a=lambda: [1.0],
+    b=lambda: [1.0],
+)
+stored(
+    "equal_list",
+    same_shape,
+    lambda s: set_first(s.old, 7),
+    lambda s: s.shape,
+    old=lambda: [1],
+    shape=list,
+)
+stored(
+    "buffer",
+    buffer_updated,
+    lambda s: s.seen.mul_(0.5),
+    lambda s: s.seen is s.layer.running_mean,
+    layer=lambda: nn.BatchNorm1d(4),
+    seen=zeros,
+)
+stored(
+    "weight",
+    storing(a=lambda s, _: [s.layer.weight], b=lambda s, _: s.layer.weight.detach()),
+    lambda s: s.b.mul_(0.5),
+    lambda s: (s.a[0] is s.layer.weight, s.b.sum(), s.b.requires_grad),
+    layer=lambda: nn.Linear(2, 2),
+    a=lambda: [None],
+    b=zeros,
+)
+stored(
+    "weight_by_another_name",
+    storing(a=lambda s, _: s.layer.weight),
+    nothing,
+    lambda s: sorted(s.state_dict()),
+    layer=lambda: nn.Linear(2, 2),
+    a=nothing,
+)
 
 
 # --- chance and time

@@ -508,6 +508,7 @@ class TrainStep:
         """Run a planned step; return the loss, or the loss and extra results."""
         captured = variant.captured
         self._last = variant.planned
+        stored = [given[i] for i in captured.stored]
         if captured.gradients is not None:
             loss, *flat = self._with_own_update(variant, batch, given)
         else:
@@ -517,7 +518,7 @@ class TrainStep:
             parameter = self._optimizer.param_groups[i]["params"][j]
             made = as_sharded(flat.pop(), parameter)
             self._optimizer.state[parameter][key] = made
-        extras, changed = captured.extras.filled(flat)
+        extras, changed = captured.extras.filled(flat, stored)
         for effect, value in zip(captured.reads.effects, changed, strict=True):
             effect.place.put(value)
         if self._sharding is not None:

@@ -102,7 +102,7 @@ class StateGuards:
         return ""
 
     def _difference(self, read: Read, now: Any) -> str:
-        if is_alike(now, read.value) or (_is_unhooked(read) and not now):
+        if read.holds(now) or (_is_unhooked(read) and not now):
             return ""
         self.changed = read
         return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class Read:
         key: The name within the holder, where it has several.
         value: As it was; of a container or array, a copy.
         label: What a user calls it.
+        is_exact: Whether an equal container in its place is not the same to the step.
     """
 
     kind: Kind
@@ -62,6 +64,18 @@ class Read:
     key: Any
     value: Any
     label: str
+    is_exact: bool = False
+
+    @property
+    def elements(self) -> tuple[Any, ...]:
+        """What the container held, of which this is the contents."""
+        return self.value if self.kind is Kind.CONTENTS else ()
+
+    def holds(self, now: Any) -> bool:
+        """Return whether a step that has read this state may read `now` instead."""
+        if self.is_exact and self.kind is Kind.CONTENTS:
+            return len(now) == len(self.value) and all(map(is_, now, self.value))
+        return now is self.value if self.is_exact else is_alike(now, self.value)
 
     def now(self) -> Any:
         """Return the present value."""

@@ -47,7 +47,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -238,6 +238,7 @@ class ReadRecorder:
         self._seen: set[Any] = set()
         self._static: set[Any] = set()
         self._lent: set[Any] = set()
+        self._stored: set[int] = set()  # containers from before, by identity
         self._alive: list[Any] = []  # ids are compared: nothing noted may be freed
         self._classes: dict[type, dict[str, Any]] = {}
         self._namespaces: list[types.ModuleType] = []
@@ -328,7 +329,19 @@ class ReadRecorder:
             if read.kind is not Kind.ASKED and at not in self._lent
         ]
         found = [Effect(place, place.now()) for place in places]
-        return [e for e in found if not is_alike(e.after, e.place.value)]
+        return [e for e in found if not _is_same(e.after, e.place.value)]
+
+    def is_kept(self, value: Any) -> bool:
+        """Return whether a container that the step stores was there before.
+
+        It is stored itself, not a copy, so that no other may be in its place later.
+        What is in it is a place of its own.
+        """
+        read = self._reads.get(_key_of(Kind.CONTENTS, value, None))
+        if read is None or any(map(_is_traced, read.value)):
+            return False
+        self._stored.add(id(value))
+        return True
 
     def finish(self, effects: Sequence[Effect]) -> Reads:
         """Put everything back that the step has changed; return what was noted.
@@ -344,7 +357,12 @@ class ReadRecorder:
             raise UnsoundCaptureError(self._opaque)
         read = set(map(id, self._reads.values()))
         reasons = [why for name, why in self._imports.items() if name in sys.modules]
-        reasons += [_reason(e) for e in effects if id(e.place) in read]
+        reasons += [
+            _reason(e)
+            for e in effects
+            # Another list of the same values decides nothing.
+            if id(e.place) in read and not is_alike(e.after, e.place.value)
+        ]
         # A generator that was not drawn from decides nothing.
         reads = [r for r in self._reads.values() if r.kind is not Kind.GENERATOR]
         for cls in self._users:
@@ -354,6 +372,12 @@ class ReadRecorder:
             for name in _NOTING & held.keys():
                 label = f"{cls.__name__}.{name}"
                 reads.append(Read(Kind.CLASS, cls, name, held[name], label))
+        reads = [
+            replace(r, is_exact=True)
+            if not self._stored.isdisjoint(map(id, (r.value, *r.elements)))
+            else r
+            for r in reads
+        ]
         constants = tuple(self._constants.values())
         first = next(iter((*self._reasons, *reasons)), "")
         return Reads(tuple(reads), tuple(effects), constants, first)
@@ -402,14 +426,27 @@ class ReadRecorder:
         """Note what the gradient of an operation, such as "my::op", may read."""
         self._take(torch._library.custom_ops.OPDEFS.get(name), name)
 
-    def check_effects(self, effects: Sequence[Effect]) -> None:
+    def check_effects(self, effects: Sequence[Effect], leaves: Iterable[Any]) -> None:
         """Refuse effects that cannot be had again after a run of the captured step.
+
+        Args:
+            effects: The effects.
+            leaves: What stands for parameters.
 
         Raises:
             UnsoundCaptureError: The step keeps an object that it has made, which may
-                hold tensors without data, or a number that only a run has.
+                hold tensors without data, or a number that only a run has. Or it gives
+                a module a parameter, which thereby has two names.
         """
+        modules = {id(vars(module)) for module in self._modules}
+        parameters = set(map(id, leaves))
         for effect in effects:
+            if id(effect.place.holder) in modules and id(effect.after) in parameters:
+                raise UnsoundCaptureError(
+                    f"the step stores a parameter as {effect.place.label}, which makes "
+                    "that a parameter of the module, too; do so before the first step, "
+                    "or store it in a list"
+                )
             for leaf in pytree.tree_leaves(effect.after):
                 plain = isinstance(leaf, (*_STILL, torch.Tensor, type, Missing))
                 if not plain and id(leaf) not in self._seen:
@@ -1115,8 +1152,18 @@ _SEEN_BASES = (
 )
 
 
-def _is_traced(tensor: torch.Tensor) -> bool:
-    return type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter)
+def _is_traced(value: Any) -> bool:
+    own = type(value) is torch.Tensor or isinstance(value, nn.Parameter)
+    return isinstance(value, torch.Tensor) and not own
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are alike, and their lists and dicts the same."""
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, list | dict):
+        return one is other
+    return is_alike(one, other)
 
 
 def _is_machinery(obj: Any, name: str) -> bool:

@@ -77,6 +77,7 @@ class CapturedStep:
         backward: Nodes of the backward pass; the remaining nodes are the update.
         extras: Nesting of the results beside the loss: a pair of the loss function's
             auxiliary results, and the values of `reads.effects`.
+        stored: Places of inputs of the step that are among `extras` themselves.
         reads: The Python state that the step has read and changed.
         known: Values computed before the step: conditions under which the graph is
             valid, and further inputs of the graph, named `known.i`.
@@ -94,6 +95,7 @@ class CapturedStep:
     forward: frozenset[str]
     backward: frozenset[str]
     extras: Any
+    stored: Sequence[int]
     reads: Reads
     known: Sequence[Known] = ()
     made: Sequence[StateKey] = ()
@@ -224,6 +226,7 @@ def _trace(
         frozenset(tracer.forward),
         frozenset(tracer.backward),
         tracer.extras,
+        tracer.stored,
         reads,
         tuple(shapes.known),
         tuple(tracer.made),
@@ -304,6 +307,7 @@ class _Tracer:
         self.forward: set[str] = set()
         self.backward: set[str] = set()
         self.extras: Any = None
+        self.stored: Sequence[int] = ()
         self.effects: Sequence[Effect] = ()
         self.made: Mapping[StateKey, torch.Tensor] = {}
         self.left: Mapping[str, torch.Tensor] = {}
@@ -384,11 +388,18 @@ class _Tracer:
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
         functions.stand_ins = {}
         self.effects = self.recorder.effects()
-        self.recorder.check_effects(self.effects)
+        self.recorder.check_effects(self.effects, leaves.values())
         beside = self._found, [effect.after for effect in self.effects]
-        leaves, form = pytree.tree_flatten(beside)
-        self.extras = Nesting.of(form, leaves)
-        return [loss, *(v.detach() for v in leaves if is_result(v)), *last]
+        # The ranks of a sharded step have parts of these only.
+        own_tensors = (
+            (*leaves.values(), *buffers.values()) if self.sharding is None else ()
+        )
+        inputs = {id(tensor): i for i, tensor in enumerate(own_tensors)}
+        inputs |= {id(t): len(flat) - len(batch) + i for i, t in enumerate(batch)}
+        self.extras, computed, self.stored = nesting_of(
+            beside, inputs, self.recorder.is_kept
+        )
+        return [loss, *(tensor.detach() for tensor in computed), *last]
 
     def _passes(
         self,
@@ -498,31 +509,89 @@ def is_result(value: Any) -> bool:
     return isinstance(value, FunctionalTensor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Nesting:
-    """Values nested in one another, without those that each run computes.
+    """A container and what is in it, without the tensors that each run computes.
+
+    What appears twice, be it a tensor or a container, is one object in every run, too.
 
     Attributes:
-        form: The nesting, as a pytree specification.
-        leaves: The values, with `COMPUTED` for computed ones.
+        form: How the parts are put together, as a pytree specification.
+        parts: Inner containers, places of tensors, and other values.
     """
 
     form: Any
-    leaves: Sequence[Any]
+    parts: "Sequence[Nesting | TensorPlace | Any]"
 
-    @classmethod
-    def of(cls, form: Any, leaves: Sequence[Any]) -> "Nesting":
-        """Return the nesting of a capture's values."""
-        return cls(form, [COMPUTED if is_result(v) else v for v in leaves])
+    def filled(
+        self, computed: Sequence[torch.Tensor], stored: Sequence[torch.Tensor]
+    ) -> Any:
+        """Return new containers with the tensors of a run.
 
-    def filled(self, computed: Sequence[Any]) -> Any:
-        """Return all values, with those that a run has computed."""
-        given = iter(computed)
-        leaves = [next(given) if leaf is COMPUTED else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.form)
+        Args:
+            computed: Tensors that it has computed.
+            stored: Inputs of it, at `CapturedStep.stored`.
+        """
+        made: dict[Any, Any] = {}
+
+        def fill(part: Any) -> Any:
+            if isinstance(part, Nesting):
+                if part not in made:
+                    made[part] = pytree.tree_unflatten(map(fill, part.parts), part.form)
+                return made[part]
+            if not isinstance(part, TensorPlace):
+                return part
+            if part.is_input:
+                return stored[part.place]
+            if part not in made:  # one that equals a parameter is returned as that
+                made[part] = computed[part.place].detach()
+            return made[part]
+
+        return fill(self)
 
 
-COMPUTED = object()
+@dataclass(frozen=True)
+class TensorPlace:
+    """The place of a tensor among those a run computes, or among its stored inputs."""
+
+    place: int
+    is_input: bool = False
+
+
+def nesting_of(
+    value: Any, inputs: Mapping[int, int], is_kept: Callable[[Any], bool]
+) -> tuple[Nesting, list[torch.Tensor], list[int]]:
+    """Return the nesting of a container, computed tensors in it, and places of inputs.
+
+    Args:
+        value: The container.
+        inputs: Places of the step's inputs by the identity of what stands for them.
+        is_kept: Whether an inner container was there before the step: it stays itself.
+    """
+    known: dict[int, Any] = {}
+    alive: list[Any] = []  # identities are compared
+    tensors: list[torch.Tensor] = []
+    stored: list[int] = []
+
+    def nest(part: Any) -> Any:
+        if id(part) in known:
+            return known[id(part)]
+        if id(part) in inputs:
+            nested: Any = TensorPlace(len(stored), is_input=True)
+            stored.append(inputs[id(part)])
+        elif is_result(part):
+            nested = TensorPlace(len(tensors))
+            tensors.append(part)
+        else:
+            inner, form = pytree.tree_flatten(part, is_leaf=lambda v: v is not part)
+            if form.is_leaf() or is_kept(part):
+                return part
+            nested = Nesting(form, list(map(nest, inner)))
+        alive.append(part)
+        known[id(part)] = nested
+        return nested
+
+    return nest(value), tensors, stored
 
 
 def _names_now() -> frozenset[str]:
