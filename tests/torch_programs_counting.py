@@ -16,7 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.torch_programs import Programs, Reading, Training, nothing, sgd, trained
+from tests.torch_programs import (
+    Programs,
+    Reading,
+    Training,
+    nothing,
+    sgd,
+    trained,
+    vectors,
+)
 
 PROGRAMS = Programs()
 
@@ -561,6 +569,73 @@ stored(
     lambda s: sorted(s.state_dict()),
     layer=lambda: nn.Linear(2, 2),
     a=nothing,
+)
+
+
+def gradient_kept(s, out):
+    out.retain_grad()
+    s.kept = out
+    return out * 2
+
+
+stored(
+    "result_for_its_gradient", gradient_kept, nothing, lambda s: s.kept.grad, kept=zeros
+)
+
+
+# --- what a step does to its batch
+
+
+def of_pairs(
+    name: str,
+    step: Callable[..., Any],
+    second: Callable[[], Any],
+    shown: Callable[[torch.Tensor, Any], Any] = nothing,
+) -> None:
+    """Add a program whose model is called with a tensor and something else."""
+
+    class Called(Reading):
+        def forward(self, x, other):
+            return step(self.net(x), x, other)
+
+    def build() -> Training:
+        model = Called(nothing)
+        x, y = vectors()
+        # The same one in all steps, so that it goes on changing.
+        pair = x, second()
+        return Training(model, sgd(model), [(pair, y)], watched=lambda: shown(*pair))
+
+    PROGRAMS(build, name=f"batch_{name}", changes_in_step=True)
+
+
+def appends(out, _, other):
+    other.append(out.detach())
+    return out
+
+
+def adds_a_key(out, _, other):
+    other["found"] = out.detach()
+    return out
+
+
+def swaps(out, x, other):
+    other[0], other[1] = other[1], other[0]
+    return out * other[0].sum() + x.sum()
+
+
+def tags(out, x, other):
+    x.seen = getattr(x, "seen", 0) + 1
+    return out * other
+
+
+of_pairs("list_grows", appends, list)
+of_pairs("dict_grows", adds_a_key, lambda: {"scale": torch.ones(4)})
+of_pairs("list_is_sorted_anew", swaps, lambda: [torch.ones(4), torch.zeros(4)])
+of_pairs(
+    "tensor_gets_an_attribute",
+    tags,
+    lambda: torch.ones(4),
+    lambda x, _: getattr(x, "seen", 0),
 )
 
 

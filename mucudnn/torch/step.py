@@ -632,6 +632,12 @@ class TrainStep:
         if captured.reads.transient:
             self._count_transient(captured, live)
         else:
+            if writes := captured.reads.writes:
+                self._warn(
+                    "writes",
+                    f"the step prints or logs{writes}, which planned steps do only "
+                    "when they are captured; do so outside, with what the step returns",
+                )
             self._transient_steps = 0
             self._planned.add(variant, reason)
             self._captures += 1

@@ -5,6 +5,8 @@ two computations, with different random numbers, so checkpoints are turned off; 
 computes the same without them. `Module.compile` is undone for the same reason.
 """
 
+import builtins
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
 
 from mucudnn.torch.capture.reads import ReadRecorder
+from mucudnn.torch.source_lines import line_now
 
 
 @contextmanager
@@ -34,6 +37,34 @@ def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
     finally:
         for module, compiled in held:
             module._compiled_call_impl = compiled
+
+
+@contextmanager
+def output_noted(recorder: ReadRecorder) -> Iterator[None]:
+    """Note where the step prints or logs.
+
+    Args:
+        recorder: Takes the first such line, and `print` as temporarily replaced.
+    """
+    show, handle = builtins.print, logging.Logger.handle
+
+    def noting_print(*args: Any, **kwargs: Any) -> None:
+        recorder.writes = recorder.writes or line_now()
+        show(*args, **kwargs)
+
+    def noting_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if logger.name.partition(".")[0] not in ("torch", "mucudnn"):
+            recorder.writes = recorder.writes or line_now()
+        handle(logger, record)
+
+    recorder.lend(vars(builtins), "print", "builtin 'print'")
+    builtins.print = noting_print
+    logging.Logger.handle = noting_handle  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        builtins.print = show
+        logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
 
 
 class _Plain:

@@ -9,7 +9,7 @@ import enum
 import gc
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -126,6 +126,17 @@ def contents_of(container: Any, _: Any = None) -> tuple[Any, ...]:
     return tuple(base.__iter__(container))
 
 
+def containers_in(nested: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield all lists, dicts and others that may change, and what is in each."""
+    inner, form = pytree.tree_flatten(nested, is_leaf=lambda v: v is not nested)
+    if form.is_leaf():
+        return
+    if isinstance(nested, CONTAINERS) and not isinstance(nested, tuple):
+        yield nested, contents_of(nested)
+    for part in inner:
+        yield from containers_in(part)
+
+
 def dict_of_class(cls: type) -> dict[str, Any]:
     """Return the dict of a class itself, of which Python shows a view only."""
     (held,) = gc.get_referents(vars(cls))
@@ -227,6 +238,15 @@ def is_alike(one: Any, other: Any) -> bool:
     if isinstance(one, weakref.ref):
         return one() is other()
     return False
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are alike, and their lists and dicts the same."""
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, list | dict):
+        return one is other
+    return is_alike(one, other)
 
 
 _COMPARED = (

@@ -65,6 +65,7 @@ from mucudnn.torch.capture.python_state import (
     contents_of,
     dict_of_class,
     is_alike,
+    is_same,
     set_random_state,
     shown,
 )
@@ -188,12 +189,14 @@ class Reads:
         effects: What every run of the captured step has to change.
         constants: Tensors of the graph that are no inputs of it.
         transient: Why the capture is valid for one run only; empty if it is not.
+        writes: Where the step prints or logs; empty if it does not.
     """
 
     reads: Sequence[Read]
     effects: Sequence[Effect] = ()
     constants: Sequence[torch.Tensor] = ()
     transient: str = ""
+    writes: str = ""
 
 
 class ReadRecorder:
@@ -213,6 +216,7 @@ class ReadRecorder:
     Attributes:
         may_be_unread: Whether functions that may not run decide that the step cannot be
             captured, or for one run only.
+        writes: Where the step prints or logs; empty if it does not.
     """
 
     def __init__(
@@ -257,6 +261,7 @@ class ReadRecorder:
         profiled = sys.getprofile() is not None or threading.getprofile() is not None
         self._all_run = not watches_calls or profiled
         self.may_be_unread = False
+        self.writes = ""
 
     def __enter__(self) -> "ReadRecorder":
         self._structure = [
@@ -329,7 +334,7 @@ class ReadRecorder:
             if read.kind is not Kind.ASKED and at not in self._lent
         ]
         found = [Effect(place, place.now()) for place in places]
-        return [e for e in found if not _is_same(e.after, e.place.value)]
+        return [e for e in found if not is_same(e.after, e.place.value)]
 
     def is_kept(self, value: Any) -> bool:
         """Return whether a container that the step stores was there before.
@@ -380,7 +385,7 @@ class ReadRecorder:
         ]
         constants = tuple(self._constants.values())
         first = next(iter((*self._reasons, *reasons)), "")
-        return Reads(tuple(reads), tuple(effects), constants, first)
+        return Reads(tuple(reads), tuple(effects), constants, first, self.writes)
 
     def put_back(self, *, with_plain: bool = True) -> None:
         """Give all noted state the value that it had before the step.
@@ -1155,15 +1160,6 @@ _SEEN_BASES = (
 def _is_traced(value: Any) -> bool:
     own = type(value) is torch.Tensor or isinstance(value, nn.Parameter)
     return isinstance(value, torch.Tensor) and not own
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two values are alike, and their lists and dicts the same."""
-    if type(one) is tuple and type(other) is tuple:
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, list | dict):
-        return one is other
-    return is_alike(one, other)
 
 
 def _is_machinery(obj: Any, name: str) -> bool:

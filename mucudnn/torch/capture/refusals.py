@@ -281,6 +281,12 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
                 f"the step assigns to .data of a tensor{line_now()}; modify the "
                 "tensor in place, within torch.no_grad()"
             )
+        if func is torch.Tensor.retain_grad and _is_asked_by_user(sys._getframe(1)):
+            raise UnsoundCaptureError(
+                f"the step calls retain_grad(){line_now()}, but planned steps keep no "
+                "gradient of a result; store what is needed of it by a hook "
+                "(register_hook)"
+            )
         if func in FUSED:
             return record_fused(func, args, kwargs)
         if func is torch._foreach_add_:  # steps of fused optimizers

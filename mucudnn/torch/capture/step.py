@@ -29,11 +29,17 @@ from mucudnn.torch.capture.known_values import Known, KnownShapes
 from mucudnn.torch.capture.many_tensor_updates import updates_many
 from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
+    output_noted,
     plain_checkpoints,
     uncompiled,
 )
 from mucudnn.torch.capture.optimizers import StateKey, UpdateNotRecordedError, swapped
-from mucudnn.torch.capture.python_state import Read
+from mucudnn.torch.capture.python_state import (
+    Read,
+    containers_in,
+    contents_of,
+    is_same,
+)
 from mucudnn.torch.capture.reads import Effect, ReadRecorder, Reads, UnsoundCaptureError
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
@@ -196,6 +202,7 @@ def _trace(
             recorder,
             tracer.averages.marked(recorder),
             uncompiled(tracer.root, recorder),
+            output_noted(recorder),
             plain_checkpoints(),
             without_collectives(root),
             mode,
@@ -373,7 +380,13 @@ class _Tracer:
                 if own := attributes_of(real):
                     vars(tensor).update(own)
                     self.recorder.lasts_one_run("it is given tensors with attributes")
-            with _recurrent_lists_kept(self.root), modules:
+            held = {**leaves, **buffers}
+            held |= {f"tensor {i} of the batch": t for i, t in enumerate(batch)}
+            with (
+                _attributes_kept(held),
+                _recurrent_lists_kept(self.root),
+                modules,
+            ):
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
             self.recorder.in_update = True
@@ -447,7 +460,15 @@ class _Tracer:
     def _loss(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         torch.clear_autocast_cache()
         args, kwargs = self.batch.arguments(tensors)
+        containers = list(containers_in(args))
         result = self._loss_fn(called(self.root.model, args, kwargs), *args[1:])
+        for container, before in containers:
+            if not is_same(contents_of(container), before):
+                raise UnsoundCaptureError(
+                    f"the step changes a {type(container).__name__} of the batch, of "
+                    "which a planned step has a copy only; return what it computes, "
+                    f"or change a copy, such as {type(container).__name__}(…)"
+                )
         loss, extras = loss_of(result)
         return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
 
@@ -466,6 +487,26 @@ class _Tracer:
                     "type must stay the same"
                 )
             buffer.copy_(now.detach())
+
+
+@contextmanager
+def _attributes_kept(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Refuse a step that sets attributes of what stands for its tensors.
+
+    Raises:
+        UnsoundCaptureError: Some attribute is new or has changed.
+    """
+    held = [
+        (name, vars(tensor), dict(vars(tensor))) for name, tensor in tensors.items()
+    ]
+    yield
+    for name, now, before in held:
+        for key, value in now.items():
+            if key not in before or value is not before[key]:
+                raise UnsoundCaptureError(
+                    f"the step sets attribute {key!r} of {name}, which a planned step "
+                    "would not set; set it outside, or of a module"
+                )
 
 
 @contextmanager

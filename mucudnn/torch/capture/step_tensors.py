@@ -1,6 +1,7 @@
 """The tensors of a step: batch, parameters, buffers, state; and its settings."""
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +31,13 @@ class Batch:
         tensors: All tensors among them, in order.
         form: Nesting of the arguments, as a pytree specification.
         leaves: Every leaf of the form: None for a tensor, else a value in a tuple.
+        given: The arguments themselves, by position and by name.
     """
 
     tensors: tuple[torch.Tensor, ...]
     form: Any
     leaves: tuple[tuple[Any] | None, ...]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Batch":
@@ -67,7 +70,7 @@ class Batch:
                 )
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
         leaves = tuple(None if isinstance(v, torch.Tensor) else (v,) for v in flat)
-        return cls(tensors, form, leaves)
+        return cls(tensors, form, leaves, (tuple(args), dict(kwargs)))
 
     @property
     def kind(self) -> tuple[Any, Any, bool]:
@@ -88,7 +91,12 @@ class Batch:
     def arguments(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with other tensors."""
+        """Return positional and keyword arguments with other tensors.
+
+        With its own tensors, they are the very lists and dicts that the user gave.
+        """
+        if all(map(operator.is_, tensors, self.tensors)):
+            return self.given
         given = iter(tensors)
         flat = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(flat, self.form)
