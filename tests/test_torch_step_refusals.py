@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+import logging
 import pickle
 import random
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +247,62 @@ def test_a_counter_within_a_budget_is_captured_at_every_step():
         found, model = trained(Counting, step_from)
     assert found == wanted
     assert model.count == 6
+
+
+def printing(out, y):
+    print("a loss")  # noqa: T201
+    return nn.functional.mse_loss(out, y)
+
+
+def log_something(out, y):
+    logging.getLogger("own").warning("a loss")
+    return nn.functional.mse_loss(out, y)
+
+
+@pytest.mark.parametrize("loss", [printing, log_something])
+def test_what_a_step_prints_only_when_it_is_captured_is_announced(loss):
+    model = nn.Linear(4, 2)
+    step = mt.train_step(model, loss, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match=rf"prints or logs .*in {loss.__name__}"):
+        step(torch.randn(3, 4), torch.randn(3, 2))
+
+
+def test_a_batch_that_is_computed_with_gradients_is_announced():
+    before, model = nn.Linear(4, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, nn.functional.mse_loss, optimizer)
+    with pytest.warns(UserWarning, match="computed with gradients"):
+        step(before(torch.randn(3, 4)), torch.randn(3, 2))
+
+
+def test_a_capture_does_not_see_what_other_threads_read():
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    captures, finished = threading.Event(), threading.Event()
+    others_optimizer = torch.optim.AdamW(other.parameters())
+    errors = []
+
+    def read_own_state():
+        try:
+            other(torch.ones(3, 4)).sum().backward()
+            others_optimizer.step()
+        except UnsupportedError as e:
+            errors.append(e)
+        finished.set()
+
+    def start_a_thread():
+        captures.wait(60)
+        threading.Thread(target=read_own_state).start()
+
+    def loss(out, y):
+        captures.set()
+        finished.wait(60)
+        return nn.functional.mse_loss(out, y)
+
+    threading.Thread(target=start_a_thread).start()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, loss, optimizer)
+    step(torch.randn(3, 4), torch.randn(3, 2))
+    assert not errors
 
 
 NAN, INF = float("nan"), float("inf")

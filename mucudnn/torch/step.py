@@ -437,6 +437,13 @@ class TrainStep:
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = Batch.of(args, kwargs)
+        if any(t.grad_fn is not None for t in batch.tensors):
+            self._warn(
+                "batch",
+                "a tensor of the batch was computed with gradients, but a step has "
+                "none for what is outside of its model; make that part of the model, "
+                "or detach the tensor",
+            )
         variant, given, reason = self._find(batch)
         self._steps += 1
         try:

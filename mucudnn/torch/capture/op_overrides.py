@@ -64,7 +64,7 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
         yield
     finally:
         builtins.print = show
-        logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
+        logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 class _Plain:

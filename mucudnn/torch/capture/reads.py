@@ -251,7 +251,7 @@ class ReadRecorder:
         self.in_update = False  # of the optimizer, whose groups and state are lent
         self._users: dict[type, frozenset[str]] = {}  # classes, and their attributes
         self._paused = True
-        self._foreign: set[int | None] = set()
+        self._foreign: set[threading.Thread] = set()  # of others, and those they start
         self._structure: list[tuple[dict[str, Any], dict[str, Any], str]] = []
         self._imports: dict[str, str] = {}  # modules that are not there yet
         self._ran: set[int] = set()  # codes, by identity
@@ -274,9 +274,19 @@ class ReadRecorder:
                 "the step was called within saved-tensor hooks, such as save_on_cpu, "
                 "which do not apply to planned steps; call it outside"
             )
-        own = threading.get_ident()
         # Autograd may call hooks in threads of its own, which Python did not start.
-        self._foreign = {t.ident for t in threading.enumerate()} - {own}
+        # (dummies, once one has been asked for its name).
+        own = threading.current_thread()
+        others = set(threading.enumerate()) - {own}
+        self._foreign = {t for t in others if not isinstance(t, threading._DummyThread)}
+        self._start = start = threading.Thread.start
+
+        def noting_start(thread: threading.Thread) -> None:
+            if threading.current_thread() in self._foreign:
+                self._foreign.add(thread)
+            start(thread)
+
+        threading.Thread.start = noting_start  # type: ignore[assignment,method-assign]
         for cls in (nn.Module, torch.optim.Optimizer):
             self._watch_class(cls)
         self._note(Kind.GENERATOR, random, set_random_state, "the generator of random")
@@ -306,6 +316,7 @@ class ReadRecorder:
             sys.setprofile(None)  # which an error within it has done already
             threading.setprofile(None)
         self._paused = True
+        threading.Thread.start = self._start  # type: ignore[method-assign]
         made = copyreg.__newobj__  # type: ignore[attr-defined]
         copyreg.__newobj__ = getattr(made, "__wrapped__", made)  # type: ignore[attr-defined]
         for module in self._namespaces:
@@ -463,9 +474,13 @@ class ReadRecorder:
 
     # -- objects
 
+    def _is_elsewhere(self) -> bool:
+        """Return whether another thread than those of the step is running."""
+        return threading.current_thread() in self._foreign
+
     def _attribute(self, obj: Any, name: str) -> None:
         """Note an attribute before it is read."""
-        if self._paused or threading.get_ident() in self._foreign:
+        if self._paused or self._is_elsewhere():
             return
         if id(obj) in self._made:
             return
@@ -534,7 +549,7 @@ class ReadRecorder:
 
     def _write(self, obj: Any, name: str) -> None:
         """Note an attribute before it is written."""
-        if self._paused or threading.get_ident() in self._foreign:
+        if self._paused or self._is_elsewhere():
             return
         held = _dict_of(obj)
         key = id(obj if held is None else held), name
