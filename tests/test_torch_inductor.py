@@ -335,6 +335,24 @@ def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():
     )
 
 
+def test_a_compiled_step_stores_its_detached_weights():
+    class Storing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.stored = nn.Linear(4, 2), None
+
+        def forward(self, x):
+            self.stored = self.layer.weight.detach()
+            return self.layer(x)
+
+    model = Storing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, functional.mse_loss, optimizer, inductor=True)
+    step(torch.randn(3, 4), torch.randn(3, 2))
+    assert torch.equal(model.stored, model.layer.weight)
+    assert not model.stored.requires_grad
+
+
 def test_what_inductor_cannot_trace_runs_operation_by_operation():
     """PyTorch's model of grouped products takes no float32."""
     model, loss_fn, batch = QUICK["grouped_products"]()

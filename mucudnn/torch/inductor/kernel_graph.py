@@ -769,6 +769,9 @@ def _rest(
     copied: dict[torch.fx.Node, torch.fx.Node] = {}
     values: dict[torch.fx.Node, Any] = {}
     skipped = {n for both in passes for n in (*both.nodes, *both.gradients)}
+    for node in reversed(nodes):
+        if _is_view(node) and skipped.issuperset(node.users):
+            skipped.add(node)  # a view that the capture made and nothing reads
     for node in (*placeholders, *made):
         value = node.meta.get("val")
         if node in made:
