@@ -456,7 +456,8 @@ class TrainStep:
                 self._other_values = 0
         except Exception as e:
             if not self._may_run_eagerly(e):
-                if isinstance(e, UnsoundCaptureError):
+                refused = isinstance(e, UnsupportedError) and self._ranks is None
+                if refused and torch.is_grad_enabled():
                     e.args = (f"{e}. {_ALLOW}",)
                 raise
             return self._eager(batch, e)
