@@ -274,8 +274,8 @@ class ReadRecorder:
                 "the step was called within saved-tensor hooks, such as save_on_cpu, "
                 "which do not apply to planned steps; call it outside"
             )
-        # Autograd may call hooks in threads of its own, which Python did not start.
-        # (dummies, once one has been asked for its name).
+        # Autograd may call hooks in threads of its own, which Python did not start:
+        # these are dummies.
         own = threading.current_thread()
         others = set(threading.enumerate()) - {own}
         self._foreign = {t for t in others if not isinstance(t, threading._DummyThread)}
