@@ -47,6 +47,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
 
     plans = []
     asked = in_directions(layers, settings["directions"])
+    # Every convolution gets an equal share of the time limit.
     limit_s = settings["time_limit"]
     share = None if limit_s is None else limit_s / len(asked)
     with progress_display(len(asked), limit_s=limit_s) as display:

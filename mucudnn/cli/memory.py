@@ -230,6 +230,7 @@ def memory(
     emit(json_file, found.to_json, show, lambda: write_files(found, settings))
     if found.interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
+    # No plan within the budget is an error, unless something else was asked for.
     kept = found.for_slowdown is not None and found.for_slowdown.technique
     asked_for_less = settings["min_budget"] or any(found.max_batch.values()) or kept
     if found.best is None and not asked_for_less:
@@ -317,21 +318,16 @@ def _step(
     if step is not None:
         if inference:
             raise BadInputError(f"--inference is for built-in networks, not {model}")
-        if settings["placement"] != STATIC:
-            raise BadInputError(
-                "--placement does not apply to PyTorch models, whose "
-                "tensors PyTorch's allocator places"
-            )
-        if settings["layout"] != "NCHW":
-            raise BadInputError(
-                "--layout does not apply to PyTorch models, which "
-                "choose their own memory format"
-            )
-        if settings["precision"] is not None:
-            raise BadInputError(
-                "--precision does not apply to PyTorch models, which "
-                "choose their own data types"
-            )
+        # A PyTorch model decides itself what these options would change.
+        for option, usual_value, why in (
+            ("placement", STATIC, "whose tensors PyTorch's allocator places"),
+            ("layout", "NCHW", "which choose their own memory format"),
+            ("precision", None, "which choose their own data types"),
+        ):
+            if settings[option] != usual_value:
+                raise BadInputError(
+                    f"--{option} does not apply to PyTorch models, {why}"
+                )
         return step
     if gpus is not None:
         raise BadInputError(
@@ -369,6 +365,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
     slowdown = settings["slowdown"]
     asked_more = settings["max_batch"] or settings["min_budget"] or slowdown
     spec = _step(ctx, model, settings)
+    # Images larger than the device are refused before their step is planned for long.
     if device != _CPU and (image := settings["image"]) is not None:
         sides = image * 2 if len(image) == 1 else image
         nbytes = 4 * spec.batch * math.prod(sides)
@@ -380,6 +377,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
                 err=True,
             )
             ctx.exit(ExitCode.NOTHING_FITS)
+    # By default only inference on estimated devices may be split.
     split = settings["split"]
     if split is None:
         split = "auto" if settings["inference"] and device != _CPU else "none"

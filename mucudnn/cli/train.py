@@ -146,6 +146,7 @@ class _Training:
             total = total_steps(work, settings)
             shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
 
+            # Reports are noted as they come: `fit` returns none if Ctrl-C ends it.
             def progress(at: "Position", report: "EpochReport | None") -> None:
                 if report is not None:
                     self._reports[report.epoch] = report
@@ -268,6 +269,7 @@ class _Training:
 
         settings, work = self._settings, self._work
         tuner = make_tuner(settings, progress=shown.measured)
+        # A resumed training uses its plans and choices of kernels, for the same bits.
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
         if self._resume is not None:
             recall_races(self._resume, tuner)

@@ -53,6 +53,7 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
     with bad_input():
         model = network(name)
         image = _image(name, model.image, settings["image"])
+        # A network of a fixed number of classes sets that of synthetic data.
         wanted = settings["classes"]
         if wanted is None and isinstance(model, FunctionModel) and not model.flexible:
             wanted = model.classes

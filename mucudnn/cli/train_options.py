@@ -388,6 +388,7 @@ def _event_writer(
             "--tensorboard needs tensorboardX: pip install tensorboardX"
         )
     refuse_unwritable(folder)
+    # Events behind the checkpoint are purged: their steps are taken again.
     writer = writer_class(folder, purge_step=None if since is None else since.steps + 1)
 
     def tell(entry: "LogEntry") -> None:

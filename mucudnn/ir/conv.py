@@ -85,6 +85,7 @@ class ConvProblem:
                 the message shows both.
             TypeError: A size is not an integer.
         """
+        # Check and normalize each field by itself.
         ways = [way.value for way in Direction]
         named = isinstance(direction, str) and direction in ways
         if not (named or isinstance(direction, Direction)):

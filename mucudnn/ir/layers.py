@@ -159,6 +159,7 @@ def conv_transpose(
         groups=groups,
         dtype=g.spec(x).dtype,
     )
+    # Convolving the result must give the shape of the input again.
     if problem.y_shape != shape:
         raise ValueError(f"output_padding {extra} must be below stride {steps}")
     with g.scope(name):

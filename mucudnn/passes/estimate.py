@@ -66,6 +66,7 @@ def estimate(
                 table = conv_table(problem, figures, batch_policy, assumed, tf32)
                 known[problem] = tuple(pareto_plans(table, _NO_LIMIT))
             of_node[node.name] = known[problem]
+            # The fastest plan counts; slower ones of the front need less workspace.
             node_ms[node.name] = min(plan.time_ms for plan in known[problem])
         else:
             node_ms[node.name] = _node_ms(graph, node, figures, assumed)

@@ -215,11 +215,13 @@ class Touches:
         moved = [i for i in range(len(graph.nodes) + 1) if i not in inserted]
         first = copies[0] if copies else len(graph.nodes) + 1
         positions, writes = dict(self._positions), dict(self._writes)
+        # Positions behind the first insertion shift; `latest` has the last use first.
         for found, latest in ((positions, self._latest), (writes, self._latest_write)):
             for last, name in latest:
                 if last < first:
                     break
                 found[name] = tuple([moved[i] for i in found[name]])
+        # Add the uses by inserted nodes; a new storage is ordered by its first use.
         order: list[str] = []
         done = 0
         for count, now in enumerate(copies):
@@ -234,6 +236,7 @@ class Touches:
                 done = earlier
             for storage in written(graph, node):
                 writes[storage] = _with(writes.get(storage, ()), now)
+        # Move the uses of nodes that read other tensors now.
         for before, now in rebound:
             old, new = self._graph.nodes[before], graph.nodes[now]
             was = {self._graph.storages[name] for name in old.tensors}

@@ -442,6 +442,7 @@ def measured_table(
             return False
         return True
 
+    # If the largest size does not fit, bisect for one that does.
     if not fits(most):
         known[least], beyond = measure(least), most
         most = least

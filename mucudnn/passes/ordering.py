@@ -96,6 +96,7 @@ def _depth_first(graph: Graph) -> list[int]:
     before = dependencies(graph)
     route: list[int] = []
     for start, stop in parts(graph):
+        # Dependencies across the boundary of two parts are always met.
         after: list[list[int]] = [[] for _ in range(start, stop)]
         waits = []
         for node in range(start, stop):
@@ -113,6 +114,7 @@ def _depth_first(graph: Graph) -> list[int]:
                 waits[follower - start] -= 1
                 if not waits[follower - start]:
                     ready.append(follower)
+            # Popped from the end: leaves, then branches, the first of them last.
             leaves = [n for n in ready if not after[n - start]]
             branches = [n for n in ready if after[n - start]]
             stack += branches[:1] + branches[:0:-1] + leaves[::-1]
@@ -191,6 +193,7 @@ class Footprint:
         for node, earlier in enumerate(before):
             for p in earlier:
                 after[p].append(node)
+        # Inputs exist from the start; others are allocated by their first node.
         present = {graph.storages[name] for name in graph.inputs}
         numbers: dict[str, int] = {}
         owner = []
@@ -202,6 +205,7 @@ class Footprint:
                 start += nbytes
             else:
                 allocated[live.first] += nbytes
+            # Only storages that are freed within the step have a number.
             if live.last < end:
                 numbers[name] = len(numbers)
                 owner.append(-1 if name in present else live.first)
@@ -255,6 +259,8 @@ class Footprint:
         """
         inside = set(nodes)
         waits = {n: sum(p in inside for p in self.before[n]) for n in inside}
+        # Count the users to come; -1 where the last is not among the nodes, so that
+        # none of them frees the storage.
         left = [0] * len(self.users)
         for s, users in enumerate(self.users):
             left[s] = sum(n in inside for n in users) if users[-1] in inside else -1
@@ -320,6 +326,7 @@ def improved(
     result = list(order)
     pieces = [piece for a, b in parts for piece in _pieces(footprint, a, b)]
     given_up: set[tuple[int, int]] = set()
+    # Rearrange the piece with the peak until the peak stays where it is.
     for _ in range(len(pieces) + _ROUNDS):
         curve = footprint.curve(result)
         top = max(range(len(curve)), key=curve.__getitem__, default=-1)
@@ -333,6 +340,7 @@ def improved(
                 given_up.add(piece)
         if better is not None:
             result[slice(*piece)] = better
+        # An exact search without a result has shown that the piece cannot be better.
         elif exact or not _improve_around(footprint, result, piece, top):
             break
     return result
@@ -405,6 +413,7 @@ class _Window:
         """Return the window of a range of positions."""
         nodes = tuple(order[slice(*window)])
         index = {n: i for i, n in enumerate(nodes)}
+        # A window can free a storage only if no later node uses it. Sets are bit masks.
         later = set(order[window[1] :])
         before = tuple(
             sum(1 << index[p] for p in footprint.before[n] if p in index) for n in nodes
@@ -443,6 +452,7 @@ class _Window:
             return None, True
         ready = sum(1 << i for i, b in enumerate(self.before) if not b)
         whole = (1 << len(self.nodes)) - 1
+        # Of equal peaks, the state with the most nodes done is first.
         heap = [(floor, 0, 0, 0, ready)]
         reached: dict[int, tuple[int, int, int]] = {0: (floor, -1, 0)}
         closed: set[int] = set()
@@ -457,6 +467,7 @@ class _Window:
             closed.add(done)
             for i, high, after in self._steps(peak, used, done, ready):
                 then = done | 1 << i
+                # Keep states below the present peak that nothing reached with less.
                 if high >= ceiling or (then in reached and reached[then][0] <= high):
                     continue
                 reached[then] = (high, i, done)
@@ -514,6 +525,7 @@ class _Window:
         count = len(self.nodes)
         if count > _BOUNDED:
             return 0
+        # Find the nodes that run before and behind every node in any order.
         above = [0] * count
         for i in range(count):
             for follower in self.after[i]:
@@ -526,6 +538,7 @@ class _Window:
         for i in range(count):
             ran = above[i] | 1 << i
             to_come = below[i] | 1 << i
+            # Everything allocated by then counts, unless all its users may have run.
             certain = self.workspace[i]
             for j in range(i + 1):
                 if ran >> j & 1:

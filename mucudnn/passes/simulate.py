@@ -176,6 +176,7 @@ class _Engines:
                     self._done[name] = "memory", lane.stop_ms
                     lanes.append(lane)
                 case SwapIn(name):
+                    # A storage cannot be fetched before its offload is complete.
                     left = self._offloaded.get(name, 0.0)
                     lane = self._copy("in", name, left)
                     self._done[name] = "operand", lane.stop_ms

@@ -19,10 +19,8 @@ def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
     reach: list[tuple[str, ...]] = []
     strong, without, empty = set(), {}, {}
     for layer in survey.layers:
-        name, mini_batch = (
-            (layer.name, DIRECTIONS[layer.direction]),
-            layer.problem.batch,
-        )
+        name = layer.name, DIRECTIONS[layer.direction]
+        mini_batch = layer.problem.batch
         for batch in layer.batches:
             first = batch.first_choice
             for limit in survey.limits:

@@ -172,10 +172,8 @@ class TorchPlan:
         if bound:
             budget = f"a budget of {format_bytes(*bound, self.peak_bytes)}"
         offloaded, recomputed = self.leaving, self.recomputed
-        noun, times = (
-            "kernel" if self.kernels else "operation",
-            sum(recomputed.values()),
-        )
+        noun = "kernel" if self.kernels else "operation"
+        times = sum(recomputed.values())
         prediction, gap = self.plan.prediction, self.plan.gap
         gap_words = "" if gap is None else f", at most {gap:.1%} above the best plan"
         before = ""

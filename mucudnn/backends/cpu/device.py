@@ -151,6 +151,7 @@ class CpuCopier:
             )
         ticket = CpuTicket()
         threads = self._threads.value
+        # Each direction has a thread of its own, from its first copy on.
         if what not in threads:
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
             thread = threading.Thread(

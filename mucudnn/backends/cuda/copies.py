@@ -262,14 +262,17 @@ class CudaStepIO:
             buffer, arrived = next(known.host)
             arrived.synchronize()  # the input before last has left this buffer
             buffer.view(source.dtype).reshape(source.shape)[...] = source
+            # Without a staging buffer the copy runs in the order of the step's work.
             if known.staging is None:
                 self._fetch(buffer, target, compute)
                 self._runtime.eventRecord(arrived.ptr, compute)
                 return
+            # With one it overlaps the step before, which still reads the tensor.
             beside = self._stream.ptr
             self._stream.wait_event(known.consumed)
             self._fetch(buffer, known.staging, beside)
             self._runtime.eventRecord(arrived.ptr, beside)
+            # The step itself waits for the copy and moves the bytes within the device.
             self._runtime.streamWaitEvent(compute, arrived.ptr)
             ends = target.data.ptr, known.staging.data.ptr
             kind = self._runtime.memcpyDeviceToDevice

@@ -430,7 +430,9 @@ class CudnnKernels:
         launch = self._launch(case, inputs, outputs)
         if launch is None:
             return own.call(*arguments)
+        # Has our kernel once the library has refused; it runs from then on.
         kept: list[Callable[[], None]] = []
+        # Our kernel does the rest of an operation that the library does in part.
         left, rest = OPERATIONS[op].left, None
         if left is not None:
             rest = own.call(inputs, outputs, {**attrs, **left}, workspace)

@@ -344,6 +344,8 @@ def ilp(core: Core, *, most_nodes: int = _MOST_NODES) -> Selection | None:
 def _by_cbc(core: Core, solver: Any) -> Selection | None:
     pulp = import_pulp()
     model = pulp.LpProblem("workspace_division", pulp.LpMinimize)
+    # Groups with one item left are decided: the program has a variable for each item of
+    # the others, if it fits beside the smallest items of all groups.
     undecided = [g for g, items in enumerate(core.open) if len(items) > 1]
     smallest = {g: core.groups[g][core.open[g][0]] for g in undecided}
     cheapest = {g: core.groups[g][core.open[g][-1]] for g in undecided}
@@ -357,6 +359,7 @@ def _by_cbc(core: Core, solver: Any) -> Selection | None:
         for i in core.open[g]
         if core.groups[g][i].workspace - smallest[g].workspace <= room
     }
+    # Costs and workspaces are scaled to fixed ranges, as CBC's tolerances are absolute.
     model += pulp.LpAffineExpression(
         (x, (core.groups[g][i].cost - cheapest[g].cost) * (_DEAREST / dearest))
         for (g, i), x in chosen.items()
@@ -449,6 +452,7 @@ def divide(
     fronts = [shared[number] for number in which]
     _check_total(tables, total, fronts)
     items = [[Item(d.workspace, d.cost_ms) for d in front] for front in shared]
+    # Often the bounds leave nothing to solve.
     core = reduce_to_core([items[number] for number in which], total)
     if core.closed:
         selection, name = Selection(core.incumbent, optimal=True), "relaxation"

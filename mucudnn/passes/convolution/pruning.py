@@ -83,6 +83,7 @@ def next_measurements(
     anchors.add(ascending[-1])
     raced = race(tuple(anchors), workspaces, measured, limits=limits)
     wanted = {*raced.points[0]} if raced.points else set()
+    # After the races, measure what brings the predicted front below the measured one.
     if not wanted:
         rows = [p for p in measured if p.error is None and isfinite(p.cost_ms)]
         inside = {point: n for point, n in workspaces.items() if n <= limits.most}
@@ -108,6 +109,7 @@ def _missing(
     """Return the points of predicted divisions that beat measured ones the most."""
     limits = [_workspace(steps) for steps in measured_front]
     behind = []
+    # Compare each predicted division with the best measured one of its workspace.
     for steps in predicted_front:
         at = bisect_right(limits, _workspace(steps)) - 1
         cost = (
@@ -117,6 +119,7 @@ def _missing(
         if cost > predicted * (1 + _TOLERANCE):
             behind.append((cost / predicted if predicted > 0 else inf, steps))
     behind.sort(key=lambda entry: -entry[0])
+    # Take those that gain the most, each of a clearly different workspace.
     chosen: list[int] = []
     points: set[Point] = set()
     for _, steps in behind:
@@ -140,6 +143,7 @@ def _predicted_rows(
     known: set[Point],
 ) -> list[AlgoPerf]:
     """Return predicted rows for unmeasured points of algorithms with measurements."""
+    # Preferred sizes divide the mini-batch into equal parts, up to one sample.
     batch = max(sizes)
     preferred = {-(-batch // k) for k in range(1, batch + 1)}
     preferred |= {batch // k for k in range(1, batch + 1)}
@@ -230,7 +234,7 @@ def _fit(points: Sequence[tuple[int, float]], wave: int) -> _Law:
 # Sizes are raced in stages, so that cheap timings decide about expensive ones:
 #
 # 1. the smallest size; 2. sizes up to an eighth of the mini-batch. The second smallest
-# is timed for every    algorithm, as a start-up shows only in two times; 3. the mini-
+# is timed for every algorithm, as a start-up shows only in two times; 3. the mini-
 # batch itself, the reference of all plans; 4. the sizes in between, where both
 # neighbours are known.
 
@@ -282,11 +286,13 @@ def race(
         for algo, nbytes in here.items():
             if (algo, batch) in known:
                 continue
+            # The rival is the fastest that fits wherever this one is considered.
             fits = [b for b in running if here[b] <= max(nbytes, limits.least)]
             ahead = min(fits, key=lambda b: times.most_ms(b, batch), default=algo)
             least = times.least_ms(algo, batch) if ahead != algo else 0.0
             enough = _HOPELESS if nbytes <= limits.most else 1.0
             enough *= times.most_ms(ahead, batch)
+            # The two smallest sizes show an algorithm's start-up: time them anyway.
             if least > enough and not (batch in first and batch < largest):
                 hopeless[algo, batch] = ahead
                 continue

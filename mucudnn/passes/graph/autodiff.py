@@ -41,6 +41,7 @@ def training_graph(
     tape = Tape(forward)
     tape.seed(loss, loss_scale)
     for node in reversed(forward.nodes):
+        # Nodes that no gradient reaches do not contribute to the loss.
         if not any(name in tape.gradients for name in node.outputs):
             continue
         rule = RULES.get(node.op)

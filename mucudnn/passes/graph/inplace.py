@@ -41,10 +41,12 @@ def in_place_with_uses(
         if not candidates or tensors[node.outputs[0]].alias is not None:
             continue
         result = tensors[node.outputs[0]]
+        # A storage that took over another's place counts as that one.
         roots = [storages[name] for name in node.tensors]
         roots = [merged.get(storage, storage) for storage in roots]
         for index in candidates:
             name, overwritten = node.inputs[index], roots[index]
+            # The node must be the last and only use; inputs belong to the caller.
             if (
                 positions[overwritten][-1] == position
                 and overwritten not in fixed
@@ -55,6 +57,7 @@ def in_place_with_uses(
             ):
                 tensors[result.name] = result.sharing(name)
                 merged[result.name] = overwritten
+                # The merged storage lives as long as both.
                 positions[overwritten] += positions.pop(result.name)[1:]
                 again = writes.pop(result.name, ())
                 before = writes.get(overwritten, ())

@@ -298,6 +298,7 @@ def layout_trials(
     trials = _Trials()
     first: dict[str, int] = {}
     other: dict[str, int] = {}
+    # Every node is tried as it is and with channels last.
     for node in graph.nodes:
         if node.name in nodes:
             one = _with_wanted_gradients(single_node_graph(graph, node), fed)
@@ -477,6 +478,7 @@ class FlowNetwork:
                     return False
                 path.pop()
                 ways[path[-1]].pop()
+        # Send as much flow along the path as its narrowest edge has left.
         pairs = list(pairwise(path))
         amount = min(self._residual[start][end] for start, end in pairs)
         for start, end in pairs:

@@ -152,6 +152,7 @@ class _Narrowing:
         first, *others = node.outputs
         spec, returned = self._graph.tensors[first], first in self._graph.outputs
         result = f"{first}:{self._dtype}" if returned else first
+        # A view shares the storage of the cast input instead of the original one.
         read = dict(zip(node.inputs, inputs, strict=True))
         alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
         narrow = replace(spec, name=result, dtype=self._dtype, alias=alias)

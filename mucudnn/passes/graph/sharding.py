@@ -135,6 +135,7 @@ class _Writer:
         self._place_reductions(after)
         nodes: list[Node] = []
         views: dict[str, Node] = {}  # of parameters, by result, as the forward made it
+        # Parameters are gathered again in the backward pass, with their views.
         for position, node in enumerate(self._passes):
             nodes += before.get(position, ())
             if node.phase is Phase.BACKWARD:
@@ -148,6 +149,7 @@ class _Writer:
         nodes += map(self._update, self._updates)
         made = {name for node in nodes for name in node.outputs}
         used = made.union(*(node.inputs for node in nodes), self._graph.inputs)
+        # Drop what nothing makes: unused tensors, and sharded parameters as a whole.
         gone = {
             name
             for name in self._tensors.keys() - made
@@ -299,6 +301,7 @@ class _Writer:
         ranks, storages = self._parallel.ranks, self._graph.storages
         if not self._parallel.sharded:
             return node
+        # Optimizer state and results of the update are divided as well, unless small.
         for name in (*node.inputs, *node.outputs):
             spec = self._tensors[name]
             own = spec.role in PERSISTENT or name in node.outputs
@@ -314,6 +317,7 @@ class _Writer:
             alias = self._tensors[result].alias
             if alias is not None and storages[alias] in self._shards:
                 shards.setdefault(alias, self._shards[storages[alias]])
+        # A rank updates its shard only, in a part of the time and of the workspace.
         if not node.traits.view:
             self._node_ms[node.name] /= ranks
             if node.name in self._workspaces:

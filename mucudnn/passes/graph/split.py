@@ -261,6 +261,8 @@ class Emitter:
             for name, interval, axis in reads
         ]
         outputs, added = [], []
+        # An output is rows of a tensor, a part that is read beside all other parts, a
+        # sum in which nodes accumulate, or a part that is added below.
         for position, axis in enumerate(how.outputs):
             name = node.outputs[position]
             if axis is not None:
@@ -475,6 +477,7 @@ class SplitTensors:
         held = self._held.get(name, [_Held(name, 0, size)])
         these = [p for p in held if p.start < stop and start < p.stop]
         inside = start >= 0 and stop <= size
+        # Rows within one part are a view, if they are contiguous, or the part itself.
         if inside and len(these) == 1:
             contiguous = math.prod(self.tensors[name].shape[:axis]) == 1
             if contiguous or (these[0].start, these[0].stop) == rows:
@@ -482,12 +485,14 @@ class SplitTensors:
         for known in (self._views, self.copies):
             if (name, start, stop) in known:
                 return known[name, start, stop]
+        # Joined rows that replace their parts spare later readers a copy.
         exact = bool(these) and (these[0].start, these[-1].stop) == rows
         replaced = inside and name in self._held and exact
         sources = tuple(
             (p.name, (max(start, p.start) - p.start, min(stop, p.stop) - p.start))
             for p in these
         )
+        # Parts lie apart along an inner axis: join copies of the rows that are needed.
         if name in self._held and axis and len(these) > 1:
             sources = tuple(self._copy_halo(name, axis, *s, phase) for s in sources)
         joined = f"{name}@{start}:{stop}"

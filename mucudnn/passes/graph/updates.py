@@ -123,6 +123,7 @@ class _Draft:
         if isinstance(optimizer, Adam):
             inputs.append(self._input(STEP, "int64"))
         state = tuple(self._state(w, slot) for slot in slots)
+        # Biases and the scales of normalizations have one axis, and do not decay.
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
         copies: tuple[str, ...] = ()
@@ -316,11 +317,13 @@ def with_computed_gradients(graph: Graph, *, transposed: bool = True) -> Graph:
 
     found: dict[str, str] = {}
     removed: set[str] = set()
+    # Follow conversions back to the gradient as it was computed.
     for w, gradient in graph.gradients.items():
         computed = gradient
         while (node := graph.producers.get(computed)) is not None and converts_back(
             node
         ):
+            # A gradient must have no reader, what precedes it only the conversion.
             alone = readers[computed] == int(computed != gradient)
             if not alone or computed in graph.outputs:
                 break

@@ -154,6 +154,7 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     blocks = []
     fixed: dict[str, int] = {}
     bottom = 0
+    # State that stays across steps is at the same place at both ends of the step.
     for name in schedule.live_across:
         for i in (0, len(lives[name]) - 1):
             fixed[interval_name(name, i)] = bottom
@@ -164,6 +165,7 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
             Block(interval_name(name, i), nbytes, first, last)
             for i, (first, last) in enumerate(of_name)
         ]
+    # A workspace lives during its node only.
     scratch = []
     for at, instruction in enumerate(schedule.instructions):
         if isinstance(instruction, Compute):

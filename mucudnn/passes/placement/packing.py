@@ -284,6 +284,7 @@ def in_gaps(
     for i in order:
         block = blocks[i]
         first, last, nbytes = block.first, block.last, block.nbytes
+        # `placed` is in the order of offsets: `end` is above all blocks met so far.
         end = 0
         for low, high, begins, ends in placed:
             if begins <= last and first <= ends:
@@ -467,6 +468,7 @@ def improve_places(
     wheel.least = least = cost(list(places))
     squeaking = _shortened_in(intervals, places)
     for _ in range(min(_MOST_ROUNDS, _SHRINK_WORK // max(1, len(intervals)))):
+        # Intervals that found no place, or only a short one, move ahead in the order.
         wheel.reorder(squeaking)
         found, left = attempt(wheel.order, math.inf)
         complete = [place for place in found if place is not None]
@@ -536,6 +538,7 @@ class _Attempt:
                 found[i] = Place(offset, interval.start, interval.stop)
                 occupied.take(offset, interval.nbytes, whole)
                 continue
+            # Otherwise try a shorter interval, down to the core that must not be cut.
             if (core := self._core[i]) != whole:
                 found[i] = self._shortened(interval, core, occupied.during(whole))
             place = found[i]
@@ -553,6 +556,7 @@ class _Attempt:
         self, interval: Shrinkable, core: Sequence[Positions], near: Sequence[Row]
     ) -> Place | None:
         """Return the place that keeps the most of an interval, the lowest of equals."""
+        # `hard` rows are in the way of the core, `soft` ones of the rest only.
         hard: list[Row] = []
         soft: list[Row] = []
         # Twice the same range if the core is one range: faster than a loop over ranges.
@@ -568,6 +572,7 @@ class _Attempt:
         best_worth = -1.0
         for low, high in _gaps(hard, interval.nbytes, self._limit):
             inside = [row for row in soft if row[0] < high and low < row[1]]
+            # Any other place can be lowered to one of these without losing time.
             offsets = {low, high - interval.nbytes}
             offsets.update(
                 end for _, end, _, _ in soft if low <= end <= high - interval.nbytes

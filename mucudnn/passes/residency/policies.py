@@ -147,6 +147,7 @@ def _superneurons(
     def is_saved(name: str) -> bool:
         return graph.storages[name] in names
 
+    # The largest working set of a node is what a segment is compared with.
     most = max(
         sum(graph.tensors[s].nbytes for s in {graph.storages[t] for t in node.tensors})
         for node in graph.nodes

@@ -140,6 +140,7 @@ class _Overlap:
         wait = self._wait_of(start)
         if wait == start:
             return
+        # Collect what depends on the wait, until a node overwrites their inputs.
         moving, target = [wait], behind
         read = {storages[t] for i in (start, wait) for t in nodes[i].tensors}
         made = {*nodes[start].outputs, *nodes[wait].outputs}
@@ -152,6 +153,7 @@ class _Overlap:
                 moving.append(i)
                 read.update(storages[t] for t in nodes[i].tensors)
                 made.update(nodes[i].outputs)
+        # Storages in which a delay lengthens a life need room until then.
         found = (self._uses[storage] for storage in read)
         longer = [
             (use.positions[-1] + 1, target, use.nbytes)

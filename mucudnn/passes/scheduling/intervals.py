@@ -215,6 +215,7 @@ def emit(
     waits: list[list[Instruction]] = [[] for _ in range(n + 1)]
     copies: list[list[Instruction]] = [[] for _ in range(n + 1)]
     departures: list[list[Instruction]] = [[] for _ in range(n + 1)]
+    # Intervals of persistent storages wrap around the end of the step.
     for interval in intervals:
         name, stop = interval.storage, min(interval.stop, n)
         end = departures[interval.stop % n if interval.host_resident else stop]

@@ -394,6 +394,7 @@ def _extend_offloads(
     """Extend intervals by the time of their offloads, where there is room."""
     found, n = list(intervals), len(occupancy)
     returns = {i: found[j].start + later for i, j, later in _gap_pairs(found, n)}
+    # Copies follow each other on the link; waiting for one delays all later nodes.
     link_free = delay = 0.0
     for i in leaving(found, n):
         interval = found[i]
@@ -401,11 +402,11 @@ def _extend_offloads(
         begin = max(link_free, clock.start(interval.last - shift + 1) + delay)
         link_free = begin + interval.nbytes / bytes_per_ms
         done = clock.after(link_free - delay) + shift
-        stop = interval.stop
+        # An interval ends at the latest where its storage is fetched again.
         limit = min(done, returns[i])
         if not interval.host_resident:
             limit = min(limit, n)
-        stop = occupancy.room_after(stop, limit - 1, interval.nbytes)
+        stop = occupancy.room_after(interval.stop, limit - 1, interval.nbytes)
         occupancy.add(interval.stop + 1, stop, interval.nbytes)
         delay += max(0.0, link_free - clock.start(stop + 1 - shift) - delay)
         if stop > interval.stop:

@@ -362,6 +362,7 @@ def _events(
             copies.setdefault(i.last % count, []).append(event)
             end = i.stop % count if i.host_resident else i.stop
             departures.setdefault(end, []).append((_WAIT, name, 0.0, 0.0))
+    # As in `emit`: prefetches before waits, offloads before waits.
     for first, second in ((arrivals, waits), (copies, departures)):
         for at, events in second.items():
             first.setdefault(at, []).extend(events)

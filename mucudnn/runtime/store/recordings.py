@@ -171,10 +171,8 @@ def read_fronts(
         for recording in recordings:
             alignments |= recording.alignments
             measurements += [m for m in recording.measurements if m.fingerprint == name]
-        conv, alignment = (
-            RecordedConv(VirtualDevice(name), measurements),
-            alignments.get(name, 1),
-        )
+        conv = RecordedConv(VirtualDevice(name), measurements)
+        alignment = alignments.get(name, 1)
         all_of.append(RecordedFronts(name, conv, split_alignment=alignment))
     useful = [one for one in all_of if one.fronts(wanted)]
     where = ", ".join(map(str, files))

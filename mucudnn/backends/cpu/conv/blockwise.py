@@ -66,14 +66,17 @@ class Blocks:
         groups, channels = sizes
         kernel = tuple(axis.taps for axis in gather.axes)
         per_tap = min(channels, limit) if last else 1
+        # Channels last, cut taps first: a tap brings all its channels along.
         some = _tap_block(kernel, max(1, min(taps_limit, limit // per_tap)))
         if last and per_tap < channels:
             some = (1,) * len(kernel)
+        # Channels first, the columns of some taps are contiguous in one channel only.
         partial = some != kernel and not last
         fits = per_tap if last else 1 if partial else limit // math.prod(some)
         self._channels = list(cuts(channels, max(1, fits)))
         boxes = map(cuts, kernel, some)
         self._taps = list(itertools.product(*boxes))
+        # Only blocks with all channels and taps can span groups.
         whole = channels * math.prod(kernel)
         alone = not spanning or len(self._channels) * len(self._taps) > 1
         self.most_groups = 1 if alone else max(1, min(groups, limit // whole))
@@ -381,6 +384,7 @@ class Blockwise:
                     for i in range(out.shape[0]):
                         patches.fill(i)
                         step(i)
+                    # Further blocks of these groups add to what the first has written.
                     add = True
 
         items = itertools.product(samples, range(len(tiling)), rows)
@@ -391,6 +395,7 @@ class Blockwise:
     ) -> None:
         """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, terms)."""
         (blocks, tiling), gather, last = self._cut(x), self._gather, self._last
+        # A worker owns its columns of dw: rows are divided, too, if blocks are too few.
         every = [b for groups in blocks.groups for b in blocks.of_groups(groups)]
         rows = list(cuts(dw.shape[1], -(-dw.shape[1] // len(buffers))))
         if len(every) >= len(buffers):
@@ -425,6 +430,7 @@ class Blockwise:
         )
         pixels = min(self._pixels, self.room // blocks.terms)
         tiling = Tiling(1, self._gather.out_shape, pixels)
+        # Items write disjoint samples and channels: taps of a channel overlap in dx.
         samples = cuts(dx.shape[0], _SAMPLES)
 
         def work(worker: int, item: tuple[slice, tuple[slice, slice]]) -> None:

@@ -320,6 +320,7 @@ class Separable:
         regions = self.scratch(*chunk.shape)
         *arrays, tile = carve(workspace, regions)
         states, products = arrays[: rank - 1], arrays[rank - 1 :]
+        # The first axis has real lines: its product already is the state of the second.
         if rank > 1:
             products.insert(0, states[0])
         return ChunkTransform(
@@ -368,10 +369,8 @@ class ChunkTransform:
         after, _ = frequencies(self.plan.lengths[: level + 1])
         product = self._product(level, lines.shape)
         for i, window in enumerate(self.plan.windows[level]):
-            part, own = (
-                lines[:, :, window.start : window.stop],
-                table[:, window.columns],
-            )
+            part = lines[:, :, window.start : window.stop]
+            own = table[:, window.columns]
             if self.plan.channels_last:
                 np.matmul(own, part, out=product.transpose(0, 2, 1, 3))
             else:
@@ -380,6 +379,7 @@ class ChunkTransform:
                 out = self.spectrum[(slice(None), slice(None), *tile, i)]
                 leaf = product.reshape(*product.shape[:2], *out.shape[-2:])
                 split(leaf, r, halves(out, after))
+                # Nothing else writes the imaginary part of columns that are real.
                 out[:after, 1] = 0
                 continue
             following = self.states[level + 1].reshape(-1, *product.shape[2:])
@@ -403,6 +403,7 @@ class ChunkTransform:
         last = len(self.tables) - 1
         r, _ = frequencies(self.plan.lengths[:level])
         after, _ = frequencies(self.plan.lengths[: level + 1])
+        # Fill `product`: from the spectrum on the last axis, else from all later axes.
         if level == last:
             source = self.spectrum[(slice(None), slice(None), *tile)]
             out = product.reshape(*product.shape[:2], *source.shape[-2:])
@@ -416,6 +417,7 @@ class ChunkTransform:
         # Multiply by the inverse's table, into or onto a window of lines.
         table = self.tables[level][:, window.columns]
         target = out = lines[:, :, window.start : window.stop]
+        # A matrix product cannot add to its output: it goes to the tile first.
         if accumulate:
             target = self.tile[: out.size].reshape(out.shape)
         if self.plan.channels_last:

@@ -191,6 +191,7 @@ class Correlation:
         self._groups = problem.groups
         self._last = problem.layout == "NHWC"
         self._rank = len(problem.stride)
+        # A gradient of data has a gather for each phase of the strides.
         source, dest = problem.x_shape, problem.y_shape
         gathers = [forward_gather(problem)]
         if not self._forward:
@@ -205,6 +206,7 @@ class Correlation:
         pixels = max((part.tiling.pixels for part in self._parts), default=0)
         self._crew = workers
         dtype = problem.dtype
+        # Parts run in turn in the same buffers, as large as any of them needs.
         self._own: list[Region] = [
             *map(max, zip(*(p.patches.regions for p in self._parts), strict=True)),
             ((dest[1] * pixels,), dtype),
@@ -235,6 +237,7 @@ class Correlation:
         weights, *buffers = carve(workspace, self.regions)
         source = grouped(source, self._groups, 1)
         dest = grouped(dest, self._groups, 1)
+        # No part writes inputs that are out of reach of every tap.
         if self._covered < self._outputs and not accumulate:
             dest[...] = 0
         each = len(self._own)
@@ -294,11 +297,13 @@ class FilterGradient:
         c, k = problem.x_shape[1] // problem.groups, problem.w_shape[0]
         taps = self._gather.num_taps
         pixels = problem.batch * math.prod(self._gather.out_shape)
+        # Divide a worker's pixels evenly into tiles with patches of `tile_bytes`.
         per_pixel = problem.x_shape[1] * taps * problem.itemsize
         share = -(-pixels // workers)
         most = int(max(_LEAST_TERMS, min(share, tile_bytes / per_pixel)))
         target = even_shares(share, most)
         self._tiling = Tiling(problem.batch, self._gather.out_shape, target)
+        # Workers own channels of a large filter; of a small one each has a private sum.
         self._by_channel = c >= 8 * workers and k * c * taps > _LARGE_FILTER
         self._block = -(-c // (2 * workers)) if self._by_channel else c
         samples, *tile = self._tiling.largest
@@ -406,6 +411,7 @@ class Scattering:
         groups, channels = problem.groups, problem.w_shape[1]
         share = -(-problem.batch // workers)
         self._samples = share if tile_bytes == math.inf else 1
+        # With fewer samples than workers, each takes a block of channels instead.
         alone = problem.batch < workers and channels >= workers and not self._last
         self._block = -(-channels // workers) if alone else channels
         outs = problem.y_shape[2:]
@@ -414,6 +420,7 @@ class Scattering:
         whole = self._samples * math.prod(outs)
         self._tile = int(min(whole, max(_LEAST_PIXELS, fits)))
         tiling = Tiling(self._samples, outs, self._tile)
+        # Patches are added to a padded image, in which no tap is out of bounds.
         self._reads = [axis.reads(0, axis.outs) for axis in self._axes]
         padded = self._samples * groups * self._block
         padded *= math.prod(len(r) for r in self._reads)
@@ -464,6 +471,7 @@ class Scattering:
             for tap in itertools.product(*map(range, self._taps)):
                 at = (slice(None),) * 3 + tap
                 np.add(windows[at], patches[at], out=windows[at])
+        # Return the padded image without its border; pixels out of reach get zeros.
         have, want = overlap(self._reads, dx.shape[3:])
         inner = padded[(..., *want)]
         reached = dx[(..., *have)]

@@ -281,6 +281,7 @@ class Patches:
         pixels = samples * math.prod(tile)
         taps = math.prod(axis.taps for axis in axes)
         reach = (len(axis.reads(0, t)) for axis, t in zip(axes, tile, strict=True))
+        # If no tap leaves the image, patches are read from it without a padded copy.
         inside = all(
             axis.reads(0, axis.outs).start >= 0
             and axis.reads(0, axis.outs).stop <= size
@@ -291,6 +292,7 @@ class Patches:
             for axis, size in zip(axes, spatial, strict=True)
         )
         padded = 0 if inside else samples * channels * math.prod(reach)
+        # A 1×1 convolution is its own matrix, unless samples separate channels.
         own_matrix = inside and pointwise and (channels_last or samples == 1)
         columns = 0 if own_matrix else channels * taps * pixels
         self.regions: list[Region] = [((padded,), dtype), ((columns,), dtype)]

@@ -125,6 +125,7 @@ def _correlate(
     if plan.crew:  # every worker takes blocks of its own through all phases
         workers.each(plan.blocks(), own_block, at_most=plan.crew)
         return
+    # Else all workers share every block, and wait for each other between its phases.
     for block in plan.blocks():
         v, m = (t.values(block, kernel.shape[1]) for t in (source, result))
 
@@ -183,6 +184,7 @@ def _sum_together(
         ) -> None:
             value, rows = item
             out = sums[value, :, rows]
+            # Later products take a detour: a matrix product cannot add to its output.
             fresh = out
             if i > 0:
                 fresh = spare[worker, : out.size].reshape(out.shape)

@@ -173,6 +173,7 @@ def synthesise(
     The arguments are those of `analyse`. With `add` the result is added to the images;
     the scratch array that is free then, the first if the rank is even, holds it before.
     """
+    # Intermediate states alternate between the two scratch arrays.
     state = values
     for axis, matrix in enumerate(bands[:-1]):
         *lead, left, _, columns = state.shape
@@ -183,6 +184,7 @@ def synthesise(
         state = target.reshape(
             *lead, rows, left // points, points * tiles, columns // tiles
         )
+    # The last axis writes the images, or scratch from which they are added.
     out = images
     if add:
         flat = scratch[len(bands) % 2]

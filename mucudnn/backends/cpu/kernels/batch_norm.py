@@ -83,6 +83,7 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
         factor = factor_of(gamma[channels], inv_std[channels], x)
         total: Any = 0.0
         dots: Any = 0.0
+        # First pass: mask dy by the sign of the ReLU's input, and sum it by channel.
         for chunk in chunks:
             part, masked = deviations(x[chunk], centre, call.scratch), dx[chunk]
             part *= factor
@@ -93,6 +94,7 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
         inverse = inv_std[channels].astype(np.float64)
         dbeta[channels], dgamma[channels] = total, dots * inverse
         scales = gradient_scales(gamma[channels], inverse, total, dots, x)
+        # Second pass: deviations are computed again, as storing them takes more memory.
         for chunk in chunks:
             deviation = deviations(x[chunk], centre, call.scratch)
             finish_gradient(deviation, dx[chunk], dx[chunk], *scales)

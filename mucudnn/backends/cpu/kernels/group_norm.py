@@ -87,6 +87,7 @@ def group_norm(call: KernelCall) -> None:
         total = sum(_row_sums(x[c]) for c in chunks)
         mean[part] = total / grouped.count
         centre = mean[part][..., None, None]
+        # E[x²] - E[x]² would cancel: sum squares of deviations, which y holds.
         squares: Any = 0.0
         for c in chunks:
             np.subtract(x[c], centre, out=y[c])

@@ -70,12 +70,15 @@ def max_pool_grad(call: KernelCall) -> None:
             call.scratch.restart()
             room = (call.scratch.take(part_of_dy.size, np.intp) for _ in range(2))
             number, where = (each.reshape(part_of_dy.shape) for each in room)
+            # A maximum is at the corner of its window plus an offset. The mode "clip"
+            # changes no index; with "raise", NumPy would buffer the output.
             np.copyto(number, index[(some, *inner)])
             np.take(steps, number, out=where, mode="clip")
             if corners is None:
                 where += _corners(spatial, inner, count, pixels)
             else:
                 where += corners[:count]
+            # Windows overlap: `target[where] += ...` would add to an element once.
             np.add.at(target, where.reshape(-1), part_of_dy.reshape(-1))
 
     call.share(tiles((planes.size,), together), block)
@@ -115,6 +118,7 @@ def avg_pool_grad(call: KernelCall) -> None:
         gradient = _CoveringWindows(windows, dy)
         share_of = gradient.image[gradient.inside]
         share_of /= _divisors(counts, gradient.source, dy.dtype)
+        # Elements in the same phase of the strides are reached by the same taps.
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
             total: Any = None
             for tap in windows.taps():

@@ -139,6 +139,7 @@ class CudaConv:
                 f"{algo} needs {float32_sum.scratch(problem)} bytes of workspace plus "
                 f"the workspace of {name} for {problem}, got {operands.nbytes}"
             )
+        # Each part has a buffer of its own, which is added to the float32 sum.
         part = float32_sum.engine_operands(problem, operands)
         added = float32_sum.add_launch(
             problem, operands, first=first, accumulate=accumulate
@@ -371,6 +372,7 @@ class CudaEpilogues:
     ) -> Launch | None:
         """Return the call of the first usable engine for a micro-batch."""
         alignment = operands.alignment(ALIGNMENT)
+        # The engine may assume this alignment of every address, also the bias's.
         while bias % alignment:
             alignment //= 2
         fitting = (
@@ -380,6 +382,7 @@ class CudaEpilogues:
             and row.traits.math_mode == step.math_mode
             and row.traits.deterministic >= step.deterministic
         )
+        # Some engines refuse only when they are built: try the next ones.
         for _, name in zip(range(_TRIED), fitting, strict=False):
             key = PlanKey(micro, name, alignment=alignment, bias=dtype)
             try:

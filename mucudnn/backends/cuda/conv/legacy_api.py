@@ -134,9 +134,11 @@ class LegacyLibrary:
                 f"got {operands.nbytes}"
             )
         bound = _Bound(self._calls, problem, row.math)
+        # cuDNN reads alpha and beta as doubles for float64 tensors, else as floats.
         scalar = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
         one, beta = scalar(1.0), scalar(1.0 if accumulate else 0.0)
         a, b, out = bound.tensors
+        # The call for the gradient of data takes the filter before dy.
         data = operands.a, operands.b
         if problem.direction is Direction.BACKWARD_DATA:
             data = operands.b, operands.a
@@ -145,6 +147,7 @@ class LegacyLibrary:
         inputs = ctypes.addressof(one), a, data[0], b, data[1], bound.convolution
         output = ctypes.addressof(beta), out, operands.out
         arguments = *inputs, int(row.algo), *scratch, *output
+        # `arguments` has mere addresses: the launch keeps alive what they point at.
         return Launch(self._calls.function(name), arguments, name, (bound, one, beta))
 
     def _nondeterministic(self, problem: ConvProblem) -> frozenset[int]:
