@@ -100,6 +100,7 @@ def comparison_body(comparison: Comparison, *, linked: bool = True) -> Markup:
     ]
     empty = [layer for layer in layers if layer.empty]
     folded = ""
+    # Many layers without a result become one sentence.
     if len(empty) > MOST_EMPTY_ROWS:
         layers = [layer for layer in layers if not layer.empty]
         firsts = (layer.directions[0].outcomes[0] for layer in empty)

@@ -46,6 +46,7 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
     """Draw bytes in use over the step, with and without the budget."""
     end = max(plan.prediction.step_ms, unbounded.prediction.step_ms)
     most = max(plan.peak_bytes, unbounded.peak_bytes)
+    # A budget far above both curves would flatten them: it is not drawn.
     drawn = budget if budget <= 1.6 * most else most
     frame = _FRAME
     x = linear_scale(end, frame.left, frame.right)
@@ -63,6 +64,7 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
     limit = []
     if budget <= y.high:
         at = y(budget)
+        # The name is below the line where there is no room above it.
         below = at + 12 if at - frame.top < _LABEL_ROOM else at - 5
         text, right = f"budget {bytes_text(budget)}", frame.right
         limit = [
@@ -238,6 +240,7 @@ def speed_chart(
         if one.strong
         for budget, speed in one.points
     )
+    # Strong lines are drawn last, on top of the others.
     order = sorted(enumerate(series), key=lambda pair: pair[1].strong)
     marks = [(x(budget), y(speed)) for one in series for budget, speed in one.points]
     return drawing(
@@ -377,6 +380,7 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
             stack.append(layer)
         else:
             stack.remove(layer)
+        # Layers above a change move: each gets a corner where its height changes.
         height = bottom
         for one in stack:
             if not one.lower or one.lower[-1][1] != height:

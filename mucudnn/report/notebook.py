@@ -111,6 +111,7 @@ def _step_plan(
     prediction = plan.prediction
     node_ms, unbounded_ms = prediction.profile.node_ms, plan.unbounded_ms
     instructions = plan.schedule.instructions
+    # Views are made again as well, but take no time.
     recomputed = [
         node.name
         for node in plan.schedule.graph.nodes

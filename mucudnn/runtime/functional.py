@@ -294,6 +294,7 @@ def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:
         dtype=str(a.dtype),
         layout=layout,
     )
+    # Operands x and w have shaped the problem: only a gradient can disagree.
     for array, spec in zip((a, b), problem.operands(), strict=False):
         if array.shape != spec.shape:
             raise ValueError(

@@ -221,6 +221,7 @@ def survey_algorithms(
         ValueError: The policy is unknown.
     """
     accepted = numerics or Numerics()
+    # An unknown policy is refused before the first layer.
     candidate_batches(1, policy)
     done: list[SurveyedLayer] = []
 

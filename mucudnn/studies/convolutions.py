@@ -548,6 +548,7 @@ class Comparison:
             if outcome.missing is not None:
                 missing[outcome.missing] += 1
             choice, speedup = outcome.choice, outcome.speedup
+            # Both sums are over the same layers, or their ratio would mean nothing.
             if choice is None or choice.undivided_ms is None or speedup is None:
                 continue
             speedups.append(speedup)

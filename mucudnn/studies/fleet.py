@@ -198,6 +198,7 @@ def study_fleet(
     largest = step.batch if most is None else most
     reduce, words = _all_reduce(kinds, link, step.graph(1))
     found: list[tuple[Fleet, FleetPlan]] = []
+    # First with gradient accumulation only, then with planned steps, too.
     for by_plan in (False, True)[: 1 + planned]:
         ranks = []
         for i, kind in enumerate(kinds):

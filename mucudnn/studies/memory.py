@@ -128,6 +128,7 @@ def study_memory(
             graph cannot be trained, or recordings do not cover the step.
         BackendUnavailableError: A recording is missing or invalid.
     """
+    # Refuse contradictions and unknown names before the step is built.
     described = isinstance(step, DescribedStep)
     if described and (device, profile, recordings) != (None, None, ()):
         raise ValueError(

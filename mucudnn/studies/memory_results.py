@@ -299,6 +299,7 @@ class MemoryStudy:
             "splitting": None if self.splitting is None else self.splitting.to_json(),
             "interrupted": self.interrupted,
         }
+        # What was not asked for is absent.
         if self.scaling:
             data["scaling"] = list(map(dataclasses.asdict, self.scaling))
         if (kept := self.for_slowdown) is not None:
@@ -414,6 +415,7 @@ def costed_step(
     split: Split = WHOLE,
 ) -> CostedStep:
     """Return a step with its costs: measured, recorded, estimated, or its own."""
+    # A step of another framework brings its costs along.
     if isinstance(spec, DescribedStep):
         parts = None
         if split != WHOLE and spec.in_parts is not None:
@@ -437,6 +439,7 @@ def costed_step(
             figures={**spec.figures, **_tier_words(found)},
             convolutions=Coverage(0, 0),
         )
+    # A network's costs are measured, recorded or estimated.
     graph = spec.graph()
     progress("what its operations cost", 0, 1)
     costs = StepCosts(graph, spec.device, measured, recordings)

@@ -113,6 +113,7 @@ class AutomaticBudget:
         """
         unlimited = plan_program(step, replace(options, split=WHOLE))
         most = unlimited.plan.peak_bytes
+        # `auto` finds its own limit; other words give one, within which time counts.
         if self.text == _AUTO:
             found, way = self._least_memory(step, options, most)
         else:
@@ -148,8 +149,10 @@ class AutomaticBudget:
         found: list[tuple[PlannedProgram, _Way]] = []
         least: list[tuple[int, str, str]] = []
         for way in self._ways(options):
+            # Unless exact=False, rounding is allowed where nothing else fits.
             if found and self.exact is None and way.rounds:
                 break
+            # Compilation takes long: only if nothing fits, and little is missing.
             compiles = way.options.inductor and not options.inductor
             near = any(_WORTH_COMPILING * needed < limit for needed, *_ in least)
             if compiles and (found or not near):
@@ -213,6 +216,7 @@ class AutomaticBudget:
             if not way.rounds or self.exact is False
             if way.options.inductor == options.inductor
         ]
+        # The most intrusive options come last, and need the least memory.
         for way in reversed(allowed):
             tried = way.options
             try:
@@ -220,6 +224,7 @@ class AutomaticBudget:
                 best = plan_program(step, tried, high)
             except UnsupportedError:  # not on this device, or nothing can be cut
                 continue
+            # Bisect for the least budget at nearly full speed.
             for _ in range(_TRIES):
                 middle = (low + high) // 2
                 program = plan_program(step, tried, middle)

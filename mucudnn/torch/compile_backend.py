@@ -363,6 +363,7 @@ class CompileBackend:
             with outside_of_tracing():
                 step = LoweredStep.of_joint(parts, own)
 
+                # What Inductor cannot compile runs operation by operation.
                 def plan(budget: float) -> tuple[PlannedProgram, int]:
                     try:
                         return self._plan(step, self._options, budget)

@@ -252,6 +252,7 @@ class TorchPlan:
                     _column(lane.stop_ms, step_ms) + 1,
                 ):
                     runs[row][column] = True
+        # Each column shows the most within it; memory is constant between two points.
         most = [0] * _COLUMNS
         now = at = 0
         for ms, nbytes in memory_points(memory_intervals(self.plan)):

@@ -179,8 +179,10 @@ class PlanStore:
             logger.info("a graph is not remembered: %s", e)
             return None
         parts = [kind, installed_version(), structure]
+        # Measurements depend on the machine, plans on it by their profile only.
         if request is None:
             return digest_of([*parts, surroundings_of(lowered)])
+        # A function, or given plans, cannot be told by a name.
         if not isinstance(request.policy, str) or request.plans is not None:
             return None
         hosted = request.hosted
@@ -459,10 +461,12 @@ def described(value: Any) -> Any:
         Unnameable: A function is not identified by its name.
     """
     match value:
+        # First, as members of some enumerations are integers or strings, too.
         case enum.Enum():
             return [type(value).__name__, value.name]
         case bool() | int() | str() | None:
             return value
+        # JSON has no infinities, and readers may round numbers.
         case float() | complex():
             return ["number", repr(value)]
         case list() | tuple():
@@ -479,6 +483,7 @@ def described(value: Any) -> Any:
             raise Unnameable(f"{value} is no operation of PyTorch's own")
         return ["function", str(value)]
     name = getattr(value, "__qualname__", None)
+    # Names of lambdas and of nested functions have a "<", and are not unique.
     if not callable(value) or name is None or "<" in name:
         raise Unnameable(f"{value!r} is not told by a name")
     owner = getattr(value, "__module__", None) or type(value).__name__

@@ -116,6 +116,7 @@ def summed_gradients(
         bucket_bytes: Bytes at which a bucket is full.
     """
     found = {final.name: final for final in _finals(graph)}
+    # All ranks have to fill the same buckets in the same order.
     groups = _groups(_in_common_order(graph, list(found), together), bucket_bytes)
     finals = [[found[name] for name, _, _ in group] for group in groups]
     begins = _begins(finals, meetings, together)

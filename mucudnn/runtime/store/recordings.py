@@ -165,6 +165,7 @@ def read_fronts(
     recordings = [read_file(file) for file in files]
     names = dict.fromkeys(name for r in recordings for name in r.environments)
     all_of = []
+    # Files of the same device complement each other.
     for name in names:
         alignments: dict[str, int] = {}
         measurements = []

@@ -106,6 +106,7 @@ class RecordFile:
                 try:
                     self._at_work = True
                     return operation(self._db)
+                # A DatabaseError, too, but a mistake of the caller, not of the file.
                 except sqlite3.ProgrammingError:
                     raise
                 except sqlite3.IntegrityError as e:

@@ -154,11 +154,13 @@ def fit(
 
         while run.at.epoch < epochs and run.at.steps < limit:
             finished = run.epoch(batches, limit, checkpoint_every, interrupted)
+            # The epoch stays open, so that a resumed training finishes it.
             if interrupted():
                 run.save()
                 raise KeyboardInterrupt
             run.close_epoch(test, whole=finished)
             run.save()
+            # Ctrl-C may also come during the evaluation.
             if interrupted():
                 raise KeyboardInterrupt
             going_on = finished and run.at.epoch < epochs and run.at.steps < limit

@@ -437,6 +437,7 @@ class SplitChooser:
             try:
                 self.decision = plan_splitting(step, self.split)
             except PlanningError as e:
+                # Without a least budget nothing could be measured: add the last reason.
                 if e.least_bytes is not None or not unmeasured:
                     raise
                 last = unmeasured[-1]

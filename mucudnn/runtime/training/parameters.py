@@ -88,6 +88,7 @@ class StateStore(Mapping[str, Array]):
         for name, buffer in self.host_buffers.items():
             spec = self._specs[name]
             self._arrays[name] = buffer.view(spec.dtype).reshape(spec.shape)
+        # Low-precision copies are written with their parameters.
         for name in self._without_copies():
             how = initializers.get(name, Constant(0.0))
             if not isinstance(how, CopyOf):

@@ -133,6 +133,7 @@ class Ranks:
         decided = len(forms) > 1 and all(compared)
         if decided:
             ranks = [times for [times] in compared]
+            # A step takes as long as on its slowest rank.
             if max(one[1] for one in ranks) < max(one[0] for one in ranks):
                 forms = forms[::-1]
         times: list[float] = []

@@ -252,6 +252,7 @@ class Trainer:
                 keep_copies=partial(copies_fit, tuner, budget, order),
             )
             graphs = build_step(training, recipe, choices, evaluation)
+            # A split was chosen by a profile and a plan: neither is made again.
             within = budget
             if budget is not None and chooser.profile is not None:
                 within = replace(budget, measured=chooser.profile, plan=chooser.plan)

@@ -215,6 +215,7 @@ class Child:
         self._owner = os.getpid()
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._tail = b""
+        # A child whose pipes nobody reads would block as soon as they are full.
         self._threads = [
             threading.Thread(target=hear, args=(stream,), daemon=True)
             for hear, stream in (

@@ -147,6 +147,7 @@ def measure_together(
             break
         for (run, count), taken in zip(counted, samples, strict=True):
             taken.append(_sample(run, device, count))
+    # No round was taken: the warm-ups are all there is.
     if not samples[0]:
         return tuple(Timing(w, 0.0, 0) for w in warm)
     return tuple(Timing.of(taken) for taken in samples)

@@ -348,6 +348,7 @@ class ConvolutionNode:
             problem = geometry.problem(role, x, w)
         except (MucudnnError, ValueError, RuntimeError):
             return None
+        # Later operations were captured for results in PyTorch's memory format.
         results = tuple(lowered.layouts[name] for name in node.outputs)
         shape, form = result_form(problem)
         ours = torch.empty(shape, device="meta", memory_format=form)

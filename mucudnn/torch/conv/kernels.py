@@ -303,6 +303,7 @@ class Geometry:
         full = [(*v,) * axes if len(v) == 1 else (*v,) for v in lists]
         if any(len(v) != axes for v in full):
             raise ValueError("options of another number of axes")
+        # Results have the memory format that PyTorch's kernel would give them.
         chosen = torch._C._select_conv_backend(x, w, None, *options, bias_sizes)
         form = torch._C._conv_determine_backend_memory_format(x, w, chosen)
         plain = form == torch.contiguous_format or axes == 1

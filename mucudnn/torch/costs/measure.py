@@ -252,6 +252,7 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
     found = []
     for name in node.inputs:
         layout, storage = lowered.layouts[name], graph.storages[name]
+        # Operands that share a storage in the graph share it here.
         if storage not in made:
             made[storage] = torch.zeros(
                 graph.tensors[storage].nbytes, dtype=torch.uint8, device=layout.device

@@ -129,6 +129,7 @@ class CpuMeter:
         clock = _clock()
         alone, beside, copied, copies = [], [], [], []
         until = time.perf_counter() + _ENOUGH_S
+        # Both are timed in turns, so that drift affects them alike.
         for turn in range(_ROUNDS):
             if turn >= _FEWEST and time.perf_counter() > until:
                 break
@@ -140,6 +141,7 @@ class CpuMeter:
         longer, of = median(beside) - median(alone), median(copied)
         out, back = (min(some) for some in zip(*copies, strict=True))
         rates = (_CPU_COPIED / 1e3 / out, _CPU_COPIED / 1e3 / back)
+        # Part of a copy's time by which it prolongs the call beside it.
         share = min(1.0, max(0.0, longer / of)) if of else 0.0
         beside_ms = share * sum(MANY / rate for rate in rates)
         overhead_ms = max(0.0, _handed_over_ms() - beside_ms) / 2

@@ -96,14 +96,17 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         axes = [axis for axis in range(x.ndim) if axis != 1]
         wide = x if x.dtype == torch.float64 else x.float()
         count = wide.new_tensor([x.numel() // x.shape[1]])
+        # One collective sums everything: the values and their count.
         total = _summed(torch.cat([wide.sum(axes), count]), weights)
         count = total[-1]
         mean = total[:-1] / count
+        # Squares of deviations, as E[x²] - E[x]² would cancel.
         centred = wide - _spread(mean, x)
         variance = _summed((centred * centred).sum(axes), weights) / count
         scale = torch.rsqrt(variance + eps)
         normal = centred.mul_(_spread(scale, x))
         if weight is None or bias is None:
+            # A copy: `normal` is saved, and the result may be overwritten.
             y = normal.clone()
         else:
             y = normal * _spread(weight.to(wide.dtype), x)

@@ -118,7 +118,9 @@ def distribute(
         RuntimeError: No process group was initialised.
         RankLostError: Another rank is gone, or was refused.
     """
+    # `locals()` has the arguments only, as nothing else is assigned yet.
     settings = {name: v for name, v in locals().items() if name not in _OF_A_RANK}
+    # A rank that fails here must end the others, which wait for its settings.
     with contextlib.ExitStack() as stack:
         if dist.is_initialized():
             stack.enter_context(ending_together(TorchCollectives(group)))

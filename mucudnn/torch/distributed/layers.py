@@ -187,9 +187,11 @@ def _plan_layers(
         own = found.plan.peak_bytes
         return found, layers.total(own, _held_between(found.plan), parameters, passed)
 
+    # Without a limit, a layer runs at full speed: done if all layers fit so.
     free, total = planned(float("inf"), float("inf"))
     if total <= budget:
         return free, total
+    # Else trade the peak of one layer against what all hold between their passes.
     least = least_budget(limited(0), options)
     peaks = [int(least + s * (free.plan.peak_bytes - least)) for s in _SHARES]
     found = []
@@ -202,6 +204,7 @@ def _plan_layers(
             continue
     if found:
         return min(found, key=lambda row: row[0].plan.plan.prediction.step_ms)
+    # Nothing fits: find the least budget for the message.
     held = least_budget(limited(_NOTHING_ELSE), options) - _NOTHING_ELSE
     for peak in reversed(peaks):
         try:

@@ -107,6 +107,7 @@ def on_ranks(
             "on each element by itself, such as SGD, Adam or AdamW; this one "
             + (f"calls {heavy[0]}" if heavy else "is not captured")
         )
+    # A unit for each numbered submodule; the first has all other parameters.
     tensors = dict(zip(step.names, lowered.inputs, strict=True))
     units: dict[str, dict[str, None]] = {"": {}}
     for name in parameters:

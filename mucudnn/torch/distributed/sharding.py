@@ -496,6 +496,8 @@ def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sh
         bucket_bytes=limits,
         broadcast=buffers,
     )
+    # DDP rebuilds its buckets in the order of gradients, after its first backward pass;
+    # before, they are in the order of parameters.
     rebuilds = model.static_graph or not model.find_unused_parameters
     if rebuilds and model._get_ddp_logging_data().get("has_rebuilt_buckets"):
         return found_order

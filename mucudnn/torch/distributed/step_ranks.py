@@ -142,6 +142,7 @@ class StepRanks:
         sizes = [
             lowered.graph.tensors[name].nbytes for n in nodes for name in n.outputs
         ]
+        # Ranks with different steps would wait for each other forever.
         self.check_alike(
             {
                 "the number of operations of a step": len(lowered.graph.nodes),
@@ -169,6 +170,7 @@ class StepRanks:
                     times.append((whole_ms, 1e3 * (issued - began)))
             every = self._together.all_gather(min(times))
             whole_ms, issue_ms = map(statistics.median, zip(*every, strict=True))
+            # One that is awaited later holds up other operations while it is issued.
             if node.traits.collective:
                 known.times[key] = issue_ms
                 known.network[key] = max(0.0, whole_ms - issue_ms)

@@ -57,6 +57,7 @@ def measure_steps(
     def measure(samples: int) -> StepPoint:
         torch.cuda.empty_cache()  # after a size that did not fit; no effect on the CPU
         inputs, *targets = _sized(example, samples)
+        # The first step is a warm-up.
         _step(model, loss_fn, inputs, targets)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -276,6 +276,7 @@ class _SliceCalls:
         if "strip" in node.attrs:
             call: Call = node.attrs["strip"]
         else:
+            # Operands that are there as a whole are narrowed by the call.
             axes = self._splittable.axes
             narrowed = {
                 i: axis
@@ -369,6 +370,7 @@ def slice_call(
         args[position] = rows.count * next(iter(cut.inputs.values())).each
     kwargs = {k: _replace_operands(leaves, value) for k, value in call.kwargs.items()}
     found = replace(call, args=tuple(args), kwargs=kwargs)
+    # A mean over the batch is a sum of means weighted by the slices' shares.
     if not cut.averaged:
         return found
     weighted = (call.function, rows.count / rows.total, *args)

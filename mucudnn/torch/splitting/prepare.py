@@ -353,6 +353,7 @@ class _Norms(GraphRewriter):
         results = dict(zip(call.results, node.outputs, strict=True))
         image, weights, biases, *ran = given
         channels = self.layouts[image].shape[1]
+        # Three nodes: sums of each strip, statistics of all of them, and the result.
         sums_of_strip = self.declare(f"{node.name}:left", image, (3, channels))
         for path, kind in ((1, "mean"), (2, "inverse")):
             if path not in results:

@@ -101,6 +101,7 @@ class _Follower:
         if not node.mutates:
             cut = strip_of(site, call) if strips else cut_of(site, call)
         view = node.traits.view and self._sliced.isdisjoint(node.inputs)
+        # Uncut nodes may pass the axis of their operands on to other nodes.
         if cut is None:
             axes = strip_carried(site, call) if strips else carried(site, call)
         else:
