@@ -98,8 +98,8 @@ def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]
 @click.pass_context
 def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     """Divide a mini-batch among unequal devices, and predict the speed-up."""
-    devices = [word.strip() for word in (settings["devices"] or "").split(",")]
-    devices = [word for word in devices if word]
+    words = (settings["devices"] or "").split(",")
+    devices = [device for word in words if (device := word.strip())]
     if not devices:
         raise click.UsageError("give the devices, such as --devices k80,p100")
     if model is None:

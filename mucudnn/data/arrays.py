@@ -131,6 +131,7 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     images_path = folder / f"{prefix}images.npy"
     labels_path = folder / f"{prefix}labels.npy"
     images, labels = _map(images_path)[0], _labels(labels_path)
+    # Both parts have the classes that the labels of either show.
     count = max(int(_labels(folder / f"{p}labels.npy").max()) for p in parts or [""])
     names = _class_names(folder / "classes.txt")
     if names is not None:

@@ -110,6 +110,7 @@ def _gunzip_member(
     unpack = zlib.decompressobj(_GZIP_WINDOW)
     for at in range(begin, len(raw), _CHUNK):
         packed, part = raw[at : at + _CHUNK], b""
+        # Output is limited as well: few packed bytes may contain very many.
         while not unpack.eof and (packed or len(part) == _CHUNK):
             try:
                 part = unpack.decompress(packed, _CHUNK)
@@ -120,6 +121,7 @@ def _gunzip_member(
             if _enough(contents, most):
                 return len(raw)
             packed = unpack.unconsumed_tail
+        # Another member may follow in the rest of this chunk.
         if unpack.eof:
             return min(at + _CHUNK, len(raw)) - len(unpack.unused_data)
     raise data_error(path, len(raw), "more of a gzip stream", "the end of the file")

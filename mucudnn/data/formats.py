@@ -141,6 +141,7 @@ def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
 
     raw = read_file(path, stated_size)
     magic = struct.pack(">HBB", 0, _UBYTE, ndim)
+    # Compare only what there is, so that a short file is called short.
     if raw[:4] != magic[: len(raw)]:
         expected = f"{magic.hex(' ')} (unsigned bytes, {ndim}-dimensional)"
         raise data_error(path, 0, expected, raw[:4].hex(" "))

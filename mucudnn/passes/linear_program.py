@@ -118,6 +118,7 @@ class LinearProgram:
             return _by_cbc(path, len(self))
 
     def _mps(self, fixed: Mapping[int, float]) -> str:
+        # All but the bounds stays the same between solutions: write it once.
         if not self._written:
             lines = ["NAME program FREE", "ROWS", " N cost"]
             lines += [f" {kind} r{i}" for i, (kind, _) in enumerate(self._rows)]

@@ -172,6 +172,7 @@ def touches(graph: Graph) -> tuple[Positions, Positions]:
                 known.append(i)
         for storage in written(graph, node):
             writes.setdefault(storage, []).append(i)
+    # What lives at the end has a use behind the last node, unless it is persistent.
     for storage in live_at_end(graph):
         if graph.tensors[storage].role in PERSISTENT:
             positions.setdefault(storage, [])

@@ -192,11 +192,13 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
     """
     at_once = min(rank.most_at_once, most)
     lines = [_Line(0, 0, 0, 0.0, 0.0, 0.0)]
+    # Shares beyond what fits at once run as several passes, where these may be summed.
     largest = (most if rank.accumulates else at_once) if at_once else 0
     sides = _segments(rank.table)
     longest = 0.0
     for first in range(1, largest + 1, max(1, at_once)):
         last, passes = min(first + at_once - 1, largest), -(-first // at_once)
+        # With p passes, a segment of the table covers p times as many samples.
         for base, stop, ms, slope in sides:
             start, end = max(first, passes * base + (base > 0)), passes * stop
             if start > last or end < start:
@@ -521,6 +523,7 @@ def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> Fle
     kinds = Counter(times)
     floor = max(of.time_ms(at_least) for of in kinds)
     best, chosen = -1.0, least
+    # Only at these times does a rank take more: try each as the step's time.
     for level in sorted({ms for of in kinds for ms in of.times_ms}):
         taken = min(most, _samples_within(kinds, level, at_least))
         if taken < least:

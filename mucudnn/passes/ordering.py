@@ -492,6 +492,7 @@ class _Window:
                 mask, nbytes, _ = self.freed[storage]
                 if not mask & rest:
                     after -= nbytes
+            # What neither raises the peak nor leaves more in use can always run first.
             if high <= peak and after <= used:
                 return [(i, peak, after)]
             steps.append((i, max(high, peak), after))

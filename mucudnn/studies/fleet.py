@@ -211,10 +211,9 @@ def study_fleet(
                 plan = split_batch(fleet, step.batch, at_least=at_least)
             else:
                 plan = best_batch(fleet, step.batch, most, at_least=at_least)
+            found.append((fleet, plan))
         except PlanningError as e:
             error = e
-        else:
-            found.append((fleet, plan))
     if not found:
         raise error
     fleet, plan = max(found, key=lambda one: one[1].samples_per_s)

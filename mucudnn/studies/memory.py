@@ -479,6 +479,7 @@ class MemoryTrials:
         if best is None:
             return
         self._say("places in the arena", 0, 1)
+        # The best technique may have been placed when it was planned.
         for placed in self._placed_steps:
             if placed.plan is best.plan:
                 self._placed, self._placement_error = placed, ""

@@ -513,6 +513,7 @@ class StepForms:
         found = []
         for recipe in self._recipes:
             request = self._form(recipe, keep_copies=True)
+            # Copies of parameters that have no room are left out.
             if (
                 request is not None
                 and copies_of_parameters(request.graph)

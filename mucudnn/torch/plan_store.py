@@ -153,6 +153,7 @@ class PlanStore:
         plan = plan_step(request)
         try:
             data = decision_to(plan, places)
+            # Keep only what replays to the same schedule, now and later.
             replay_decision(data, request, places)
         except (PlanningError, ValueError) as e:
             logger.debug("a plan is not remembered: %s", e)

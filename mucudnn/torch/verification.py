@@ -224,7 +224,7 @@ def _gap(wanted: Any, found: Any) -> float:
 
 def _gaps(wanted: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Return the absolute differences of the elements that are not alike."""
-    differs = _differs(wanted, found)
+    differs = (wanted != found) & ~(wanted.isnan() & found.isnan())
     gaps = (_wide(wanted[differs]) - _wide(found[differs])).abs()
     return gaps.nan_to_num(nan=math.inf)
 
@@ -235,10 +235,6 @@ def _allowed(wanted: Any, noisy: Any) -> float:
         return float(_SLACK * _gap(wanted, noisy))
     least = float(torch.finfo(wanted.dtype).eps) * _largest(wanted)
     return _SLACK * (_gap(wanted, noisy) + least)
-
-
-def _differs(wanted: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    return (wanted != found) & ~(wanted.isnan() & found.isnan())
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -424,6 +424,7 @@ class SharedSegment:
         command = [sys.executable, "-P", "-c", _START, path, str(nbytes)]
         pipe = subprocess.PIPE
         self._owner = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
+        # The other process ends with this object, and also if the mapping fails.
         self._end = weakref.finalize(self, _end, self._owner)
         try:
             self._bytes: Any = np.frombuffer(self._mapped(), np.uint8)

@@ -94,6 +94,7 @@ def _fuse_chains(graph: Graph) -> Graph:
         for node in graph.nodes
         if node.name in chains or node.name not in removed
     ]
+    # Results within a chain are never written, and have no tensors.
     between = {node.outputs[0] for chain in chains.values() for node in chain[:-1]}
     tensors = {n: spec for n, spec in graph.tensors.items() if n not in between}
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))

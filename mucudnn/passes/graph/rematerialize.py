@@ -271,6 +271,7 @@ class _Rewriter:
             return name
         dropped = self._dropped
         pending = [(name, known)]
+        # A stack instead of recursion: chains may be as long as the network.
         while pending:
             top, known = pending[-1]
             if top in known:

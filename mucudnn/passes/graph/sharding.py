@@ -118,13 +118,12 @@ class _Writer:
             tensors[name] = replace(tensors[name], role=Role.ACTIVATION)
         if uses[0]:
             self._forward.append((min(uses[0]), number, nbytes))
+        # The backward pass still has kept parameters that the forward pass read.
         if uses[1] and (number not in self._parallel.kept or not uses[0]):
             self._backward.append((min(uses[1]), number, nbytes))
             for name in names:
-                self._again[name] = f"{name}{_AGAIN}"
-                tensors[self._again[name]] = tensors[name].again(
-                    self._again[name], None
-                )
+                again = self._again[name] = f"{name}{_AGAIN}"
+                tensors[again] = tensors[name].again(again, None)
 
     def result(self) -> tuple[Graph, Profile]:
         """Return the rewritten graph, and its costs."""
@@ -268,10 +267,9 @@ class _Writer:
         for result in node.outputs:
             spec = self._tensors[result]
             alias = spec.alias or storage
-            self._again[result] = f"{result}{_AGAIN}"
-            self._tensors[self._again[result]] = replace(
-                spec, name=self._again[result], alias=self._again.get(alias, alias)
-            )
+            copy = self._again[result] = f"{result}{_AGAIN}"
+            alias = self._again.get(alias, alias)
+            self._tensors[copy] = replace(spec, name=copy, alias=alias)
         again = replace(
             node,
             name=f"{node.name}{_AGAIN}",
@@ -307,7 +305,8 @@ class _Writer:
             own = spec.role in PERSISTENT or name in node.outputs
             whole = spec is self._graph.tensors[name] and spec.nbytes > _SMALL
             if own and whole and name not in self._shards:
-                self._tensors[name] = _divided(spec, ranks)
+                shape = (math.ceil(spec.nbytes / ranks),)  # bytes of a rank's shard
+                self._tensors[name] = replace(spec, shape=shape)
         shards = {
             name: self._shards[storages[name]]
             for name in node.inputs
@@ -342,8 +341,3 @@ class _Writer:
         self._node_ms[node.name] = ms
         if network_ms:
             self._network[node.name] = network_ms
-
-
-def _divided(spec: TensorSpec, ranks: int) -> TensorSpec:
-    """Return a tensor of bytes with the size of one rank's shard."""
-    return replace(spec, shape=(math.ceil(spec.nbytes / ranks),))

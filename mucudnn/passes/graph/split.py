@@ -95,12 +95,14 @@ class _Splitter:
         for node in graph.nodes:
             parts = self._parts(node) if node.name in self._cuttable else 1
             pieces: tuple[Node, ...] = (node,)
+            # A node that cannot be cut as a whole may consist of pieces that can.
             if parts > 1 and split_rule(graph.tensors, node, self._along) is None:
                 between, pieces = pieces_of(graph.tensors, node)
                 slices.tensors.update((spec.name, spec) for spec in between)
             for piece in pieces:
                 self._visit(self._cut(piece, parts))
         self._close()
+        # What the graph returns is joined at the end.
         for name in (*graph.outputs, *graph.gradients.values()):
             slices.whole(name, graph.nodes[-1].phase)
         used = {t for node in slices.nodes for t in node.tensors} | set(graph.inputs)

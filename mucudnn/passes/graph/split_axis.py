@@ -210,7 +210,9 @@ def interleave_slices(
     }
     done = [0] * len(reads)
     for index in range(len(reads[0]) if reads else 0):
+        # Every node does one slice more, and all that later nodes need for theirs.
         goals = [max(index + 1, already) for already in done]
+        # Readers come behind makers, so that one pass backwards sets all goals.
         for position in reversed(range(len(reads))):
             if goals[position] == done[position]:
                 continue

@@ -177,10 +177,12 @@ def complete_step(
         "gradient_scale": 1.0 if isinstance(scale, DynamicLossScale) else 1 / scale,
         "scaling": scaling,
     }
+    # Sums over micro-batches or ranks are in the layout of the parameter.
     transposed = parts == 1 and not recipe.shared_gradients
     graph = with_computed_gradients(graph, transposed=transposed)
     if parts > 1:
         return accumulation_graphs(graph, mini_batches=parts, **updates)
+    # Low-precision copies of parameters spare casts, if they fit.
     copied = with_copies_of_parameters(graph)
     if copied.nodes != graph.nodes:
         step = with_updates(copied, **updates)

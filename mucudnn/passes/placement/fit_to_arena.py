@@ -208,6 +208,7 @@ def _layout(
     offsets: dict[str, tuple[int, ...]] = {}
     for name, found in of_storage.items():
         ordered = tuple(offset for _, offset in sorted(found))
+        # A storage that is live across steps begins where the last step left it.
         across = ordered[-1:] if name in schedule.live_across else ()
         offsets[name] = across + ordered
     nodes = (n.name for n in schedule.graph.nodes if schedule.workspaces.get(n.name, 0))

@@ -227,6 +227,7 @@ def in_tiers(
     for tier, capacity in enumerate(capacities):
         candidates = [block for block in left if first.get(block.name, 0) <= tier]
         packing = pack(candidates)
+        # If not everything fits, place in the order of priority what does.
         if packing.nbytes <= capacity:
             offsets = [packing.offsets[block.name] for block in candidates]
         else:
@@ -314,6 +315,7 @@ def with_addresses(
     offsets = {name: pieces[0].start for name, pieces in places.items()}
     if not scattered:
         return offsets, None
+    # The page table begins with all chunks in place; scattered tensors follow them.
     tops = (piece.stop for pieces in scattered.values() for piece in pieces)
     table = list(range(-(-max(*ends, *tops) // chunk_bytes)))
     known: dict[tuple[int, ...], int] = {}

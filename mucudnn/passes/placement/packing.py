@@ -66,6 +66,7 @@ def pack(
         i: pinned[b.name] for i, b in enumerate(solid) if b.name in pinned
     }
     tops = (offset + solid[i].nbytes for i, offset in pinned_offsets.items())
+    # No packing is lower than this: the search ends there.
     bound = max(live_peak(solid), *tops, 0)
     best: Sequence[int] = ()
     height: float = math.inf
@@ -437,6 +438,7 @@ def place_shrinkable(
     ]
     for _ in range(0, rounds, batch):
         found = False
+        # Orders take turns; the first turn with complete placements is the last.
         for wheel in wheels:
             places = _first_of(attempt, wheel, batch)
             if places is not None:

@@ -266,6 +266,7 @@ class _Step:
             chosen[name] = fastest_of(fits)
             if nbytes := rounded(chosen[name].workspace):
                 found = free.find(nbytes)
+                # `find` has room for it, as the plan was chosen by the free bytes.
                 places[workspace_name(name)] = found or ()
         return chosen
 

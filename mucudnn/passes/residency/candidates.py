@@ -120,6 +120,7 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
     block = 0
     for candidate in candidates:
         saved = candidate.saved
+        # Each key is a reason to change tensors together.
         keys: list[tuple[object, ...]] = [
             ("slices", of_whole(saved.name)),
             ("alike", saved.producer.op, saved.nbytes, saved.name in ends),
@@ -130,6 +131,7 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
             keys += [("block", block), ("rest", block, candidate.checkpoint)]
         for key in keys:
             found.setdefault(key, []).append(candidate)
+    # Groups of different keys may have the same members.
     members = dict.fromkeys(
         tuple(c.saved.name for c in group)
         for group in sorted(found.values(), key=total_bytes, reverse=True)

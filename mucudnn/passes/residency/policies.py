@@ -101,6 +101,7 @@ def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Resid
             for name in node.inputs:
                 readers.setdefault(graph.storages[name], []).append(node)
     nodes = enumerate(graph.nodes)
+    # The classifier and all behind it is left alone, as in vDNN.
     classifier = next((i for i, n in nodes if _classifies(n)), len(graph.nodes))
     for saved in saved_tensors(graph):
         mine = readers.get(saved.name, [])
@@ -283,6 +284,7 @@ def checkpoint_some_blocks(step: PolicyInput) -> Mapping[str, Residency]:
         if saved.name in ends:
             blocks.append([])
     sizes = [sum(s.nbytes for s in block if s.name in found) for block in blocks]
+    # One block at a time is recomputed as a whole: its results need room, too.
     room = _kept_bytes(step) - max(sizes)
     if sum(sizes) <= room + max(sizes):
         return {}
@@ -305,6 +307,7 @@ def knapsack(step: PolicyInput) -> Mapping[str, Residency]:
     tensors = [s for s in saved_tensors(graph) if s.name in everything]
     names = {saved.name for saved in saved_tensors(graph)}
     most = largest = 0
+    # The results between two block ends are recomputed together.
     ends = block_ends(graph)
     for saved in tensors:
         most = saved.nbytes if saved.name in ends else most + saved.nbytes

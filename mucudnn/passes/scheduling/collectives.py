@@ -113,6 +113,7 @@ class _Overlap:
 
     def _gather_early(self, start: int, ahead: int) -> None:
         """Move a gathering, and the nodes that only prepare its operands."""
+        # What only prepares the operands of the gathering moves along.
         graph, group, pending = self._graph, {start}, [start]
         while pending:
             for name in self._nodes[pending.pop()].inputs:
@@ -123,6 +124,7 @@ class _Overlap:
                 if all(i in group or i > start for i in uses):
                     group.add(at)
                     pending.append(at)
+        # The target is behind the last write to what the moved nodes read.
         read = {graph.storages[t] for i in group for t in self._nodes[i].inputs}
         writes = (i for storage in read for i in self._uses[storage].writes)
         written = max((i for i in writes if i < start and i not in group), default=-1)

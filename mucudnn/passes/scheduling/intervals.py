@@ -165,6 +165,7 @@ def least_occupancy(
         change[min(interval.start, n)] += nbytes
         if stop < n:
             change[stop + 1] -= nbytes
+        # An interval across the end of the step also occupies the step's beginning.
         elif interval.host_resident:
             change[0] += nbytes
             change[stop - n + 1] -= nbytes

@@ -88,11 +88,13 @@ class SchedulingProblem:
         n, uses = len(self.graph.nodes), self.uses
         known = self.changes
         change = [*(changes_of(uses.values(), n) if known is None else known)]
+        # A storage away that no gap brings back occupies nothing.
         for name in self.away:
             if name not in self.swaps and name in uses:
                 change[0] -= uses[name].nbytes
         for name, gaps in self.swaps.items():
             nbytes = uses[name].nbytes
+            # Free the bytes inside of each gap; a gap may wrap around the step's end.
             for i, j in gaps:
                 if j <= n:
                     change[i + 1] -= nbytes

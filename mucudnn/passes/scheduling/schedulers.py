@@ -362,6 +362,7 @@ def _remaining_gaps(
     left: dict[str, list[tuple[int, int]]] = {}
     for _, name, i, j in gaps:
         nbytes = problem.uses[name].nbytes
+        # A storage that is away between steps has to leave over that gap.
         must = j >= len(occupancy) and name in problem.away
         if not must and occupancy.fits_over(i + 1, j - 1, nbytes):
             occupancy.add(i + 1, j - 1, nbytes)
@@ -453,6 +454,7 @@ def _joined(
         if len(known) == 1 and not first.host_resident:
             yield first
             continue
+        # The last interval and the first one of the next step may meet as well.
         if first.host_resident and last.stop + 1 >= first.start + count:
             if len(known) > 1:
                 known = [*known[1:-1], join(last, shifted(first, count))]

@@ -260,9 +260,11 @@ def step_ms(
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
     left = sum(node_ms) * _ROUNDED
     clock = _Clock(node_ms, before, behind, exchanges)
+    # Copies of one step delay the next: measure when this has settled.
     for _ in range(_STEPS_BEFORE if cyclic else 0):
         clock.run(math.inf, 0.0)
     begin = clock.now
+    # The limit has a margin, as sums in another order round differently.
     if not clock.run(begin + below / _ROUNDED, left):
         return math.inf
     found = (clock.now if cyclic else clock.all_done) - begin

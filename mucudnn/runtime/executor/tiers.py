@@ -182,6 +182,7 @@ def _reserve(file: int, nbytes: int, where: Path) -> None:
         else:
             os.ftruncate(file, nbytes)
     except (OSError, OverflowError) as e:
+        # A size that no file may have arrives as an overflow.
         full = isinstance(e, OverflowError) or e.errno in _FULL
         if not full:
             raise

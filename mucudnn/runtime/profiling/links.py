@@ -242,6 +242,7 @@ def forecast_tiers(
             found.append(_tier(choice, choice.room(), out_rate, in_rate))
             continue
         (tier,) = measured_tiers(get_backend("cpu").device, [choice], LINK_BYTES)
+        # A copy to a disk of this machine passes the device's link as well.
         if choice.bytes_per_ms is None:
             tier = replace(
                 tier,

@@ -106,6 +106,7 @@ class Entries:
         def write(db: sqlite3.Connection) -> None:
             with transaction(db):
                 db.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", row)
+                # The entries that were used last stay, up to the limit.
                 query = "SELECT rowid, length(value) FROM entries ORDER BY used_at DESC"
                 total, evicted = 0, []
                 for rowid, nbytes in db.execute(query):

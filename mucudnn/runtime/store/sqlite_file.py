@@ -236,6 +236,7 @@ class RecordFile:
         with file.open("r+b") as opened:
             if not lock_alone(opened.fileno()):
                 return None
+            # It may have been renamed before the lock was taken.
             if inode(file) != self._inode:
                 return file
             kind = "foreign" if isinstance(problem, ForeignError) else "corrupt"
@@ -244,6 +245,7 @@ class RecordFile:
             while aside.exists():
                 number += 1
                 aside = Path(f"{file}.{kind}-{stamp}-{number}")
+            # Side files first: beside a new database they would be taken for its own.
             for sidecar in SIDECARS:
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{file}{sidecar}").rename(f"{aside}{sidecar}")
@@ -284,6 +286,7 @@ class RecordFile:
             check_names(file)
         except OSError:
             return
+        # In a read-only folder a database may only be readable as immutable.
         for access in ("mode=ro", "immutable=1"):
             uri = f"{file.as_uri()}?{access}"
             try:

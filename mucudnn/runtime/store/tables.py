@@ -160,6 +160,7 @@ def checked_since(db: sqlite3.Connection) -> float:
 def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     """Copy the sound rows of a possibly damaged database; return their number."""
     target.execute(_SINCE, (since := checked_since(source),))
+    # Layers get other numbers in the new file: rows name them in full.
     layers = {key: names for key, *names in _rows(source, "layer", _LAYER, 1)}
     target.executemany(PUT_LAYER, (n for n in layers.values() if len(n) == 2))
     count = 0

@@ -287,6 +287,7 @@ class _Run:
     def save(self) -> None:
         if self.checkpoints is None or self._saved == self.at:
             return
+        # The report of an unfinished epoch is made again when it is complete.
         whole = [r for r in self.reports if r.epoch < self.at.epoch]
         races = race_rows(self.trainer.races)
         self.checkpoints.save(

@@ -281,6 +281,7 @@ def place_steps(
         if budget.convolutions == "fixed":
             fixed = plans_by_node(final, plan_convolutions(tuner, (final,), plans))
         mine = budget
+        # Measured times and a given plan belong to the first graph.
         if graph is not graphs[first]:
             mine = replace(budget, measured=None, plan=None)
         return _BoundedStep(

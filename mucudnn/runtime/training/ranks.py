@@ -213,6 +213,7 @@ class Ranks:
         """
         if self._together is None:
             return own
+        # Waiting for slower ranks is not this rank's own time.
         self._times.append(max(0.0, times.last_ms - self._together.waited_ms()))
         found = self._together.all_gather(own)
         if any(one.learning_rate != own.learning_rate for one in found):

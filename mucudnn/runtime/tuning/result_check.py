@@ -95,6 +95,7 @@ class ResultCheck:
         `scratch` is the workspace that it may use, of `nbytes` bytes.
         """
         traits = self._backend.conv.traits(self._problem, algo)
+        # More workspace admits more algorithms, of which two may agree.
         if self._reference is None and nbytes > self._searched:
             self._searched = nbytes
             self._reference = self._agreed(scratch, nbytes)
@@ -107,6 +108,7 @@ class ResultCheck:
         other = self._backend.conv.traits(self._problem, name).math_mode
         if error <= rounding_error(self._problem, {traits.math_mode, other}, 1):
             return traits, ""
+        # The library may use TF32 without saying so: the result shows it.
         in_tf32 = rounding_error(self._problem, {TF32}, 1)
         if self._problem.dtype == "float32" and error <= in_tf32:
             return Traits(traits.deterministic, TF32, traits.notes), ""

@@ -241,6 +241,7 @@ def _timed(candidates: Sequence[_Candidate], backend: Backend) -> Iterable[ConvP
     runs = [partial(_run, candidate.prepared()) for candidate in candidates]
     best_ms = min((one.plan.time_ms for one in candidates[1:]), default=0.0)
     slow = [one.plan.time_ms > _RULE.hopeless * best_ms for one in candidates]
+    # Candidates near the best are timed in turns, the others once, by themselves.
     fast = [run for run, late in zip(runs, slow, strict=True) if not late]
     together = iter(measure_together(fast, backend.device, _RULE))
     for candidate, run, late in zip(candidates, runs, slow, strict=True):

@@ -453,6 +453,7 @@ def _pieces(lowered: Lowered, node: Node) -> list[tuple[int, int]]:
             events.append((-1 - len(events), nbytes))
         elif place in alive:
             events.append((events[alive.pop(place)][0], 0))
+    # What is alive at the end is an output, or stays with a library: leave that out.
     for number, output in enumerate(outputs):
         at = alive.pop(output.untyped_storage().data_ptr(), None)
         if at is not None:

@@ -158,6 +158,7 @@ class Sharding:
             padded = {name: self._padded(name, own[name]) for name in unit.names}
             if unit.computes is not None:
                 padded = {n: t.to(unit.computes) for n, t in padded.items()}
+            # Small parameters share a collective, as each has a latency.
             small = {n: t for n, t in padded.items() if self.size * t.nbytes < _ALONE}
             if len(small) > 1:
                 flat = torch.cat([shard.reshape(-1) for shard in small.values()])
@@ -267,6 +268,7 @@ class Sharding:
         for name, gradient in given.items():
             bucket = open_.setdefault(gradient.dtype, {})
             bucket[name] = gradient
+            # DDP's first bucket is smaller, so that the first sum starts early.
             most = self.bucket_bytes[min(1, closed[gradient.dtype])]
             if sum(g.nbytes for g in bucket.values()) >= most:
                 closed[gradient.dtype] += 1

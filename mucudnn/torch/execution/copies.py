@@ -145,6 +145,7 @@ class _CopyThread:
 
         None if it is done already.
         """
+        # Handing a small copy to the thread takes longer than copying it.
         if nbytes < MANY:
             if after is not None:
                 with after:

@@ -460,6 +460,7 @@ def compiled(
     head = ["def run(given):"]
     if inputs:
         head.append(f"    {', '.join(inputs)}, = given")
+    # The caller's list must not keep tensors alive that the program frees.
     head.append("    given.clear()")
     if "_" in inputs:
         head.append("    _ = None")

@@ -55,6 +55,7 @@ def best_segments(
     for turn in range(tries if best else 0):
         if sum(best) <= nbytes + enough:
             break
+        # Simulated annealing: worse segments are accepted, ever less as turns pass.
         heat = _TEMPERATURE * (1 - turn / tries) ** 2 * nbytes
         limit = sum(now) + heat * draw.expovariate(1)
         found = pool.run(_changed(now, nbytes, sizes, draw), limit)

@@ -151,6 +151,7 @@ def rows_in(layout: Layout, axis: Axis, nbytes: int) -> tuple[int, int, int] | N
         return None
     sizes = list(layout.shape)
     sizes[axis.index] = axis.each
+    # Within a run, the numbers of a row must end before the next row begins.
     within = (
         (size - 1) * stride
         for size, stride in zip(sizes, layout.stride, strict=True)

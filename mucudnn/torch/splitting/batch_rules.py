@@ -313,6 +313,7 @@ def _pointwise(site: Site) -> Cut | None:
     inputs = {}
     for i, shape in enumerate(shapes):
         index = axis.index - (rank - len(shape))
+        # An operand without the axis, or with one row, is broadcast: read as a whole.
         if index >= 0 and shape[index] != 1:
             inputs[i] = Axis(index, axis.each)
     return Cut(inputs, (axis,) * len(site.outputs))
@@ -346,6 +347,7 @@ def _reduced(linear: bool, averaged: bool = False) -> Rule:
             return None
         asked = site.arg(1, site.kwargs.get("dim"))
         several = asked if isinstance(asked, Sequence) else (asked,)
+        # Without dimensions all of them are reduced.
         gone = {d % rank for d in several if d is not None} or set(range(rank))
         read = site.at({0: axis})
         if axis.index in gone:

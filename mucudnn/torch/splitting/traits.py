@@ -138,6 +138,7 @@ class _Follower:
         inputs = tuple(layouts[name] for name in node.inputs)
         axes = tuple(self._axes.get(name) for name in node.inputs)
         batch = self._samples
+        # Strips have no number of samples: count the rows of an operand instead.
         if batch is None:
             known = zip(inputs, axes, strict=True)
             rows = (layout.shape[at.index] // at.each for layout, at in known if at)

@@ -490,6 +490,7 @@ def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
     `a` is (N, G, m, k) or one for all samples, `b` (N, G, k, n), `out` (N, G, m, n);
     `buffer` holds a product that BLAS cannot add.
     """
+    # BLAS is called with plain addresses: arrays for each sample would take longer.
     multiply = product(a[0, 0], b[0, 0], out[0, 0]) if out.shape[1] == 1 else None
     if multiply is not None:
         (one, step), (two, hop), (three, leap) = map(_addresses, (a, b, out))
@@ -502,6 +503,7 @@ def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
             np.matmul(left, right, out=target)
             return
         groups, rows, columns = target.shape
+        # Products that cannot be added by BLAS take a detour through the buffer.
         for some in cuts(rows, max(1, buffer.size // (groups * columns))):
             shape = (groups, some.stop - some.start, columns)
             result = buffer[: math.prod(shape)].reshape(shape)

@@ -41,6 +41,7 @@ def max_pool(call: KernelCall) -> None:
         number = _first_equal(windows, images, best, scratch)
         place = windows.outputs()
         y[place] = windows.inner(best)
+        # NaN equals nothing, and -inf also the padding: search again, in the image.
         if not np.isfinite(y[place]).all():
             _search_inside(windows, images, best, number, scratch)
         index[place] = windows.inner(number)
@@ -432,6 +433,7 @@ class Windows:
                 images = {phase[:-1]: image for phase, image in images.items()}
                 continue
             shorter: dict[tuple[int, ...], Any] = {}
+            # An axis that is done leaves the phase: one image remains for each prefix.
             for prefix in {phase[:-1]: None for phase in images}:
                 size = images[(*prefix, 0)].size - axis.reach * pitch
                 parts = []

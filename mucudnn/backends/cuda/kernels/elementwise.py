@@ -110,6 +110,7 @@ def dropout(call: KernelCall) -> None:
     apart = call.attrs.get("apart", run)
     across = min(1 << 16, -(-(run + 15) // _AT_ONCE))
     sources, targets = (v.reshape(-1, max(1, run)) for v in (x, y))
+    # The second axis of a grid is limited: more runs take several launches.
     for first in range(0, sources.shape[0], _MOST_RUNS):
         source, target = (v[first : first + _MOST_RUNS] for v in (sources, targets))
         begin = np.uint64(offset + first * apart)
