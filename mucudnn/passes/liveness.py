@@ -112,6 +112,7 @@ def last_uses(graph: Graph) -> dict[str, int]:
             last[storages[name]] = position
         for name in node.outputs:
             last[storages[name]] = position
+    # An unused input is resident throughout.
     for name in graph.inputs:
         storage = storages[name]
         if storage not in last and graph.tensors[storage].role is Role.INPUT:

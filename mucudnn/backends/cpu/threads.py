@@ -269,6 +269,7 @@ def _gemm(dtype: str) -> Callable[..., None] | None:
                 matrix = (ctypes.c_void_p, integer)
                 numbers = (real, *matrix, *matrix, real, *matrix)
                 gemm.argtypes = [*[ctypes.c_int] * 3, *[integer] * 3, *numbers]
+                # Names alone do not tell the size of integers: try a product.
                 if _works(gemm, dtype):
                     found: Callable[..., None] = gemm
                     return found

@@ -354,6 +354,7 @@ class _Times:
         if not below:
             return 0.0
         size, time = below[-1]
+        # The line through the neighbours, or through the last two below.
         if above:
             others = above[0]
         elif len(below) > 1:

@@ -128,6 +128,7 @@ def _fusable_producer(graph: Graph, name: str, reader: Node) -> Node | None:
     members = (name, *reader.inputs[:1], *reader.outputs[:1])
     if len({graph.tensors[member].dtype for member in members}) > 1:
         return None
+    # No other tensor may share bytes that the fused node never writes.
     shared = any(
         graph.storages[other] == graph.storages[name]
         for other in graph.tensors
@@ -161,6 +162,7 @@ def _can_run_at_end(graph: Graph, chain: Sequence[Node]) -> bool:
     read = {storages[name] for node in chain for name in node.inputs}
     changed = {storages[name] for node in chain for name in node.mutates}
     own = {node.name for node in chain}
+    # In between nobody may overwrite what the chain reads, or use what it changes.
     for position in range(positions[chain[0].name], positions[chain[-1].name]):
         other = graph.nodes[position]
         if other.name in own:

@@ -256,6 +256,7 @@ class _Rewriter:
         )
         if inputs == node.inputs:
             return node
+        # A result that aliases a recomputed input shares the storage of the copy.
         for spec in (self._tensors[output] for output in node.outputs):
             alias = self._alias(node, spec, inputs)
             if alias != spec.alias:

@@ -251,6 +251,7 @@ class _Writer:
                 groups[-1].append(name)
                 room -= nbytes
             return groups
+        # A gradient belongs to the unit that was gathered last before it.
         begins = [position for position, _, _ in self._backward]
         found: dict[int, list[str]] = {}
         for name in names:

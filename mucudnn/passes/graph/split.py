@@ -130,6 +130,7 @@ class _Splitter:
 
     def _visit(self, cut: Cut) -> None:
         if cut.parts == 1:
+            # A node that only uses sums may wait until all slices have run.
             if self._depends(cut.node):
                 if self._can_defer(cut.node):
                     self._deferred.append(cut.node)
@@ -139,6 +140,7 @@ class _Splitter:
             self._emitter.whole(cut.node)
             return
         differs = bool(self._phase) and self._phase[-1].parts != cut.parts
+        # Other numbers of parts, or sums that it reads, need all slices of before.
         if differs or self._incomplete(cut):
             self._close()
         self._phase.append(cut)

@@ -238,6 +238,7 @@ class _Step:
         movable = [i for i, name in enumerate(names) if name not in self._fixed]
         longest, area, size, *in_time = placing_orders(self._blocks, movable)
         orders = [in_time[0], area, size, longest]
+        # After the given orders, what failed moves ahead in the next one.
         rounds = min(_ROUNDS, _WORK // (1 + len(movable) ** 2))
         wheel = SqueakyWheel(orders[0])
         for attempt in range(max(1, rounds)):

@@ -203,6 +203,7 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
         if saved.producer.recomputable and not saved.producer.remakes(saved.name):
             continue
         again = recompute_ms(step.graph, step.profile, saved.name, names.__contains__)
+        # Parents are the saved tensors from which a recomputation starts.
         nodes = recompute_chain(step.graph, saved.name, names.__contains__)
         read = {step.graph.storages[t] for node in nodes for t in node.inputs}
         parents = tuple(sorted((read & names) - {saved.name}))

@@ -305,6 +305,7 @@ class _Clock:
         for i, ms in enumerate(self._node_ms):
             if i in before:
                 self._process(before[i])
+                # Even without further waits, the rest takes at least its computation.
                 if self.now + left > limit:
                     return False
             if i in exchanges:

@@ -332,6 +332,7 @@ class OpenTiers:
         self._tiers: list[Tier] = []
         try:
             for i, tier in enumerate(placements[0].tiers if placements else ()):
+                # Steps run one after another, and share the largest step's room.
                 nbytes = max(placement.used[i] for placement in placements)
                 self._tiers.append(by_name[tier.name].open(device, nbytes))
         except BaseException:

@@ -258,6 +258,7 @@ class RecordFile:
         """Copy the sound rows of a file that was set aside, if its tables are ours."""
         words = "none of its rows can be read"
         with contextlib.suppress(*_READING, UnusableError, NewerError):
+            # Without a write-ahead log the file is complete, and needs no side files.
             whole = not Path(f"{aside}-wal").exists()
             uri = f"{aside.as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
             with contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source:

@@ -220,6 +220,7 @@ def _decoded(where: str, kind: Any, data: object) -> Any:
     values = {}
     for field in fields(kind):
         name, value = field.name, members[field.name]
+        # Results of tests may be missing or not finite, other numbers may not.
         finite = not isinstance(value, float) or math.isfinite(value)
         if name in _TEST_RESULTS and (value is None or not finite):
             values[name] = value

@@ -300,6 +300,7 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
         raise ValueError(f"out must be {spec.dtype} {spec.shape}, got {dtype} {shape}")
     if device.dense(out) is not out:
         raise ValueError("out must be densely packed, in the order of the layout")
+    # Arrays of other libraries may lack the flag, and are writable then.
     if not getattr(getattr(out, "flags", None), "writeable", True):
         raise ValueError("out must be writable, got a read-only array")
 

@@ -227,6 +227,7 @@ def _plans(table: PerfTable, sizes: Mapping[ConvProblem, int]) -> list[ConvPlan]
     )
     front = pareto_plans(replace(table, perfs=rows), _NO_LIMIT) if rows else ()
     others = [plan for plan in front if not is_native(plan)]
+    # Of a long front, evenly spaced plans are timed, the ends included.
     if (last := len(others) - 1) >= _MOST:
         others = [others[round(i * last / (_MOST - 1))] for i in range(_MOST)]
     return [ConvPlan(problem, (whole,)), *others]

@@ -224,6 +224,7 @@ def _compare_optimizers(
         if model is not None and optimizer not in seen:
             seen.add(optimizer)
             groups = optimizer.param_groups
+            # The hook is called for every optimizer: only those of this model count.
             own = {id(weight) for weight in model.parameters()}
             if own.isdisjoint(id(p) for group in groups for p in group["params"]):
                 return

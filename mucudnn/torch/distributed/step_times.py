@@ -111,6 +111,7 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
     finally:
+        # Buffers were changed in place, as by batch norm: restore them in place.
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(value)

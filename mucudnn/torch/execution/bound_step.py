@@ -209,6 +209,7 @@ class BoundStep:
             with torch.no_grad(), torch.autocast(self.device, enabled=False):
                 return self.segment.run(given)
         except BaseException as e:
+            # Nothing is written so far: a second attempt draws the same numbers.
             if not commit.begun:
                 for state, device in drawn:
                     set_state(state, device)
@@ -397,6 +398,7 @@ class Half:
         """Run the half on arguments in a list, which it empties."""
         for i in reversed(self.without):
             del args[i]
+        # A graph that is kept runs backward again, with what this run overwrites.
         if self.own and graph_is_kept():
             copies = _clone_with_storages([args[i] for i in self.own])
             for i, copied in zip(self.own, copies, strict=True):

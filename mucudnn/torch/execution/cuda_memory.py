@@ -66,6 +66,7 @@ def library_bytes(lowered: Lowered, device: torch.device, threads: int) -> int:
     names = {node.op.split(".")[-2] for node in lowered.graph.nodes if "." in node.op}
     if not any(name.endswith(_PRODUCTS) for name in names):
         return 0
+    # cuBLAS makes a workspace at the first product of a thread: run one in each.
     with torch.inference_mode(False), torch.enable_grad():
         one = torch.ones(8, 8, device=device, requires_grad=threads > 1)
         torch._C._cuda_clearCublasWorkspaces()

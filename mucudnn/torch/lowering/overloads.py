@@ -134,6 +134,7 @@ def in_place_variant(function: Any) -> tuple[Callable[..., Any] | None, bool]:
     if torch.Tag.pointwise not in getattr(function, "tags", ()):
         return None, False
     mine = _signature(function)
+    # An overload with `out` comes first: it leaves the operands intact.
     for overload in _overloads(function.overloadpacket):
         outs = [a.name for a in overload._schema.arguments if a.is_out]
         if outs == ["out"] and _signature(overload) == mine:

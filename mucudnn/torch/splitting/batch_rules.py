@@ -190,6 +190,7 @@ def _pair(reduction: int, *more: int, backward: bool = False) -> Rule:
     def rule(site: Site) -> Cut | None:
         axis = site.axis(first) or site.axis(first + 1)
         how = site.arg(reduction, MEAN)
+        # A gradient of a loss with a reduction is a scalar, and has no samples.
         gradient = (0,) if backward and how == NONE else ()
         tensors = (*gradient, first, first + 1, *more)
         given = [p for p in tensors if site.operand(p) is not None]
@@ -380,11 +381,13 @@ def _product(first: int, added: bool) -> Rule:
 
     def rule(site: Site) -> Cut | None:
         a, b = site.axis(first), site.axis(first + 1)
+        # Rows of the first operand give rows of the result.
         if a is not None and a.index == 0:
             inputs = {first: a}
             if added and len(site.shape(0)) == 2 and site.shape(0)[0] != 1:
                 inputs[0] = a
             return Cut(site.at(inputs), (a,))
+        # Summed over the samples, as in a weight's gradient, slices add up.
         each = a.each if a is not None else b.each if b is not None else 0
         summed = (a is not None and a.index == 1) or (b is not None and b.index == 0)
         if not summed or added:
@@ -433,6 +436,7 @@ def _attention(backward: bool) -> Rule:
         if axis is None or axis.index != 0 or dropped:
             return None
         read = site.at(dict.fromkeys(range(count), axis))
+        # A mask with one sample, or without an axis of samples, is read as a whole.
         if isinstance(mask, Operand):
             sizes = site.inputs[mask.index].shape
             if len(sizes) == 4 and sizes[0] != 1:

@@ -162,6 +162,7 @@ def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
     last = len(spec.shape) - 1
     stored = array
     first, *spatial, channels = spec.shape
+    # Both a logical view and an array with channels last are accepted.
     if layout == "NHWC" and array.shape == (first, channels, *spatial):
         moved = array.transpose(0, *range(2, last + 1), 1)
         stored = moved if moved.flags.c_contiguous else array

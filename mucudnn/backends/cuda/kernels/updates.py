@@ -110,6 +110,7 @@ class _Update:
         for group in groups.values():
             known = {call.attrs["weight_decay"] for call in group}
             decays = sorted(known - {0.0}) or [0.0]
+            # A launch takes one decay; tensors without any go along with the first.
             for decay in decays:
                 mine = {decay, 0.0} if decay == decays[0] else {decay}
                 part = [c for c in group if c.attrs["weight_decay"] in mine]
