@@ -203,11 +203,6 @@ def test_progress_is_a_begin_and_an_end_a_layer():
     assert {at.result for at in seen[::2]} == {None}
 
 
-def test_an_unknown_policy_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="one of: all, powers_of_two, undivided"):
-        survey_algorithms(crowded(3), [], "some", [0])
-
-
 def printed(found):
     stream = io.StringIO()
     write_tables(survey_tables(found), stream)

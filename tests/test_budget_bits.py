@@ -159,9 +159,7 @@ def cases():
     ]
 
 
-def test_every_policy_computes_the_same_bits(step, request):
-    if request.node.callspec.params["step"] != "resnet18":  # which is searched in full
-        request.getfixturevalue("short_search")
+def test_every_policy_computes_the_same_bits(step, short_search):
     fitted = 0
     for policy, scheduler, share in cases():
         least = step.least[policy]

@@ -96,14 +96,6 @@ def test_a_row_comes_back_as_it_was(cache):
     assert cache.get(GPU, PROBLEM.with_direction(Direction.BACKWARD_DATA)) == ()
 
 
-def test_a_measurement_serves_every_mini_batch(cache):
-    cache.put(GPU, PROBLEM.with_batch(256), [perf(batch=4), perf(batch=16)])
-    assert cache.get(GPU, PROBLEM.with_batch(4)) == (perf(batch=4),)
-    assert cache.get(GPU, PROBLEM.with_batch(256)) == ()
-    expected = (perf(batch=4), perf(batch=16))
-    assert cache.get_all(GPU, PROBLEM.with_batch(7)) == expected
-
-
 def test_every_field_of_the_problem_counts(cache):
     wide = {"x_shape": (8, 4, 9, 9), "w_shape": (4, 4, 3, 3)}
     others = [
@@ -324,7 +316,7 @@ def test_opening_at_the_same_instant_loses_nothing(tmp_path, start):
 folder, start = sys.argv[1:]
 warnings.simplefilter("ignore")
 BenchmarkCache().close()
-for turn in range(25):
+for turn in range(10):
     path = f"{folder}/{turn}.sqlite"
     if start == "garbage":
         with open(path, "wb") as stream:
@@ -349,7 +341,7 @@ for turn in range(25):
 """
     output_of(code, tmp_path, start)
     kept = list(tmp_path.glob("*.corrupt-*"))
-    assert len(kept) == (25 if start == "garbage" else 0)
+    assert len(kept) == (10 if start == "garbage" else 0)
 
 
 def test_a_killed_process_loses_at_most_its_last_row(file):
@@ -449,25 +441,6 @@ def test_a_damaged_file_is_set_aside(file, ruin):
     assert kept.read_bytes() == before
     with BenchmarkCache(file) as cache:
         assert cache.get(GPU, PROBLEM) == (FAILED,)
-
-
-def test_damaged_pages_are_found_when_a_file_is_opened(file):
-    some_rows(file, 2000)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        (size,) = db.execute("PRAGMA page_size").fetchone()
-        query = "SELECT rootpage FROM sqlite_master WHERE name = 'perf'"
-        (root,) = db.execute(query).fetchone()
-    data = bytearray(file.read_bytes())
-    for page in range(root - 1, len(data) // size):
-        data[page * size : (page + 1) * size] = b"\xff" * size
-    file.write_bytes(data)
-    with pytest.warns(CacheWarning, match="starting a new.*none of its rows") as caught:
-        cache = BenchmarkCache(file)
-    with cache:
-        assert cache.get(GPU, PROBLEM) == ()
-        assert_works(cache, file)
-    assert len(caught) == 1
-    assert [p.read_bytes() for p in aside(file, "corrupt")] == [bytes(data)]
 
 
 def contents(cache):

@@ -3,14 +3,11 @@
 import errno
 import json
 import os
-import signal
-import time
 
 import pytest
 
 from mucudnn.suites import SUITES
 from tests.commands import done, finish, json_of, python, run, start_python
-from tests.interrupting import start
 
 PROBLEM = "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1"
 NULL = ("--backend", "null", "--cache", "none")
@@ -163,27 +160,6 @@ def test_a_closed_pipe_is_no_traceback():
     os.close(writer)
     _, err = finish(child, 1)
     assert err == ""
-
-
-def test_ctrl_c_shows_what_is_done_and_ends_with_130(tmp_path):
-    file, db = tmp_path / "out.json", tmp_path / "kept.sqlite"
-    rows = "2,3,20,20,4,3,3\n128,64,56,56,64,3,3\n"
-    csv = tmp_path / "small_then_huge.csv"
-    csv.write_text(f"n,c,h,w,k,r,s\n{rows}")
-    args = ["tune", str(csv), "--directions", "forward", "-v", "--cache", str(db)]
-    with start(*args, "--json", str(file)) as child:
-        assert any(line.startswith("[1/2]") for line in child.stderr)
-        time.sleep(0.2)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=300)
-    assert child.returncode == 130
-    assert "Traceback" not in err
-    assert "interrupted: 1 of 2 were not compared" in out
-    data = json.loads(file.read_text())
-    assert data["interrupted"] is True
-    assert len(data["layers"]) == 1
-    kept = json_of("cache", "list", "--cache", db)
-    assert kept["devices"][0]["rows"] > 0
 
 
 def test_numpy_waits_for_a_command():

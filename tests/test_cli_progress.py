@@ -198,7 +198,10 @@ def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
         (["tune", "alexnet", "--plan-only"], ["conv1 forward"]),
         (["explain", "alexnet"], ["conv1 forward", "conv5 forward"]),
         (
-            ["memory", "lenet", "--policy", "all", "--max-batch", "--min-budget"],
+            [
+                *("memory", "lenet", "--policy", "keep_all,lru"),
+                *("--max-batch", "--min-budget"),
+            ],
             [
                 *("building the step", "what its operations cost"),
                 *("the step without a budget", "keep_all, "),

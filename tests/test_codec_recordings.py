@@ -96,14 +96,6 @@ def test_what_is_not_known_is_empty():
     assert recorded_environments(data) == {"a": {}, "b": {"driver": "580"}}
 
 
-def test_a_cache_exports_an_empty_environment(tmp_path):
-    file = tmp_path / "out.json"
-    with BenchmarkCache() as cache:
-        cache.put("gpu", problem(2), [row().perf])
-        cache.export_json(file)
-    assert recorded_environments(file.read_bytes()) == {"gpu": {}}
-
-
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path):
     file = tmp_path / "out.json"
     write_recording(file, [row()])

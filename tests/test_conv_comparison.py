@@ -9,7 +9,6 @@ from mucudnn.backends import get_backend
 from mucudnn.codecs import problem_from_dict
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import Direction
-from mucudnn.passes.microbatch import undivided
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.convolutions import StudyInterrupted, compare, in_directions
@@ -131,12 +130,6 @@ def test_without_time_every_layer_has_a_reason():
         assert "time limit" in found.outcomes[0].reason
 
 
-def test_with_time_every_layer_has_a_plan():
-    layers = [layer(64, k) for k in (1, 2, 3)]
-    result = compare(null_tuner(), layers, [64 * KIB], time_limit_s=60)
-    assert all(x.outcomes[0].choice is not None for x in result.layers)
-
-
 def test_interruption_keeps_what_was_done():
     tuner = failing_tuner(interrupt_k=9)
     layers = [layer(64, 8, "done"), layer(64, 9, "not"), layer(64, 7, "never")]
@@ -147,14 +140,6 @@ def test_interruption_keeps_what_was_done():
     assert partial.to_json()["interrupted"] is True
     assert len(partial.summary) == 1
     assert tuner.cache.summary()[0].rows > 0
-
-
-def test_a_planner_of_ones_own():
-    result = compare(null_tuner(), [layer()], [64 * KIB], planner=undivided)
-    assert result.planner == "undivided"
-    assert not result.layers[0].outcomes[0].choice.plan.divided
-    with pytest.raises(ValueError, match="unknown planner 'nope'"):
-        compare(null_tuner(), [layer()], [KIB], planner="nope")
 
 
 def test_progress_begins_and_ends_every_layer():

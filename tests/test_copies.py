@@ -255,21 +255,6 @@ def test_cuda_copies_follow_the_compute_stream_and_are_followed_by_it(cupy):
     copier.close()
 
 
-def test_cuda_copies_follow_whichever_stream_is_current(cupy):
-    current = [cupy.current]
-    copier = CudaCopier(cupy, 0, lambda: current[0].ptr)
-    source, host, seen = on_device(), np.zeros(4, np.uint8), []
-    for compute in (cupy.cuda.Stream(non_blocking=True) for _ in range(2)):
-        current[0] = compute
-        compute.put(lambda: source.host.__iadd__(1))
-        ticket = copier.out(source, host)
-    current[0] = cupy.current
-    copier.wait(ticket)
-    cupy.current.put(lambda: seen.append(host[0]))
-    cupy.current.synchronize()
-    assert seen == [2]
-
-
 def test_cuda_events_are_used_again_in_the_next_step(cupy):
     copier, host = copier_on(cupy), np.empty(4, np.uint8)
     for _ in range(3):

@@ -223,8 +223,7 @@ def test_every_shape_reaches_the_library_intact(
 
 
 @everywhere
-@layouts
-@accumulating
+@pytest.mark.parametrize(("layout", "accumulate"), [("NCHW", False), ("NHWC", True)])
 def test_the_public_functions(direction, layout, accumulate, backend, library):
     problem = layer(8, direction, layout=layout)
     work = Work(backend, problem)
@@ -251,8 +250,7 @@ def test_the_public_functions(direction, layout, accumulate, backend, library):
 
 
 @everywhere
-@accumulating
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("accumulate", "which"), [(False, 0), (True, 1)])
 def test_out_may_overlap_an_operand(direction, accumulate, which, backend):
     problem = layer(8, direction)
     tuner = tuner_of(backend)

@@ -126,11 +126,6 @@ def test_measuring_a_disk_leaves_room_and_does_not_count_as_used(tmp_path, monke
     assert taken == [whole // 2]
 
 
-def test_a_folder_that_is_none_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot create a file in .*missing"):
-        DiskTier(100, tmp_path / "missing")
-
-
 def test_an_empty_file_will_do(tmp_path):
     assert DiskTier(0, tmp_path).view(0, 0).nbytes == 0
 

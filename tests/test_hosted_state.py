@@ -170,14 +170,3 @@ def test_a_step_that_fails_can_go_on_from_the_last_checkpoint(tmp_path, monkeypa
         np.testing.assert_array_equal(made.state.save()[name], array, err_msg=name)
     assert np.isfinite(made.step(images, labels).loss)
     made.close()
-
-
-def test_a_disk_without_room_is_an_error_at_once(tmp_path):
-    with pytest.raises(ValueError, match="cannot create a file"):
-        trainer(within(0.6, policy="paging", disk=tmp_path / "none"))
-
-
-def test_the_least_budget_is_less_than_parameters_and_state():
-    made = trainer(within(0.5))
-    assert made.peak_bytes <= 0.5 * state_bytes(made.graph)
-    made.close()

@@ -73,7 +73,7 @@ def test_exhaustive_search_does_not_beat_it(kind, order):
     free = StepRequest(graph, profile)
     least = minimum_budget(free)
     most = unbounded(graph, profile).peak_bytes
-    for share in (0.0, 0.3, 0.7):
+    for share in (0.0, 0.4):
         request = free.within(least + int(share * (most - least)))
         bound = lower_bound(request).step_ms
         found = []
@@ -89,7 +89,7 @@ def test_exhaustive_search_does_not_beat_it(kind, order):
         assert bound <= min(found) * NEARLY
 
 
-@pytest.mark.parametrize("model", ["lenet", "cifar_quick", "alexnet"])
+@pytest.mark.parametrize("model", ["lenet", "cifar_quick"])
 def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
     graph = with_updates(training_graph(get_model(model)(64)), Momentum())
     profile = estimate(graph, "h200")

@@ -61,7 +61,7 @@ def test_few_measurements_suffice_for_every_limit(shape, batch, algos):
 
 @pytest.mark.parametrize("shape", ["affine", "waves", "sweet"])
 def test_noise_costs_little(shape):
-    full, clean = realistic_table(3, 256, 8, shape, noise=0.02)
+    full, clean = realistic_table(3, 128, 7, shape, noise=0.02)
     pruned = measure(full)
     assert len(pruned.perfs) <= 0.2 * len(full.perfs)
     worst, mean = loss(full, pruned, clean)

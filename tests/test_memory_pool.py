@@ -126,18 +126,6 @@ TestOddAllocator = OddAllocator.TestCase
 TestOddAllocator.settings = examples(60)
 
 
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.data())
-@examples(60)
-def test_freed_in_any_order_it_is_one_hole_again(sizes, data):
-    pool = pool_of(sum(-(-n // GRAIN) * GRAIN for n in sizes))
-    for i, nbytes in enumerate(sizes):
-        pool.allocate(f"{i}", nbytes)
-    assert not pool.holes
-    for i in data.draw(st.permutations(range(len(sizes)))):
-        pool.free(f"{i}")
-    assert pool.holes == {0: pool.nbytes}
-
-
 def test_the_last_bytes_of_an_odd_arena_can_be_had():
     pool = pool_of(1000)
     pool.allocate("a", 300)

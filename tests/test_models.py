@@ -220,12 +220,6 @@ def test_other_channels():
     assert graph.tensors[IMAGE].shape == (2, 3, 32, 24)
 
 
-def test_data_types():
-    graph = MODELS["resnet20"](2, dtype="float64")
-    kinds = {spec.dtype for spec in graph.tensors.values()}
-    assert kinds == {"float64", "int64"}
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

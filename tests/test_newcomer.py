@@ -85,11 +85,11 @@ def dataset():
     return data.ArrayDataset(IMAGES, LABELS)
 
 
-def trainer(**options):
+@functools.cache
+def trainer():
     digits = models.get_model("digits")
     graphs = [digits(4, classes=4, training=flag) for flag in (True, False)]
-    settings = {"tuner": mucudnn.Tuner(backend="null"), "optimizer": "sgd"}
-    return Trainer(*graphs, **settings | options)
+    return Trainer(*graphs, tuner=mucudnn.Tuner(backend="null"), optimizer="sgd")
 
 
 def stepped(images, labels):

@@ -262,8 +262,9 @@ def verified(backend, whole, verify, *parts):
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("float32", "NCHW"), ("float64", "NHWC")]
+)
 @pytest.mark.parametrize("factor", [1.0, 1 - 1e-2, np.nan])
 def test_a_wrong_result_of_a_divided_plan_is_told(
     direction, accumulate, dtype, layout, factor

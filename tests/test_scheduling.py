@@ -118,20 +118,6 @@ def test_the_need_is_the_peak_of_the_shortest_intervals(data):
     ]
 
 
-def test_occupancy_counts_by_position():
-    ledger = MemoryLedger([0, 10, 20], 30)
-    ledger.add(0, 1, 5)
-    ledger.add(2, 2, 1)
-    ledger.add(1, 0, 10**9)
-    assert [ledger[i] for i in range(len(ledger))] == [5, 15, 21]
-    assert ledger.peak() == (21, 2)
-    assert ledger.fits(2, 9)
-    assert not ledger.fits(2, 10)
-    assert ledger.fits_over(0, 1, 15)
-    assert not ledger.fits_over(0, 2, 15)
-    assert ledger.fits_over(2, 1, 10**9)
-
-
 @given(st.integers(1, 150), st.data())
 def test_what_fits_over_a_range_fits_at_each_position_of_it(count, data):
     position = st.integers(-count, 2 * count - 1)
@@ -145,17 +131,6 @@ def test_what_fits_over_a_range_fits_at_each_position_of_it(count, data):
     nbytes = data.draw(st.integers(0, 20))
     expected = all(ledger.fits(at, nbytes) for at in range(start, stop + 1))
     assert ledger.fits_over(start, stop, nbytes) == expected
-
-
-def test_occupancy_goes_round_from_step_to_step():
-    ledger = MemoryLedger([0, 10, 20], 30)
-    ledger.add(2, 3, 5)
-    ledger.add(-2, -1, 1)
-    assert [ledger[i] for i in range(6)] == [5, 11, 26] * 2
-    assert ledger.fits(-1, 4)
-    assert not ledger.fits(5, 5)
-    assert ledger.fits_over(3, 4, 19)
-    assert not ledger.fits_over(2, 3, 19)
 
 
 @pytest.fixture(scope="module", params=["activations", "weights too"])

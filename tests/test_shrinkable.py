@@ -58,7 +58,7 @@ def check(blocks, places, limit):
 
 
 @given(st.lists(shrinkables(), min_size=1, max_size=14), st.floats(0.3, 1.0))
-@examples(150)
+@examples(50)
 def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share):
     everything = sum(block.nbytes for block in blocks)
     limit = int(share * everything)
@@ -100,7 +100,9 @@ def test_copies_back_begin_as_late_as_their_link_admits():
     ("model", "share"),
     [("resnet18", 0.2), pytest.param("densenet40", 0.3, marks=pytest.mark.slow)],
 )
-def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, scheduler):
+def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(
+    model, share, scheduler, short_search
+):
     forward = get_model(model)(8)
     graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))
     profile = estimate(graph, DEVICES["p100"])

@@ -30,7 +30,7 @@ def drafts(draw):
     return schedule_residency(free.within(budget), residency)
 
 
-@examples(300)
+@examples(120)
 @given(found=drafts())
 def test_it_is_what_the_simulated_program_takes_to_the_last_bit(found):
     assert found.step_ms() == found.plan().prediction.step_ms

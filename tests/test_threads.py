@@ -1,6 +1,5 @@
 """A crew of threads does every item once, and leaves BLAS as it was."""
 
-import os
 import threading
 import weakref
 from collections import Counter
@@ -11,7 +10,6 @@ from hypothesis import given, strategies as st
 from threadpoolctl import threadpool_info
 
 from mucudnn.backends.cpu.threads import Workers, as_kernels
-from tests.commands import python
 from tests.examples import examples
 
 
@@ -130,25 +128,6 @@ def test_callers_may_share_a_crew():
     for thread in threads:
         thread.join(300)
     assert Counter(seen) == {(n, i): 20 for n in range(3) for i in range(5)}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_works_alone():
-    """Its parent's threads are not there; it must not wait for them."""
-    code = """
-import os, sys, warnings
-from mucudnn.backends.cpu.threads import Workers
-warnings.simplefilter("ignore", DeprecationWarning)
-workers = Workers(2)
-workers.each(range(50), lambda worker, item: None)
-child = os.fork()
-if child == 0:
-    seen = []
-    workers.each(range(50), lambda worker, item: seen.append(item))
-    os._exit(0 if seen == list(range(50)) else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    python("-c", code)
 
 
 def test_as_kernels_are_restored():

@@ -166,23 +166,6 @@ def test_devices_of_two_models_are_refused():
         tuner(benchmark_backends=[get_backend("null"), get_backend("cpu")])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "gpu"}, "unknown backend 'gpu'"),
-        ({"workspace_limit": "64Q"}, "unknown unit"),
-        ({"workspace_limit": -1}, "negative"),
-        ({"total_workspace": "x"}, "not a size"),
-        ({"memory_limit": "x"}, "not a size"),
-        ({"batch_policy": "some"}, "unknown batch policy 'some'"),
-        ({"planner": "magic"}, "unknown planner 'magic'"),
-    ],
-)
-def test_bad_arguments_fail_where_they_are_given(options, message):
-    with pytest.raises(ValueError, match=message):
-        tuner(**options)
-
-
 def test_threads_get_one_compiled_plan_measured_once():
     backend = watched()
     one = tuner(backend=backend)

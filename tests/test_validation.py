@@ -104,18 +104,6 @@ def test_what_was_misaligned_is_misaligned_elsewhere(tmp_path):
     assert there.measure(problem(1)).batches() == (1,)
 
 
-def test_machines_reject_some_divisions_and_keep_others():
-    """What the test above rests on."""
-    verdicts = []
-    for seed in range(12):
-        here = Tuner(backend=shaky(seed, alignment=8), batch_policy="all", rule=ROUGH)
-        plans(here, [problem(n, w_shape=(n, 3, 3, 3)) for n in (11, 12, 13, 16)])
-        verdicts += here.verdicts
-    ratios = [verdict.ratio for verdict in verdicts]
-    assert 5 < sum(ratio == 1.0 for ratio in ratios) < len(ratios) - 5
-    assert all(0.3 < ratio <= 1.0 for ratio in ratios)
-
-
 @pytest.mark.parametrize("total", [None, 40 * KIB])
 def test_a_comparison_comes_out_alike_elsewhere(total, tmp_path):
     file = tmp_path / "r.json"

@@ -254,7 +254,7 @@ def test_threads_of_one_worker_measure_one_at_a_time(monkeypatch):
     assert all(answer["rows"] == [] for answer in answers)
 
 
-@pytest.mark.parametrize("many", [1, 2, 4, 16])
+@pytest.mark.parametrize("many", [2, 16])
 def test_the_time_is_divided_by_the_workers(many):
     """DeepBench's training list, by the work that its rows stand for."""
     executor, cache = VirtualWorkers(many), BenchmarkCache()
