@@ -64,24 +64,20 @@ def kill(*numbers):
     return "; ".join(f"os.kill(os.getpid(), {int(n)})" for n in numbers)
 
 
+MADE = {"within": "exec({!r})"}  # while one of its dataclasses is made
+
+
 @pytest.mark.parametrize(
-    "module",
+    ("module", "when"),
     [
-        *("mucudnn.processes", "click", "mucudnn.cli.app", "mucudnn.cli.tune"),
-        *("mucudnn.runtime.tuning.tuner", "mucudnn.report.text"),
+        *(("mucudnn.processes", {}), ("click", {}), ("mucudnn.cli.app", {})),
+        *(("mucudnn.cli.tune", {}), ("mucudnn.runtime.tuning.tuner", {})),
+        *(("mucudnn.report.text", {}), ("mucudnn.report.text", MADE)),
+        ("mucudnn.cli", MADE),
     ],
 )
-def test_ctrl_c_while_it_is_imported_is_no_traceback(tmp_path, module):
-    environment = at_import(tmp_path, module, signal.SIGINT)
-    with start(*TUNE, env=environment) as child:
-        _, err = child.communicate(timeout=300)
-    assert child.returncode == 130
-    assert err.strip() == ""
-
-
-@pytest.mark.parametrize("module", ["mucudnn.cli", "mucudnn.report.text"])
-def test_ctrl_c_while_a_dataclass_is_made_ends_with_130(tmp_path, module):
-    environment = at_import(tmp_path, module, signal.SIGINT, within="exec({!r})")
+def test_ctrl_c_while_it_is_imported_is_no_traceback(tmp_path, module, when):
+    environment = at_import(tmp_path, module, signal.SIGINT, **when)
     with start(*TUNE, env=environment) as child:
         _, err = child.communicate(timeout=300)
     assert child.returncode == 130
