@@ -35,6 +35,8 @@ from mucudnn.report.trace import LANES, snapshot, snapshot_bytes, trace_json
 from mucudnn.studies.memory import study_memory
 from mucudnn.studies.memory_results import StepSpec
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 MIB = 1 << 20
 
 

@@ -551,7 +551,7 @@ def test_it_is_closed_after_an_error_too():
 
 
 @pytest.mark.parametrize("nbytes", [6_600_000, 64_000_000])
-def test_what_is_deleted_is_gone(nbytes):
+def test_what_is_deleted_is_gone(nbytes, short_search):
     """Without a collection of garbage, and though budgets were refused on the way."""
     tuner = Tuner(backend="null", cache=None)
     with without_collection():

@@ -49,7 +49,7 @@ def same(found, expected):
     np.testing.assert_array_equal(found[2], expected[2])
 
 
-def test_every_budget_gives_the_same_bits():
+def test_every_budget_gives_the_same_bits(short_search):
     expected = trained()
     most, mapped = expected[3], 0
     for share, policy in ((2.0, "lru"), (0.9, "lru"), (0.8, "planned")):
