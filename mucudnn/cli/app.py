@@ -118,8 +118,7 @@ class _RootGroup(Commands):
             message = _one_line(suggesting(e.format_message()))
             with contextlib.suppress(OSError):
                 click.echo(f"mucudnn: error: {message}", err=True)
-            known = isinstance(e, BadInputError)
-            code = e.exit_code if known else ExitCode.BAD_INPUT
+            code = e.exit_code if isinstance(e, BadInputError) else ExitCode.BAD_INPUT
         except click.Abort:
             code = ExitCode.INTERRUPTED
         if interrupts.number is not None:

@@ -58,8 +58,7 @@ def demo(ctx: click.Context, report_file: str) -> None:
         interrupted = True
         click.echo(f"interrupted: {len(acts)} of 3 parts are finished", err=True)
     if acts:
-        machine = get_backend("cpu").device.fingerprint
-        write_file(report_file, demo_page(acts, machine))
+        write_file(report_file, demo_page(acts, get_backend("cpu").device.fingerprint))
         click.echo(f"Report: {report_file}")
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

@@ -223,8 +223,7 @@ def torch_step(
     logging.getLogger(_TRACES).setLevel(logging.CRITICAL)
     try:
         mesh = () if gpus is None else (gpus,)
-        study = memory(*made, device=device, mesh=mesh, shard=shard)
-        step = study.described(batch)
+        step = memory(*made, device=device, mesh=mesh, shard=shard).described(batch)
         step.graph()  # capture now, so that its errors are reported here
     except Exception as e:  # models may raise anything
         raise BadInputError(f"{name}: {located(e)}") from e

@@ -278,8 +278,7 @@ class FolderDataset:
             image = image.resize((width, height), self._pillow.Resampling.BILINEAR, box)
         except Exception as e:  # decoders raise anything, SyntaxError included
             raise DataError(f"{path}: not a whole image file: {e}") from e
-        pixels = np.asarray(image).reshape(height, width, channels)
-        return pixels.transpose(2, 0, 1)
+        return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def open_folder(

@@ -170,8 +170,7 @@ def _weighted(
     g: "GraphBuilder", x: str, problem: ConvProblem, initializer: Initializer | None
 ) -> str:
     """Append a convolution node with its own weight."""
-    forward = problem.direction is Direction.FORWARD
-    out = problem.y_shape if forward else problem.x_shape
+    out = problem.y_shape if problem.direction is Direction.FORWARD else problem.x_shape
     start = HeNormal() if initializer is None else initializer
     w = g.parameter("weight", problem.w_shape, start)
     return g.append("conv", (x, w), out, problem=problem)
@@ -408,8 +407,7 @@ def max_pool(
         )
     out = (*shape[:2], *window.out(shape[2:]))
     # The gradient needs one byte per output instead of the whole input.
-    saved = (("index", out, "uint8"),)
-    return g.append("max_pool", (x,), out, saved, **asdict(window))
+    return g.append("max_pool", (x,), out, (("index", out, "uint8"),), **asdict(window))
 
 
 def avg_pool(

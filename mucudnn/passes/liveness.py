@@ -108,9 +108,7 @@ def last_uses(graph: Graph) -> dict[str, int]:
     storages, end = graph.storages, len(graph.nodes)
     last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
-        for name in node.inputs:
-            last[storages[name]] = position
-        for name in node.outputs:
+        for name in node.tensors:
             last[storages[name]] = position
     # An unused input is resident throughout.
     for name in graph.inputs:

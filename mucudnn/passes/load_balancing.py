@@ -204,8 +204,7 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
             if start > last or end < start:
                 continue
             end = min(end, last)
-            begin = passes * ms + slope * (start - passes * base)
-            longest = max(longest, begin)
+            longest = max(longest, passes * ms + slope * (start - passes * base))
             line = _Line(start, end, passes * base, passes * ms, slope, longest)
             longest = max(longest, line.at(end))
             lines.append(line)
@@ -503,12 +502,10 @@ def split_batch(fleet: Fleet, batch: int, *, at_least: int = 0) -> FleetPlan:
     check_integer("batch", batch, 1, _MOST)
     times = times_of(fleet, batch)
     _check(fleet, times, batch, at_least)
-    kinds = Counter(times)
-    level = _least_time(kinds, batch, at_least)
+    level = _least_time(Counter(times), batch, at_least)
     base = [max(at_least, of.most_before(level)) for of in times]
     room = [of.most_by(level) - n for of, n in zip(times, base, strict=True)]
-    samples = _distribute(base, room, batch - sum(base))
-    return plan_of(fleet, samples, times)
+    return plan_of(fleet, _distribute(base, room, batch - sum(base)), times)
 
 
 def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> FleetPlan:

@@ -112,8 +112,7 @@ def undivided(
         if perf is None:
             least = min((p.workspace for p in whole_batch(table)), default=None)
             raise no_plan(table, workspace_limit, least)
-        plan = ConvPlan(table.problem, (perf,), workspace_limit=workspace_limit)
-        plans.append(plan)
+        plans.append(ConvPlan(table.problem, (perf,), workspace_limit=workspace_limit))
     return tuple(plans)
 
 

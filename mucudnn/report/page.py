@@ -71,8 +71,7 @@ def table(
         }
         for i, row in enumerate(shown.rows)
     ]
-    caption = shown.title if captioned else ""
-    return _part("table", columns, rows, caption, folded)
+    return _part("table", columns, rows, shown.title if captioned else "", folded)
 
 
 def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Markup:

@@ -151,8 +151,7 @@ class Scale:
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log2(low), math.log2(high), math.log2(value)
-        share = (value - low) / (high - low)
-        return self.start + share * (self.stop - self.start)
+        return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
 
 def byte_scale(values: Iterable[int], start: float, stop: float) -> Scale:
@@ -164,8 +163,7 @@ def byte_scale(values: Iterable[int], start: float, stop: float) -> Scale:
         low, high = low / 2, high * 2
     first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
     step = max(1, math.ceil((last - first) / (_MOST_OF_LAYER - 2)))
-    powers = range(first, last + 1, step)
-    ticks = (0.0, *(float(2**power) for power in powers))
+    ticks = (0.0, *(float(2**power) for power in range(first, last + 1, step)))
     return Scale(low, high, start + 36, stop, ticks, logarithmic=True, zero=start)
 
 

@@ -366,8 +366,7 @@ class MemoryTrials:
         assert found is not None, "a step has a form"
         technique, request = found
         if not technique.fits and technique.least_bytes is not None:
-            least = min(map(self._least, forms))
-            technique = replace(technique, least_bytes=least)
+            technique = replace(technique, least_bytes=min(map(self._least, forms)))
         return technique, request
 
     def _free_ms(self, request: StepRequest) -> float:
@@ -470,8 +469,7 @@ class MemoryTrials:
                     self._say(f"the least budget of {cutting}", 0, 1)
                     graph = step.in_parts(cutting)
                     if (costs := step.costs(graph)) is not None:
-                        request = step.request(graph, costs)
-                        known[i, cutting] = minimum_budget(request)
+                        known[i, cutting] = minimum_budget(step.request(graph, costs))
         return min(nbytes for nbytes in known.values() if nbytes is not None)
 
     def _place_best(self) -> None:

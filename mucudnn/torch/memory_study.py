@@ -194,8 +194,7 @@ class MemoryStudy:
         Raises:
             PlanningError: The step does not fit; the message names the minimum budget.
         """
-        limit = parse_budget(budget)
-        return plan_program(self._at(None), self._options, limit).plan
+        return plan_program(self._at(None), self._options, parse_budget(budget)).plan
 
     def on(self, mesh: Sequence[int], shard: Shard = "fsdp2") -> "MemoryStudy":
         """Return the study of the same step on another number of devices.

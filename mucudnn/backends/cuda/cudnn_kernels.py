@@ -439,8 +439,7 @@ class CudnnKernels:
 
         def call() -> None:
             if not kept:
-                handle = self._session.handle()
-                status = launch.function(handle, *launch.arguments)
+                status = launch.function(self._session.handle(), *launch.arguments)
                 if not status:
                     if rest is not None:
                         rest()

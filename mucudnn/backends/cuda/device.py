@@ -251,8 +251,7 @@ class DescribedDevice:
     @property
     def fingerprint(self) -> str:
         """Name of the GPU, marked as described, and the version of cuDNN."""
-        version = release_text(self._cudnn)
-        return f"cuda/{self.name} (described)/cudnn-{version}"
+        return f"cuda/{self.name} (described)/cudnn-{release_text(self._cudnn)}"
 
     def description(self) -> Mapping[str, str]:
         """Return the fields of the description."""

@@ -257,8 +257,7 @@ def _relax(
     room = capacity
     steps = []
     for g, group in enumerate(groups):
-        hull = _convex_hull(group)
-        for before, after in pairwise(hull):
+        for before, after in pairwise(_convex_hull(group)):
             nbytes = group[after].workspace - group[before].workspace
             saved = group[before].cost - group[after].cost
             steps.append((-saved / nbytes, g, before, after, nbytes))

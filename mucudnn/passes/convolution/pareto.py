@@ -124,8 +124,7 @@ def pareto_front(table: PerfTable, workspace_limit: int) -> list[Divided]:
         cost_ms = division_cost_ms(steps, launch)
         # A gain below the rounding of the sum does not count.
         if not front or cost_ms < front[-1].cost_ms:
-            workspace = max(step.workspace for step in steps)
-            front.append(Divided(workspace, cost_ms, steps))
+            front.append(Divided(max(step.workspace for step in steps), cost_ms, steps))
     return front
 
 

@@ -90,8 +90,7 @@ class _Writer:
         self._positions: dict[Phase, dict[str, int]] = {p: {} for p in Phase}
         for position, node in enumerate(self._passes):
             for name in node.inputs:
-                first = self._positions[node.phase]
-                first.setdefault(graph.storages[name], position)
+                self._positions[node.phase].setdefault(graph.storages[name], position)
         self._tensors = dict(graph.tensors)
         self._profile = profile
         self._node_ms = dict(profile.node_ms)
@@ -330,8 +329,7 @@ class _Writer:
         name = f"{storage}.shard"
         spec = self._tensors[storage]
         role = Role.ACTIVATION if made else spec.role
-        nbytes = math.ceil(spec.nbytes / self._parallel.ranks)
-        self._declare(name, nbytes, role)
+        self._declare(name, math.ceil(spec.nbytes / self._parallel.ranks), role)
         self._shards[storage] = name
         return name
 

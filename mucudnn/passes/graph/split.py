@@ -445,8 +445,7 @@ class SplitTensors:
 
     def declare(self, name: str, own_name: str, alias: str | None) -> None:
         """Declare a tensor like one of the whole graph."""
-        spec = self.tensors[name]
-        self.tensors[own_name] = replace(spec, name=own_name, alias=alias)
+        self.tensors[own_name] = replace(self.tensors[name], name=own_name, alias=alias)
 
     def realias(self, name: str, node: Node, inputs: Sequence[str]) -> None:
         """Let an aliasing result share the bytes of its node's present inputs."""

@@ -169,8 +169,7 @@ def _trimmed(plan: StepPlan, clock: Clock, share: float) -> list[ResidencyInterv
         begin = min(max(found[i].start, start), found[i].needed)
         found[i] = found[i]._replace(start=begin)
     for i, end in ends.items():
-        done = max(min(found[i].stop, end), found[i].last)
-        found[i] = found[i]._replace(stop=done)
+        found[i] = found[i]._replace(stop=max(min(found[i].stop, end), found[i].last))
     return found
 
 

@@ -106,8 +106,7 @@ def _attempts(
             yield by_time(blocks, best_fit=best_fit)
             yield by_time(mirrored, best_fit=best_fit)
     # 2. On top of each other: near-linear time, whatever the number of blocks.
-    free = [i for i in range(len(blocks)) if i not in fixed]
-    orders = placing_orders(blocks, free)
+    orders = placing_orders(blocks, [i for i in range(len(blocks)) if i not in fixed])
     for order in orders[:2]:
         yield on_top(blocks, order, fixed)
     # 3. In the lowest gaps, by several orders, as far as the work allows.

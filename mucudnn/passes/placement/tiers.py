@@ -92,12 +92,10 @@ class _Filling:
         for block in blocks:
             tier, offset = found[block.name]
             places[block.name] = tier, state.used[tier] + offset
-            end = state.used[tier] + offset + block.nbytes
-            used[tier] = max(used[tier], end)
+            used[tier] = max(used[tier], state.used[tier] + offset + block.nbytes)
         placement = TierPlacement(state.tiers, places, tuple(used))
         schedule, profile = self._prediction.schedule, self._prediction.profile
-        step_ms = simulate(schedule, profile, placement).step_ms
-        return _Trial(placement, blocks, step_ms)
+        return _Trial(placement, blocks, simulate(schedule, profile, placement).step_ms)
 
     def spread(self, blocks: Sequence[Block], best: _Trial) -> _Trial:
         """Move storages to slower tiers while the step gets faster."""

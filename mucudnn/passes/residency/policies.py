@@ -216,8 +216,7 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
         if total <= kept:
             break
         exposed = max(0.0, -free_ms(saved))
-        again = recompute_ms(graph, profile, saved.name, names.__contains__)
-        cheap = again < exposed
+        cheap = recompute_ms(graph, profile, saved.name, names.__contains__) < exposed
         found[saved.name] = Residency.RECOMPUTE if cheap else Residency.OFFLOAD
         total -= saved.nbytes
     return found

@@ -128,8 +128,7 @@ class SchedulingProblem:
 
     def scratch(self) -> list[int]:
         """Return the scratch bytes at every node."""
-        known = self.workspaces
-        return [known.get(node.name, 0) for node in self.graph.nodes]
+        return [self.workspaces.get(node.name, 0) for node in self.graph.nodes]
 
     def ledger(self, intervals: Sequence[ResidencyInterval]) -> MemoryLedger:
         """Return the ledger of intervals of all moving storages."""

@@ -321,8 +321,7 @@ class _Clock:
         if ms is None:
             self.now = max(self.now, ready)
         else:
-            start = max(self.now, ready, self._network)
-            self._arrived[i] = self._network = start + ms
+            self._arrived[i] = self._network = max(self.now, ready, self._network) + ms
 
     def _process(self, events: Sequence[_Event]) -> None:
         done = self._done

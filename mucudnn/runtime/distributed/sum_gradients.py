@@ -195,8 +195,7 @@ def _begins(
     A bucket is started when it and all earlier ones are full, and behind as many
     meetings as on the rank where most meetings precede it.
     """
-    full = accumulate((max(each.at for each in group) for group in groups), max)
-    ready = list(full)
+    ready = list(accumulate((max(each.at for each in group) for group in groups), max))
     met = together.all_gather([bisect_right(meetings, at) for at in ready])
     agreed = map(max, zip(*met, strict=True))
     return [

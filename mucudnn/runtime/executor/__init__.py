@@ -115,8 +115,7 @@ class Executor:
             (arena,) = arenas(backend, [layout])
         self._memory = Memory(backend, self._graph, layout, arena, state)
         device = backend.device
-        copiers = [device.copier] if host is None else host.copiers(device)
-        self._copies = Copies(copiers)
+        self._copies = Copies([device.copier] if host is None else host.copiers(device))
         self._live_across = schedule.live_across
         self._is_parked = True
         self._host_buffers = {
@@ -374,8 +373,7 @@ def replaying(
 
     if copies is None or all(map(_launches, tasks)):
         return between_copies()
-    whole = [*batch_launches(tasks), copies.settle]
-    return [_Replayed(whole, capture, between_copies)]
+    return [_Replayed([*batch_launches(tasks), copies.settle], capture, between_copies)]
 
 
 def _launches(task: Task) -> bool:

@@ -257,8 +257,7 @@ class _Binder:
                 self._graph.tensors, f"{node.name}:{op}", op, inputs, (y,)
             )
             return _unfused(backend, plan, operands, self._kernel(behind, None)[0])
-        runner = backend.bind(plan)
-        return partial(runner.run, a, b, out, workspace, bool(more))
+        return partial(backend.bind(plan).run, a, b, out, workspace, bool(more))
 
     def _kernel(
         self, node: Node, workspace: Buffer | None

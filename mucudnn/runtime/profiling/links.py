@@ -105,8 +105,7 @@ class ColdBench:
             self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
             # A smaller pool copies several times in a row, from and to different bytes
             # of the host, to amortize launches and avoid cache hits.
-            copies = min(_COPIES, -(-nbytes // size))
-            host = HostTier(self._device, copies * size)
+            host = HostTier(self._device, min(_COPIES, -(-nbytes // size)) * size)
             return link_rates(self._device, buffer, host)
 
     @contextmanager

@@ -136,8 +136,7 @@ class RecordedFronts:
         for size in aligned_batches(problem, known, self.split_alignment):
             micro, whole = problem.with_batch(size), size == problem.batch
             for algo, _ in self.conv.algorithms(micro):
-                traits = self.conv.traits(micro, algo)
-                if accepted.refusal(traits, whole=whole) is None:
+                if accepted.refusal(self.conv.traits(micro, algo), whole=whole) is None:
                     rows.append(self.conv.row(micro, algo))
         rows.sort(key=lambda row: (-row.batch, row.algo))
         return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)

@@ -323,8 +323,7 @@ def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
     """Return the columns of a `PERF` row, without time and version."""
     values = perf_to_dict(perf)
     values["notes"] = " ".join(perf.notes)
-    key = [values.pop(name) for name in _PERF_KEY]
-    return (*key, *values.values())
+    return (*[values.pop(name) for name in _PERF_KEY], *values.values())
 
 
 def _layer_at(key: object) -> LayerAt:

@@ -274,8 +274,7 @@ def write_arrays(
     dense = {}  # contiguous, in native byte order
     for name, value in arrays.items():
         array = np.asarray(value)
-        native = array.dtype.newbyteorder("=")
-        dense[name] = array.astype(native, order="C", copy=False)
+        dense[name] = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
     # The file format has no checksums, and a damaged weight would train on.
     checksums = {name: _checksum(array) for name, array in dense.items()}
     body = {**header, "tensors": checksums}

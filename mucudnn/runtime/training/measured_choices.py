@@ -479,8 +479,7 @@ def copies_fit(
         sizes = size_profile(tuner, in_place(step))
     except PlanningError:
         return False  # a convolution has no algorithm; measuring it says why
-    request = StepRequest(ordered(order, step), sizes, budget=budget.nbytes)
-    return fits_resident(request)
+    return fits_resident(StepRequest(ordered(order, step), sizes, budget=budget.nbytes))
 
 
 def step_io_of(

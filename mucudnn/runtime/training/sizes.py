@@ -132,8 +132,7 @@ def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
     for batch in candidate_batches(problem.batch, tuner.batch_policy):
         micro, whole = problem.with_batch(batch), batch == problem.batch
         for algo, nbytes in conv.algorithms(micro):
-            traits = conv.traits(micro, algo)
-            if tuner.numerics.refusal(traits, whole=whole) is None:
+            if tuner.numerics.refusal(conv.traits(micro, algo), whole=whole) is None:
                 perf = AlgoPerf(algo=algo, batch=batch, time_ms=_MS, workspace=nbytes)
                 rows.append(perf)
     front = pareto_plans(PerfTable(problem, tuple(rows)), _NO_LIMIT)

@@ -154,8 +154,7 @@ class BoundPlan:
         verify = None
         if self._verify and runner.plan.divided:
             if self._unverified == 0:
-                added_to = out if accumulate else None
-                verify = self._verifier(runner.plan, a, b, added_to)
+                verify = self._verifier(runner.plan, a, b, out if accumulate else None)
             else:
                 self._unverified = (self._unverified + 1) % self._verify
         # Samples before a failure are final: another algorithm does the rest.

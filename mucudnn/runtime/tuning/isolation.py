@@ -368,8 +368,7 @@ def main() -> None:
         except Exception as e:
             problem, ((algo, nbytes),) = request.micro_batch, request.workspaces.items()
             logger.warning("%s failed on %s", algo, problem, exc_info=True)
-            error = f"{type(e).__name__}: {e}"
-            send(row_of(backend, problem, algo, nbytes, error))
+            send(row_of(backend, problem, algo, nbytes, f"{type(e).__name__}: {e}"))
 
 
 def _works(backend: Backend) -> bool:

@@ -178,8 +178,7 @@ class Validator:
         """Return the ratio that a recording or the cache has, or None."""
         ratio, plans = self._recorded(plan, baseline), signature(plan, baseline)
         if ratio is None:
-            cache = self.cache()
-            ratio = cache.get_verdict(self._fingerprint, plan.problem, plans)
+            ratio = self.cache().get_verdict(self._fingerprint, plan.problem, plans)
             if ratio is not None:
                 self._used[plan.problem, plans] = ratio
         return ratio

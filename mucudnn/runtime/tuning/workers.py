@@ -142,8 +142,7 @@ class Workers:
         if (todo := next(chain, None)) is not None:
             filler, sizes = todo
             for batch, algos in sizes:
-                request = filler.request(batch, algos)
-                self._ready.append(_Sent(chain, filler, request))
+                self._ready.append(_Sent(chain, filler, filler.request(batch, algos)))
             self._open[chain] = len(sizes)
 
     def _send(self) -> None:

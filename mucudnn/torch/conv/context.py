@@ -60,8 +60,7 @@ class CallCounts:
                 fell_back[one.why] += one.calls - one.succeeded
             elif one.run is None:
                 native += one.calls
-        calls = ours + native + fell_back.total()
-        return cls(calls, ours, native, dict(fell_back))
+        return cls(ours + native + fell_back.total(), ours, native, dict(fell_back))
 
 
 @dataclass(frozen=True, slots=True)

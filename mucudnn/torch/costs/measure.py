@@ -481,8 +481,7 @@ def workspaces_of(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int
     """Return scratch memory by node, generator states added."""
     found = {name: nbytes for name, nbytes in scratch.items() if nbytes}
     for node in lowered.graph.nodes:
-        random = lowered.calls[node.name].random
-        if random and generator_of(lowered, node.name) is None:
+        if lowered.calls[node.name].random and generator_of(lowered, node.name) is None:
             found[node.name] = found.get(node.name, 0) + _STATE_BYTES
     return found
 

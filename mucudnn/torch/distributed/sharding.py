@@ -319,8 +319,7 @@ def _done(name: str, *args: Any) -> torch.Tensor:
     """Call one of PyTorch's functional collectives, and wait for its result."""
     _recording.on = True
     try:
-        pending = getattr(torch.ops._c10d_functional, name).default(*args)
-        return WAIT(pending)
+        return WAIT(getattr(torch.ops._c10d_functional, name).default(*args))
     finally:
         _recording.on = False
 

@@ -64,8 +64,7 @@ def sharding_of_step(model: torch.nn.Module, loss_fn: Any) -> Sharding | None:
     Raises:
         UnsupportedError: They do so in a way that a step does not capture.
     """
-    root = root_of(inner_model(model), loss_fn)
-    found = sharding_of(root)
+    found = sharding_of(root_of(inner_model(model), loss_fn))
     if not isinstance(model, DistributedDataParallel):
         return found
     if found is not None:

@@ -74,8 +74,7 @@ class ThreadCopies:
             if self._hosts is not None:
                 self._hosts[slot] = host
         out, _ = self._threads.value
-        done = out.copy(storage, host, host.numel(), None)
-        return ThreadOffloadedStorage(host, done)
+        return ThreadOffloadedStorage(host, out.copy(storage, host, host.numel(), None))
 
     def prefetch(self, offloaded: ThreadOffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""

@@ -168,8 +168,7 @@ class Program:
     def add_constants(self) -> None:
         """Bind the tensors that are part of the graph."""
         for name, value in self._lowered.constants.items():
-            literal = self._names.literal(value)
-            self._lines.append(f"{self._variable(name)} = {literal}")
+            self._lines.append(f"{self._variable(name)} = {self._names.literal(value)}")
 
     def result(self, value: Any) -> str:
         """Return the expression of a result: a tensor by its name, or a constant."""

@@ -103,8 +103,7 @@ class _Lowering:
             case "get_attr":
                 self._constant(node)
             case "output":
-                flat = node.args[0]
-                self._results = tuple(pytree.tree_leaves(self._resolved(flat)))
+                self._results = tuple(pytree.tree_leaves(self._resolved(node.args[0])))
             case _ if node.target is operator.getitem:
                 whole = self._values[node.args[0]]
                 self._values[node] = whole[node.args[1]]
@@ -199,13 +198,11 @@ class _Lowering:
                         mask = [on and k in group for k, on in enumerate(args[-1])]
                         self._add(node, (*args[:-1], mask), {}, mine)
             else:
-                read = without_unread(node.target, args)
-                self._add(node, read, kwargs, found)
+                self._add(node, without_unread(node.target, args), kwargs, found)
             names = {k: Value(name) for k, name, _ in found}
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
-            function = _SCALARS.get(node.target, node.target)
-            self._values[node] = Number(function, args)
+            self._values[node] = Number(_SCALARS.get(node.target, node.target), args)
 
     def _wait(self, node: torch.fx.Node) -> None:
         """Lower the wait for a collective: it returns its operand.
@@ -217,8 +214,7 @@ class _Lowering:
         value = pending.meta["val"]
         owner = self._owners[storage_of(value)]
         self._owners[storage_of(node.meta["val"])] = owner
-        args = self._resolved(node.args)
-        self._add(node, args, {}, [(None, node.name, value)])
+        self._add(node, self._resolved(node.args), {}, [(None, node.name, value)])
         self._values[node] = Value(node.name)
         wait = self._nodes[-1]
         made = next((n for n in self._nodes if wait.inputs[0] in n.outputs), wait)
@@ -320,8 +316,7 @@ class _Lowering:
         self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
     ) -> str:
         """Declare a tensor that owns its storage, or a view of one of `among`."""
-        storage = storage_of(value)
-        owner = self._owners.setdefault(storage, name)
+        owner = self._owners.setdefault(storage_of(value), name)
         alias = None
         if owner != name:
             alias = next((t for t in among if self._owner(t) == owner), owner)

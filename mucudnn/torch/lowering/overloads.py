@@ -153,8 +153,7 @@ def _overloads(packet: Any) -> Iterator[Any]:
 
 
 def _signature(function: Any) -> list[tuple[str, str]]:
-    arguments = function._schema.arguments
-    return [(a.name, str(a.type)) for a in arguments if not a.is_out]
+    return [(a.name, str(a.type)) for a in function._schema.arguments if not a.is_out]
 
 
 # Corrections of PyTorch's models (meta functions) of normalization kernels.

@@ -197,8 +197,7 @@ def _pair(reduction: int, *more: int, backward: bool = False) -> Rule:
         if axis is None or len({site.shape(p) for p in given}) != 1:
             return None
         output = axis if backward or how == NONE else None
-        read = site.at(dict.fromkeys(given, axis))
-        return Cut(read, (output,), averaged=how == MEAN)
+        return Cut(site.at(dict.fromkeys(given, axis)), (output,), averaged=how == MEAN)
 
     return rule
 
@@ -420,8 +419,7 @@ def _embedding(site: Site) -> Cut | None:
 
 def _embedding_backward(site: Site) -> Cut | None:
     axis = site.axis(0) or site.axis(1)
-    by_frequency = site.arg(4, False)
-    if axis is None or by_frequency or axis.index >= len(site.shape(1)):
+    if axis is None or site.arg(4, False) or axis.index >= len(site.shape(1)):
         return None
     return Cut(site.at({0: axis, 1: axis}), (None,))
 

@@ -42,8 +42,7 @@ class GraphRewriter(ABC):
         graph = self._lowered.graph
         for node in graph.nodes:
             self.write(node)
-        tensors = MappingProxyType(self.tensors)
-        graph = Graph(tensors, tuple(self.nodes), graph.outputs)
+        graph = Graph(MappingProxyType(self.tensors), tuple(self.nodes), graph.outputs)
         return replace(
             self._lowered, graph=graph, calls=self.calls, layouts=self.layouts
         )
@@ -357,8 +356,7 @@ class _Norms(GraphRewriter):
         sums_of_strip = self.declare(f"{node.name}:left", image, (3, channels))
         for path, kind in ((1, "mean"), (2, "inverse")):
             if path not in results:
-                name = f"{node.name}:{kind}"
-                results[path] = self.declare(name, image, (channels,))
+                results[path] = self.declare(f"{node.name}:{kind}", image, (channels,))
         variance = self.declare(f"{node.name}:variance", image, (channels,))
         self._variances[results[1]] = variance, eps
         self._add(node, SUMS, sums, (), [image], {None: sums_of_strip})
@@ -372,8 +370,7 @@ class _Norms(GraphRewriter):
 
     def _backward(self, node: Node, call: Call) -> bool:
         """Write the gradient of a split norm as nodes; return whether it is one."""
-        names = self._names(node, call.args[:7])
-        gradient, image, weights, _, _, mean, inverse = names
+        gradient, image, weights, _, _, mean, inverse = self._names(node, call.args[:7])
         known = self._variances.get(mean) if mean is not None else None
         if known is None or not self._have_one_type([gradient, image, weights]):
             return False
@@ -381,8 +378,7 @@ class _Norms(GraphRewriter):
         shape = self.layouts[image].shape
         for path, kind in ((1, "weight"), (2, "bias")):
             if path not in results:
-                name = f"{node.name}:{kind}"
-                results[path] = self.declare(name, image, shape[1:2])
+                results[path] = self.declare(f"{node.name}:{kind}", image, shape[1:2])
         variance, eps = known
         read = [gradient, image, mean, variance]
         summed = {0: results[1], 1: results[2]}
@@ -490,8 +486,7 @@ def gradient_of_shape(
     function: Any, sizes: list[int], gradient: torch.Tensor, *args: Any
 ) -> Any:
     """Compute a gradient of images from their shape."""
-    image = gradient.new_zeros(()).expand(sizes)
-    return function(gradient, image, *args)
+    return function(gradient, gradient.new_zeros(()).expand(sizes), *args)
 
 
 def without_shape_operands(lowered: Lowered) -> Lowered:

@@ -124,8 +124,7 @@ def _along_samples(states: tuple[int, ...], sums: tuple[int, ...]) -> Rule:
     """
 
     def rule(site: Site) -> Cut | None:
-        axis = site.axis(0)
-        if axis != Axis(1):
+        if site.axis(0) != Axis(1):
             return None
         read = {
             position: Axis(len(site.shape(position)) - 2)

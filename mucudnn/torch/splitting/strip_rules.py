@@ -278,8 +278,7 @@ def max_pool_backward(site: Site, call: Call) -> Cut | None:
         mine = ShapedGradient(_max_pool_gradient, sizes, args).call(call)
         return StripCall({gradient: reads, places: reads}, (start, stop), mine)
 
-    read = {gradient: _HEIGHT, places: _HEIGHT}
-    return Cut(read, (_HEIGHT,), stripped=strip)
+    return Cut({gradient: _HEIGHT, places: _HEIGHT}, (_HEIGHT,), stripped=strip)
 
 
 def avg_pool(site: Site, call: Call) -> Cut | None:

@@ -74,8 +74,7 @@ class Blocks:
         partial = some != kernel and not last
         fits = per_tap if last else 1 if partial else limit // math.prod(some)
         self._channels = list(cuts(channels, max(1, fits)))
-        boxes = map(cuts, kernel, some)
-        self._taps = list(itertools.product(*boxes))
+        self._taps = list(itertools.product(*map(cuts, kernel, some)))
         # Only blocks with all channels and taps can span groups.
         whole = channels * math.prod(kernel)
         alone = not spanning or len(self._channels) * len(self._taps) > 1
@@ -416,8 +415,7 @@ class Blockwise:
                     patches.fill(i)
                     step(i)
 
-        items = itertools.product(every, rows)
-        workers.each(items, work, at_most=len(buffers))
+        workers.each(itertools.product(every, rows), work, at_most=len(buffers))
 
     def _scatter(
         self, dy: Any, w: Any, dx: Any, buffers: Sequence[Any], workers: Workers

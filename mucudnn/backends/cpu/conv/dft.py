@@ -317,8 +317,7 @@ class Separable:
             image = image.transpose(0, *range(2, 2 + rank), 1)
         else:
             image = image.reshape(-1, *image.shape[2:])
-        regions = self.scratch(*chunk.shape)
-        *arrays, tile = carve(workspace, regions)
+        *arrays, tile = carve(workspace, self.scratch(*chunk.shape))
         states, products = arrays[: rank - 1], arrays[rank - 1 :]
         # The first axis has real lines: its product already is the state of the second.
         if rank > 1:

@@ -195,8 +195,7 @@ class Spectral:
     ) -> None:
         """See `Kernel.run`."""
         a, b, out = arrays
-        regions = carve(workspace, self._regions)
-        basis, xs, ys, scratch, *tables, kernel = regions
+        basis, xs, ys, scratch, *tables, kernel = carve(workspace, self._regions)
         # Tables depend on shapes only, but are refilled: kernels hold no arrays.
         self._fill_tables(tables)
         flat = scratch.reshape(-1)
@@ -290,8 +289,7 @@ class Spectral:
         ]
         spectra, scratch = (self._x.spectrum, self._y.spectrum), (nworkers, each)
         basis = (products.frequencies, 2, math.prod(p.w_shape[2:])), p.dtype
-        kernel = products.filter(nworkers)
-        return [basis, *spectra, (scratch, "uint8"), *tables, kernel]
+        return [basis, *spectra, (scratch, "uint8"), *tables, products.filter(nworkers)]
 
     def _fill_tables(self, tables: Sequence[Any]) -> None:
         """Fill the tables of x, y and w per axis; inverse ones for the result."""

@@ -82,8 +82,7 @@ class ImplicitGemm:
     def __init__(self, problem: ConvProblem, workers: int) -> None:
         self._problem = problem
         self._item = problem.itemsize
-        scatters = problem.direction is Direction.BACKWARD_DATA
-        small = _SCATTERED if scatters else _SMALL
+        small = _SCATTERED if problem.direction is Direction.BACKWARD_DATA else _SMALL
         self._small = Blockwise(problem, small // self._item)
         self._crew = workers if self._small.needs_no_room else 1
         forward = problem.direction is Direction.FORWARD
@@ -268,8 +267,7 @@ class Correlation:
         taps = tuple(range(3, 3 + self._rank))
         rows, channel = (1, 2) if self._forward else (2, 1)
         order = (*taps, channel) if self._last else (channel, *taps)
-        ordered = w.transpose(0, rows, *order)
-        return packed(ordered, 1, buffer, by_column=False)
+        return packed(w.transpose(0, rows, *order), 1, buffer, by_column=False)
 
 
 # A filter gradient as a matrix product: dW = sum over tiles of dy @ patchesᵀ.
@@ -359,8 +357,7 @@ class FilterGradient:
 
         def by_tile(worker: int, item: tuple[Any, range]) -> None:
             target, tiles = item
-            add = accumulate and target is dw
-            self._sum(x, dy, target, tiles, own(worker), add)
+            self._sum(x, dy, target, tiles, own(worker), accumulate and target is dw)
 
         workers.each(shares, by_tile)
         for target, _ in shares[1:]:
@@ -463,10 +460,8 @@ class Scattering:
         padded = padded_buffer(buffers[0], dx.shape, lengths, channels_last=self._last)
         padded[...] = 0
         offset = [-r.start for r in self._reads]
-        outs = self._problem.y_shape[2:]
-        for samples, tile in Tiling(dx.shape[0], outs, self._tile):
-            errors = dy[(samples, ..., *tile)]
-            patches = self._patches(w, errors, buffers)
+        for samples, tile in Tiling(dx.shape[0], self._problem.y_shape[2:], self._tile):
+            patches = self._patches(w, dy[(samples, ..., *tile)], buffers)
             windows = tap_windows(padded[samples], self._axes, tile, offset)
             for tap in itertools.product(*map(range, self._taps)):
                 at = (slice(None),) * 3 + tap

@@ -512,8 +512,7 @@ class Tiles:
         """Transform a piece back, and write it to the image or add it."""
         pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]
-        points = self._plan.minimal.points
-        synthesise(values, bands, points, pictures, scratch, add=add)
+        synthesise(values, bands, self._plan.minimal.points, pictures, scratch, add=add)
 
     def _fill(
         self, matrix: Any, arrays: Iterator[Any]

@@ -253,8 +253,7 @@ class Filter:
         """Return one sum as (values, groups, source channels, result channels)."""
         stored, groups = self._sums[of], self._problem.groups
         if self._along_k:
-            shape = (*stored.shape[:2], groups, -1)
-            return stored.reshape(shape).swapaxes(1, 2)
+            return stored.reshape((*stored.shape[:2], groups, -1)).swapaxes(1, 2)
         view = stored.reshape(len(stored), groups, -1, stored.shape[2])
         return view.swapaxes(2, 3) if self._forward else view
 

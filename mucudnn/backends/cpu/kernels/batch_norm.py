@@ -169,8 +169,7 @@ def batch_norm_apply(call: KernelCall) -> None:
     """Normalise a slice by the statistics of its batch."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, mean, inv_std = call.inputs[1:]
-    factor = factor_of(gamma, inv_std, x)
-    normalise(call, x, y, factor, mean[:, None], beta[:, None])
+    normalise(call, x, y, factor_of(gamma, inv_std, x), mean[:, None], beta[:, None])
 
 
 def batch_norm_grad_sums(call: KernelCall) -> None:

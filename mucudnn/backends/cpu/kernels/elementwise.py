@@ -234,8 +234,7 @@ _DEGREE = {"float32": 8, "float64": 26}
 
 def erf(x: Any) -> Any:
     """Compute the error function, within 1e-15 (float64) or 5e-7 (float32)."""
-    magnitude = np.abs(x)
-    tail = _erfc(magnitude)
+    tail = _erfc(np.abs(x))
     np.subtract(1, tail, out=tail)
     return np.copysign(tail, x, out=tail)
 

@@ -84,8 +84,7 @@ def group_norm(call: KernelCall) -> None:
 
     def block(part: tuple[slice, slice]) -> None:
         chunks = list(grouped.chunks(part, size))
-        total = sum(_row_sums(x[c]) for c in chunks)
-        mean[part] = total / grouped.count
+        mean[part] = sum(_row_sums(x[c]) for c in chunks) / grouped.count
         centre = mean[part][..., None, None]
         # E[x²] - E[x]² would cancel: sum squares of deviations, which y holds.
         squares: Any = 0.0
@@ -122,8 +121,7 @@ def group_norm_grad(call: KernelCall) -> None:
         along = (-(inv**3) * dots / grouped.count).astype(x.dtype)[..., None, None]
         numbers = centre, inverse, along, offset
         for c in grouped.chunks(part, size):
-            affine = gamma[grouped.affine_part(c)]
-            input_grad(x[c], dy[c], affine, numbers, dx[c])
+            input_grad(x[c], dy[c], gamma[grouped.affine_part(c)], numbers, dx[c])
 
     call.share(grouped.groups(size), block)
 

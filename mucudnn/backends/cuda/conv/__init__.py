@@ -130,8 +130,7 @@ class CudaConv:
             )
         name = algo.removesuffix(float32_sum.SUFFIX)
         if name == algo:
-            add = accumulate or not first
-            return [self._launch(problem, algo, operands, add)]
+            return [self._launch(problem, algo, operands, accumulate or not first)]
         if not float32_sum.applies(problem):
             raise UnsupportedError(f"{algo} is for half-precision filter gradients")
         if operands.nbytes < float32_sum.scratch(problem):

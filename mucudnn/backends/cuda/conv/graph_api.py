@@ -383,8 +383,7 @@ def operation_graph(
         _tensor(calls, problem, UIDS[name], shape, alignment)
         for name, shape in shapes.items()
     ]
-    beta = 1.0 if accumulate else 0.0
-    node = _convolution(calls, problem, tensors, beta)
+    node = _convolution(calls, problem, tensors, 1.0 if accumulate else 0.0)
     return _graph_of(calls, [node], handle)
 
 
@@ -413,8 +412,7 @@ def bias_relu_graph(
 
     product, total = between(_PRODUCT), between(_SUM)
     of_channels = 1, y[1], *(1 for _ in y[2:])
-    kind = DATA_TYPES[bias]
-    b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, kind)
+    b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, DATA_TYPES[bias])
     tensors = stored("x", problem.x_shape), stored("w", problem.w_shape), product
     node = _convolution(calls, problem, tensors, 0.0)
     mode = PointwiseMode
@@ -441,8 +439,7 @@ def _convolution(
     """Return the finalized node of a convolution of the tensors x, w and y."""
     found = Descriptor(calls, DescriptorType.CONVOLUTION)
     found.set(Attribute.CONVOLUTION_COMP_TYPE, compute_type(problem))
-    mode = ConvolutionMode.CROSS_CORRELATION
-    found.set(Attribute.CONVOLUTION_CONV_MODE, mode)
+    found.set(Attribute.CONVOLUTION_CONV_MODE, ConvolutionMode.CROSS_CORRELATION)
     found.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(problem.stride))
     found.set(Attribute.CONVOLUTION_DILATIONS, *problem.dilation)
     found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *problem.stride)
@@ -499,8 +496,7 @@ def _pointwise(
     what.set(Attribute.POINTWISE_MODE, mode)
     what.set(Attribute.POINTWISE_MATH_PREC, computed)
     if mode is PointwiseMode.RELU_FWD:
-        propagate = NanPropagation.PROPAGATE_NAN
-        what.set(Attribute.POINTWISE_NAN_PROPAGATION, propagate)
+        what.set(Attribute.POINTWISE_NAN_PROPAGATION, NanPropagation.PROPAGATE_NAN)
     node = Descriptor(calls, DescriptorType.OPERATION_POINTWISE)
     node.set(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, what.finalize())
     names = (Attribute.OPERATION_POINTWISE_XDESC, Attribute.OPERATION_POINTWISE_BDESC)

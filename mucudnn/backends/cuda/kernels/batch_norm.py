@@ -39,8 +39,7 @@ def fits(channels: Channels, nbytes: int) -> bool:
 
 def _workspace(inputs: Specs, *_: object) -> int:
     """Return the bytes of partial sums; none if one launch does everything."""
-    channels = Channels.of(inputs[0].shape)
-    if fits(channels, itemsize(inputs[0].dtype)):
+    if fits(Channels.of(inputs[0].shape), itemsize(inputs[0].dtype)):
         return 0
     return 2 * Channels.most_bytes(inputs[0])
 

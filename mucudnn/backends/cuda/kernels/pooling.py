@@ -53,8 +53,7 @@ def max_pool(call: KernelCall) -> None:
 def max_pool_grad(call: KernelCall) -> None:
     """Compute dx: each dy at the position of its maximum."""
     (dy, index), (dx,) = call.inputs, call.outputs
-    axes = _axes(dx.shape, dy.shape, call.attrs)
-    arguments = dy, index, dx, dx.size, *axes
+    arguments = dy, index, dx, dx.size, *_axes(dx.shape, dy.shape, call.attrs)
     call.launch(MAXIMUM, "max_pool_grad", walking(dx.size), *arguments)
 
 
