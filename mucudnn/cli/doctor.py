@@ -53,6 +53,7 @@ def doctor(
 
     Exit code: 0 if everything that is installed works, 3 otherwise.
     """
+    # Each test is tried by itself: one that fails must not hide the others.
     checks = [
         _tried("convolution on the CPU", _convolution, "reinstall NumPy and mucudnn"),
         _tried(

@@ -73,12 +73,11 @@ class Node:
         if again is None:
             return None
         inputs = tuple(self.tensors[index] for index in again.inputs)
-        first = self.outputs[:1]
         return replace(
             self,
             op=again.op,
             inputs=inputs,
-            outputs=first,
+            outputs=self.outputs[:1],
             attrs=MappingProxyType({}),
             mutates=(),
             traits=again.traits,

@@ -60,6 +60,7 @@ def fleet_tables(study: FleetStudy) -> tuple[Table, ...]:
     plan, notes = study.plan, _sources(study)
     if any(share.passes > 1 for share in plan.shares):
         text = "a share that does not fit runs as passes whose gradients are summed"
+        # The note on the all-reduce stays the last one.
         notes.insert(-1, text)
     ranks = []
     for names, i in _group_ranks(study, plan):

@@ -196,6 +196,7 @@ def _segment(left: Sequence[tuple[int, Interval]], size: int) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     at = _BASE
     for address, interval in left:
+        # Blocks have to cover the segment: gaps are inactive ones.
         if address > at:
             blocks.append(_block(at, address - at, "inactive", ""))
         nbytes, name = interval.nbytes, interval.name

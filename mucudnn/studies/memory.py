@@ -265,6 +265,7 @@ class MemoryTrials:
         """Run all trials; Ctrl-C ends them with the results so far."""
         interrupted = False
         try:
+            # What every study has comes first, as Ctrl-C keeps what is complete.
             self._try_techniques()
             if self._splits:
                 self._say(IN_PARTS, 0, 1)

@@ -36,6 +36,7 @@ def small_torch_step(say: Callable[[str], None]) -> dict[str, Any]:
     most, least = study.unlimited_bytes, study.least_budget
     budget = least + int(_SHARE * (most - least))
     say(f"planning it without a limit, and within {format_bytes(budget)}")
+    # Each step has a copy, so that all of them start from the same weights.
     free, bounded = (
         train_step(mine, loss_fn, _optimizer(mine), budget=limit)
         for mine, limit in (

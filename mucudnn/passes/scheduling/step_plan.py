@@ -432,6 +432,7 @@ def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
 def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
     """Yield allocations (name, bytes, time) and frees (name, None, time)."""
     schedule, lanes = plan.schedule, plan.prediction.lanes
+    # Lanes are in the order of the instructions, those of collectives aside.
     own = iter([lane for lane in lanes if lane.engine != "network"])
     tensors = schedule.graph.tensors
     resident = set(schedule.resident)

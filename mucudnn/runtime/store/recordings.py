@@ -57,14 +57,13 @@ def write_recording(
     `environments` and `alignments` are fingerprints of devices.
     """
     target = Path(file)
-    zipped = target.suffix == ".gz"
     data = format_recording(
         measurements,
         environments,
         alignments=alignments,
         verdicts=verdicts,
         races=races,
-        compress=zipped,
+        compress=target.suffix == ".gz",
     )
     try:
         spare_newer(target)
@@ -99,6 +98,7 @@ def record_run(
     a time in seconds since 1970, and all rows in `tables`, which may be incomplete
     after an interruption.
     """
+    # Rows of the tables count even if they are older, out of the cache.
     used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
     rows = [
         m

@@ -99,6 +99,7 @@ def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
     with torch.no_grad(), autocast_off():
         new = {key: node for key, node in ones.items() if key not in known.times}
         for node in new.values():
+            # Collectives are known if all ranks have measured them together.
             if is_collective(node.op):
                 raise UnsupportedError(
                     f"{node.name} ({node.op}) exchanges data with other ranks, which "

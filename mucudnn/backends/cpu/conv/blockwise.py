@@ -335,6 +335,7 @@ class Blockwise:
                     out[...] = 0
                 dy, dw = grouped(b, groups, 1), self._filters(out)
                 self._sum_filters(one, dy, dw, buffers, workers)
+            # With 1×1 filters nothing overlaps: dx is a product like the result.
             case Direction.BACKWARD_DATA if self._pixelwise:
                 dest = grouped(out, groups, 1)
                 filters = self._filters(b).transpose(0, 2, 1)

@@ -308,11 +308,10 @@ class FilterGradient:
         axes, sizes = self._gather.axes, problem.x_shape[2:]
         c_most, dtype = self._block * problem.groups, problem.dtype
         self._patches = Patches(axes, sizes, c_most, samples, tile, self._last, dtype)
-        block = k * self._block * taps
         self._own: list[Region] = [
             *self._patches.regions,
             ((k * self._tiling.pixels,), dtype),
-            ((block,), dtype),
+            ((k * self._block * taps,), dtype),
         ]
         self._sums: list[Region] = (
             [] if self._by_channel else [((k * c * taps,), dtype)] * (workers - 1)
