@@ -212,7 +212,7 @@ def test_steps_whose_batches_all_differ_run_in_eager_mode_without_a_budget():
 def test_masks_of_the_models_own_values_are_refused():
     model, optimizer = parts()
     step = mt.train_step(model, lambda y, _: y[y > 0].sum(), optimizer)
-    with pytest.raises(UnsupportedError, match="from the batch alone"):
+    with pytest.raises(UnsupportedError, match="from the batch and buffers"):
         step(*batch(TARGETS[0]))
 
 

@@ -639,6 +639,29 @@ of_pairs(
 )
 
 
+class Queue(nn.Module):
+    """Its pointer says which part of a queue the next batch replaces (MoCo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+        self.register_buffer("queue", torch.randn(16, 4))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.net(x)
+        result = out + self.queue.mean(0)
+        at = int(self.pointer)
+        self.queue[at : at + len(x)] = out.detach()
+        self.pointer[0] = (at + len(x)) % len(self.queue)
+        return result
+
+
+@PROGRAMS(is_planned=True)
+def queue_with_a_pointer() -> Training:
+    return trained(Queue())
+
+
 # --- chance and time
 
 

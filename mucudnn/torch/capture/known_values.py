@@ -5,8 +5,8 @@ known before every step, since they are computed from its inputs alone:
 
 - `if step > 5` in an optimizer: the branch is recorded with its numbers as functions of
   the inputs, and evaluated again before every step.
-- `x[:n]`, where `n` was computed from the batch: likewise, the capture holds for one n.
-- `x[mask]` and `mask.nonzero()`, where the mask was computed from the batch: PyTorch
+- `x[:n]`, where `n` was computed from batch and buffers: the capture holds for one n.
+- `x[mask]` and `mask.nonzero()`, where these determine the mask, too: PyTorch
   computes the indices before every step, as one more input of the graph. The capture
   holds for their number.
 
@@ -167,6 +167,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
             tensors that are computed before the step are appended.
         given: Present values of the inputs.
         fixed: Inputs that no branch may depend on.
+        buffers: Inputs on which sizes and indices may depend, as on the batch.
 
     Attributes:
         known: The values that were used, in order.
@@ -177,12 +178,14 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         names: list[str],
         given: Sequence[torch.Tensor],
         fixed: Collection[str],
+        buffers: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.known: list[Known] = []
         self._names = names
         self._given = list(given)
         self._fixed = fixed
+        self._buffers = buffers
         self._made: dict[Any, Sequence[torch.Tensor]] = {}
 
     def release_inputs(self) -> None:
@@ -238,8 +241,8 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
             function: The function of the call.
             args: Its arguments, with nodes of the graph.
             kwargs: Its arguments by name.
-            of_batch: Whether it may depend on the batch only. Counts of the optimizer
-                change at every step, so that only branches may depend on them.
+            of_batch: Whether it may depend on the batch and buffers only. Counts of the
+                optimizer change at every step: only branches may depend on them.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         pending = [n for n in leaves if isinstance(n, torch.fx.Node)]
@@ -254,7 +257,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
                 constants[node] = getattr(get_proxy_mode().tracer.root, node.target)
             elif node in places:
                 name = self._names[places[node]]
-                mine = name.startswith(("batch.", _PREFIX))
+                mine = name in self._buffers or name.startswith(("batch.", _PREFIX))
                 if name in self._fixed or (of_batch and not mine):
                     return None
                 present = self._given[places[node]]

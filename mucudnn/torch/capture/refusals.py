@@ -92,7 +92,8 @@ _METHODS = {torch._tensor.__file__, torch.overrides.__file__}
 
 _DATA_DEPENDENT = (
     "its output shape depends on data; keep the shape fixed, with torch.where or by "
-    "multiplying with a mask, or index by a mask that is computed from the batch alone"
+    "multiplying with a mask, or index by a mask that is computed from the batch and "
+    "buffers"
 )
 
 

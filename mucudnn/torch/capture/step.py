@@ -188,7 +188,9 @@ def _trace(
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
     inputs = [*parts.tensors(), *tensors]
     known = inputs if values is None or size else [*parts.tensors(), *values]
-    tracer.shapes = shapes = KnownShapes(names, known, frozenset(parts.parameters))
+    tracer.shapes = shapes = KnownShapes(
+        names, known, parts.parameters.keys(), parts.buffers.keys()
+    )
     mode = StepFakes(shapes, KernelResults() if results is None else results)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]
     if size is not None and tensors:
