@@ -11,6 +11,7 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import UnsupportedError  # noqa: E402
+from tests.torch_programs_counting import Queue  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -243,3 +244,11 @@ def test_a_study_knows_the_values_of_its_example():
     assert few < many
     with pytest.raises(UnsupportedError, match="its output shape depends"):
         mt.memory(model, by_mask, batch(TARGETS[0]), optimizer).max_batch("1MiB")
+
+
+def test_a_study_knows_the_values_of_buffers():
+    model = Queue()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    example = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    study = mt.memory(model, functional.cross_entropy, example, optimizer)
+    assert study.least_budget > 0

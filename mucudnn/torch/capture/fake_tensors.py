@@ -34,7 +34,8 @@ class DatalessStep:
         model: A copy of the model.
         loss_fn: The loss function; a copy if it is a module.
         example: The arguments of a step.
-        values: The example's tensors as they were given, which may have data.
+        values: Tensors of the example and buffers as they were given, which may have
+            data, by the identity of what stands for each.
         optimizer: A copy of the optimizer, with its state.
         whole: The original optimizer, which may have data.
     """
@@ -42,7 +43,7 @@ class DatalessStep:
     model: torch.nn.Module
     loss_fn: Callable[..., Any]
     example: Batch
-    values: Sequence[torch.Tensor]
+    values: Mapping[int, torch.Tensor]
     optimizer: torch.optim.Optimizer
     whole: torch.optim.Optimizer
 
@@ -89,8 +90,11 @@ class DatalessStep:
         with mode:
             make_state(lent, {id(memo[at]) for at in mine})
         batch = replace(given, tensors=tuple(_dataless(mode, t) for t in given.tensors))
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        values = {id(memo[id(buffer)]): buffer for buffer in buffers}
+        values |= zip(map(id, batch.tensors), given.tensors, strict=True)
         loss_fn = copies[1] if len(copies) > 1 else loss_fn
-        return cls(copies[0], loss_fn, batch, given.tensors, lent, optimizer)
+        return cls(copies[0], loss_fn, batch, values, lent, optimizer)
 
     def wholes(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Map copies of the optimizer's parameters to the original parameters."""

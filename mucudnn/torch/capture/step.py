@@ -12,6 +12,7 @@ step count, are recorded as guards.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -110,6 +111,9 @@ class CapturedStep:
     sharding: Sharding | None = None
 
 
+NO_VALUES: Mapping[int, torch.Tensor] = MappingProxyType({})
+
+
 @exclusive_capture()
 def capture_step(
     model: torch.nn.Module,
@@ -117,7 +121,7 @@ def capture_step(
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Any] | Batch,
     *,
-    values: Sequence[torch.Tensor] | None = None,
+    values: Mapping[int, torch.Tensor] = NO_VALUES,
     size: int | None = None,
     settings: StepSettings = PLAIN,
     results: KernelResults | None = None,
@@ -132,7 +136,8 @@ def capture_step(
         loss_fn: Called with the model's result and the rest of the batch.
         optimizer: Optimizer of the model's parameters.
         batch: The arguments of a step.
-        values: Tensors of the batch with data, if those of `batch` have none.
+        values: What has data for tensors of the batch and buffers that have none, by
+            the identity of these.
         size: Size of axis 0 of every tensor of the batch, if it differs from `batch`.
         settings: How gradients are treated.
         results: Layouts that kernels were seen to return.
@@ -175,7 +180,7 @@ def capture_step(
 
 def _trace(
     tracer: "_Tracer",
-    values: Sequence[torch.Tensor] | None,
+    values: Mapping[int, torch.Tensor],
     size: int | None,
     results: KernelResults | None,
     keeps_effects: bool,
@@ -187,7 +192,13 @@ def _trace(
     tensors = tracer.batch.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
     inputs = [*parts.tensors(), *tensors]
-    known = inputs if values is None or size else [*parts.tensors(), *values]
+    known = list(inputs)
+    others = () if size else tensors
+    for i, tensor in (
+        *enumerate(parts.buffers.values(), len(parts.parameters)),
+        *enumerate(others, len(inputs) - len(tensors)),
+    ):
+        known[i] = values.get(id(tensor), known[i])
     tracer.shapes = shapes = KnownShapes(
         names, known, parts.parameters.keys(), parts.buffers.keys()
     )
