@@ -131,6 +131,12 @@ def test_what_fits_over_a_range_fits_at_each_position_of_it(count, data):
     nbytes = data.draw(st.integers(0, 20))
     expected = all(ledger.fits(at, nbytes) for at in range(start, stop + 1))
     assert ledger.fits_over(start, stop, nbytes) == expected
+    used = [ledger[at] for at in range(len(ledger))]
+    for at in range(start, stop + 1) if expected else ():
+        used[at % len(used)] += nbytes
+    assert ledger.take(start, stop, nbytes) == expected
+    assert [ledger[at] for at in range(len(ledger))] == used
+    assert ledger.peak() == (max(used), used.index(max(used)))
 
 
 @pytest.fixture(scope="module", params=["activations", "weights too"])

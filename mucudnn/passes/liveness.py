@@ -212,7 +212,8 @@ class Touches:
             rebound: Positions, before and after, of the nodes with other inputs.
         """
         inserted, storages = set(copies), graph.storages
-        moved = [i for i in range(len(graph.nodes) + 1) if i not in inserted]
+        others = [i for i in range(len(graph.nodes) + 1) if i not in inserted]
+        moved = others.__getitem__
         first = copies[0] if copies else len(graph.nodes) + 1
         positions, writes = dict(self._positions), dict(self._writes)
         # Positions behind the first insertion shift; `latest` has the last use first.
@@ -220,7 +221,7 @@ class Touches:
             for last, name in latest:
                 if last < first:
                     break
-                found[name] = tuple([moved[i] for i in found[name]])
+                found[name] = tuple(map(moved, found[name]))
         # Add the uses by inserted nodes; a new storage is ordered by its first use.
         order: list[str] = []
         done = 0

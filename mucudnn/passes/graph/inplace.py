@@ -38,19 +38,23 @@ def in_place_with_uses(
 
     for position, node in enumerate(graph.nodes):
         candidates = node.traits.overwrites
-        if not candidates or tensors[node.outputs[0]].alias is not None:
+        if not candidates:
             continue
         result = tensors[node.outputs[0]]
-        # A storage that took over another's place counts as that one.
-        roots = [storages[name] for name in node.tensors]
-        roots = [merged.get(storage, storage) for storage in roots]
+        if result.alias is not None:
+            continue
         for index in candidates:
-            name, overwritten = node.inputs[index], roots[index]
+            name = node.inputs[index]
+            # A storage that took over another's place counts as that one.
+            overwritten = storages[name]
+            overwritten = merged.get(overwritten, overwritten)
             # The node must be the last and only use; inputs belong to the caller.
+            if positions[overwritten][-1] != position or overwritten in fixed:
+                continue
+            roots = [storages[name] for name in node.tensors]
+            roots = [merged.get(storage, storage) for storage in roots]
             if (
-                positions[overwritten][-1] == position
-                and overwritten not in fixed
-                and roots.count(overwritten) == 1
+                roots.count(overwritten) == 1
                 and tensors[name].shape == result.shape
                 and tensors[name].dtype == result.dtype
                 and tensors[overwritten].nbytes == result.nbytes

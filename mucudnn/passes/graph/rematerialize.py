@@ -251,8 +251,10 @@ class _Rewriter:
         """Return a node that reads copies of dropped tensors, emitted before it."""
         mine: dict[str, str] = {}
         inputs = tuple(
-            self._recompute(name, mine) if name in dropped else name
-            for name in node.inputs
+            [
+                self._recompute(name, mine) if name in dropped else name
+                for name in node.inputs
+            ]
         )
         if inputs == node.inputs:
             return node
@@ -267,10 +269,12 @@ class _Rewriter:
 
     def _recompute(self, name: str, mine: dict[str, str]) -> str:
         """Return a tensor or its recomputed copy; `mine` are this node's copies."""
+        if name in self._copies:
+            return self._copies[name]
         known = self._copy_map(name, self._copies, mine)
         if known is None:
             return name
-        dropped = self._dropped
+        dropped, makers = self._dropped, self._facts.makers
         pending = [(name, known)]
         # A stack instead of recursion: chains may be as long as the network.
         while pending:
@@ -278,7 +282,7 @@ class _Rewriter:
             if top in known:
                 pending.pop()
                 continue
-            node = self._facts.makers[top]
+            node = makers[top]
             inputs = [
                 (t, self._copy_map(t, known, mine) if t in dropped else None)
                 for t in node.inputs

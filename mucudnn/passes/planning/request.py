@@ -54,15 +54,14 @@ from mucudnn.passes.scheduling.problem import (
     without_others,
     workspaces_of,
 )
-from mucudnn.passes.scheduling.step_plan import (
-    StepPlan,
-    exchanges_of,
-    step_ms,
-)
+from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 from mucudnn.passes.simulate import simulate
 
 _Ranked = dict[int, tuple[Sequence[ConvPlan], object]]
 """Plans of each front by id, the fastest first, and the front, which keeps its id."""
+
+
+_LEAVING = (Residency.OFFLOAD, Residency.PAGE)
 
 
 class _Known:
@@ -74,7 +73,9 @@ class _Known:
         self.plans: Mapping[str, ConvPlan] | None = None  # of the next two
         self.timed: Profile | None = None
         self.workspaces: Mapping[str, int] = {}
-        self.gaps: dict[tuple[str, Residency], Sequence[tuple[int, int]]] = {}
+        self.gaps: Mapping[Residency, dict[str, Sequence[tuple[int, int]]]] = {
+            choice: {} for choice in _LEAVING
+        }
         self.unsplit: dict[str, ResidencyInterval] = {}
         self.moveable: Sequence[Use] | None = None
         self.scheduled: dict[object, UnsimulatedPlan | PlanningError] = {}
@@ -340,10 +341,9 @@ def _refuse_missing(
 # possible, and every offloaded storage has the gaps over which it may be absent.
 
 
-_REMEMBERED = 16
-
-
-_LEAVING = (Residency.OFFLOAD, Residency.PAGE)
+_REMEMBERED = 32
+"""Graphs of the last residencies: more than a search has starts, which `least_memory`
+goes through twice."""
 
 
 class Rewriter:
@@ -551,12 +551,13 @@ def _swaps(
             choice = chosen.get(storage, default)
         else:
             choice = Residency.PAGE if storage in hosted else Residency.KEEP
-        if choice in _LEAVING:
-            key = storage, choice
-            if key not in gaps:
-                gaps[key] = _leaves_over(graph, use, choice)
-            if over := gaps[key]:
-                found[storage] = over
+        if choice not in gaps:
+            continue
+        known = gaps[choice]
+        if storage not in known:
+            known[storage] = _leaves_over(graph, use, choice)
+        if over := known[storage]:
+            found[storage] = over
     return found
 
 
@@ -619,26 +620,8 @@ class UnsimulatedPlan:
 
     def step_ms(self, below: float = math.inf) -> float:
         """Return the predicted time, or infinity if it is not below a limit."""
-        known, graph = self.ready.profile, self.ready.graph
-        times = known.node_ms
-        node_ms = [
-            self.plans[node.name].time_ms
-            if node.name in self.plans
-            else times[node.name]
-            for node in graph.nodes
-        ]
-        moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
-        nbytes = {name: graph.tensors[name].nbytes for name in moved}
-        rates = known.out_bytes_per_ms, known.in_bytes_per_ms
-        return step_ms(
-            self.intervals,
-            node_ms,
-            nbytes,
-            rates,
-            known.copy_slowdown_ms,
-            below,
-            exchanges_of(graph, known),
-        )
+        ready = self.ready
+        return step_ms(ready.graph, ready.profile, self.intervals, self.plans, below)
 
     def plan(self) -> StepPlan:
         """Emit and simulate the program of the step."""

@@ -309,6 +309,24 @@ class MemoryLedger:
         """Return whether `nbytes` more fit at one position."""
         return self[position] + nbytes <= self.budget
 
+    def take(self, start: int, stop: int, nbytes: int) -> bool:
+        """Add bytes over an inclusive range if they fit; return whether they did."""
+        chunk, within = start // _WIDTH, 0 <= start <= stop < len(self._bytes)
+        if not within or stop // _WIDTH > chunk:
+            fits = self.fits_over(start, stop, nbytes)
+            if fits:
+                self.add(start, stop, nbytes)
+            return fits
+        # A search asks for millions of short ranges.
+        used = self._bytes[start : stop + 1]
+        most = max(used) + self._everywhere[chunk] + nbytes
+        if most > self.budget:
+            return False
+        self._bytes[start : stop + 1] = [n + nbytes for n in used]
+        if most > self._most[chunk]:
+            self._most[chunk] = most
+        return True
+
     def fits_over(self, start: int, stop: int, nbytes: int) -> bool:
         """Return whether `nbytes` more fit from `start` to `stop` (inclusive)."""
         if start > stop:
@@ -316,16 +334,17 @@ class MemoryLedger:
         if start < 0 or stop >= len(self._bytes):
             return self.room_after(start - 1, stop, nbytes) >= stop
         room, low, high = self.budget - nbytes, start // _WIDTH, stop // _WIDTH
-        if high - low > 1 and max(self._most[low + 1 : high]) > room:
+        most = self._most
+        if high - low > 1 and max(most[low + 1 : high]) > room:
             return False
-        return all(
-            self._most[chunk] <= room
-            or max(self._bytes[first : last + 1]) + self._everywhere[chunk] <= room
-            for chunk, first, last in (
-                (low, start, min(stop, low * _WIDTH + _WIDTH - 1)),
-                (high, max(start, high * _WIDTH), stop),
-            )
-        )
+        end = stop if low == high else low * _WIDTH + _WIDTH - 1
+        for chunk, first, last in ((low, start, end), (high, high * _WIDTH, stop)):
+            if most[chunk] > room:
+                first = max(first, start)
+                used = max(self._bytes[first : last + 1])
+                if used + self._everywhere[chunk] > room:
+                    return False
+        return True
 
     def room_before(self, position: int, floor: int, nbytes: int) -> int:
         """Return the first position of the free range right before `position`.

@@ -6,7 +6,7 @@ copies.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -57,22 +57,48 @@ class SchedulingProblem:
         Raises:
             PlanningError: They do not fit; has the shortfall and the node.
         """
+        occupancy, n = self.least_ledger(), len(self.graph.nodes)
+        moved = {
+            name: split(self.uses[name], gaps, n)
+            for name, gaps in self.swaps.items()
+            if gaps
+        }
+        return self.with_unmoved(moved), occupancy
+
+    def least_ledger(self) -> MemoryLedger:
+        """Return the ledger of the shortest intervals.
+
+        Raises:
+            PlanningError: They do not fit; has the shortfall and the node.
+        """
         occupancy = MemoryLedger(self.needed(), self.budget)
         if self.graph.nodes:
             peak, position = occupancy.peak()
             check_fits(peak, self.graph.nodes[position].name, self.budget)
-        n = len(self.graph.nodes)
+        return occupancy
+
+    def with_unmoved(
+        self,
+        moved: Mapping[str, Sequence[ResidencyInterval]],
+        late: Collection[str] = (),
+    ) -> list[ResidencyInterval]:
+        """Return intervals of moved storages, and the others' single ones.
+
+        They are in the order of uses, and behind them those of `late` storages.
+        """
+        whole, n = self.whole, len(self.graph.nodes)
         intervals: list[ResidencyInterval] = []
-        swaps, whole = self.swaps, self.whole
+        behind: list[ResidencyInterval] = []
         for use in self.moving():
             storage = use[0]
-            if storage in swaps and (gaps := swaps[storage]):
-                intervals += split(use, gaps, n)
+            into = behind if storage in late else intervals
+            if storage in moved:
+                into += moved[storage]
                 continue
             if storage not in whole:
                 whole[storage] = unsplit(use, n)
-            intervals.append(whole[storage])
-        return intervals, occupancy
+            into.append(whole[storage])
+        return intervals + behind
 
     def need(self) -> tuple[int, str]:
         """Return the peak of the shortest intervals, and its node.

@@ -331,21 +331,22 @@ def timed(problem: SchedulingProblem) -> tuple[list[ResidencyInterval], MemoryLe
     those behind it in time. Where the budget does not allow this, intervals are shorter
     and compute waits.
     """
-    least, occupancy = problem.least()
-    links = problem.profile
+    occupancy, links = problem.least_ledger(), problem.profile
+    count, uses = len(occupancy), problem.uses
     clock = Clock([links.node_ms[node.name] for node in problem.graph.nodes])
     # 1. Keep storages over gaps with enough room, the shortest gaps first.
     swaps = _remaining_gaps(problem, occupancy, clock)
     kept = {name for name, gaps in problem.swaps.items() if swaps.get(name) != gaps}
-    intervals = [interval for interval in least if interval.storage not in kept]
-    for use in (problem.uses[name] for name in problem.swaps if name in kept):
-        if not use.persistent or use.storage in swaps:
-            intervals += split(use, swaps.get(use.storage, ()), len(occupancy))
+    order = [name for name in problem.swaps if name not in kept]
+    order += [name for name in problem.swaps if name in kept and name in swaps]
+    intervals = [i for name in order for i in split(uses[name], swaps[name], count)]
     # 2. Extend intervals for the time of their copies, where there is room.
     intervals = _extend_offloads(intervals, occupancy, clock, links.out_bytes_per_ms)
     intervals = _advance_prefetches(intervals, occupancy, clock, links.in_bytes_per_ms)
     # 3. Cancel copies between intervals that have become adjacent.
-    return list(_joined(intervals, problem.away, len(occupancy))), occupancy
+    moved = _joined(intervals, problem.away, count)
+    moved |= {name: () for name in kept - moved.keys() if uses[name].persistent}
+    return problem.with_unmoved(moved, kept), occupancy
 
 
 def _remaining_gaps(
@@ -360,13 +361,11 @@ def _remaining_gaps(
     ]
     gaps.sort(key=itemgetter(0))
     left: dict[str, list[tuple[int, int]]] = {}
+    uses, take, count, away = problem.uses, occupancy.take, len(occupancy), problem.away
     for _, name, i, j in gaps:
-        nbytes = problem.uses[name].nbytes
         # A storage that is away between steps has to leave over that gap.
-        must = j >= len(occupancy) and name in problem.away
-        if not must and occupancy.fits_over(i + 1, j - 1, nbytes):
-            occupancy.add(i + 1, j - 1, nbytes)
-        else:
+        must = j >= count and name in away
+        if must or not take(i + 1, j - 1, uses[name][1]):
             left.setdefault(name, []).append((i, j))
     return {name: sorted(pairs) for name, pairs in left.items()}
 
@@ -436,8 +435,8 @@ def _advance_prefetches(
 
 def _joined(
     intervals: Sequence[ResidencyInterval], away: frozenset[str], count: int
-) -> Iterator[ResidencyInterval]:
-    """Join adjacent intervals and cancel the copies between them.
+) -> dict[str, Sequence[ResidencyInterval]]:
+    """Join adjacent intervals of each storage and cancel the copies between them.
 
     A persistent storage that is then always resident has no intervals at all, unless it
     must be host-resident.
@@ -449,19 +448,21 @@ def _joined(
             known[-1] = join(known[-1], interval)
         else:
             known.append(interval)
+    found: dict[str, Sequence[ResidencyInterval]] = {}
     for storage, known in of_storage.items():
         first, last = known[0], known[-1]
-        if len(known) == 1 and not first.host_resident:
-            yield first
+        if not first.host_resident and len(known) == 1:
+            found[storage] = known
             continue
         # The last interval and the first one of the next step may meet as well.
         if first.host_resident and last.stop + 1 >= first.start + count:
             if len(known) > 1:
                 known = [*known[1:-1], join(last, shifted(first, count))]
             elif storage not in away:
-                continue
+                known = []
         here = (shifted(s, count) if s.start < 0 else s for s in known)
-        yield from sorted(here, key=lambda interval: interval.start)
+        found[storage] = sorted(here, key=lambda interval: interval.start)
+    return found
 
 
 # Start times of nodes and ideal times of copies, without regard to memory.

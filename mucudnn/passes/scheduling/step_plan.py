@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -112,22 +112,7 @@ class StepPlan:
         self, intervals: Sequence[ResidencyInterval], plans: Mapping[str, ConvPlan]
     ) -> float:
         """Return the predicted time with other residency intervals and plans."""
-        profile, graph = self.profile, self.schedule.graph
-        node_ms = [
-            plans[n.name].time_ms if n.name in plans else profile.node_ms[n.name]
-            for n in graph.nodes
-        ]
-        moved = {i.storage for i in intervals if i.copied_in or i.copied_out}
-        nbytes = {name: graph.tensors[name].nbytes for name in moved}
-        rates = profile.out_bytes_per_ms, profile.in_bytes_per_ms
-        return step_ms(
-            intervals,
-            node_ms,
-            nbytes,
-            rates,
-            profile.copy_slowdown_ms,
-            exchanges=exchanges_of(graph, profile),
-        )
+        return step_ms(self.schedule.graph, self.profile, intervals, plans)
 
     def _peak(
         self, intervals: Sequence[ResidencyInterval], workspaces: Mapping[str, int]
@@ -233,33 +218,31 @@ def exchanges_of(graph: Graph, profile: Profile) -> Exchanges:
 
 
 def step_ms(
+    graph: Graph,
+    profile: Profile,
     intervals: Sequence[ResidencyInterval],
-    node_ms: Sequence[float],
-    nbytes: Mapping[str, int],
-    rates: tuple[float, float],
-    copy_slowdown_ms: Callable[[float], float],
+    plans: Mapping[str, ConvPlan],
     below: float = math.inf,
-    exchanges: Exchanges = _NO_EXCHANGES,
 ) -> float:
     """Return the time that `simulate` predicts for the emitted program, bit by bit.
 
     Args:
-        intervals: Residency intervals of a step.
-        node_ms: Times of its nodes, in order.
-        nbytes: Bytes of a copy of each storage.
-        rates: Bytes per ms of the links out and in.
-        copy_slowdown_ms: Function from the time of a copy to the slowdown of compute.
+        graph: The graph of a step.
+        profile: Costs of its nodes, and link rates.
+        intervals: Residency intervals of its storages.
+        plans: Plans of its convolutions.
         below: Limit from which on the exact time does not matter.
-        exchanges: Collectives, and the nodes that wait for them.
 
     Returns:
         The step's time, or infinity if it is not below the limit.
     """
-    count = len(node_ms)
-    before, behind = _events(intervals, count, nbytes, rates, copy_slowdown_ms)
+    times, count = profile.node_ms, len(graph.nodes)
+    names = [node.name for node in graph.nodes]
+    node_ms = [plans[n].time_ms if n in plans else times[n] for n in names]
+    before, behind = _events(intervals, graph, profile)
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
     left = sum(node_ms) * _ROUNDED
-    clock = _Clock(node_ms, before, behind, exchanges)
+    clock = _Clock(node_ms, before, behind, exchanges_of(graph, profile))
     # Copies of one step delay the next: measure when this has settled.
     for _ in range(_STEPS_BEFORE if cyclic else 0):
         clock.run(math.inf, 0.0)
@@ -340,27 +323,27 @@ class _Clock:
 
 
 def _events(
-    intervals: Sequence[ResidencyInterval],
-    count: int,
-    nbytes: Mapping[str, int],
-    rates: tuple[float, float],
-    copy_slowdown_ms: Callable[[float], float],
+    intervals: Sequence[ResidencyInterval], graph: Graph, profile: Profile
 ) -> tuple[_Events, _Events]:
     """Return the events before and after each node, in the program's order."""
     arrivals: dict[int, list[_Event]] = {}
     waits: dict[int, list[_Event]] = {}
     copies: dict[int, list[_Event]] = {}
     departures: dict[int, list[_Event]] = {}
+    count, slowdown = len(graph.nodes), profile.copy_slowdown_ms
     for i in intervals:
+        if not (i.copied_in or i.copied_out):
+            continue
         name = i.storage
+        nbytes = graph.tensors[name].nbytes
         if i.copied_in:
-            ms = nbytes[name] / rates[1]
-            event = (_IN, name, ms, copy_slowdown_ms(ms))
+            ms = nbytes / profile.in_bytes_per_ms
+            event = (_IN, name, ms, slowdown(ms))
             arrivals.setdefault(i.start, []).append(event)
             waits.setdefault(i.needed % count, []).append((_WAIT, name, 0.0, 0.0))
         if i.copied_out:
-            ms = nbytes[name] / rates[0]
-            event = (_OUT, name, ms, copy_slowdown_ms(ms))
+            ms = nbytes / profile.out_bytes_per_ms
+            event = (_OUT, name, ms, slowdown(ms))
             copies.setdefault(i.last % count, []).append(event)
             end = i.stop % count if i.host_resident else i.stop
             departures.setdefault(end, []).append((_WAIT, name, 0.0, 0.0))
