@@ -125,6 +125,8 @@ def fused_targets(call: Call, inputs: Sequence[str]) -> list[str]:
 
     Empty for any other call.
     """
+    if call.stores:
+        return [inputs[place] for place in call.stores]
     operator = _OPERATORS.get(call.function)
     if operator is None:
         return []
@@ -137,6 +139,8 @@ def fused_targets(call: Call, inputs: Sequence[str]) -> list[str]:
 
 def fused_in_place(call: Call) -> Call:
     """Return the call of a fused update that writes its operands."""
+    if call.into is not None:
+        return replace(call, function=call.into, into=None)
     return replace(call, function=_fused(_OPERATORS[call.function]))
 
 
@@ -183,7 +187,7 @@ _NAMES: Mapping[Any, str] = {**_UNARY, **_BINARY, **_LERP, **_PRODUCTS, **_COPY}
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class Named:
     """A tensor among the arguments of a call."""
 
     name: str
@@ -265,13 +269,13 @@ class Merger:
 
     def _member(self, node: Node) -> _Member:
         call = self._calls[node.name]
-        args, kwargs = _named((call.args, dict(call.kwargs)), node.inputs)
+        args, kwargs = named((call.args, dict(call.kwargs)), node.inputs)
         return _Member(node, args, kwargs, in_place=bool(node.mutates))
 
     def _overwriting(self, member: _Member, made: set[str]) -> _Member:
         """Have a result overwrite an operand of updates that nothing else reads."""
         first = member.args[0]
-        if member.in_place or not isinstance(first, _Tensor):
+        if member.in_place or not isinstance(first, Named):
             return member
         (result,) = member.node.outputs
         if (
@@ -300,7 +304,7 @@ class Merger:
             )
             return call.function, kinds, tuple(sorted(member.kwargs.items(), key=str))
         name = _NAMES.get(call.function)
-        if name is None or not isinstance(member.args[0], _Tensor):
+        if name is None or not isinstance(member.args[0], Named):
             return None
         if len(node.outputs) > 1 or any(
             self._tensors[n].alias is not None and not node.mutates
@@ -312,10 +316,10 @@ class Merger:
         written = (*node.mutates, *node.outputs) if node.mutates else ()
         if any(self._owner(name) != first for name in written):
             return None
-        tensors = [a for a in member.args if isinstance(a, _Tensor)]
+        tensors = [a for a in member.args if isinstance(a, Named)]
         shapes = {self._layouts[t.name].shape for t in tensors}
         rest = tuple(
-            self._kind(a.name) if isinstance(a, _Tensor) else "number"
+            self._kind(a.name) if isinstance(a, Named) else "number"
             for a in member.args
         )
         options = {k: v for k, v in member.kwargs.items() if k != "value"}
@@ -362,9 +366,9 @@ class Merger:
     ) -> tuple[Call, tuple[str, ...]]:
         lists = zip(*(member.args for member in members), strict=True)
         args = tuple(
-            [_bound(t, inputs) for values in of for t in values] for of in lists
+            [bound(t, inputs) for values in of for t in values] for of in lists
         )
-        kwargs = {k: _bound(v, inputs) for k, v in members[0].kwargs.items()}
+        kwargs = {k: bound(v, inputs) for k, v in members[0].kwargs.items()}
         # Results are those of the first list, then of the next.
         count = len(members)
         outputs = tuple(n for member in members for n in member.node.outputs)
@@ -377,12 +381,12 @@ class Merger:
     ) -> Call:
         name = _NAMES[call.function]
         columns = list(zip(*(member.args for member in members), strict=True))
-        tensors = [c for c in columns if isinstance(c[0], _Tensor)]
-        args: list[Any] = [[_bound(t, inputs) for t in column] for column in tensors]
+        tensors = [c for c in columns if isinstance(c[0], Named)]
+        args: list[Any] = [[bound(t, inputs) for t in column] for column in tensors]
         kwargs = {
-            k: _bound(v, inputs) for k, v in members[0].kwargs.items() if k != "value"
+            k: bound(v, inputs) for k, v in members[0].kwargs.items() if k != "value"
         }
-        numbers = next((c for c in columns if not isinstance(c[0], _Tensor)), None)
+        numbers = next((c for c in columns if not isinstance(c[0], Named)), None)
         kind = "default" if call.function in _UNARY or name == "copy" else "List"
         if call.function in _PRODUCTS:
             numbers = tuple(member.kwargs.get("value", 1) for member in members)
@@ -391,7 +395,7 @@ class Merger:
             # Eager mode has lists of whatever depends on a step's count.
             same = not isinstance(numbers[0], Number) and len({*numbers}) == 1
             kind = "Scalar" if same else "ScalarList"
-            bound = [_bound(number, inputs) for number in numbers]
+            bound = [bound(number, inputs) for number in numbers]
             args.append(bound[0] if same else bound)
         elif len(tensors) == 2 and self._is_factor(tensors):
             kind, args[1] = "Tensor", args[1][0]
@@ -402,7 +406,7 @@ class Merger:
         outputs = sum(len(member.node.outputs) for member in members)
         return Call(run, tuple(args), kwargs, tuple(range(outputs)))
 
-    def _is_factor(self, tensors: Sequence[Sequence[_Tensor]]) -> bool:
+    def _is_factor(self, tensors: Sequence[Sequence[Named]]) -> bool:
         """Return whether the second operands are one number in a tensor."""
         (one, *_), (other, *_) = tensors
         return self._layouts[one.name].shape != self._layouts[other.name].shape
@@ -420,29 +424,29 @@ def _foreach(function: Any) -> Callable[..., Any]:
     return foreach
 
 
-def _named(value: Any, inputs: Sequence[str]) -> Any:
-    """Return arguments with tensors by name; the inverse of `_bound`."""
+def named(value: Any, inputs: Sequence[str]) -> Any:
+    """Return arguments with tensors by name; the inverse of `bound`."""
     match value:
         case Operand(index):
-            return _Tensor(inputs[index])
+            return Named(inputs[index])
         case Number(function, args):
-            return Number(function, _named(args, inputs))
+            return Number(function, named(args, inputs))
         case dict():
-            return {key: _named(item, inputs) for key, item in value.items()}
+            return {key: named(item, inputs) for key, item in value.items()}
         case list() | tuple():
-            return tuple(_named(item, inputs) for item in value)
+            return tuple(named(item, inputs) for item in value)
         case _:
             return value
 
 
-def _bound(value: Any, inputs: Mapping[str, int]) -> Any:
+def bound(value: Any, inputs: Mapping[str, int]) -> Any:
     """Return an argument with tensors as operands."""
     match value:
-        case _Tensor(name):
+        case Named(name):
             return Operand(inputs[name])
         case Number(function, args):
-            return Number(function, tuple(_bound(item, inputs) for item in args))
+            return Number(function, tuple(bound(item, inputs) for item in args))
         case tuple():
-            return [_bound(item, inputs) for item in value]
+            return [bound(item, inputs) for item in value]
         case _:
             return value

@@ -480,6 +480,7 @@ class _Writer:
         first = call.args[0] == Operand(0) and node.inputs[0] == target
         return (
             call.into is not None
+            and not call.stores
             and (first or not call.first)
             and graph.tensors[value].alias is None
             and layouts[value] == layouts[target]
@@ -542,8 +543,10 @@ def _ordered(
     behind: dict[int, list[Node]] = {}
     seen = set(at)
     for sink in sorted(sinks, key=lambda node: anchors[node.name]):
-        behind.setdefault(anchors[sink.name], []).extend(_with(sink, before, seen))
-    last = [x for n in rest for x in _with(n, before, seen)]
+        behind.setdefault(anchors[sink.name], []).extend(
+            with_dependencies(sink, before, seen)
+        )
+    last = [x for n in rest for x in with_dependencies(n, before, seen)]
     if merger is not None:
         nbytes = {n: graph.tensors[n].nbytes for node in main for n in node.outputs}
         behind = {
@@ -595,7 +598,9 @@ def _before(
     return found
 
 
-def _with(node: Node, before: Mapping[str, list[Node]], seen: set[str]) -> list[Node]:
+def with_dependencies(
+    node: Node, before: Mapping[str, list[Node]], seen: set[str]
+) -> list[Node]:
     """Return a node behind its dependencies that have not been seen yet."""
     found: list[Node] = []
     pending: list[Any] = [node]

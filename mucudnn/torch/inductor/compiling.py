@@ -132,15 +132,18 @@ class CompiledStep:
 
     def holds(self, sizes: Sequence[int]) -> bool:
         """Return whether PyTorch's guards hold for values of the symbols."""
-        values = {s: sympy.Integer(n) for s, n in zip(self.symbols, sizes, strict=True)}
-        ranges, equal = self.shapes.var_to_range, self.shapes.replacements
-        return (
-            all(ranges[s].lower <= n <= ranges[s].upper for s, n in values.items())
-            and all(
-                equal[s].xreplace(values) == values[s] for s in equal.keys() & values
-            )
-            and all(g.expr.xreplace(values) == sympy.true for g in self.shapes.guards)
-        )
+        return holds(self.shapes, self.symbols, sizes)
+
+
+def holds(shapes: ShapeEnv, symbols: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return whether PyTorch's guards hold for values of symbols."""
+    values = {s: sympy.Integer(n) for s, n in zip(symbols, sizes, strict=True)}
+    ranges, equal = shapes.var_to_range, shapes.replacements
+    return (
+        all(ranges[s].lower <= n <= ranges[s].upper for s, n in values.items())
+        and all(equal[s].xreplace(values) == values[s] for s in equal.keys() & values)
+        and all(g.expr.xreplace(values) == sympy.true for g in shapes.guards)
+    )
 
 
 def check_compiler(device: torch.device) -> None:
@@ -193,7 +196,7 @@ def traced_joint(
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     with mode, torch.no_grad(), enable_python_dispatcher():
-        symbols = [_symbol(shapes, f"size_{i}", n) for i, n in enumerate(sizes)]
+        symbols = [symbol(shapes, f"size_{i}", n) for i, n in enumerate(sizes)]
         given = [*symbols, *(layout.empty() for layout in layouts(symbols))]
         try:
             module = make_fx(function, decomposition_table=select_decomp_table())(
@@ -235,7 +238,7 @@ def _failed(what: str, error: Exception) -> NotCompiledError:
     )
 
 
-def _symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
+def symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
     """Return a new symbolic size, which no other size of the same value is."""
     source = ConstantSource(name)
     symbol = shapes.create_symbol(example, source, DimDynamic.DYNAMIC)
@@ -293,7 +296,7 @@ def compile_joint(
                 v for n, v in zip(nodes, fakes, strict=True) if n.name in owned
             ):
                 first = compile_fx_inner(forward, fakes, static_input_idxs=list(static))
-            forward_half = _half(first, forward, outputs)
+            forward_half = half_of(first, forward, outputs)
             # Inductor chooses strides of saved values; the backward half is compiled
             # for these, as AOTAutograd does.
             strides = dict(zip(outputs, first.output_strides or (), strict=False))
@@ -316,7 +319,7 @@ def compile_joint(
             last = _names(output.args[0])
             with _aligned(aligned):
                 second = compile_fx_inner(backward, fakes, is_backward=True)
-            backward_half = _half(second, backward, last)
+            backward_half = half_of(second, backward, last)
     except NotCompiledError:
         raise
     except Exception as e:  # Inductor may fail with any error
@@ -397,7 +400,7 @@ def _names(results: Sequence[Any]) -> list[str | None]:
     return [r.name if isinstance(r, torch.fx.Node) else None for r in results]
 
 
-def _half(
+def half_of(
     compiled: Any, module: torch.fx.GraphModule, outputs: Sequence[str | None]
 ) -> CompiledHalf:
     """Return a compiled graph with its wrapper's source and globals.

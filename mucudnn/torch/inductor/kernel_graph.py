@@ -29,6 +29,7 @@ from mucudnn.torch.inductor.compiling import (
 )
 from mucudnn.torch.inductor.in_place import candidates, keeps_bits
 from mucudnn.torch.inductor.sizes import CompiledSizes, Sizes
+from mucudnn.torch.inductor.update import compile_updates
 from mucudnn.torch.inductor.wrapper_text import KernelLine, read_wrapper
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lower import lower
@@ -556,9 +557,10 @@ def lower_step(
     for both in passes:
         made.update(lower_passes(both, kernels, made))
     rest = lower(_rest(captured, passes, made, kernels), lambda _: Phase.UPDATE)
+    count = len(captured.names)
+    rest = compile_updates(rest, rest.inputs[:count], captured.backward, sizes)
     # One graph of both. Results of the passes are inputs of the rest, and two
     # placeholders may be one tensor.
-    count = len(captured.names)
     names = [node.name for node in captured.module.graph.find_nodes(op="placeholder")]
     renamed = {
         given: name

@@ -177,10 +177,12 @@ class CompiledSizes:
         count: How often passes were compiled.
         reason: Why sizes are compiled for themselves; empty if they are not.
         links: Rates of copies, which are measured for the first size only.
+        updates: Kernels of updates, by what they compute; None for what has failed.
     """
 
     def __init__(self) -> None:
         self.links: list[Links] = []
+        self.updates: dict[Hashable, Any] = {}
         self._forms: dict[Hashable, _Form] = {}
         self.count = 0
         self.reason = ""

@@ -74,7 +74,7 @@ class KernelLine:
         pure: Whether it may run twice.
         heavy: Whether it is a product or a convolution.
         kernel: The kernel that Inductor wrote; None for a function of PyTorch's.
-        pointers: Value of each of the kernel's parameters.
+        pointers: Value of each of the kernel's parameters, or a size.
         convolution: The line as a call of PyTorch's convolution or its gradient; None
             if it is another one.
     """
@@ -88,7 +88,7 @@ class KernelLine:
     pure: bool
     heavy: bool
     kernel: Kernel | None
-    pointers: Sequence[str | None]
+    pointers: Sequence[str | int | None]
     function: Callable[..., Any]
     into: Callable[..., Any] | None = None
     convolution: Call | None = None
@@ -271,7 +271,7 @@ class _Reader:
         kernel = self._kernels.get(name)
         read: list[str] = []
         written: list[str] = []
-        pointers: list[str | None] = []
+        pointers: list[str | int | None] = []
         function: Any = None
         if kernel is not None:
             keywords = ["stream"] if kernel.triton else []
@@ -287,7 +287,9 @@ class _Reader:
                 (read if const else written).extend(found)
                 if parameter.startswith("in_out"):
                     read.extend(found)
-                pointers.append(found[0] if _is_whole(argument) else None)
+                whole = found[0] if found and _is_whole(argument) else None
+                size = argument.value if isinstance(argument, ast.Constant) else None
+                pointers.append(size if whole is None else whole)
         else:
             function = self._resolved(call)
             writes = _written_arguments(call, function)
@@ -388,7 +390,7 @@ class _Text:
     gpu: int | None
 
     def function(self, space: dict[str, Any], kernel: Kernel | None) -> Any:
-        """Compile the function; equal lines have equal names, for remembered plans."""
+        """Compile the function."""
         names = {v: f"a{i}" for i, v in enumerate(self.operands)}
         names |= {v: f"r{i}" for i, v in enumerate(self.made)}
         body = []
@@ -416,17 +418,27 @@ class _Text:
         if self.gpu is not None:
             guard = f"with torch.cuda._DeviceGuard({self.gpu}):"
             body = [guard, *(f"    {line}" for line in body)]
-        source = f"def line({', '.join(parameters)}):\n    " + "\n    ".join(body)
-        key = source if kernel is None else source + kernel.source
-        digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-        if (known := _LINES.get(digest)) is not None:
-            return known
-        found: dict[str, Any] = {}
-        exec(compile(source, "<line of Inductor's>", "exec"), space, found)
-        function = found["line"]
-        function.__qualname__ = f"inductor_{digest}"
-        function.__module__ = "mucudnn"
-        return _LINES.setdefault(digest, function)
+        return define(parameters, body, space, kernel)
+
+
+def define(
+    parameters: Sequence[str],
+    body: Sequence[str],
+    space: dict[str, Any],
+    kernel: Kernel | None,
+) -> Any:
+    """Compile a function; equal ones have equal names, for remembered plans."""
+    source = f"def line({', '.join(parameters)}):\n    " + "\n    ".join(body)
+    key = source if kernel is None else source + kernel.source
+    digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+    if (known := _LINES.get(digest)) is not None:
+        return known
+    found: dict[str, Any] = {}
+    exec(compile(source, "<line of Inductor's>", "exec"), space, found)
+    function = found["line"]
+    function.__qualname__ = f"inductor_{digest}"
+    function.__module__ = "mucudnn"
+    return _LINES.setdefault(digest, function)
 
 
 _LINES: dict[str, Any] = {}

@@ -92,6 +92,8 @@ class Call:
         into: Variant of the function that writes its result to the argument `out`, or
             to its first argument if `first`; None if there is none.
         first: Whether `into` writes to its first argument.
+        stores: Operands that the first results are new values of, which `into` writes
+            in their place.
         integer: What integer operands hold while it is measured.
     """
 
@@ -103,6 +105,7 @@ class Call:
     into: Callable[..., Any] | None = None
     first: bool = False
     integer: int = 0
+    stores: tuple[int, ...] = ()
 
 
 def _nothing() -> None:
