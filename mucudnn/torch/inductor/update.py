@@ -82,10 +82,11 @@ def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
     return _fused(y, alpha, x)
 
 
-def _lerp(start: Any, end: Any, weight: float) -> Any:
-    if abs(weight) < 0.5:
-        return _fused(end - start, weight, start)
-    return _fused(end - start, weight - 1, end)
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    weight = torch.as_tensor(weight, dtype=start.dtype)
+    small = weight.abs() < 0.5
+    factor = torch.where(small, weight, weight - 1)
+    return _fused(end - start, factor, torch.where(small, start, end))
 
 
 def _fused(x: Any, y: Any, z: Any) -> Any:
@@ -173,7 +174,7 @@ def compile_updates(
         name = group.outputs[0]
         try:
             calls[name] = _call_of(lowered, group, compiled)
-        except NotCompiledError as e:
+        except Exception as e:  # Inductor, and operations that are tried, raise any
             _LOG.debug("%s runs operation by operation: %s", name, e)
             continue
         layouts.update(group.layouts)
@@ -250,7 +251,8 @@ def _shape(lowered: Lowered, node: Node) -> tuple[int, ...] | None:
 
 
 def _leaves(arguments: Any) -> list[Any]:
-    return pytree.tree_leaves(arguments, is_leaf=_is_number)
+    leaves: list[Any] = pytree.tree_leaves(arguments, is_leaf=_is_number)
+    return leaves
 
 
 def _is_number(value: Any) -> bool:
@@ -266,9 +268,7 @@ def _described(
     made = {name for node in nodes for name in node.outputs}
     read = dict.fromkeys(n for node in nodes for n in node.inputs if n not in made)
     leaves = [
-        leaf
-        for node in nodes
-        for leaf in _leaves(_named_arguments(lowered, node))
+        leaf for node in nodes for leaf in _leaves(_named_arguments(lowered, node))
     ]
     operands = {leaf.name for leaf in leaves if isinstance(leaf, Named)}
     kernel = [name for name in read if name in operands]
@@ -300,8 +300,19 @@ def _described(
 
 
 def _named_arguments(lowered: Lowered, node: Node) -> Any:
+    """Return arguments with tensors by name, and numbers that a kernel reads.
+
+    Constants such as a decay are numbers, too: one kernel serves all of them.
+    """
     call = lowered.calls[node.name]
-    return named((call.args, dict(call.kwargs)), node.inputs)
+    given = named((call.args, dict(call.kwargs)), node.inputs)
+    if call.function not in _EXACT:
+        return given
+    return pytree.tree_map(
+        lambda v: Number(float, (v,)) if isinstance(v, float) else v,
+        given,
+        is_leaf=_is_number,
+    )
 
 
 # Kernels.
@@ -367,8 +378,8 @@ def _order(layout: Layout) -> tuple[int, ...] | None:
     return tuple(stride for stride, _ in strides)
 
 
-def _operations(lowered: Lowered, group: _Group) -> Iterator[tuple[Any, Any, int]]:
-    """Yield functions, arguments with places of tensors and numbers, and results."""
+def _operations(lowered: Lowered, group: _Group) -> Iterator[tuple[Any, ...]]:
+    """Yield functions, arguments as places, and types and places of results."""
     places = {name: i for i, name in enumerate(group.inputs)}
     places |= {node.outputs[0]: -1 - i for i, node in enumerate(group.nodes)}
     numbers = {number: i for i, number in enumerate(group.numbers)}
@@ -386,11 +397,12 @@ def _operations(lowered: Lowered, group: _Group) -> Iterator[tuple[Any, Any, int
         arguments = pytree.tree_map(placed, given, is_leaf=_is_number)
         (result,) = node.outputs
         at = group.outputs.index(result) if result in group.outputs else -1
-        yield lowered.calls[node.name].function, arguments, at
+        dtype = lowered.layouts[result].dtype
+        yield lowered.calls[node.name].function, arguments, dtype, at
 
 
 def _compiled(
-    operations: Sequence[tuple[Any, Any, int]], group: _Group, example: int
+    operations: Sequence[tuple[Any, ...]], group: _Group, example: int
 ) -> _Kernel:
     """Compile a group's kernel.
 
@@ -398,9 +410,6 @@ def _compiled(
         operations: What it computes.
         group: The group.
         example: A size for which Inductor decides on threads.
-
-    Raises:
-        NotCompiledError: Inductor cannot compile it.
     """
     layouts = [group.layouts[name] for name in group.inputs[: group.count]]
     double = any(layout.dtype is torch.float64 for layout in layouts)
@@ -417,12 +426,14 @@ def _compiled(
                 case Number(_, (index,)):
                     return numbers[index]
                 case Operand(index):
-                    return tensors[index] if index >= 0 else values[-1 - index]
+                    tensor = tensors[index] if index >= 0 else values[-1 - index]
+                    narrow = tensor.is_floating_point() and tensor.itemsize < 4
+                    return tensor.float() if narrow else tensor  # rounded at the end
             return leaf
 
-        for function, arguments, _ in operations:
+        for function, arguments, made, _ in operations:
             args, kwargs = pytree.tree_map(valued, arguments, is_leaf=_is_number)
-            values.append(_EXACT.get(function, function)(*args, **kwargs))
+            values.append(_EXACT.get(function, function)(*args, **kwargs).to(made))
         results = {at: v for (*_, at), v in zip(operations, values, strict=True)}
         return [results[i] for i in range(len(group.outputs))]
 
@@ -432,27 +443,23 @@ def _compiled(
         # Without effect, but part of the key by which compiled graphs are cached.
         "profile_bandwidth_regex": "updates with fused products",
     }
-    try:
-        with mode, torch.no_grad(), enable_python_dispatcher():
-            size = symbol(shapes, "size", example)
-            tensors = [
-                torch.empty([size] if layout.shape else [], dtype=layout.dtype)
-                for layout in layouts
-            ]
-            given = [size, *tensors, torch.empty(len(group.numbers), dtype=dtype)]
-            module = make_fx(run, decomposition_table=select_decomp_table())(*given)
-        with (
-            tracing(TracingContext(mode)),
-            V.set_fake_mode(mode),
-            torch.no_grad(),
-            config.patch(settings),
-            _fused_products(),
-        ):
-            found = compile_fx_inner(module, given)
-        half = half_of(found, module, [])
-    except Exception as e:  # Inductor may fail with any error
-        raise NotCompiledError(f"{type(e).__name__}: {e}") from e
-    return _Kernel(half, size.node.expr, shapes, dtype)
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        size = symbol(shapes, "size", example)
+        tensors = [
+            torch.empty([size] if layout.shape else [], dtype=layout.dtype)
+            for layout in layouts
+        ]
+        given = [size, *tensors, torch.empty(len(group.numbers), dtype=dtype)]
+        module = make_fx(run, decomposition_table=select_decomp_table())(*given)
+    with (
+        tracing(TracingContext(mode)),
+        V.set_fake_mode(mode),
+        torch.no_grad(),
+        config.patch(settings),
+        _fused_products(),
+    ):
+        found = compile_fx_inner(module, given)
+    return _Kernel(half_of(found, module, []), size.node.expr, shapes, dtype)
 
 
 @contextmanager
@@ -496,8 +503,8 @@ def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
     made = [group.layouts[name] for name in group.outputs]
     for name, layout in zip(tensors, layouts, strict=True):
         if layout.shape and _order(layout) != _order(made[0]):
-            memory = _empty(replace(made[0], dtype=layout.dtype))
-            body.append(f"{name} = {memory}.copy_({name})")
+            copied = _empty(replace(made[0], dtype=layout.dtype))
+            body.append(f"{name} = {copied}.copy_({name})")
     pointers = (results.get(p, p) if isinstance(p, str) else p for p in line.pointers)
     call = f"{line.name}({', '.join(map(str, pointers))})"
     stores = [group.inputs.index(name) for name in group.stores]
@@ -505,8 +512,8 @@ def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
     for taken in ([], stores):
         memory = [f"a{i}" for i in taken] + [_empty(at) for at in made[len(taken) :]]
         assigned = [f"r{i} = {each}" for i, each in enumerate(memory)]
-        last = f"return {', '.join(results.values())},"
-        lines = [*body, *assigned, call, last]
+        returned = f"return {', '.join(results.values())},"
+        lines = [*body, *assigned, call, returned]
         space = {**found.half.space, "array": array}
         functions.append(define([*tensors, *numbers], lines, space, line.kernel))
     places = {name: i for i, name in enumerate(group.inputs)}
@@ -562,7 +569,7 @@ def _check_bits(lowered: Lowered, group: _Group, found: _Kernel) -> None:
             with np.errstate(invalid="ignore"):
                 rounded = np.sqrt(operand.to(found.dtype).numpy())
             values[result] = torch.from_numpy(rounded).to(operand.dtype)
-    for function in (call.function, call.into):
+    for function in filter(None, (call.function, call.into)):
         mine = [tensor.clone() for tensor in given]
         results = evaluate(replace(call, function=function), mine)
         expected = [values[name] for name in group.outputs]

@@ -288,8 +288,10 @@ class _Reader:
                 if parameter.startswith("in_out"):
                     read.extend(found)
                 whole = found[0] if found and _is_whole(argument) else None
-                size = argument.value if isinstance(argument, ast.Constant) else None
-                pointers.append(size if whole is None else whole)
+                if isinstance(argument, ast.Constant) and type(argument.value) is int:
+                    pointers.append(argument.value)
+                else:
+                    pointers.append(whole)
         else:
             function = self._resolved(call)
             writes = _written_arguments(call, function)
