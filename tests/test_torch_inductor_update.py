@@ -3,7 +3,6 @@
 import copy
 import warnings
 
-import numpy as np
 import pytest
 
 from mucudnn.errors import PlanningError
@@ -21,6 +20,7 @@ from tests.test_torch_inductor import (  # noqa: E402, F401
     compilations,
     one_thread_and_a_folder_of_its_own,
     pytestmark,
+    rounded_roots,
 )
 from tests.torch_steps import real_peak  # noqa: E402
 
@@ -102,22 +102,6 @@ def halved(optimizer):
     return optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-@pytest.fixture
-def rounded_roots(monkeypatch):
-    """Have roots of eager mode rounded correctly, which those of Intel MKL are not."""
-    root = torch.Tensor.sqrt
-
-    def sqrt(x):
-        if x.dtype is torch.float64:
-            return torch.from_numpy(np.sqrt(x.numpy()))
-        return root(x.double()).to(x.dtype)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "sqrt", sqrt)
-        patched.setattr(torch.Tensor, "sqrt_", lambda x: x.copy_(sqrt(x)))
-        yield
-
-
 def loss_of(logits, y):
     return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
@@ -149,7 +133,8 @@ def eager_update(model, batch, optimizer, clip=None, scheduler=None):
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        with rounded_roots():
+            optimizer.step()
         if scheduler is not None:
             scheduler.step()
         return loss.item()
@@ -170,7 +155,7 @@ def eager_update(model, batch, optimizer, clip=None, scheduler=None):
     ],
 )
 def test_an_update_has_the_bits_of_its_operations(
-    name, dtype, clip, schedule, monkeypatch, request
+    name, dtype, clip, schedule, monkeypatch
 ):
     model, batch = words(dtype)
     mine = copy.deepcopy(model)
@@ -186,7 +171,6 @@ def test_an_update_has_the_bits_of_its_operations(
         if scheduler is not None:
             scheduler.step()
     assert len(made[0]) == 7  # each trained parameter's
-    request.getfixturevalue("rounded_roots")  # not for the planned step
     assert losses == eager_update(
         model, batch, other, clip, schedule and schedule(other)
     )
