@@ -370,16 +370,19 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
 
     layers = [_Layer(interval, kind(interval)) for interval in largest[:_NAMED]]
     changes = sorted(
-        [(layer.interval.first, layer.interval.start_ms, layer) for layer in layers]
-        + [(layer.interval.last, layer.interval.stop_ms, layer) for layer in layers],
+        [
+            (one.interval.first, one.interval.start_ms, list.append, one)
+            for one in layers
+        ]
+        + [
+            (one.interval.last, one.interval.stop_ms, list.remove, one)
+            for one in layers
+        ],
         key=lambda change: change[0],
     )
     stack: list[_Layer] = []
-    for position, ms, layer in changes:
-        if position == layer.interval.first:
-            stack.append(layer)
-        else:
-            stack.remove(layer)
+    for _, ms, add_or_remove, layer in changes:
+        add_or_remove(stack, layer)
         # Layers above a change move: each gets a corner where its height changes.
         height = bottom
         for one in stack:
