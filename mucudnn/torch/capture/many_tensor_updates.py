@@ -395,8 +395,8 @@ class Merger:
             # Eager mode has lists of whatever depends on a step's count.
             same = not isinstance(numbers[0], Number) and len({*numbers}) == 1
             kind = "Scalar" if same else "ScalarList"
-            bound = [bound(number, inputs) for number in numbers]
-            args.append(bound[0] if same else bound)
+            scalars = [bound(number, inputs) for number in numbers]
+            args.append(scalars[0] if same else scalars)
         elif len(tensors) == 2 and self._is_factor(tensors):
             kind, args[1] = "Tensor", args[1][0]
         in_place = members[0].in_place
