@@ -105,7 +105,8 @@ def test_lengths_share_one_compilation_and_each_keeps_the_budget(compilations): 
     free = mt.train_step(free_model, reader_loss, free_optimizer, **options)
     assert looped(free) == expected
     assert all(map(torch.equal, free_model.parameters(), state))
-    assert len(compilations) == 4  # both passes, for one size and for all
+    # Both passes, for one size and for all; the update.
+    assert len(compilations) == 5
     free.prepare(*words(4, 40))
     most = free.plan.peak_bytes
     tight_model, tight_optimizer = reader()

@@ -10,6 +10,8 @@ from mucudnn.errors import PlanningError
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():  # PyTorch's own, as its modules are imported
     warnings.simplefilter("ignore", DeprecationWarning)
+    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+
     from mucudnn.torch.inductor import kernel_graph, update
 from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
@@ -19,10 +21,12 @@ from tests.test_torch_inductor import (  # noqa: E402, F401
     FxGraphCache,
     compilations,
     one_thread_and_a_folder_of_its_own,
-    pytestmark,
+    pytestmark as marks,
     rounded_roots,
 )
 from tests.torch_steps import real_peak  # noqa: E402
+
+pytestmark = [*marks, pytest.mark.torch]
 
 STEPS = 4
 
@@ -297,3 +301,10 @@ def test_a_kernel_with_other_bits_is_dropped(monkeypatch):
     step(*batch)
     assert made == [[]]
     assert step.plan.kernels
+
+
+def test_inductor_writes_products_as_before_once_updates_are_compiled():
+    functions = [vars(o).get("fma") for o in (CppOverrides, CppVecOverrides)]
+    with update._fused_products():
+        assert vars(CppOverrides)["fma"] is not functions[0]
+    assert functions == [vars(o).get("fma") for o in (CppOverrides, CppVecOverrides)]

@@ -200,7 +200,7 @@ def _trace(
     ):
         known[i] = values.get(id(tensor), known[i])
     tracer.shapes = shapes = KnownShapes(
-        names, known, parts.parameters.keys(), parts.buffers.keys()
+        names, known, frozenset(parts.parameters), frozenset(parts.buffers)
     )
     mode = StepFakes(shapes, KernelResults() if results is None else results)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]

@@ -92,7 +92,7 @@ def _lerp(start: Any, end: Any, weight: Any) -> Any:
 def _fused(x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, rounded once."""
     if not isinstance(y, torch.Tensor):
-        y = torch.full((), y, dtype=x.dtype)
+        y = torch.full((), y, dtype=x.dtype, device=x.device)
     return fma(x, y, z)
 
 
@@ -446,10 +446,11 @@ def _compiled(
     with mode, torch.no_grad(), enable_python_dispatcher():
         size = symbol(shapes, "size", example)
         tensors = [
-            torch.empty([size] if layout.shape else [], dtype=layout.dtype)
-            for layout in layouts
+            torch.empty([size] if at.shape else [], dtype=at.dtype, device="cpu")
+            for at in layouts
         ]
-        given = [size, *tensors, torch.empty(len(group.numbers), dtype=dtype)]
+        numbers = torch.empty(len(group.numbers), dtype=dtype, device="cpu")
+        given = [size, *tensors, numbers]
         module = make_fx(run, decomposition_table=select_decomp_table())(*given)
     with (
         tracing(TracingContext(mode)),
@@ -470,13 +471,18 @@ def _fused_products() -> Iterator[None]:
     def written(function: str) -> Any:
         return staticmethod(lambda x, y, z: f"{function}({x}, {y}, {z})")
 
+    before = {overrides: vars(overrides).get("fma") for overrides in functions}
     try:
         for overrides, function in functions.items():
             overrides.fma = written(function)
         yield
     finally:
-        for overrides in functions:
-            del overrides.fma
+        # The passes of other sizes are compiled later, by what PyTorch has there.
+        for overrides, function in before.items():
+            if function is None:
+                del overrides.fma
+            else:
+                overrides.fma = function
 
 
 def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
@@ -531,7 +537,8 @@ def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
 
 
 def _empty(layout: Layout) -> str:
-    return f"torch.empty_strided({layout.shape}, {layout.stride}, dtype={layout.dtype})"
+    made = f"{layout.shape}, {layout.stride}, dtype={layout.dtype}"
+    return f"torch.empty_strided({made}, device='cpu')"
 
 
 def _check_bits(lowered: Lowered, group: _Group, found: _Kernel) -> None:
