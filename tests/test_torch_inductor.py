@@ -131,6 +131,16 @@ def noisy():
     return nn.Sequential(*layers), functional.cross_entropy, batch
 
 
+def depthwise():
+    """A convolution of each channel between two of all, as MobileNet has them."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Hardswish()]
+    layers += [nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16)]
+    layers += [nn.Hardswish(), nn.Conv2d(16, 8, 1), nn.Flatten(), nn.Linear(2048, 5)]
+    batch = torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))
+    return nn.Sequential(*layers), functional.cross_entropy, batch
+
+
 class Cached(nn.Module):
     """Attention to keys behind an empty cache, which `cat` lays out anew."""
 
@@ -296,15 +306,26 @@ def test_decompositions_may_have_other_strides_than_eager_mode():
 
 
 @pytest.mark.slow
-def test_settings_of_pytorchs_partitioner_apply_to_a_planned_step(tmp_path):
-    default, step = planned(noisy, sgd, cache=tmp_path)
-    with functorch_config.patch(activation_memory_budget=0.5):
-        expected = compiled(noisy, sgd)
-        free, free_step = planned(noisy, sgd, cache=tmp_path)
+@pytest.mark.parametrize("setting", ["partitioner", "images_last", "operands"])
+def test_settings_of_pytorch_apply_to_a_planned_step(setting, tmp_path):
+    made, settings = {
+        "partitioner": (noisy, functorch_config.patch(activation_memory_budget=0.5)),
+        "images_last": (depthwise, config.patch(force_layout_optimization=True)),
+        "operands": (
+            depthwise,
+            functorch_config.patch(ban_recompute_materialized_backward=False),
+        ),
+    }[setting]
+    default, step = planned(made, sgd, cache=tmp_path)
+    with settings:
+        expected = compiled(made, sgd)
+        free, free_step = planned(made, sgd, cache=tmp_path)
         budget = int(0.8 * free_step.plan.peak_bytes)
-        within, other = planned(noisy, sgd, budget, cache=tmp_path)
-    assert default.losses != expected.losses  # by rounding, and drawn in another order
-    assert free_step.plan.kernels != step.plan.kernels
+        within, other = planned(made, sgd, budget, cache=tmp_path)
+    if setting == "partitioner":
+        assert default.losses != expected.losses  # random numbers in another order
+    plan, plain = free_step.plan, step.plan
+    assert (plan.kernels, plan.peak_bytes) != (plain.kernels, plain.peak_bytes)
     for found in (free, within):
         assert found.losses == expected.losses
         assert all(map(torch.equal, found.state, expected.state))
