@@ -9,9 +9,11 @@ batch).
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,61 +126,15 @@ class Loader:
 
 # Run jobs ahead of time on threads, and return the results in order.
 #
-# Worker threads claim jobs in order from a board and put results on it. The consumer
-# takes results in order, and each one taken lets another job be claimed, so that a
-# limited number of jobs is ahead. The consumer is a generator: however it ends
-# (exhaustion, `break`, an exception, Ctrl-C, garbage collection), its `finally` closes
-# the board and joins the workers. Workers reference the board but not the generator, so
-# that it can be collected while they run. A forked process has no workers: there the
-# generator runs the remaining jobs itself.
+# The consumer passes jobs with futures to worker threads, and waits for the futures in
+# order. Each result taken lets another job be passed, so that a limited number of jobs
+# is ahead. The consumer is a generator: however it ends (exhaustion, `break`, an
+# exception, Ctrl-C, garbage collection), its `finally` ends and joins the workers.
+# Workers do not reference the generator, so that it can be collected while they run. A
+# forked process has no workers: there the generator runs the remaining jobs itself.
 
 
 T = TypeVar("T")
-
-
-class _Board(Generic[T]):
-    """Claimed jobs and their results; at most `ahead` jobs are claimed, not taken."""
-
-    def __init__(self, jobs: Sequence[int], ahead: int) -> None:
-        self._jobs = jobs
-        self._claimable = ahead
-        self._claimed = 0
-        self._results: dict[int, Future[T]] = {}
-        self._changed = threading.Condition()
-
-    def claim(self) -> int | None:
-        """Wait until a job may be claimed and return it; None if none is left."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._claimed < self._claimable or self._claimed >= len(self._jobs)
-                )
-            )
-            if self._claimed >= len(self._jobs):
-                return None
-            self._claimed += 1
-            return self._jobs[self._claimed - 1]
-
-    def put(self, job: int, result: Future[T]) -> None:
-        """Store a result; after a failed one no more jobs are claimed."""
-        with self._changed:
-            self._results[job] = result
-            if result.exception() is not None:
-                self._jobs = self._jobs[: self._claimed]
-            self._changed.notify_all()
-
-    def take(self, job: int) -> Future[T]:
-        """Wait for a result, remove it, and allow another job to be claimed."""
-        with self._changed:
-            self._changed.wait_for(lambda: job in self._results)
-            self._claimable += 1
-            self._changed.notify_all()
-            return self._results.pop(job)
-
-    def close(self) -> None:
-        with self._changed:
-            self._jobs = self._jobs[: self._claimed]
-            self._changed.notify_all()
 
 
 def ordered_map(
@@ -200,44 +156,64 @@ def ordered_map(
     if workers == 0:
         yield from map(make, jobs)
         return
-    process = os.getpid()
-    board = _Board[T](jobs, max(depth, workers))
+    process, ahead = os.getpid(), max(depth, workers)
+    passed = SimpleQueue[tuple[int, Future[T]] | None]()
+    awaited = deque[Future[T]]()
+    over = list[bool]()  # no Event: garbage may be collected while its lock is held
     threads = list[threading.Thread]()
+
+    def pass_on(more: Iterable[int]) -> None:
+        for job in more:
+            awaited.append(Future())
+            passed.put((job, awaited[-1]))
+
+    def take(position: int) -> T:
+        result = awaited.popleft().result()
+        if not over:
+            pass_on(jobs[position + ahead : position + ahead + 1])
+        return result
+
+    pass_on(jobs[:ahead])
     try:
         for number in range(workers):
             # Daemon threads, as an open generator must not keep a script from ending.
             thread = threading.Thread(
                 target=_work,
-                args=(board, make),
+                args=(make, passed, over),
                 name=f"mucudnn-data-{number}",
                 daemon=True,
             )
             thread.start()
             threads.append(thread)
-        for job in jobs:
+        for position, job in enumerate(jobs):
             # Not assigned to a name, which would keep a batch that the caller drops.
-            if os.getpid() == process:
-                yield board.take(job).result()
-            else:
-                yield make(job)
+            yield take(position) if os.getpid() == process else make(job)
     finally:
-        if os.getpid() == process:  # in a fork, a worker may have held the lock
-            board.close()
+        if os.getpid() == process:
+            over.append(True)
+            for _ in threads:
+                passed.put(None)
             # The garbage collector may run this on a worker, which cannot join itself.
             if threading.current_thread() not in threads:
                 for thread in threads:
                     thread.join()
 
 
-def _work(board: _Board[T], make: Callable[[int], T]) -> None:
-    while (job := board.claim()) is not None:
-        result = Future[T]()
+def _work(
+    make: Callable[[int], T],
+    passed: SimpleQueue[tuple[int, Future[T]] | None],
+    over: list[bool],
+) -> None:
+    """Run jobs until there is None; after a failed one, no more are begun."""
+    # Asked before a job is taken: the consumer waits for every job that is taken.
+    while not over and (item := passed.get()) is not None:
+        job, result = item
         try:
             result.set_result(make(job))
         except BaseException as e:  # the consumer raises it
+            over.append(True)
             result.set_exception(e)
-        board.put(job, result)
-        del result  # or it would live until the next job is done
+        del item, result  # or they would live until the next job is done
 
 
 class PartOfBatches:
