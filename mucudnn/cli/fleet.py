@@ -31,10 +31,8 @@ from mucudnn.models import FunctionModel
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
-def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]:
+def _parse_batches(text: str) -> tuple[int, int | None]:
     """Parse `256`, or `128-512` for the best of a range."""
-    if isinstance(text, tuple):
-        return text
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise click.BadParameter(f"{text!r} is neither a number nor a range: 128-512")

@@ -166,7 +166,6 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "When copies run; all compares every scheduler; by default the policy's own.",
         schedulers,
         several=_ALL,
-        default=(),
     ),
     order_option,
     option(
@@ -398,7 +397,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         return study_memory(
             spec,
             policies=names,
-            schedulers=_expand_all(settings["schedulers"], schedulers),
+            schedulers=_expand_all(settings["schedulers"] or (), schedulers),
             budget=budget,
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],

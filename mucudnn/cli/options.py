@@ -108,17 +108,13 @@ def byte_size(text: str | int) -> int:
     return nbytes
 
 
-def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:
+def byte_sizes(text: str) -> tuple[int, ...]:
     """Parse `8MiB,64MiB` into distinct ascending numbers."""
-    if isinstance(text, tuple):
-        return text
     return tuple(sorted({byte_size(size) for size in text.split(",")}))
 
 
-def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
+def image_size(text: str) -> tuple[int, ...]:
     """Parse `224`, `32x48` or `3x32x48`."""
-    if isinstance(text, tuple):
-        return text
     sizes = text.lower().replace("×", "x").split("x")
     try:
         return tuple(parse_integer(size, least=1, most=_MOST) for size in sizes)
@@ -141,11 +137,11 @@ def split_of(text: str) -> str | int:
     )
 
 
-def tier(text: object) -> object:
+def tier(text: str) -> object:
     """Parse an offload target such as `disk:/scratch=10GiB`."""
     from mucudnn.runtime.executor.tiers import TierChoice
 
-    return parsed(text, TierChoice.parse) if isinstance(text, str) else text
+    return parsed(text, TierChoice.parse)
 
 
 # Complete half-typed values in a shell.
@@ -159,14 +155,22 @@ def completing(
 ) -> Complete:
     """Return a completion for one of some names, which may depend on the line so far.
 
-    With `several`, the value is a comma list, whose last word is completed; with
-    `files`, it may also be a file.
+    With `several`, the value is a comma list, whose last word is completed with names
+    that are not in the list yet; with `files`, it may also be a file.
     """
 
     def complete(
         ctx: click.Context, parameter: click.Parameter, typed: str
     ) -> "list[CompletionItem]":
-        found = _matching(names(ctx), typed, several=several)
+        from click.shell_completion import CompletionItem
+
+        before, comma, word = typed.rpartition(",") if several else ("", "", typed)
+        given = before.split(",")
+        found = [
+            CompletionItem(f"{before}{comma}{name}")
+            for name in dict.fromkeys(names(ctx))
+            if name.startswith(word) and name not in given
+        ]
         return completing_files(ctx, parameter, typed) if files and not found else found
 
     return complete
@@ -180,21 +184,6 @@ def completing_files(
 
     del ctx, parameter
     return [CompletionItem(typed, type="file")]
-
-
-def _matching(
-    names: Iterable[str], typed: str, *, several: bool
-) -> "list[CompletionItem]":
-    """Return names that begin as typed and are not in the list yet."""
-    from click.shell_completion import CompletionItem
-
-    before, comma, word = typed.rpartition(",") if several else ("", "", typed)
-    given = before.split(",")
-    return [
-        CompletionItem(f"{before}{comma}{name}")
-        for name in dict.fromkeys(names)
-        if name.startswith(word) and name not in given
-    ]
 
 
 # Declare options.
@@ -256,49 +245,13 @@ def section(title: str, *options: Option) -> Option:
     return cloup.option_group(title, *options)
 
 
-class StrategyOption(click.Option):
-    """An option that takes a name in a table.
+class _StrategyOption(click.Option):
+    """An option whose help lists the current names of a table."""
 
-    If `several` is given, it takes a comma list, or that word for the whole table.
-    """
-
-    def __init__(
-        self,
-        declarations: list[str],
-        *,
-        table: Table,
-        several: str | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *declarations: Any, table: Table, **settings: Any) -> None:
+        super().__init__(*declarations, **settings)
         self._table = table
-        self._several = several
-        self._text = settings.get("help", "")
-        metavar = "NAME" if several is None else "NAME,…"
-        super().__init__(declarations, type=self._read, metavar=metavar, **settings)
-
-    def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(text, tuple):
-            return text
-        words: tuple[str, ...] = (text,)
-        if self._several is not None:
-            words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        _, check = self._table()
-        for word in words:
-            try:
-                if word != self._several:
-                    check(word)
-            except ValueError as e:
-                more = "" if self._several is None else f", or {self._several}"
-                raise click.BadParameter(f"{e}{more}") from e
-        return text if self._several is None else words
-
-    def shell_complete(
-        self, ctx: click.Context, incomplete: str
-    ) -> "list[CompletionItem]":
-        """Complete with the current names."""
-        names, _ = self._table()
-        words = names if self._several is None else (*names, self._several)
-        return _matching(words, incomplete, several=self._several is not None)
+        self._text = settings["help"]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the help with the current names."""
@@ -307,12 +260,42 @@ class StrategyOption(click.Option):
         return super().get_help_record(ctx)
 
 
-def strategy(flags: str, text: str, table: Table, **settings: Any) -> Option:
-    """Declare an option whose value is a name in a table; see `StrategyOption`."""
-    if "default" in settings:
-        settings["show_default"] = True
+def strategy(
+    flags: str, text: str, table: Table, *, several: str | None = None, **default: Any
+) -> Option:
+    """Declare an option whose value is a name in a table.
+
+    If `several` is given, the value is a comma list, or that word for the whole table.
+    `default` is as for `option`.
+    """
+
+    def read(given: str) -> str | tuple[str, ...]:
+        words: tuple[str, ...] = (given,)
+        if several is not None:
+            words = tuple(dict.fromkeys(word.strip() for word in given.split(",")))
+        _, check = table()
+        for word in words:
+            try:
+                if word != several:
+                    check(word)
+            except ValueError as e:
+                more = "" if several is None else f", or {several}"
+                raise click.BadParameter(f"{e}{more}") from e
+        return given if several is None else words
+
     return click.option(
-        *flags.split(), cls=StrategyOption, table=table, help=text, **settings
+        *flags.split(),
+        cls=_StrategyOption,
+        table=table,
+        help=text,
+        type=read,
+        metavar="NAME" if several is None else "NAME,…",
+        shell_complete=completing(
+            lambda _: (*table()[0], *filter(None, [several])),
+            several=several is not None,
+        ),
+        **({"show_default": True} if default else {}),
+        **default,
     )
 
 
@@ -449,8 +432,8 @@ if TYPE_CHECKING:
 _SQLITE = b"SQLite format 3\0"
 
 
-def _parse_numerics(text: str | Numerics) -> Numerics:
-    return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
+def _parse_numerics(text: str) -> Any:
+    return parsed(text, Numerics.parse)
 
 
 def _apply_old_policy(

@@ -79,9 +79,9 @@ AUTO, EQUAL = "auto", "equal"
 """Words for the division of images among processes, besides numbers."""
 
 
-def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
+def parse_shares(text: str) -> str | tuple[int, ...]:
     """Parse `auto`, `equal`, or numbers such as `9,3`."""
-    if isinstance(text, tuple) or text in (AUTO, EQUAL):
+    if text in (AUTO, EQUAL):
         return text
     words = text.split(",")
     if all(word.strip().isdecimal() and int(word) > 0 for word in words):
@@ -91,11 +91,11 @@ def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
     )
 
 
-def _parse_budget(text: str | int | tuple[int | str, ...]) -> Any:
+def _parse_budget(text: str) -> Any:
     """Parse `8GiB`, `device` for all free memory, or several separated by commas."""
-    if isinstance(text, tuple) or text == "device":
+    if text == "device":
         return text
-    if isinstance(text, str) and "," in text:
+    if "," in text:
         return tuple(_parse_budget(word.strip()) for word in text.split(","))
     try:
         return byte_size(text)
