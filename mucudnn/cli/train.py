@@ -217,11 +217,11 @@ class _Training:
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
         """Show progress from one process for all."""
-        from mucudnn.cli.progress import progress_display
+        from mucudnn.cli.progress import Remaining, Show, progress_display
 
         if self.leads:
             return progress_display(total, titled=titled)
-        return nullcontext(lambda *_, **__: None)
+        return nullcontext(Show(Remaining(), lambda at: None))
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Return all figures as plain values."""
