@@ -1,8 +1,7 @@
 """`mucudnn tune`: planned against undivided; with `--plan-only`, a survey."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,13 +180,15 @@ def _compare(
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with the results so far."""
     from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.runtime.tuning.workers import process_pool
     from mucudnn.studies.convolutions import StudyInterrupted, compare
 
+    number = settings["workers"]
     with (
         progress_display(
             len(layers), lines=settings["verbose"], limit_s=settings["time_limit"]
         ) as show,
-        _worker_pool(settings["workers"]) as pool,
+        nullcontext() if number is None else process_pool(number) as pool,
     ):
         shown = LayerWords(show)
         if settings["record_file"] is not None and settings["batch_policy"] != "all":
@@ -211,15 +212,6 @@ def _compare(
                 comparison = e.found
             record.tables += [layer.table for layer in comparison.layers]
     return comparison, record
-
-
-def _worker_pool(number: int | None) -> AbstractContextManager["Executor | None"]:
-    """Start processes to measure in, if requested."""
-    if number is None:
-        return nullcontext()
-    from mucudnn.runtime.tuning.workers import process_pool
-
-    return process_pool(number)
 
 
 def _list_suites(json_file: str | None) -> None:

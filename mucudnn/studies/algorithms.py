@@ -36,10 +36,6 @@ class Algorithm:
     deterministic: bool
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self) | {"notes": list(self.notes)}
-
 
 @dataclass(frozen=True, slots=True)
 class WithinLimit:
@@ -48,14 +44,6 @@ class WithinLimit:
     algorithms: int
     first_choice_fits: bool
     best: Algorithm | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "algorithms": self.algorithms,
-            "first_choice_fits": self.first_choice_fits,
-            "best": self.best and self.best.to_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +96,9 @@ class SurveyedBatch:
             "refused": self.refused,
             "least_workspace": self.least_workspace,
             "greatest_workspace": self.greatest_workspace,
-            "first_choice": first and first.to_json(),
-            "fits": {str(limit): self.within(limit).to_json() for limit in limits},
-            "all": [a.to_json() for a in self.algorithms],
+            "first_choice": first and asdict(first),
+            "fits": {str(limit): asdict(self.within(limit)) for limit in limits},
+            "all": [asdict(algorithm) for algorithm in self.algorithms],
             "failures": [{"algo": a, "reason": why} for a, why in self.failures],
         }
 

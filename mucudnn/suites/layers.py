@@ -164,8 +164,6 @@ _DEEPBENCH = (
     *("pad_w", "pad_h", "stride_w", "stride_h"),
 )
 
-_MOST_TIMES = 2**31 - 1
-
 
 def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
     """Read all layers of a CSV file; unnamed layers are named by file and shape.
@@ -248,10 +246,10 @@ def _layer(
     labels = {key: f"column {label!r}" for key, label in columns.items()}
     text = row.pop("count", "1")
     try:
-        count = parse_integer(text, least=1, most=_MOST_TIMES)
+        count = parse_integer(text, least=1, most=_MOST)
     except ValueError:
         raise ValueError(
-            f"{at}: column 'count' is {text!r}, not an integer from 1 to {_MOST_TIMES}"
+            f"{at}: column 'count' is {text!r}, not an integer from 1 to {_MOST}"
         ) from None
     try:
         problem = problem_from_fields(
