@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from mucudnn.cli.options import (
     layout_option,
     listing_option,
     model_argument,
-    names_of_all,
     open_cache,
     optimizer_option,
     option,
@@ -412,8 +411,19 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
 
 
 def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
-    """Return the requested names; for `all`, every usable one."""
-    return names_of_all(table) if _ALL in asked else asked
+    """Return the requested names; for `all`, every usable one.
+
+    Broken ones cause a warning.
+    """
+    if _ALL not in asked:
+        return asked
+    names, check = table()
+    found = []
+    for name in names:
+        with suppress(ValueError):
+            check(name)
+            found.append(name)
+    return tuple(found)
 
 
 @contextmanager

@@ -320,19 +320,6 @@ orders = table("ordering", "ORDERS")
 schedulers = table("scheduling", "SCHEDULERS")
 
 
-def names_of_all(table: Table) -> tuple[str, ...]:
-    """Return every usable name in a table; broken ones cause a warning."""
-    names, check = table()
-    found = []
-    for name in names:
-        try:
-            check(name)
-        except ValueError:
-            continue
-        found.append(name)
-    return tuple(found)
-
-
 # Options that several commands share.
 
 

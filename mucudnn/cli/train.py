@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -125,14 +126,33 @@ class _Training:
         self._settings = settings
         self._group = group
         self.leads = group is None or group.leads
+        from mucudnn.cli.train_data import work_of
+
+        self._make_work = partial(work_of, model, settings)
         with self._display(1) as show:
             show("reading the data", 0, 1)
-            self._work = _work(model, settings, group, show)
+            self._work = self._own_work(show)
         self._optimizer = optimizer_of(settings)
         self._words = words_of(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._open_checkpoints()
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
+
+    def _own_work(self, show: "Show") -> "Work":
+        """Return the work of this process: everything, or its part."""
+        settings = self._settings
+        if self._group is None:
+            return self._make_work()
+        tuner = make_tuner(settings)
+
+        def measure(images: int) -> "StepPoint":
+            show(f"measuring a step of {images} images", 0, 1)
+            return step_point(self._make_work(images).training, tuner, settings)
+
+        with tuner.cache:
+            batch = settings["batch"] // settings["accumulate"]
+            shares = self._group.shares(settings["shares"], batch, measure)
+        return self._group.part(self._make_work, shares)
 
     def run(self, *, quiet: bool) -> bool:
         """Train; return whether Ctrl-C ended it."""
@@ -192,7 +212,7 @@ class _Training:
                 return None
             state, steps = self._trainer.state.save(), self._trainer.steps
             self._trainer.close()
-            self._work = _part_of_work(self._model, self._settings, group, shares)
+            self._work = group.part(self._make_work, shares)
             self._trainer = self._make_trainer(shown)
             self._trainer.state.load(state)
             self._trainer.steps = steps
@@ -298,35 +318,6 @@ class _Training:
                 batch_norm=settings["batch_norm"],
                 **step_arguments(settings, tuner.backend.device),
             )
-
-
-def _work(
-    model: str, settings: Mapping[str, Any], group: Group | None, show: "Show"
-) -> "Work":
-    """Return the work of this process: everything, or its part."""
-    from mucudnn.cli.train_data import work_of
-
-    if group is None:
-        return work_of(model, settings)
-    tuner = make_tuner(settings)
-
-    def measure(images: int) -> "StepPoint":
-        show(f"measuring a step of {images} images", 0, 1)
-        return step_point(work_of(model, settings, images).training, tuner, settings)
-
-    with tuner.cache:
-        batch = settings["batch"] // settings["accumulate"]
-        shares = group.shares(settings["shares"], batch, measure)
-    return _part_of_work(model, settings, group, shares)
-
-
-def _part_of_work(
-    model: str, settings: Mapping[str, Any], group: Group, shares: tuple[int, ...]
-) -> "Work":
-    from mucudnn.cli.train_data import work_of
-
-    whole = work_of(model, settings)
-    return group.part(whole, lambda n: work_of(model, settings, n), shares)
 
 
 # Results of a training: JSON and the last lines of `mucudnn train`.

@@ -106,15 +106,17 @@ class Group:
             self.together, {"MODEL": model, **written, **environment, **versions}
         )
 
-    def part(self, work: "Work", made: Callable[[int], "Work"], shares: Any) -> "Work":
-        """Return the work of this process, its graphs made for its own `shares`.
+    def part(self, make: Callable[..., "Work"], shares: tuple[int, ...]) -> "Work":
+        """Return the work of this process, its graphs made for its own share.
 
-        The shares must be one per process, and add up to a part of the batch.
+        `make` returns the work of a single process, or with graphs for a number of
+        images. The shares must be one per process, and add up to a part of the batch.
         """
         from mucudnn.data import Loader
         from mucudnn.data.loader import PartOfBatches
 
-        loader, size, rank = work.batches, self.together.size, self.together.rank
+        work, size, rank = make(), self.together.size, self.together.rank
+        loader = work.batches
         assert isinstance(loader, Loader), "the work is still of one process"
         parts = work.words["accumulate"]
         batch = loader.batch // parts
@@ -128,9 +130,9 @@ class Group:
         spread = range(0, len(loader.dataset), -(-len(loader.dataset) // _COMPARED))
         digest = digest_of(loader.dataset.read(spread))
         check_alike(self.together, {**work.words, "data": digest})
-        self.history.append(tuple(shares))
+        self.history.append(shares)
         start = sum(shares[:rank])
-        own = made(shares[rank])
+        own = make(shares[rank])
         batches = PartOfBatches(loader, start, start + shares[rank], parts)
         return replace(own, batches=batches)
 

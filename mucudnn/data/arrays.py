@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -242,7 +241,14 @@ class FolderDataset:
             )
         self.classes = classes
         self.image_shape = image_shape
-        self._pillow = _import_pillow()
+        try:
+            from PIL import Image
+        except ImportError as e:
+            raise DataError(
+                "image files are read with Pillow, which is not installed; "
+                "pip install pillow"
+            ) from e
+        self._pillow = Image
         self._paths = [path for path, _ in files]
         self._labels = np.array([label for _, label in files], np.int64)
 
@@ -339,14 +345,3 @@ def _list_files(
 def _folders(folder: Path) -> tuple[str, ...]:
     with readable(folder):
         return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-
-
-def _import_pillow() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError as e:
-        raise DataError(
-            "image files are read with Pillow, which is not installed; "
-            "pip install pillow"
-        ) from e
-    return Image

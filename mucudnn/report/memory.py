@@ -12,7 +12,7 @@ from mucudnn.report.memory_charts import (
     speed_chart,
     stack_chart,
 )
-from mucudnn.report.page import header, page, rendered
+from mucudnn.report.page import SHEETS, header, page, rendered
 from mucudnn.report.svg import Markup
 from mucudnn.report.text import NOTHING, Table, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_results import MemoryStudy
@@ -24,9 +24,6 @@ _COLUMNS = (
 """Columns of techniques; `gap` bounds the distance to the best possible plan."""
 
 _SPARE = ("bound ms", "recomputed", "scheduler", "gap", "offloaded")
-
-SHEETS = ("style.css", "memory.css")
-"""Style sheets of the charts of a step."""
 
 _OURS = "planned"
 
