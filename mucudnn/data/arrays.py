@@ -270,8 +270,8 @@ class FolderDataset:
                 # JPEG only: decoding at reduced size is several times faster
                 file.draft(_MODES[channels], (width, height))
                 if file.mode.startswith("I"):  # 16 bits, which convert would clip
-                    high = np.asarray(file).clip(0, 65535) >> 8
-                    image = self._pillow.fromarray(high.astype(np.uint8))
+                    levels = np.asarray(file).clip(0, 65535) >> 8
+                    image = self._pillow.fromarray(levels.astype(np.uint8))
                 else:
                     image = file
                 image = image.convert(_MODES[channels])
