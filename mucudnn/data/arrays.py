@@ -242,13 +242,13 @@ class FolderDataset:
         self.classes = classes
         self.image_shape = image_shape
         try:
-            from PIL import Image
+            from PIL import Image, ImageOps
         except ImportError as e:
             raise DataError(
                 "image files are read with Pillow, which is not installed; "
                 "pip install pillow"
             ) from e
-        self._pillow = Image
+        self._pillow, self._crop = Image, ImageOps.fit
         self._paths = [path for path, _ in files]
         self._labels = np.array([label for _, label in files], np.int64)
 
@@ -270,18 +270,13 @@ class FolderDataset:
                 # JPEG only: decoding at reduced size is several times faster
                 file.draft(_MODES[channels], (width, height))
                 if file.mode.startswith("I"):  # 16 bits, which convert would clip
-                    levels = np.asarray(file).clip(0, 65535) >> 8
-                    image = self._pillow.fromarray(levels.astype(np.uint8))
+                    high = np.asarray(file).clip(0, 65535) >> 8
+                    image = self._pillow.fromarray(high.astype(np.uint8))
                 else:
                     image = file
                 image = image.convert(_MODES[channels])
-            scale = max(width / image.width, height / image.height)
-            wide, high = width / scale, height / scale  # of the centered crop
-            left = max(0.0, (image.width - wide) / 2)
-            top = max(0.0, (image.height - high) / 2)
-            right, bottom = min(image.width, left + wide), min(image.height, top + high)
-            box = left, top, right, bottom
-            image = image.resize((width, height), self._pillow.Resampling.BILINEAR, box)
+            bilinear = self._pillow.Resampling.BILINEAR
+            image = self._crop(image, (width, height), bilinear)
         except Exception as e:  # decoders raise anything, SyntaxError included
             raise DataError(f"{path}: not a whole image file: {e}") from e
         return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
