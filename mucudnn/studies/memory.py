@@ -300,16 +300,13 @@ class MemoryTrials:
         """True if the step may run in parts, and something in it can be cut."""
         return self._split != WHOLE and bool(self._costed.in_parts(self._budget))
 
-    def _requests(self, form: StepRequest, policy: str) -> list[StepRequest]:
-        """Return a request per scheduler, or one with the policy's own."""
-        asked = form.planned_by(self._policies[policy])
-        return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
-
     def _trials(
         self, forms: Sequence[StepRequest], policy: str
-    ) -> list[tuple[StepRequest, ...]]:
-        """Return the forms of a step, for every scheduler."""
-        return list(zip(*(self._requests(f, policy) for f in forms), strict=True))
+    ) -> list[list[StepRequest]]:
+        """Return the forms of a step for every scheduler, or for the policy's own."""
+        asked = [form.planned_by(self._policies[policy]) for form in forms]
+        schedulers = self._schedulers.values()
+        return [[form.scheduled(s) for form in asked] for s in schedulers] or [asked]
 
     @property
     def _fastest_policies(self) -> Sequence[str]:
@@ -498,9 +495,8 @@ class MemoryTrials:
 
     def _least_of_policy(self, forms: Sequence[StepRequest], policy: str) -> int:
         """Return the least budget of a policy with any of its schedulers."""
-        return min(
-            self._least(r) for form in forms for r in self._requests(form, policy)
-        )
+        trials = self._trials(forms, policy)
+        return min(self._least(request) for trial in trials for request in trial)
 
     def _least_of_all(self) -> int:
         """Return the least budget; the planner's own search needs the least."""
