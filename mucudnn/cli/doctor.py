@@ -9,6 +9,7 @@ from typing import Literal
 
 import click
 
+from mucudnn.backends import device_count, get_backend
 from mucudnn.cli.app import ExitCode
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
@@ -152,8 +153,6 @@ def _compiler() -> Check:
 
 
 def _gpu() -> str:
-    from mucudnn.backends import device_count, get_backend
-
     device = get_backend("cuda").device
     return f"{device_count('cuda')} devices, {device.fingerprint}"
 

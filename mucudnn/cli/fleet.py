@@ -24,6 +24,7 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
+from mucudnn.cli.progress import progress_display
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
@@ -103,7 +104,6 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     if model is None:
         raise click.UsageError("name a network, such as resnet18")
     refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})
-    from mucudnn.cli.progress import progress_display
     from mucudnn.report.fleet import fleet_report, fleet_tables
     from mucudnn.studies.fleet import Link, study_fleet
     from mucudnn.studies.memory_results import StepSpec

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mucudnn.backends import backend_names, device_count, get_backend
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
 from mucudnn.errors import MucudnnError
@@ -65,8 +66,6 @@ def _version(name: str) -> str:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from mucudnn.backends import backend_names, device_count, get_backend
-
     found = []
     for name in backend_names():
         description: Mapping[str, str] = {}

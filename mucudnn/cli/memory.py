@@ -50,16 +50,19 @@ from mucudnn.cli.own_code import (
     network,
     torch_step,
 )
+from mucudnn.cli.progress import Show, progress_display
 from mucudnn.ir.devices import DEVICES, get_device
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.models import FunctionModel
 from mucudnn.passes.planning.plan_step import DescribedStep
+from mucudnn.passes.residency import PLANNED
+from mucudnn.report.text import NOTHING, Table as TextTable, bytes_text, write_tables
+from mucudnn.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
-    from mucudnn.cli.progress import Show
-    from mucudnn.ir.graph import Graph
-    from mucudnn.ir.profile import Profile
     from mucudnn.studies.memory_results import MemoryStudy, StepSpec
 
 _CPU = "cpu"
@@ -220,7 +223,6 @@ def memory(
         return
     found = _study(ctx, model, settings)
     from mucudnn.report.memory import memory_tables
-    from mucudnn.report.text import write_tables
 
     def show() -> None:
         write_tables(memory_tables(found), sys.stdout)
@@ -240,9 +242,6 @@ def _compare(
     ctx: click.Context, model: str, settings: dict[str, Any], json_file: str | None
 ) -> None:
     """Run the step of a PyTorch model in PyTorch's ways, and ours beside each."""
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.report.text import NOTHING, Table, bytes_text, write_tables
-
     with progress_display(1) as progress:
         ways = compared_step(ctx, model, settings["batch"], progress)
 
@@ -265,7 +264,7 @@ def _compare(
     emit(
         json_file,
         {"schema": 1, "ways": [asdict(way) for way in ways]},
-        lambda: write_tables([Table("", columns, rows, notes=(note,))], sys.stdout),
+        lambda: write_tables([TextTable("", columns, rows, notes=(note,))], sys.stdout),
     )
 
 
@@ -347,8 +346,6 @@ def _step(
 
 
 def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryStudy":
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.passes.residency import PLANNED
     from mucudnn.studies.memory import study_memory
     from mucudnn.studies.memory_results import StepSpec
 
@@ -428,15 +425,14 @@ def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
 
 @contextmanager
 def _measuring(
-    spec: "StepSpec | DescribedStep", cache_path: str | None, progress: "Show"
-) -> "Iterator[Callable[[Graph], Profile] | None]":
+    spec: "StepSpec | DescribedStep", cache_path: str | None, progress: Show
+) -> Iterator[Callable[[Graph], Profile] | None]:
     """Yield a function that measures a step on the CPU; None for other costs."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
         yield None
         return
     from mucudnn.runtime.profiling.links import mapping_costs
     from mucudnn.runtime.profiling.profiler import profile
-    from mucudnn.runtime.tuning.tuner import Tuner
 
     given: Any = {} if cache_path is None else {"cache": open_cache(cache_path)}
 
@@ -449,7 +445,7 @@ def _measuring(
             with bad_input():
                 chunks = mapping_costs(tuner.backend)
 
-        def measured(graph: "Graph") -> "Profile":
+        def measured(graph: Graph) -> Profile:
             costs = profile(tuner, graph, progress=measuring)
             return replace(costs, mapping_costs=chunks)
 

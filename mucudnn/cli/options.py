@@ -14,13 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import cloup
+from click.shell_completion import CompletionItem
 
+from mucudnn.backends import backend_names
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.output import output_file
 from mucudnn.ir.channels_last import LAYOUT_CHOICES
@@ -29,14 +30,20 @@ from mucudnn.ir.optimizers import OPTIMIZERS, parse_optimizer
 from mucudnn.ir.schedule import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import format_bytes, parse_bytes, parse_integer
 from mucudnn.models import model_names
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
+from mucudnn.passes.microbatch import BATCH_POLICIES, PLANNERS, candidate_batches
+from mucudnn.passes.ordering import ORDERS
+from mucudnn.passes.registry import Strategies
+from mucudnn.passes.residency import check_policy, policy_names
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.runtime.environment import cache_path
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
+from mucudnn.runtime.tuning.tuner import Tuner
 
 Option = Callable[[Any], Any]
 """A decorator that adds options to a command."""
 
-Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 """(context, parameter, typed text) -> completions."""
 
 Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
@@ -161,9 +168,7 @@ def completing(
 
     def complete(
         ctx: click.Context, parameter: click.Parameter, typed: str
-    ) -> "list[CompletionItem]":
-        from click.shell_completion import CompletionItem
-
+    ) -> list[CompletionItem]:
         before, comma, word = typed.rpartition(",") if several else ("", "", typed)
         given = before.split(",")
         found = [
@@ -178,10 +183,8 @@ def completing(
 
 def completing_files(
     ctx: click.Context, parameter: click.Parameter, typed: str
-) -> "list[CompletionItem]":
+) -> list[CompletionItem]:
     """Complete a file name by the shell's own means."""
-    from click.shell_completion import CompletionItem
-
     del ctx, parameter
     return [CompletionItem(typed, type="file")]
 
@@ -299,25 +302,18 @@ def strategy(
     )
 
 
-def table(module: str, name: str) -> Table:
-    """Return a table of strategies whose module is imported on first use."""
-
-    def found() -> tuple[Iterable[str], Callable[[str], object]]:
-        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
-        return registry.names, registry.resolve
-
-    return found
+def table(registry: Strategies[Any]) -> Table:
+    """Return the table of a registry."""
+    return lambda: (registry.names, registry.resolve)
 
 
 def policies() -> tuple[Iterable[str], Callable[[str], object]]:
     """Return the table of residency policies."""
-    from mucudnn.passes.residency import check_policy, policy_names
-
     return policy_names(), check_policy
 
 
-orders = table("ordering", "ORDERS")
-schedulers = table("scheduling", "SCHEDULERS")
+orders = table(ORDERS)
+schedulers = table(SCHEDULERS)
 
 
 # Options that several commands share.
@@ -392,29 +388,19 @@ def backend_option(text: str) -> Option:
         "--backend NAME",
         f"{text}; see `mucudnn info`.",
         default="cpu",
-        complete=completing(
-            lambda _: import_module("mucudnn.backends").backend_names()
-        ),
+        complete=completing(lambda _: backend_names()),
     )
 
 
-def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
-
-    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
-
-
 batch_policy_option = strategy(
-    "--batch-policy", "Micro-batch sizes; powers_of_two by default.", _batch_policies
+    "--batch-policy",
+    "Micro-batch sizes; powers_of_two by default.",
+    lambda: (BATCH_POLICIES.table, lambda name: candidate_batches(1, name)),
 )
 
 
 # Options of a tuner, and the tuner and the cache that they describe.
 
-
-if TYPE_CHECKING:
-    from mucudnn.runtime.store.measurements import BenchmarkCache
-    from mucudnn.runtime.tuning.tuner import Tuner
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -466,7 +452,7 @@ measuring_options = group(
     strategy(
         "--planner",
         "Micro-batch planner; workspace_reuse by default.",
-        table("microbatch", "PLANNERS"),
+        table(PLANNERS),
     ),
     option(
         "--numerics WORD,…",
@@ -483,10 +469,8 @@ measuring_options = group(
 """Options of a tuner; defaults come from the environment."""
 
 
-def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
+def make_tuner(settings: Mapping[str, Any], **more: Any) -> Tuner:
     """Return a tuner from the given options and the environment."""
-    from mucudnn.runtime.tuning.tuner import Tuner
-
     names = "backend batch_policy planner numerics memory_limit workspace_limit"
     chosen = {name: settings.get(name) for name in names.split()}
     given = {name: value for name, value in chosen.items() if value is not None}
@@ -498,12 +482,8 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
         return Tuner.from_env(**given, **more)
 
 
-def open_cache(path: str | None) -> "BenchmarkCache":
+def open_cache(path: str | None) -> BenchmarkCache:
     """Open the cache at `path`, in memory for `none`, else the user's."""
-    from mucudnn.runtime.environment import cache_path
-    from mucudnn.runtime.store.measurements import BenchmarkCache
-    from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
-
     if path is None:
         return BenchmarkCache(cache_path(os.environ))
     if path == "none":

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import click
 
 from mucudnn.report.text import DIRECTIONS, limit_text, speedup_text
+from mucudnn.runtime.tuning.tables import Measured
+from mucudnn.studies.algorithms import SurveyedLayer
+from mucudnn.studies.convolutions import LayerProgress, LayerResult
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, LogEntry, Position
-    from mucudnn.runtime.tuning.tables import Measured
-    from mucudnn.studies.algorithms import SurveyedLayer
-    from mucudnn.studies.convolutions import LayerProgress, LayerResult
 
 
 _EVERY_S = 10.0
@@ -201,7 +201,7 @@ class LayerWords:
         self._show = show
         self._layer, self._done, self._total = "", 0, 1
 
-    def advance(self, at: "LayerProgress[LayerResult]") -> None:
+    def advance(self, at: LayerProgress[LayerResult]) -> None:
         """Show that a layer begins or has been compared."""
         outcomes = ", ".join(
             f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
@@ -209,7 +209,7 @@ class LayerWords:
         )
         self.begin(at.layer, at.index, at.total, outcomes)
 
-    def surveyed(self, at: "LayerProgress[SurveyedLayer]") -> None:
+    def surveyed(self, at: LayerProgress[SurveyedLayer]) -> None:
         """Show that a layer begins or its algorithms are listed."""
         counts = ""
         if at.result is not None:
@@ -218,7 +218,7 @@ class LayerWords:
             counts = f"up to {most} algorithms at {len(batches)} sizes"
         self.begin(at.layer, at.index, at.total, counts)
 
-    def measured(self, at: "Measured") -> None:
+    def measured(self, at: Measured) -> None:
         """Show that an algorithm was timed at one size."""
         layer = self._layer or DIRECTIONS[at.problem.direction]  # before any layer
         text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
@@ -243,7 +243,7 @@ class TrainingWords:
         self._steps = steps
         self._quiet = quiet
 
-    def measured(self, at: "Measured") -> None:
+    def measured(self, at: Measured) -> None:
         """Show that a convolution's algorithm was timed before the first step."""
         text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
         self._show(text, at.done, at.total, title="measuring")

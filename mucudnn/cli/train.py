@@ -15,6 +15,7 @@ from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.options import listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
+from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_display
 from mucudnn.cli.train_options import (
     budget_options,
     data_options,
@@ -28,12 +29,12 @@ from mucudnn.cli.train_options import (
     words_of,
 )
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
+from mucudnn.ir.fleet import StepPoint
 from mucudnn.ir.optimizers import parse_learning_rate
+from mucudnn.report.text import bytes_text, ms_text
 
 if TYPE_CHECKING:
-    from mucudnn.cli.progress import Show, TrainingWords
     from mucudnn.cli.train_data import Work
-    from mucudnn.ir.fleet import StepPoint
     from mucudnn.passes.placement.layout import PlacedStep
     from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import (
@@ -138,14 +139,14 @@ class _Training:
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
 
-    def _own_work(self, show: "Show") -> "Work":
+    def _own_work(self, show: Show) -> "Work":
         """Return the work of this process: everything, or its part."""
         settings = self._settings
         if self._group is None:
             return self._make_work()
         tuner = make_tuner(settings)
 
-        def measure(images: int) -> "StepPoint":
+        def measure(images: int) -> StepPoint:
             show(f"measuring a step of {images} images", 0, 1)
             return step_point(self._make_work(images).training, tuner, settings)
 
@@ -156,7 +157,6 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; return whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import TrainingWords
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
@@ -200,7 +200,7 @@ class _Training:
         self._reports |= {report.epoch: report for report in reports}
         return False
 
-    def _between(self, shown: "TrainingWords") -> "Between | None":
+    def _between(self, shown: TrainingWords) -> "Between | None":
         """Replace the trainer between epochs if other shares are faster."""
         group = self._group
         if group is None:
@@ -235,10 +235,8 @@ class _Training:
 
     def _display(
         self, total: int, *, titled: bool = False
-    ) -> "AbstractContextManager[Show]":
+    ) -> AbstractContextManager[Show]:
         """Show progress from one process for all."""
-        from mucudnn.cli.progress import Remaining, Show, progress_display
-
         if self.leads:
             return progress_display(total, titled=titled)
         return nullcontext(Show(Remaining(), lambda at: None))
@@ -283,7 +281,7 @@ class _Training:
             )
         return checkpoints, None
 
-    def _make_trainer(self, shown: "TrainingWords") -> "Trainer":
+    def _make_trainer(self, shown: TrainingWords) -> "Trainer":
         from mucudnn.runtime.training.history import plans_of, recall_races
         from mucudnn.runtime.training.trainer import Trainer
 
@@ -333,8 +331,6 @@ class RankResult:
     budget_bytes: int | None
 
     def __str__(self) -> str:
-        from mucudnn.report.text import bytes_text, ms_text
-
         of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
             f"{self.samples} images, {ms_text(self.compute_ms)} ms without waiting; "
@@ -375,8 +371,6 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_results(trainer: "Trainer") -> None:
     """Print the last lines: time and memory of a step."""
-    from mucudnn.report.text import bytes_text, ms_text
-
     click.echo(
         f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
         f"{bytes_text(trainer.peak_bytes)} of memory"

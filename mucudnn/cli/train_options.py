@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mucudnn.backends import Device
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import (
     MOST_IMAGES,
@@ -50,7 +51,6 @@ from mucudnn.ir.optimizers import (
 from mucudnn.ir.sizes import LARGEST
 
 if TYPE_CHECKING:
-    from mucudnn.backends import Device
     from mucudnn.cli.train_data import Work
     from mucudnn.runtime.training.checkpoints import Checkpoint
     from mucudnn.runtime.training.history import LogEntry, OnEntry, Position
@@ -286,7 +286,7 @@ output_options = section(
 """Options for output."""
 
 
-def step_arguments(settings: Mapping[str, Any], device: "Device") -> dict[str, Any]:
+def step_arguments(settings: Mapping[str, Any], device: Device) -> dict[str, Any]:
     """Return the arguments of `Trainer` that say how a step is planned."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 

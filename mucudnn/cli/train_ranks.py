@@ -24,15 +24,17 @@ from mucudnn.passes.load_balancing import (
 )
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.distributed.collectives import (
+    Collectives,
+    MpiCollectives,
     RanksDifferError,
     check_alike,
     digest_of,
 )
+from mucudnn.runtime.environment import launched_processes
+from mucudnn.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
-    from mucudnn.runtime.distributed.collectives import Collectives
-    from mucudnn.runtime.tuning.tuner import Tuner
 
 _STEPS = 3
 
@@ -55,7 +57,7 @@ class Group:
         history: Shares of the training so far, the current ones last.
     """
 
-    def __init__(self, together: "Collectives") -> None:
+    def __init__(self, together: Collectives) -> None:
         self.together = together
         self.leads = together.rank == 0
         self.history: list[tuple[int, ...]] = []
@@ -199,7 +201,7 @@ class Group:
         return None if found is None else found.samples
 
 
-def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> StepPoint:
+def step_point(graph: Graph, tuner: Tuner, settings: Mapping[str, Any]) -> StepPoint:
     """Measure a step of a network in this process, with others running beside it.
 
     Raises `PlanningError` or `OutOfMemoryError` if it does not fit.
@@ -245,10 +247,4 @@ def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[st
 
 def group_of() -> Group | None:
     """Return the processes started by `mpiexec`; None for a single process."""
-    from mucudnn.runtime.environment import launched_processes
-
-    if launched_processes() < 2:
-        return None
-    from mucudnn.runtime.distributed.collectives import MpiCollectives
-
-    return Group(MpiCollectives())
+    return Group(MpiCollectives()) if launched_processes() > 1 else None
