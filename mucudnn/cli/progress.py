@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -231,46 +232,45 @@ class LayerWords:
         self._show(self._layer, self._done, total, result=result)
 
 
+@dataclass(frozen=True, slots=True)
 class TrainingWords:
     """Descriptions of training: steps for the display, epochs for the output."""
 
-    def __init__(
-        self, show: Show, epochs: int, batches: int, *, steps: int, quiet: bool
-    ) -> None:
-        self._show = show
-        self._epochs = epochs
-        self._batches = batches
-        self._steps = steps
-        self._quiet = quiet
+    show: Show
+    epochs: int
+    batches: int
+    _: KW_ONLY
+    steps: int
+    quiet: bool
 
     def measured(self, at: Measured) -> None:
         """Show that a convolution's algorithm was timed before the first step."""
         text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
-        self._show(text, at.done, at.total, title="measuring")
+        self.show(text, at.done, at.total, title="measuring")
 
     def prepared(self, name: str, done: int, total: int) -> None:
         """Show that a node is measured for a plan before the first step."""
         text = f"measuring {name}" if done < total else "planning the step"
-        self._show(text, done, total, title="preparing")
+        self.show(text, done, total, title="preparing")
 
     def __call__(self, at: "Position", report: "EpochReport | None") -> None:
         """Show a step, or print a finished epoch."""
         if report is None:
-            self._show(
+            self.show(
                 f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
                 f"{_rate_text(at.images_per_s)}",
                 at.batch,
-                self._batches,
-                title=f"epoch {at.epoch + 1}/{self._epochs}",
-                left_s=at.ms / max(1, at.batch) * (self._steps - at.steps) / 1e3,
+                self.batches,
+                title=f"epoch {at.epoch + 1}/{self.epochs}",
+                left_s=at.ms / max(1, at.batch) * (self.steps - at.steps) / 1e3,
             )
-        elif not self._quiet:
-            click.echo(_epoch_line(report, self._epochs))
+        elif not self.quiet:
+            click.echo(_epoch_line(report, self.epochs))
             sys.stdout.flush()
 
     def told(self, entry: "LogEntry") -> None:
         """Print the results of a test between epochs."""
-        if entry.kind == "evaluation" and not self._quiet:
+        if entry.kind == "evaluation" and not self.quiet:
             click.echo(
                 f"step {entry.step:,}  test loss {entry.test_loss:.4f}  "
                 f"test accuracy {entry.test_accuracy:.2%}"

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -32,10 +33,11 @@ class Batch(NamedTuple):
     labels: Labels
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Loader:
     """Epochs of a data set in batches.
 
-    Args:
+    Attributes:
         dataset: Data set, read from `workers` threads at once.
         batch: Images in a batch; the last batch may be smaller.
         shuffle: Use a random order for each epoch, instead of the data set's order.
@@ -49,45 +51,34 @@ class Loader:
         ValueError: A number is out of range, or there is no full batch.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        transform: Transform | None = None,
-        drop_last: bool = False,
-        workers: int = 1,
-        depth: int = 2,
-    ) -> None:
-        check_integer("batch", batch, 1)
-        check_integer("seed", seed, 0)
-        check_integer("workers", workers, 0)
-        check_integer("depth", depth, 1)
-        checked_dataset(dataset)
-        check_bool("shuffle", shuffle)
-        check_bool("drop_last", drop_last)
-        if transform is not None:
-            check_function("transform", transform, "a function of (images, rng)")
-        if drop_last and len(dataset) < batch:
+    dataset: Dataset
+    batch: int
+    _: KW_ONLY
+    shuffle: bool = True
+    seed: int = 0
+    transform: Transform | None = None
+    drop_last: bool = False
+    workers: int = 1
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("seed", 0), ("workers", 0), ("depth", 1)):
+            check_integer(name, getattr(self, name), least)
+        checked_dataset(self.dataset)
+        check_bool("shuffle", self.shuffle)
+        check_bool("drop_last", self.drop_last)
+        if self.transform is not None:
+            check_function("transform", self.transform, "a function of (images, rng)")
+        if self.drop_last and len(self.dataset) < self.batch:
             raise ValueError(
-                f"a data set of {len(dataset)} images has no full batch of {batch}; "
-                "use a smaller batch or keep the last one"
+                f"a data set of {len(self.dataset)} images has no full batch of "
+                f"{self.batch}; use a smaller batch or keep the last one"
             )
-        self.dataset = dataset
-        self.batch = batch
-        self._shuffle = shuffle
-        self._seed = seed
-        self._transform = transform
-        self._drop_last = drop_last
-        self._workers = workers
-        self._depth = depth
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         count = len(self.dataset)
-        return count // self.batch if self._drop_last else -(-count // self.batch)
+        return count // self.batch if self.drop_last else -(-count // self.batch)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Iterate over the batches of one epoch.
@@ -109,18 +100,18 @@ class Loader:
                 f"{epoch}, start {start}"
             )
         order = np.arange(len(self.dataset))
-        if self._shuffle:
-            np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
+        if self.shuffle:
+            np.random.default_rng([self.seed, _ORDER, epoch]).shuffle(order)
         make = functools.partial(self._make, epoch, order)
         jobs = range(start, len(self))
-        return ordered_map(make, jobs, workers=self._workers, depth=self._depth)
+        return ordered_map(make, jobs, workers=self.workers, depth=self.depth)
 
     def _make(self, epoch: int, order: NDArray[np.intp], index: int) -> Batch:
         chosen = order[index * self.batch : (index + 1) * self.batch]
         images, labels = self.dataset.read(chosen)
-        if self._transform is not None:
-            rng = np.random.default_rng([self._seed, _TRANSFORM, epoch, index])
-            images = self._transform(images, rng)
+        if self.transform is not None:
+            rng = np.random.default_rng([self.seed, _TRANSFORM, epoch, index])
+            images = self.transform(images, rng)
         return Batch(images, labels)
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, TypeVar
 
@@ -275,22 +275,18 @@ def compare(
     return comparison(results, divided=True)
 
 
+@dataclass(slots=True)
 class _TimedComparison:
-    """A comparison's clock and its validated plans."""
+    """A comparison's clock and its validated plans, by plan and baseline."""
 
-    def __init__(
-        self,
-        tuner: Tuner,
-        planner: Planner,
-        time_limit_s: float | None,
-        limits: LimitRange,
-    ) -> None:
-        self._tuner = tuner
-        self._planner = planner
-        self.limits = limits
-        self._start = time.monotonic()
-        self._time_limit_s = time_limit_s
-        self._choices: dict[tuple[ConvPlan, ConvPlan | None], ValidatedPlan] = {}
+    tuner: Tuner
+    planner: Planner
+    time_limit_s: float | None
+    limits: LimitRange
+    start: float = field(default_factory=lambda: time.monotonic())
+    choices: dict[tuple[ConvPlan, ConvPlan | None], ValidatedPlan] = field(
+        default_factory=dict
+    )
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
@@ -323,11 +319,11 @@ class _TimedComparison:
         measured first at the whole mini-batch.
         """
         if seconds is None:
-            return self._tuner.measure(problem, limits=self.limits)
+            return self.tuner.measure(problem, limits=self.limits)
         ends = time.monotonic() + seconds * _MEASURING
-        self._tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
+        self.tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
         left = max(0.0, ends - time.monotonic())
-        return self._tuner.measure(problem, time_limit_s=left, limits=self.limits)
+        return self.tuner.measure(problem, time_limit_s=left, limits=self.limits)
 
     def divide(
         self, results: Sequence[LayerResult], limit: Limit
@@ -345,7 +341,7 @@ class _TimedComparison:
                 outcomes[i] = LimitResult(limit, None, str(e))
         else:
             for begun, (i, plan) in enumerate(zip(runnable, plans, strict=True)):
-                baseline = self._tuner.undivided(results[i].table, equal)
+                baseline = self.tuner.undivided(results[i].table, equal)
                 seconds = self.seconds_for(1.0, len(runnable) - begun)
                 outcomes[i] = self._validate(plan, baseline, limit, seconds)
             # Withdraw rejections that, together, would exceed the total: a rejected
@@ -359,7 +355,7 @@ class _TimedComparison:
                     break
                 if choice.rejected and choice.plan.workspace > plan.workspace:
                     used -= choice.plan.workspace - plan.workspace
-                    alone = self._tuner.validate(plan, None)
+                    alone = self.tuner.validate(plan, None)
                     kept = replace(
                         alone,
                         undivided=choice.undivided,
@@ -377,14 +373,14 @@ class _TimedComparison:
         if (reason := _why_unusable(table)) is not None:
             return LimitResult(limit, None, reason)
         try:
-            (plan,) = divided_by(self._planner, [table], limit.nbytes)
+            (plan,) = divided_by(self.planner, [table], limit.nbytes)
         except PlanningError as e:
             least = least_workspace(table)
             if least is None or least <= limit.nbytes:
                 return LimitResult(limit, None, str(e))
             needs = format_bytes(least, limit.nbytes)
             return LimitResult(limit, None, f"nothing fits; the smallest needs {needs}")
-        baseline = self._tuner.undivided(table, limit.nbytes)
+        baseline = self.tuner.undivided(table, limit.nbytes)
         return self._validate(plan, baseline, limit, seconds)
 
     def _validate(
@@ -395,26 +391,26 @@ class _TimedComparison:
         seconds: float | None,
     ) -> LimitResult:
         """Measure a plan against its undivided baseline, each pair once."""
-        choice = self._choices.get((plan, baseline))
+        choice = self.choices.get((plan, baseline))
         if choice is None:
             # Each is warmed up and run at least once.
             expected_ms = 2 * sum(p.time_ms for p in {plan, baseline} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
                 return LimitResult(limit, None, _OUT_OF_TIME)
             try:
-                choice = self._tuner.validate(
+                choice = self.tuner.validate(
                     plan, baseline, time_limit_s=inf if seconds is None else seconds
                 )
             except MucudnnError as e:
                 return LimitResult(limit, None, f"not compared: {e}")
-            self._choices[plan, baseline] = choice
+            self.choices[plan, baseline] = choice
         return LimitResult(limit, choice, _remark(plan.problem, choice, limit))
 
     def seconds_for(self, of_limit: float, parts: int) -> float | None:
         """Return the time for the next of `parts` equal parts of the remaining time."""
-        if self._time_limit_s is None:
+        if self.time_limit_s is None:
             return None
-        ends = self._start + of_limit * self._time_limit_s
+        ends = self.start + of_limit * self.time_limit_s
         return max(0.0, ends - time.monotonic()) / parts
 
 
