@@ -20,13 +20,9 @@ Status = Literal["works", "missing", "fails"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one part of the installation does when it is tried.
+    """Result of testing one part of the installation.
 
-    Attributes:
-        name: The part.
-        status: Whether it works, is not installed, or fails.
-        detail: What was seen: a version, a device, or an error.
-        advice: What to do where it does not work; empty otherwise.
+    `detail` is a version, a device, or an error; `advice` is empty if the part works.
     """
 
     name: str
@@ -40,7 +36,7 @@ _OPTIONAL = {
     "several processes (mpiexec)": ("mpi4py", "mpi"),
     "event files for TensorBoard": ("tensorboardX", "tensorboard"),
 }
-"""What an extra is for -> the module to look for, and the extra's name."""
+"""Purpose of an extra -> its module, and the extra's name."""
 
 
 @click.command()

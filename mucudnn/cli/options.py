@@ -202,17 +202,11 @@ def option(
     complete: Complete | None = None,
     **default: Any,
 ) -> Option:
-    """Declare an option.
+    """Declare an option with a help text.
 
-    Args:
-        flag: Flag and placeholder of its value, such as `--workspace-limit SIZE`; a
-            `click.Choice` brings its own placeholder.
-        text: Help text.
-        kind: Type of the value; text if not given.
-        name: Name of the parameter if not that of the flag.
-        repeatable: Whether the option may be repeated.
-        complete: Completion in a shell.
-        **default: `default`, which the help shows unless `show_default=False`.
+    `flag` includes the placeholder of the value, such as `--workspace-limit SIZE`; a
+    `click.Choice` brings its own. `name` is that of the parameter if it differs from
+    the flag. The help shows a `default` unless `show_default=False`.
     """
     long, _, metavar = flag.partition(" ")
     return click.option(

@@ -148,14 +148,9 @@ def check_length(path: Path, found: int, expected: int, what: str) -> None:
 def check_labels(
     path: Path, labels: NDArray[Any], classes: int, first: int, stride: int
 ) -> None:
-    """Raise `DataError` where a label is out of range.
+    """Raise `DataError` where a label, one of (n,), is out of range.
 
-    Args:
-        path: The file.
-        labels: Labels in the file, (n,).
-        classes: Number of classes.
-        first: Offset of the first label in bytes.
-        stride: Bytes from one label to the next.
+    The `first` label is at that byte of the file, each other one `stride` bytes later.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:

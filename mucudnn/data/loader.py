@@ -133,16 +133,9 @@ def ordered_map(
 ) -> Iterator[T]:
     """Yield `make(job)` of every job, in order, made by `workers` threads.
 
-    Args:
-        make: Function of a job, called on several threads at once.
-        jobs: Distinct jobs.
-        workers: Number of threads; 0 makes each result on demand on the caller's
-            thread.
-        depth: Number of results ahead of the caller, at least one per worker.
-
-    Yields:
-        The results. An exception of `make` is raised in place of its result, with its
-        own traceback.
+    Up to `depth` results, but at least one per worker, are made ahead. Without workers,
+    each is made on demand on the caller's thread. An exception of `make` is raised in
+    place of its result, with its own traceback.
     """
     if workers == 0:
         yield from map(make, jobs)

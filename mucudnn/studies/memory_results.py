@@ -483,11 +483,8 @@ def _tiers(
 class StepForms:
     """The forms of one of our steps, each built and costed once.
 
-    Args:
-        spec: The step.
-        batch: Images in a mini-batch.
-        costs: Graph -> its profile; None if there is none.
-        request: Makes the planning request of a graph and its profile.
+    `costs` returns the profile of a graph, or None if there is none; `request` makes
+    the planning request of a graph and its profile.
     """
 
     def __init__(
