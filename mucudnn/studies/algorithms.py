@@ -18,7 +18,7 @@ from mucudnn.ir.numerics import Numerics, RowStatus
 from mucudnn.notebook import html_of
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
-from mucudnn.studies.convolutions import LayerProgress, StudyInterrupted, advancing
+from mucudnn.studies.convolutions import LayerProgress, StudyInterrupted, study_layers
 from mucudnn.suites import Layer
 
 SCHEMA = 1
@@ -232,8 +232,7 @@ def survey_algorithms(
         return SurveyedLayer(layer.name, problem, tuple(batches))
 
     try:
-        for layer in advancing(layers, survey, progress):
-            done.append(layer)
+        study_layers(layers, survey, done, progress)
     except KeyboardInterrupt:
         raise StudyInterrupted(found()) from None
     return found()

@@ -8,7 +8,7 @@ the layers after it. Time left at the end goes to layers whose share was too sma
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -264,8 +264,7 @@ def compare(
             problems = [layer.problem for layer in layers]
             with suppress(PlanningError):  # a layer that is too large fails again later
                 tuner.measure_all(problems, time_limit_s=seconds, limits=run.limits)
-        for result in advancing(layers, one, progress):
-            done.append(result)
+        study_layers(layers, one, done, progress)
         short = [i for i, result in enumerate(done) if result.ran_out_of_time]
         for again, i in enumerate(short):
             done[i] = one(layers[i], len(short) - again)
@@ -570,19 +569,19 @@ def _steps_to_json(plan: ConvPlan) -> list[dict[str, Any]]:
     return [{name: getattr(step, name) for name in names} for step in plan.steps]
 
 
-def advancing(
+def study_layers(
     layers: Sequence[Layer],
-    work: Callable[[Layer, int], R],
-    tell: Callable[[LayerProgress[R]], None] | None,
-) -> Iterator[R]:
-    """Yield a result per layer, each before its report, so that Ctrl-C keeps it.
+    study: Callable[[Layer, int], R],
+    done: list[R],
+    progress: Callable[[LayerProgress[R]], None] | None,
+) -> None:
+    """Append a result per layer to `done`, so that Ctrl-C keeps the finished ones.
 
-    `work` gets a layer and the number of layers left, with this one.
+    `study` gets a layer and the number of layers left, with this one.
     """
-    say = tell or (lambda at: None)
+    report = progress or (lambda at: None)
     for i, layer in enumerate(layers):
         begun: LayerProgress[R] = LayerProgress(layer, i, len(layers))
-        say(begun)
-        result = work(layer, len(layers) - i)
-        yield result
-        say(replace(begun, result=result))
+        report(begun)
+        done.append(study(layer, len(layers) - i))
+        report(replace(begun, result=done[-1]))
