@@ -115,7 +115,7 @@ class _RootGroup(Commands):
                 warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
         except click.ClickException as e:
-            message = _one_line(suggesting(e.format_message()))
+            message = one_line(suggesting(e.format_message()))
             with contextlib.suppress(OSError):
                 click.echo(f"mucudnn: error: {message}", err=True)
             code = e.exit_code if isinstance(e, BadInputError) else ExitCode.BAD_INPUT
@@ -142,7 +142,7 @@ class _RootGroup(Commands):
             raise BadInputError(str(e) or type(e).__name__) from e
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """Return a message as one printable line, with long words abbreviated."""
     words = (
         word if len(word) <= _LONG_WORD else f"{word[:_SHOWN]}…{word[-_SHOWN:]}"
@@ -159,7 +159,7 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    click.echo(f"mucudnn: warning: {_one_line(str(message))}", err=True)
+    click.echo(f"mucudnn: warning: {one_line(str(message))}", err=True)
 
 
 def _discard_output() -> None:

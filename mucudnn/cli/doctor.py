@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from mucudnn.backends import device_count, get_backend
-from mucudnn.cli.app import ExitCode
+from mucudnn.cli.app import ExitCode, one_line
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
 from mucudnn.errors import BackendUnavailableError
@@ -92,13 +92,9 @@ def _tried(name: str, function: Callable[[], str], advice: str) -> Check:
     try:
         return Check(name, "works", function())
     except (BackendUnavailableError, ImportError) as e:
-        return Check(name, "missing", _one_line(e), advice)
+        return Check(name, "missing", one_line(str(e)), advice)
     except Exception as e:  # whatever is broken is what the command is for
-        return Check(name, "fails", f"{type(e).__name__}: {_one_line(e)}", advice)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        return Check(name, "fails", f"{type(e).__name__}: {one_line(str(e))}", advice)
 
 
 def _convolution() -> str:

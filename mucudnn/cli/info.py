@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mucudnn.backends import backend_names, device_count, get_backend
+from mucudnn.cli.app import one_line
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
 from mucudnn.errors import MucudnnError
@@ -79,7 +80,7 @@ def _backends() -> list[dict[str, Any]]:
                 if devices > 1:
                     status += f", {devices} devices"
             except (MucudnnError, ValueError) as e:
-                status, devices = f"unavailable: {' '.join(str(e).split())}", 0
+                status, devices = f"unavailable: {one_line(str(e))}", 0
         entry = {"name": name, "status": status, "devices": devices}
         found.append({**entry, "description": dict(description)})
     return found

@@ -1,9 +1,8 @@
 """Options and settings of `mucudnn train`, and its log files."""
 
-import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 def log_file(value: str) -> str:
     """Return a path that a log can be written to."""
-    if value == STDOUT or output_file(value) == STDOUT:
+    if output_file(value) == STDOUT:
         raise click.BadParameter("a log needs a file, such as FILE.csv or FILE.jsonl")
     from mucudnn.runtime.training.history import LogFile
 
@@ -361,8 +360,7 @@ def train_log(
     with ExitStack() as stack:
         if settings["log"] is not None:
             file = LogFile(settings["log"], since=since)
-            stack.callback(file.close)
-            writers.append(file)
+            writers.append(stack.enter_context(closing(file)))
         if settings["tensorboard"] is not None:
             writers.append(stack.enter_context(_event_writer(settings, since)))
 
@@ -380,7 +378,7 @@ def _event_writer(
     """Write event files for TensorBoard, flushed with every entry."""
     folder = settings["tensorboard"]
     for module in ("tensorboardX", "torch.utils.tensorboard"):
-        with contextlib.suppress(ImportError):
+        with suppress(ImportError):
             writer_class = importlib.import_module(module).SummaryWriter
             break
     else:
@@ -398,7 +396,5 @@ def _event_writer(
                 writer.add_scalar(f"{title}/{name}", value, entry.step)
         writer.flush()
 
-    try:
+    with closing(writer):
         yield tell
-    finally:
-        writer.close()

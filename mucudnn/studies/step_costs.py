@@ -69,15 +69,10 @@ class StepCosts:
         self._device, self._measured = device, measured
         problems = _conv_problems(graph)
         self._recorded = read_fronts(recordings, problems) if recordings else None
-        if isinstance(measured, Profile):
-            self.profile = measured
-        else:
-            self.profile = self._costs(graph)
+        self.profile = measured if isinstance(measured, Profile) else self._costs(graph)
         self._known = graph
-        known = len(problems)
-        if device != CPU:
-            fronts = self._fronts(problems)
-            known = sum(problem in fronts for problem in problems)
+        fronts = self._fronts(problems)
+        known = sum(device == CPU or problem in fronts for problem in problems)
         where = None if self._recorded is None else self._recorded.device
         self.coverage = Coverage(known, len(problems) - known, where)
 
