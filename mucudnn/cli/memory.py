@@ -58,6 +58,7 @@ from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.models import FunctionModel
 from mucudnn.passes.planning.plan_step import DescribedStep
+from mucudnn.passes.registry import ALL
 from mucudnn.passes.residency import PLANNED
 from mucudnn.report.text import NOTHING, Table as TextTable, bytes_text, write_tables
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
 _CPU = "cpu"
 _BATCH = 32
 _CPU_BATCH = 4
-_ALL = "all"
 MOST_GPUS = 1 << 20
 
 _OF_BEST = ("trace_file", "snapshot_file")
@@ -160,14 +160,14 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "--policy policies",
         "Which tensors may be kept, offloaded or recomputed.",
         policies,
-        several=_ALL,
-        default=_ALL,
+        several=ALL,
+        default=ALL,
     ),
     strategy(
         "--scheduler schedulers",
         "When copies run; all compares every scheduler; by default the policy's own.",
         schedulers,
-        several=_ALL,
+        several=ALL,
     ),
     order_option,
     option(
@@ -383,7 +383,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
     # The search takes longest: run it last, so that Ctrl-C keeps the other results.
     names = _expand_all(settings["policies"], policies)
-    if _ALL in settings["policies"]:
+    if ALL in settings["policies"]:
         names = tuple(sorted(names, key=lambda name: name == PLANNED))
     with (
         progress_display(1) as show,
@@ -412,7 +412,7 @@ def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
 
     Broken ones cause a warning.
     """
-    if _ALL not in asked:
+    if ALL not in asked:
         return asked
     names, check = table()
     found = []

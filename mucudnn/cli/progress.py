@@ -268,7 +268,7 @@ class TrainingWords:
             click.echo(_epoch_line(report, self.epochs))
             sys.stdout.flush()
 
-    def told(self, entry: "LogEntry") -> None:
+    def show_test(self, entry: "LogEntry") -> None:
         """Print the results of a test between epochs."""
         if entry.kind == "evaluation" and not self.quiet:
             click.echo(

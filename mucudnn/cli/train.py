@@ -173,7 +173,7 @@ class _Training:
                 shown(at, report)
 
             with (
-                train_log(settings, self._resume, shown.told)
+                train_log(settings, self._resume, shown.show_test)
                 if self.leads  # one process logs for all
                 else nullcontext()
             ) as log:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from mucudnn.passes.planning.plan_step import PolicyResult, best_technique
 from mucudnn.passes.registry import name_of
+from mucudnn.passes.residency import PLANNED
 from mucudnn.report.memory_charts import (
     KINDS,
     Series,
@@ -24,8 +25,6 @@ _COLUMNS = (
 """Columns of techniques; `gap` bounds the distance to the best possible plan."""
 
 _SPARE = ("bound ms", "recomputed", "scheduler", "gap", "offloaded")
-
-_OURS = "planned"
 
 QUEUES = {
     "heavy": "convolutions and matrix products",
@@ -310,5 +309,5 @@ def speed_series(study: MemoryStudy) -> tuple[Series, ...]:
         if technique.step_ms is not None:
             speed = study.unbounded_ms / technique.step_ms
             points.setdefault(technique.policy, []).append((technique.budget, speed))
-    ours_first = sorted(points, key=lambda policy: policy != _OURS)
-    return tuple(Series(p, tuple(points[p]), p == _OURS) for p in ours_first)
+    ours_first = sorted(points, key=lambda policy: policy != PLANNED)
+    return tuple(Series(p, tuple(points[p]), p == PLANNED) for p in ours_first)

@@ -21,7 +21,6 @@ from mucudnn.passes.registry import name_of
 from mucudnn.studies.convolutions import LayerProgress, StudyInterrupted, study_layers
 from mucudnn.suites import Layer
 
-SCHEMA = 1
 _ANYTHING = "*"
 """Stands for every algorithm if the library fails to list any."""
 
@@ -169,7 +168,7 @@ class AlgorithmSurvey:
                  "failures": [{"algo": …, "reason": …}, …]}]}]}
         """
         return {
-            "schema": SCHEMA,
+            "schema": 1,
             "backend": self.backend,
             "fingerprint": self.fingerprint,
             "batch_policy": self.batch_policy,

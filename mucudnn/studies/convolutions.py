@@ -74,16 +74,14 @@ class LimitResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; missing ones are null."""
+        names = ("undivided_ms", "planned_ms", "predicted_ms")
         if self.choice is None:
-            names = ("undivided_ms", "planned_ms", "predicted_ms", "speedup")
-            empty = dict.fromkeys((*names, "workspace"))
+            empty = dict.fromkeys((*names, "speedup", "workspace"))
             return {**self.limit.to_json(), **empty, "steps": [], "reason": self.reason}
         choice, plan = self.choice, self.choice.plan
         return {
             **self.limit.to_json(),
-            "undivided_ms": choice.undivided_ms,
-            "planned_ms": choice.planned_ms,
-            "predicted_ms": choice.predicted_ms,
+            **{name: getattr(choice, name) for name in names},
             "speedup": self.speedup,
             "workspace": plan.workspace,
             "rejected": choice.rejected,
@@ -441,7 +439,6 @@ def _remark(problem: ConvProblem, choice: ValidatedPlan, limit: Limit) -> str | 
 # Results of comparing planned with undivided convolutions.
 
 
-SCHEMA = 1
 _NOT_BEGUN = "interrupted"
 _NO_TIME = "time limit"
 _NO_MEMORY = "memory limit"
@@ -520,13 +517,10 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values that `json.dumps(…, allow_nan=False)` accepts."""
+        names = ("backend", "fingerprint", "batch_policy", "planner", "numerics")
         return {
-            "schema": SCHEMA,
-            "backend": self.backend,
-            "fingerprint": self.fingerprint,
-            "batch_policy": self.batch_policy,
-            "planner": self.planner,
-            "numerics": self.numerics,
+            "schema": 1,
+            **{name: getattr(self, name) for name in names},
             "interrupted": len(self.layers) < self.asked,
             "layers": [layer.to_json() for layer in self.layers],
             "summary": [entry.to_json() for entry in self.summary],
