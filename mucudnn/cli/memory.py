@@ -386,9 +386,9 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
     if ALL in settings["policies"]:
         names = tuple(sorted(names, key=lambda name: name == PLANNED))
     with (
+        bad_input(),
         progress_display(1) as show,
         _measuring(spec, settings["cache_path"], show) as measured,
-        bad_input(),
     ):
         return study_memory(
             spec,
@@ -442,8 +442,7 @@ def _measuring(
     with Tuner.from_env(backend=_CPU, **given) as tuner, tuner.cache:
         chunks = None
         if spec.placement != STATIC:
-            with bad_input():
-                chunks = mapping_costs(tuner.backend)
+            chunks = mapping_costs(tuner.backend)
 
         def measured(graph: Graph) -> Profile:
             costs = profile(tuner, graph, progress=measuring)

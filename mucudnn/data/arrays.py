@@ -25,7 +25,6 @@ from mucudnn.data.dataset import (
     split_indices,
 )
 from mucudnn.data.files import (
-    check_is_file,
     check_labels,
     check_length,
     data_error,
@@ -34,6 +33,7 @@ from mucudnn.data.files import (
     shown,
 )
 from mucudnn.errors import DataError
+from mucudnn.files import check_file
 
 _MOST_NAMES = 1 << 24  # bytes
 _MOST_CLASSES = 2**31 - 1
@@ -157,12 +157,12 @@ def _labels(path: Path, classes: int = _MOST_CLASSES) -> NDArray[Any]:
 
 def _map(path: Path) -> tuple[NDArray[Any], int]:
     """Map a `.npy` file; return the array and the offset of its first element."""
-    check_is_file(path)
-    with readable(path), path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        shape, fortran, dtype = _read_header(path, file)
-        begin = file.tell()
+    with readable(path):
+        check_file(path)  # reading a FIFO may never end
+        with path.open("rb") as file:
+            shape, fortran, dtype = _read_header(path, file)
+            begin = file.tell()
+            size = file.seek(0, 2)
     empty = not shape or min(shape) < 1 or dtype.itemsize < 1
     if dtype.hasobject or empty:
         raise data_error(

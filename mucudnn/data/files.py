@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mucudnn.errors import DataError
-from mucudnn.files import check_file, read_whole
+from mucudnn.files import read_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
@@ -57,12 +57,6 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise DataError(f"{path}: {e.strerror or e}") from e
-
-
-def check_is_file(path: Path) -> None:
-    """Raise `DataError` unless the path is a file; reading a FIFO may never end."""
-    with readable(path):
-        check_file(path)
 
 
 def read_file(path: Path, most: Size = None) -> bytes:

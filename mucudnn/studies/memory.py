@@ -517,22 +517,14 @@ class MemoryTrials:
 
     def _find_max_batches(self) -> None:
         forms = functools.cache(self._costed.at)
-
-        @functools.cache
-        def least(batch: int, policy: str) -> int:
-            return self._least_of_policy(forms(batch), policy)
-
         for i, policy in enumerate(self._policies):
 
-            def say(batch: int, policy: str = policy, i: int = i) -> None:
+            @functools.cache
+            def least(batch: int, policy: str = policy, i: int = i) -> int:
                 self._say(f"{policy} at batch {batch}", i, len(self._policies))
+                return self._least_of_policy(forms(batch), policy)
 
-            most = largest_batch_within(
-                functools.partial(least, policy=policy),
-                self._budget,
-                start=self._spec.batch,
-                progress=say,
-            )
+            most = largest_batch_within(least, self._budget, start=self._spec.batch)
             self._keep(max_batch={**self._found.max_batch, policy: most})
 
     def _find_budget_for(self, slowdown: float) -> SlowdownBudget:
