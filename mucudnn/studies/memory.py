@@ -519,7 +519,6 @@ class MemoryTrials:
         forms = functools.cache(self._costed.at)
         for i, policy in enumerate(self._policies):
 
-            @functools.cache
             def least(batch: int, policy: str = policy, i: int = i) -> int:
                 self._say(f"{policy} at batch {batch}", i, len(self._policies))
                 return self._least_of_policy(forms(batch), policy)
