@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
@@ -151,14 +151,7 @@ def one_line(message: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(words))
 
 
-def _warn(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
     click.echo(f"mucudnn: warning: {one_line(str(message))}", err=True)
 
 

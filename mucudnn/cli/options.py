@@ -237,9 +237,8 @@ def group(*options: Option) -> Option:
     return lambda fn: reduce(lambda f, option: option(f), reversed(options), fn)
 
 
-def section(title: str, *options: Option) -> Option:
-    """Combine several options under a title of their own in `--help`."""
-    return cloup.option_group(title, *options)
+section = cloup.option_group
+"""(title, *options): combine options under a title of their own in `--help`."""
 
 
 class _StrategyOption(click.Option):

@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before the work, not after it."""
+"""Write results to files, which are checked before a command begins to work."""
 
 import contextlib
 import json

@@ -65,7 +65,7 @@ class Group:
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
-        """Let an error of one process end all, with one line."""
+        """End all processes when one of them fails, with one line."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as e:

@@ -332,7 +332,7 @@ class MemoryTrials:
             fastest_ms = math.inf
             for request in forms:
                 if math.isfinite(fastest_ms) and self._free_ms(request) >= fastest_ms:
-                    continue  # slower however planned
+                    continue  # slower under any plan
                 technique = self._as_placed(try_technique(request), request)
                 if request is not forms[-1] and not self._fits(request, technique):
                     technique = replace(technique, plan=None)
@@ -380,7 +380,7 @@ class MemoryTrials:
         try:
             if self._least(request) <= request.budget:
                 return True
-            place_step(request)  # it may do with less than it is sure to
+            place_step(request)  # it may fit less than the budget that surely suffices
         except PlanningError:
             return False
         return True
@@ -423,7 +423,7 @@ class MemoryTrials:
                     continue
                 for tried in found.tried:
                     if tried.request is not None and tried.least_bytes is None:
-                        continue  # slower however planned
+                        continue  # slower under any plan
                     self._least_of_cutting[i, tried.cutting] = tried.least_bytes
                 plan = found.chosen.plan
                 name = "any" if plan is None else plan.scheduler

@@ -106,7 +106,7 @@ class StepCosts:
         return estimate(graph, self._device, fronts=fronts, tf32=True)
 
     def at_another_batch(self, graph: Graph) -> Profile:
-        """Return costs that are precise in sizes, for any device."""
+        """Return estimated costs with exact sizes; nothing is measured."""
         device = "null" if self._device == CPU else self._device
         fronts = self._fronts(_conv_problems(graph))
         return estimate(
