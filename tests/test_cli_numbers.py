@@ -19,7 +19,7 @@ NEVER = ["", "٣", "²", "1_000", "0x10", "nan", "inf", "-inf", "-1", f"-{NINES}
 """What is no number of anything here."""
 NAMES = [NINES, "-1", "nan", "", " ", "٣", "x y", "\udcff"]
 """Of the same, what differs where any word may be a name."""
-NAMED = {"text", "choice", "directory", "_read", "_parse_directions", "_parse_numerics"}
+NAMED = {"text", "choice", "directory", "read", "_parse_directions", "_parse_numerics"}
 NAMED |= {"output_file", "recording_file", "log_file"}
 """Types of options whose values are names, of files or in a table."""
 NUMBERS = {"integer", "number", "byte_size", "byte_sizes", "image_size"}

@@ -223,7 +223,7 @@ def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
         assert 0 <= done <= max(1, total)
         seen.append(text)
 
-    monkeypatch.setattr(progress.ProgressLines, "__call__", shown)
+    monkeypatch.setattr(progress.Show, "__call__", shown)
     options = [] if arguments[0] == "memory" else ["--backend", "null"]
     done(*arguments, *options, "--cache", "none")
     for word in words:
@@ -234,9 +234,7 @@ def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
 def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
     seen = []
     monkeypatch.setattr(
-        progress.ProgressLines,
-        "__call__",
-        lambda self, text, *_, **more: seen.append(text),
+        progress.Show, "__call__", lambda self, text, *_, **more: seen.append(text)
     )
     cache, file = tmp_path / "c.sqlite", tmp_path / "c.json"
     for name in dict.fromkeys(("export", command)):

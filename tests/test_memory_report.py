@@ -158,9 +158,11 @@ def test_the_largest_batch_within_a_budget_is_found_in_few_trials(
     def least(batch):
         return rest + batch + max(0, bend * (batch - 1000))
 
-    found = largest_batch_within(
-        least, budget, start=start, most=most, progress=tried.append
-    )
+    def asked(batch):
+        tried.append(batch)
+        return least(batch)
+
+    found = largest_batch_within(asked, budget, start=start, most=most)
     assert found == 0 or least(found) <= budget
     assert found == most or least(found + 1) > budget
     assert all(1 <= batch <= most for batch in tried)

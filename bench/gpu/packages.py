@@ -26,7 +26,7 @@ _BASE = {
     "rich": "rich",
     "threadpoolctl": "threadpoolctl",
 }
-_COMMAND = {"cloup": "cloup", "jinja2": "jinja2", "safetensors": "safetensors"}
+_COMMAND = {name: name for name in ("cloup", "jinja2", "markupsafe", "safetensors")}
 """Of the command and of a Trainer: timing kernels needs none of them."""
 
 _TESTS = {"pytest": "pytest", "hypothesis": "hypothesis"}

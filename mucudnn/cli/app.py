@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
@@ -115,7 +115,7 @@ class _RootGroup(Commands):
                 warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
         except click.ClickException as e:
-            message = _one_line(suggesting(e.format_message()))
+            message = one_line(suggesting(e.format_message()))
             with contextlib.suppress(OSError):
                 click.echo(f"mucudnn: error: {message}", err=True)
             code = e.exit_code if isinstance(e, BadInputError) else ExitCode.BAD_INPUT
@@ -142,7 +142,7 @@ class _RootGroup(Commands):
             raise BadInputError(str(e) or type(e).__name__) from e
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """Return a message as one printable line, with long words abbreviated."""
     words = (
         word if len(word) <= _LONG_WORD else f"{word[:_SHOWN]}…{word[-_SHOWN:]}"
@@ -151,15 +151,8 @@ def _one_line(message: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(words))
 
 
-def _warn(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    click.echo(f"mucudnn: warning: {_one_line(str(message))}", err=True)
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    click.echo(f"mucudnn: warning: {one_line(str(message))}", err=True)
 
 
 def _discard_output() -> None:

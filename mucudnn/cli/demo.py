@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mucudnn.backends import get_backend
 from mucudnn.cli.app import ExitCode, bad_input
 from mucudnn.cli.options import completing_files, option
 from mucudnn.cli.output import output_file, write_file
 from mucudnn.cli.progress import Show, progress_display
+from mucudnn.runtime.tuning.tables import Measured
+from mucudnn.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.tuning.tables import Measured
     from mucudnn.studies.demo import LayerAct, StepAct
 
 
@@ -26,7 +28,7 @@ class _ActProgress:
         self._at = text
         self._show(text, 0, 1)
 
-    def measured(self, at: "Measured") -> None:
+    def measured(self, at: Measured) -> None:
         self._show(f"{self._at}: {at.algo}({at.batch})", at.done, at.total)
 
 
@@ -45,7 +47,6 @@ def demo(ctx: click.Context, report_file: str) -> None:
 
     Everything is measured on the spot, in about a minute; nothing is stored.
     """
-    from mucudnn.backends import get_backend
     from mucudnn.report.notebook import demo_page
 
     acts: list[LayerAct | StepAct] = []
@@ -65,7 +66,6 @@ def demo(ctx: click.Context, report_file: str) -> None:
 
 
 def _play_acts() -> "Iterator[LayerAct | StepAct]":
-    from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.studies.demo import slow_layer, small_step
 
     for title, play in (

@@ -9,7 +9,8 @@ from typing import Literal
 
 import click
 
-from mucudnn.cli.app import ExitCode
+from mucudnn.backends import device_count, get_backend
+from mucudnn.cli.app import ExitCode, one_line
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
 from mucudnn.errors import BackendUnavailableError
@@ -19,13 +20,9 @@ Status = Literal["works", "missing", "fails"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one part of the installation does when it is tried.
+    """Result of testing one part of the installation.
 
-    Attributes:
-        name: The part.
-        status: Whether it works, is not installed, or fails.
-        detail: What was seen: a version, a device, or an error.
-        advice: What to do where it does not work; empty otherwise.
+    `detail` is a version, a device, or an error; `advice` is empty if the part works.
     """
 
     name: str
@@ -39,7 +36,7 @@ _OPTIONAL = {
     "several processes (mpiexec)": ("mpi4py", "mpi"),
     "event files for TensorBoard": ("tensorboardX", "tensorboard"),
 }
-"""What an extra is for -> the module to look for, and the extra's name."""
+"""Purpose of an extra -> its module, and the extra's name."""
 
 
 @click.command()
@@ -95,13 +92,9 @@ def _tried(name: str, function: Callable[[], str], advice: str) -> Check:
     try:
         return Check(name, "works", function())
     except (BackendUnavailableError, ImportError) as e:
-        return Check(name, "missing", _one_line(e), advice)
+        return Check(name, "missing", one_line(str(e)), advice)
     except Exception as e:  # whatever is broken is what the command is for
-        return Check(name, "fails", f"{type(e).__name__}: {_one_line(e)}", advice)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        return Check(name, "fails", f"{type(e).__name__}: {one_line(str(e))}", advice)
 
 
 def _convolution() -> str:
@@ -152,8 +145,6 @@ def _compiler() -> Check:
 
 
 def _gpu() -> str:
-    from mucudnn.backends import device_count, get_backend
-
     device = get_backend("cuda").device
     return f"{device_count('cuda')} devices, {device.fingerprint}"
 

@@ -18,6 +18,10 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
+from mucudnn.cli.progress import LayerWords, progress_display
+from mucudnn.codecs import plan_to_dict
+from mucudnn.report.text import DIRECTIONS, problem_text
+from mucudnn.studies.convolutions import in_directions
 from mucudnn.suites import Layer
 
 
@@ -40,11 +44,6 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and explain why."""
     found = layers_of(() if source is None else (source,), settings)
     layers = found if name is None else (_find_layer(found, name),)
-    from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.codecs import plan_to_dict
-    from mucudnn.report.text import DIRECTIONS, problem_text
-    from mucudnn.studies.convolutions import in_directions
-
     plans = []
     asked = in_directions(layers, settings["directions"])
     # Every convolution gets an equal share of the time limit.

@@ -24,6 +24,7 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
+from mucudnn.cli.progress import progress_display
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
@@ -31,10 +32,8 @@ from mucudnn.models import FunctionModel
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
-def _parse_batches(text: str | tuple[int, int | None]) -> tuple[int, int | None]:
+def _parse_batches(text: str) -> tuple[int, int | None]:
     """Parse `256`, or `128-512` for the best of a range."""
-    if isinstance(text, tuple):
-        return text
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise click.BadParameter(f"{text!r} is neither a number nor a range: 128-512")
@@ -105,7 +104,6 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     if model is None:
         raise click.UsageError("name a network, such as resnet18")
     refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})
-    from mucudnn.cli.progress import progress_display
     from mucudnn.report.fleet import fleet_report, fleet_tables
     from mucudnn.studies.fleet import Link, study_fleet
     from mucudnn.studies.memory_results import StepSpec

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from mucudnn.backends import backend_names, device_count, get_backend
+from mucudnn.cli.app import one_line
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
 from mucudnn.errors import MucudnnError
@@ -65,8 +67,6 @@ def _version(name: str) -> str:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from mucudnn.backends import backend_names, device_count, get_backend
-
     found = []
     for name in backend_names():
         description: Mapping[str, str] = {}
@@ -80,7 +80,7 @@ def _backends() -> list[dict[str, Any]]:
                 if devices > 1:
                     status += f", {devices} devices"
             except (MucudnnError, ValueError) as e:
-                status, devices = f"unavailable: {' '.join(str(e).split())}", 0
+                status, devices = f"unavailable: {one_line(str(e))}", 0
         entry = {"name": name, "status": status, "devices": devices}
         found.append({**entry, "description": dict(description)})
     return found

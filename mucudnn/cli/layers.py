@@ -26,10 +26,8 @@ from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers
 _DIRECTIONS = ("all", *(d.value for d in Direction))
 
 
-def _parse_directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
+def _parse_directions(text: str) -> tuple[Direction, ...]:
     """Parse `all`, or `forward,backward_data`, into the order of a step."""
-    if isinstance(text, tuple):
-        return text
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in _DIRECTIONS:

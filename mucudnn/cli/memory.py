@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from mucudnn.cli.options import (
     layout_option,
     listing_option,
     model_argument,
-    names_of_all,
     open_cache,
     optimizer_option,
     option,
@@ -51,22 +50,25 @@ from mucudnn.cli.own_code import (
     network,
     torch_step,
 )
+from mucudnn.cli.progress import Show, progress_display
 from mucudnn.ir.devices import DEVICES, get_device
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import STATIC
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.models import FunctionModel
 from mucudnn.passes.planning.plan_step import DescribedStep
+from mucudnn.passes.registry import ALL
+from mucudnn.passes.residency import PLANNED
+from mucudnn.report.text import NOTHING, Table as TextTable, bytes_text, write_tables
+from mucudnn.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
-    from mucudnn.cli.progress import Show
-    from mucudnn.ir.graph import Graph
-    from mucudnn.ir.profile import Profile
     from mucudnn.studies.memory_results import MemoryStudy, StepSpec
 
 _CPU = "cpu"
 _BATCH = 32
 _CPU_BATCH = 4
-_ALL = "all"
 MOST_GPUS = 1 << 20
 
 _OF_BEST = ("trace_file", "snapshot_file")
@@ -158,15 +160,14 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "--policy policies",
         "Which tensors may be kept, offloaded or recomputed.",
         policies,
-        several=_ALL,
-        default=_ALL,
+        several=ALL,
+        default=ALL,
     ),
     strategy(
         "--scheduler schedulers",
         "When copies run; all compares every scheduler; by default the policy's own.",
         schedulers,
-        several=_ALL,
-        default=(),
+        several=ALL,
     ),
     order_option,
     option(
@@ -222,7 +223,6 @@ def memory(
         return
     found = _study(ctx, model, settings)
     from mucudnn.report.memory import memory_tables
-    from mucudnn.report.text import write_tables
 
     def show() -> None:
         write_tables(memory_tables(found), sys.stdout)
@@ -242,9 +242,6 @@ def _compare(
     ctx: click.Context, model: str, settings: dict[str, Any], json_file: str | None
 ) -> None:
     """Run the step of a PyTorch model in PyTorch's ways, and ours beside each."""
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.report.text import NOTHING, Table, bytes_text, write_tables
-
     with progress_display(1) as progress:
         ways = compared_step(ctx, model, settings["batch"], progress)
 
@@ -267,7 +264,7 @@ def _compare(
     emit(
         json_file,
         {"schema": 1, "ways": [asdict(way) for way in ways]},
-        lambda: write_tables([Table("", columns, rows, notes=(note,))], sys.stdout),
+        lambda: write_tables([TextTable("", columns, rows, notes=(note,))], sys.stdout),
     )
 
 
@@ -349,8 +346,6 @@ def _step(
 
 
 def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryStudy":
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.passes.residency import PLANNED
     from mucudnn.studies.memory import study_memory
     from mucudnn.studies.memory_results import StepSpec
 
@@ -388,17 +383,17 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
     # The search takes longest: run it last, so that Ctrl-C keeps the other results.
     names = _expand_all(settings["policies"], policies)
-    if _ALL in settings["policies"]:
+    if ALL in settings["policies"]:
         names = tuple(sorted(names, key=lambda name: name == PLANNED))
     with (
+        bad_input(),
         progress_display(1) as show,
         _measuring(spec, settings["cache_path"], show) as measured,
-        bad_input(),
     ):
         return study_memory(
             spec,
             policies=names,
-            schedulers=_expand_all(settings["schedulers"], schedulers),
+            schedulers=_expand_all(settings["schedulers"] or (), schedulers),
             budget=budget,
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
@@ -413,21 +408,31 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
 
 
 def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
-    """Return the requested names; for `all`, every usable one."""
-    return names_of_all(table) if _ALL in asked else asked
+    """Return the requested names; for `all`, every usable one.
+
+    Broken ones cause a warning.
+    """
+    if ALL not in asked:
+        return asked
+    names, check = table()
+    found = []
+    for name in names:
+        with suppress(ValueError):
+            check(name)
+            found.append(name)
+    return tuple(found)
 
 
 @contextmanager
 def _measuring(
-    spec: "StepSpec | DescribedStep", cache_path: str | None, progress: "Show"
-) -> "Iterator[Callable[[Graph], Profile] | None]":
+    spec: "StepSpec | DescribedStep", cache_path: str | None, progress: Show
+) -> Iterator[Callable[[Graph], Profile] | None]:
     """Yield a function that measures a step on the CPU; None for other costs."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
         yield None
         return
     from mucudnn.runtime.profiling.links import mapping_costs
     from mucudnn.runtime.profiling.profiler import profile
-    from mucudnn.runtime.tuning.tuner import Tuner
 
     given: Any = {} if cache_path is None else {"cache": open_cache(cache_path)}
 
@@ -437,10 +442,9 @@ def _measuring(
     with Tuner.from_env(backend=_CPU, **given) as tuner, tuner.cache:
         chunks = None
         if spec.placement != STATIC:
-            with bad_input():
-                chunks = mapping_costs(tuner.backend)
+            chunks = mapping_costs(tuner.backend)
 
-        def measured(graph: "Graph") -> "Profile":
+        def measured(graph: Graph) -> Profile:
             costs = profile(tuner, graph, progress=measuring)
             return replace(costs, mapping_costs=chunks)
 

@@ -14,13 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import cloup
+from click.shell_completion import CompletionItem
 
+from mucudnn.backends import backend_names
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.output import output_file
 from mucudnn.ir.channels_last import LAYOUT_CHOICES
@@ -29,14 +30,20 @@ from mucudnn.ir.optimizers import OPTIMIZERS, parse_optimizer
 from mucudnn.ir.schedule import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import format_bytes, parse_bytes, parse_integer
 from mucudnn.models import model_names
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
+from mucudnn.passes.microbatch import BATCH_POLICIES, PLANNERS, candidate_batches
+from mucudnn.passes.ordering import ORDERS
+from mucudnn.passes.registry import Strategies
+from mucudnn.passes.residency import check_policy, policy_names
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.runtime.environment import cache_path
+from mucudnn.runtime.store.measurements import BenchmarkCache
+from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
+from mucudnn.runtime.tuning.tuner import Tuner
 
 Option = Callable[[Any], Any]
 """A decorator that adds options to a command."""
 
-Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 """(context, parameter, typed text) -> completions."""
 
 Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
@@ -108,17 +115,13 @@ def byte_size(text: str | int) -> int:
     return nbytes
 
 
-def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:
+def byte_sizes(text: str) -> tuple[int, ...]:
     """Parse `8MiB,64MiB` into distinct ascending numbers."""
-    if isinstance(text, tuple):
-        return text
     return tuple(sorted({byte_size(size) for size in text.split(",")}))
 
 
-def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
+def image_size(text: str) -> tuple[int, ...]:
     """Parse `224`, `32x48` or `3x32x48`."""
-    if isinstance(text, tuple):
-        return text
     sizes = text.lower().replace("×", "x").split("x")
     try:
         return tuple(parse_integer(size, least=1, most=_MOST) for size in sizes)
@@ -141,11 +144,11 @@ def split_of(text: str) -> str | int:
     )
 
 
-def tier(text: object) -> object:
+def tier(text: str) -> object:
     """Parse an offload target such as `disk:/scratch=10GiB`."""
     from mucudnn.runtime.executor.tiers import TierChoice
 
-    return parsed(text, TierChoice.parse) if isinstance(text, str) else text
+    return parsed(text, TierChoice.parse)
 
 
 # Complete half-typed values in a shell.
@@ -159,14 +162,20 @@ def completing(
 ) -> Complete:
     """Return a completion for one of some names, which may depend on the line so far.
 
-    With `several`, the value is a comma list, whose last word is completed; with
-    `files`, it may also be a file.
+    With `several`, the value is a comma list, whose last word is completed with names
+    that are not in the list yet; with `files`, it may also be a file.
     """
 
     def complete(
         ctx: click.Context, parameter: click.Parameter, typed: str
-    ) -> "list[CompletionItem]":
-        found = _matching(names(ctx), typed, several=several)
+    ) -> list[CompletionItem]:
+        before, comma, word = typed.rpartition(",") if several else ("", "", typed)
+        given = before.split(",")
+        found = [
+            CompletionItem(f"{before}{comma}{name}")
+            for name in dict.fromkeys(names(ctx))
+            if name.startswith(word) and name not in given
+        ]
         return completing_files(ctx, parameter, typed) if files and not found else found
 
     return complete
@@ -174,27 +183,10 @@ def completing(
 
 def completing_files(
     ctx: click.Context, parameter: click.Parameter, typed: str
-) -> "list[CompletionItem]":
+) -> list[CompletionItem]:
     """Complete a file name by the shell's own means."""
-    from click.shell_completion import CompletionItem
-
     del ctx, parameter
     return [CompletionItem(typed, type="file")]
-
-
-def _matching(
-    names: Iterable[str], typed: str, *, several: bool
-) -> "list[CompletionItem]":
-    """Return names that begin as typed and are not in the list yet."""
-    from click.shell_completion import CompletionItem
-
-    before, comma, word = typed.rpartition(",") if several else ("", "", typed)
-    given = before.split(",")
-    return [
-        CompletionItem(f"{before}{comma}{name}")
-        for name in dict.fromkeys(names)
-        if name.startswith(word) and name not in given
-    ]
 
 
 # Declare options.
@@ -210,17 +202,11 @@ def option(
     complete: Complete | None = None,
     **default: Any,
 ) -> Option:
-    """Declare an option.
+    """Declare an option with a help text.
 
-    Args:
-        flag: Flag and placeholder of its value, such as `--workspace-limit SIZE`; a
-            `click.Choice` brings its own placeholder.
-        text: Help text.
-        kind: Type of the value; text if not given.
-        name: Name of the parameter if not that of the flag.
-        repeatable: Whether the option may be repeated.
-        complete: Completion in a shell.
-        **default: `default`, which the help shows unless `show_default=False`.
+    `flag` includes the placeholder of the value, such as `--workspace-limit SIZE`; a
+    `click.Choice` brings its own. `name` is that of the parameter if it differs from
+    the flag. The help shows a `default` unless `show_default=False`.
     """
     long, _, metavar = flag.partition(" ")
     return click.option(
@@ -251,54 +237,17 @@ def group(*options: Option) -> Option:
     return lambda fn: reduce(lambda f, option: option(f), reversed(options), fn)
 
 
-def section(title: str, *options: Option) -> Option:
-    """Combine several options under a title of their own in `--help`."""
-    return cloup.option_group(title, *options)
+section = cloup.option_group
+"""(title, *options): combine options under a title of their own in `--help`."""
 
 
-class StrategyOption(click.Option):
-    """An option that takes a name in a table.
+class _StrategyOption(click.Option):
+    """An option whose help lists the current names of a table."""
 
-    If `several` is given, it takes a comma list, or that word for the whole table.
-    """
-
-    def __init__(
-        self,
-        declarations: list[str],
-        *,
-        table: Table,
-        several: str | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *declarations: Any, table: Table, **settings: Any) -> None:
+        super().__init__(*declarations, **settings)
         self._table = table
-        self._several = several
-        self._text = settings.get("help", "")
-        metavar = "NAME" if several is None else "NAME,…"
-        super().__init__(declarations, type=self._read, metavar=metavar, **settings)
-
-    def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(text, tuple):
-            return text
-        words: tuple[str, ...] = (text,)
-        if self._several is not None:
-            words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        _, check = self._table()
-        for word in words:
-            try:
-                if word != self._several:
-                    check(word)
-            except ValueError as e:
-                more = "" if self._several is None else f", or {self._several}"
-                raise click.BadParameter(f"{e}{more}") from e
-        return text if self._several is None else words
-
-    def shell_complete(
-        self, ctx: click.Context, incomplete: str
-    ) -> "list[CompletionItem]":
-        """Complete with the current names."""
-        names, _ = self._table()
-        words = names if self._several is None else (*names, self._several)
-        return _matching(words, incomplete, several=self._several is not None)
+        self._text = settings["help"]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the help with the current names."""
@@ -307,47 +256,57 @@ class StrategyOption(click.Option):
         return super().get_help_record(ctx)
 
 
-def strategy(flags: str, text: str, table: Table, **settings: Any) -> Option:
-    """Declare an option whose value is a name in a table; see `StrategyOption`."""
-    if "default" in settings:
-        settings["show_default"] = True
+def strategy(
+    flags: str, text: str, table: Table, *, several: str | None = None, **default: Any
+) -> Option:
+    """Declare an option whose value is a name in a table.
+
+    If `several` is given, the value is a comma list, or that word for the whole table.
+    `default` is as for `option`.
+    """
+
+    def read(given: str) -> str | tuple[str, ...]:
+        words: tuple[str, ...] = (given,)
+        if several is not None:
+            words = tuple(dict.fromkeys(word.strip() for word in given.split(",")))
+        _, check = table()
+        for word in words:
+            try:
+                if word != several:
+                    check(word)
+            except ValueError as e:
+                more = "" if several is None else f", or {several}"
+                raise click.BadParameter(f"{e}{more}") from e
+        return given if several is None else words
+
     return click.option(
-        *flags.split(), cls=StrategyOption, table=table, help=text, **settings
+        *flags.split(),
+        cls=_StrategyOption,
+        table=table,
+        help=text,
+        type=read,
+        metavar="NAME" if several is None else "NAME,…",
+        shell_complete=completing(
+            lambda _: (*table()[0], *filter(None, [several])),
+            several=several is not None,
+        ),
+        **({"show_default": True} if default else {}),
+        **default,
     )
 
 
-def table(module: str, name: str) -> Table:
-    """Return a table of strategies whose module is imported on first use."""
-
-    def found() -> tuple[Iterable[str], Callable[[str], object]]:
-        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
-        return registry.names, registry.resolve
-
-    return found
+def table(registry: Strategies[Any]) -> Table:
+    """Return the table of a registry."""
+    return lambda: (registry.names, registry.resolve)
 
 
 def policies() -> tuple[Iterable[str], Callable[[str], object]]:
     """Return the table of residency policies."""
-    from mucudnn.passes.residency import check_policy, policy_names
-
     return policy_names(), check_policy
 
 
-orders = table("ordering", "ORDERS")
-schedulers = table("scheduling", "SCHEDULERS")
-
-
-def names_of_all(table: Table) -> tuple[str, ...]:
-    """Return every usable name in a table; broken ones cause a warning."""
-    names, check = table()
-    found = []
-    for name in names:
-        try:
-            check(name)
-        except ValueError:
-            continue
-        found.append(name)
-    return tuple(found)
+orders = table(ORDERS)
+schedulers = table(SCHEDULERS)
 
 
 # Options that several commands share.
@@ -422,35 +381,25 @@ def backend_option(text: str) -> Option:
         "--backend NAME",
         f"{text}; see `mucudnn info`.",
         default="cpu",
-        complete=completing(
-            lambda _: import_module("mucudnn.backends").backend_names()
-        ),
+        complete=completing(lambda _: backend_names()),
     )
 
 
-def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
-
-    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
-
-
 batch_policy_option = strategy(
-    "--batch-policy", "Micro-batch sizes; powers_of_two by default.", _batch_policies
+    "--batch-policy",
+    "Micro-batch sizes; powers_of_two by default.",
+    lambda: (BATCH_POLICIES.table, lambda name: candidate_batches(1, name)),
 )
 
 
 # Options of a tuner, and the tuner and the cache that they describe.
 
 
-if TYPE_CHECKING:
-    from mucudnn.runtime.store.measurements import BenchmarkCache
-    from mucudnn.runtime.tuning.tuner import Tuner
-
 _SQLITE = b"SQLite format 3\0"
 
 
-def _parse_numerics(text: str | Numerics) -> Numerics:
-    return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
+def _parse_numerics(text: str) -> Any:
+    return parsed(text, Numerics.parse)
 
 
 def _apply_old_policy(
@@ -496,7 +445,7 @@ measuring_options = group(
     strategy(
         "--planner",
         "Micro-batch planner; workspace_reuse by default.",
-        table("microbatch", "PLANNERS"),
+        table(PLANNERS),
     ),
     option(
         "--numerics WORD,…",
@@ -513,10 +462,8 @@ measuring_options = group(
 """Options of a tuner; defaults come from the environment."""
 
 
-def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
+def make_tuner(settings: Mapping[str, Any], **more: Any) -> Tuner:
     """Return a tuner from the given options and the environment."""
-    from mucudnn.runtime.tuning.tuner import Tuner
-
     names = "backend batch_policy planner numerics memory_limit workspace_limit"
     chosen = {name: settings.get(name) for name in names.split()}
     given = {name: value for name, value in chosen.items() if value is not None}
@@ -528,12 +475,8 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
         return Tuner.from_env(**given, **more)
 
 
-def open_cache(path: str | None) -> "BenchmarkCache":
+def open_cache(path: str | None) -> BenchmarkCache:
     """Open the cache at `path`, in memory for `none`, else the user's."""
-    from mucudnn.runtime.environment import cache_path
-    from mucudnn.runtime.store.measurements import BenchmarkCache
-    from mucudnn.runtime.store.sqlite_file import IN_MEMORY_ONLY
-
     if path is None:
         return BenchmarkCache(cache_path(os.environ))
     if path == "none":

@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before the work, not after it."""
+"""Write results to files, which are checked before a command begins to work."""
 
 import contextlib
 import json
@@ -15,14 +15,16 @@ import click
 from mucudnn.cli.app import BadInputError
 from mucudnn.errors import CacheError
 from mucudnn.files import check_writable, descriptor_of, write_whole
+from mucudnn.ir.conv import PerfTable
 from mucudnn.processes import deferred_interrupt
+from mucudnn.report.text import Table, write_tables
+from mucudnn.report.trace import snapshot_bytes, trace_json
+from mucudnn.runtime.store.recordings import record_run, spare_newer
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
-    from mucudnn.ir.conv import PerfTable
-    from mucudnn.report.text import Table
-    from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.studies.memory_results import MemoryStudy
-    from mucudnn.suites import Layer
 
 
 STDOUT = "-"
@@ -67,8 +69,6 @@ def recording_file(value: str) -> str:
     path = output_file(value)
     if path == STDOUT:
         raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
-    from mucudnn.runtime.store.recordings import spare_newer
-
     spare_newer(Path(path))
     return path
 
@@ -139,15 +139,13 @@ def emit(
 def publish(
     files: Mapping[str, Any],
     found: Any,
-    tables: Callable[[Any], Sequence["Table"]],
+    tables: Callable[[Any], Sequence[Table]],
     page: Callable[[Any], str],
 ) -> None:
     """Emit a study as `tables`, as JSON, and as an HTML `page`.
 
     `files` has `json_file` and `report_file`, each None if not requested.
     """
-    from mucudnn.report.text import write_tables
-
     file = files["report_file"]
     emit(
         files["json_file"],
@@ -161,13 +159,13 @@ def publish(
 class Record:
     """A recording in progress; `complaint` is why no file was written."""
 
-    tables: list["PerfTable"] = field(default_factory=list)
+    tables: list[PerfTable] = field(default_factory=list)
     complaint: str | None = None
 
 
 @contextlib.contextmanager
 def recording(
-    tuner: "Tuner", layers: Sequence["Layer"], file: str | None
+    tuner: Tuner, layers: Sequence[Layer], file: str | None
 ) -> Iterator[Record]:
     """Write a recording when the block ends, even by an error or Ctrl-C."""
     record, since = Record(), time.time()
@@ -177,8 +175,6 @@ def recording(
         done = True
     finally:
         if file is not None:
-            from mucudnn.runtime.store.recordings import record_run
-
             problems = [layer.problem for layer in layers]
             with deferred_interrupt():
                 try:
@@ -199,13 +195,9 @@ def write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
     if found.best is None or found.best.plan is None:
         return
     if settings["trace_file"] is not None:
-        from mucudnn.report.trace import trace_json
-
         write_file(settings["trace_file"], trace_json(found.best.plan))
     path = settings["snapshot_file"]
     if path is not None:
-        from mucudnn.report.trace import snapshot_bytes
-
         if found.placed is None:
             why = found.placement_error or "interrupted before places were looked for"
             raise BadInputError(f"--snapshot {path}: {why}")

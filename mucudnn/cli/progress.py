@@ -9,18 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol, TextIO
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from mucudnn.report.text import DIRECTIONS, limit_text, speedup_text
+from mucudnn.runtime.tuning.tables import Measured
+from mucudnn.studies.algorithms import SurveyedLayer
+from mucudnn.studies.convolutions import LayerProgress, LayerResult
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, LogEntry, Position
-    from mucudnn.runtime.tuning.tables import Measured
-    from mucudnn.studies.algorithms import SurveyedLayer
-    from mucudnn.studies.convolutions import LayerProgress, LayerResult
 
 
 _EVERY_S = 10.0
@@ -30,8 +31,27 @@ Repeat = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """Context manager that calls a function repeatedly."""
 
 
-class Show(Protocol):
-    """Displays that a part of the work begins or ends."""
+class Show:
+    """The current part of the work; calling it shows that a part begins or ends.
+
+    Attributes:
+        text: Description of the part.
+        done: Amount of work done.
+        total: Amount of work in total.
+        title: Title ahead of a titled bar.
+        result: Result of the part, which only lines print.
+
+    Args:
+        remaining: Estimate of the remaining time.
+        draw: Displays the part whenever it changes.
+    """
+
+    text, done, total, title, result = "starting", 0, 1, "", ""
+
+    def __init__(self, remaining: "Remaining", draw: Callable[["Show"], None]) -> None:
+        self._remaining = remaining
+        self._draw = draw
+        self._left_s: float | None = None
 
     def __call__(
         self,
@@ -43,11 +63,21 @@ class Show(Protocol):
         result: str = "",
         left_s: float | None = None,
     ) -> None:
-        """Show the current part, and the amounts of work done and in total.
+        """Show the current part.
 
-        `title` stands ahead of a titled bar; only lines print `result`. `left_s` are
-        the remaining seconds of all work, estimated from the parts so far if None.
+        `left_s` are the remaining seconds of all work, estimated from the parts so far
+        if None.
         """
+        self._remaining.at(done, total, title=title)
+        self.text, self.title, self.result = text, title, result
+        self.done, self.total, self._left_s = done, total, left_s
+        self._draw(self)
+
+    @property
+    def left(self) -> str:
+        """The remaining time in words."""
+        left_s = self._remaining.left_s() if self._left_s is None else self._left_s
+        return left_text(left_s)
 
 
 @contextmanager
@@ -81,7 +111,8 @@ def progress_display(
     """Show progress on the error stream while the work in this context runs.
 
     In a terminal it is a bar that is removed at the end; elsewhere a line every ten
-    seconds. Both estimate the remaining time once possible.
+    seconds, unless a line of a result was written meanwhile. Both estimate the
+    remaining time once possible.
 
     Args:
         total: Amount of work as known at the start.
@@ -93,17 +124,39 @@ def progress_display(
     """
     remaining = Remaining(clock, limit_s=limit_s)
     if sys.stderr.isatty():
-        with _bar(total, remaining, titled=titled) as show:
-            yield show
+        with _bar(total, titled=titled) as draw:
+            yield Show(remaining, draw)
         return
 
-    written = ProgressLines(sys.stderr, remaining, results=lines, clock=clock)
-    with repeat(written.tick):
-        yield written
+    stream, start, just_written = sys.stderr, clock(), False
+
+    def write(line: str) -> None:
+        with suppress(OSError, ValueError):  # the stream may be closed
+            stream.write(f"{line}\n")
+            stream.flush()
+
+    def write_result(at: Show) -> None:
+        nonlocal just_written
+        if lines and at.result:
+            just_written = True
+            write(f"[{at.done}/{at.total}] {at.text}: {at.result}")
+
+    def tick() -> None:
+        nonlocal just_written
+        if not just_written:
+            minutes, seconds = divmod(round(clock() - start), 60)
+            share = f"{show.done} of {show.total}" if show.total > 1 else ""
+            words = ", ".join(filter(None, (show.title, show.text, share, show.left)))
+            write(f"mucudnn: {minutes}:{seconds:02d} {words}")
+        just_written = False
+
+    show = Show(remaining, write_result)
+    with repeat(tick):
+        yield show
 
 
 @contextmanager
-def _bar(total: int, remaining: "Remaining", *, titled: bool) -> Iterator[Show]:
+def _bar(total: int, *, titled: bool) -> Iterator[Callable[[Show], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -126,81 +179,17 @@ def _bar(total: int, remaining: "Remaining", *, titled: bool) -> Iterator[Show]:
     )
     task = progress.add_task("", total=total, title="", text="")
 
-    def show(
-        text: str,
-        done: int,
-        total: int,
-        *,
-        title: str = "",
-        result: str = "",
-        left_s: float | None = None,
-    ) -> None:
-        del result
-        remaining.at(done, total, title=title)
-        left = left_text(remaining.left_s() if left_s is None else left_s)
+    def draw(at: Show) -> None:
         progress.update(
             task,
-            completed=done,
-            total=max(1, total),  # an empty bar would be drawn full
-            title=title,
-            text=", ".join(filter(None, (left, text))),
+            completed=at.done,
+            total=max(1, at.total),  # an empty bar would be drawn full
+            title=at.title,
+            text=", ".join(filter(None, (at.left, at.text))),
         )
 
     with progress:
-        yield show
-
-
-class ProgressLines:
-    """Progress as lines; with `results`, every result is a line, too."""
-
-    def __init__(
-        self,
-        stream: TextIO,
-        remaining: "Remaining",
-        *,
-        results: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stream = stream
-        self._remaining = remaining
-        self._results = results
-        self._clock = clock
-        self._start = clock()
-        self._words: tuple[str, ...] = ("starting",)
-        self._left_s: float | None = None
-        self._just_written = False
-
-    def __call__(
-        self,
-        text: str,
-        done: int,
-        total: int,
-        *,
-        title: str = "",
-        result: str = "",
-        left_s: float | None = None,
-    ) -> None:
-        """Record the current part, and write its result."""
-        self._remaining.at(done, total, title=title)
-        self._words = title, text, f"{done} of {total}" if total > 1 else ""
-        self._left_s = left_s
-        if self._results and result:
-            self._just_written = True
-            self._write(f"[{done}/{total}] {text}: {result}")
-
-    def tick(self) -> None:
-        """Write the current part, unless a result was written since the last call."""
-        if not self._just_written:
-            minutes, seconds = divmod(round(self._clock() - self._start), 60)
-            left_s = self._remaining.left_s() if self._left_s is None else self._left_s
-            words = ", ".join(filter(None, (*self._words, left_text(left_s))))
-            self._write(f"mucudnn: {minutes}:{seconds:02d} {words}")
-        self._just_written = False
-
-    def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # the stream may be closed
-            self._stream.write(f"{line}\n")
-            self._stream.flush()
+        yield draw
 
 
 # Describe progress in words: layers, measurements and training.
@@ -213,7 +202,7 @@ class LayerWords:
         self._show = show
         self._layer, self._done, self._total = "", 0, 1
 
-    def advance(self, at: "LayerProgress[LayerResult]") -> None:
+    def advance(self, at: LayerProgress[LayerResult]) -> None:
         """Show that a layer begins or has been compared."""
         outcomes = ", ".join(
             f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
@@ -221,7 +210,7 @@ class LayerWords:
         )
         self.begin(at.layer, at.index, at.total, outcomes)
 
-    def surveyed(self, at: "LayerProgress[SurveyedLayer]") -> None:
+    def surveyed(self, at: LayerProgress[SurveyedLayer]) -> None:
         """Show that a layer begins or its algorithms are listed."""
         counts = ""
         if at.result is not None:
@@ -230,7 +219,7 @@ class LayerWords:
             counts = f"up to {most} algorithms at {len(batches)} sizes"
         self.begin(at.layer, at.index, at.total, counts)
 
-    def measured(self, at: "Measured") -> None:
+    def measured(self, at: Measured) -> None:
         """Show that an algorithm was timed at one size."""
         layer = self._layer or DIRECTIONS[at.problem.direction]  # before any layer
         text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
@@ -243,46 +232,45 @@ class LayerWords:
         self._show(self._layer, self._done, total, result=result)
 
 
+@dataclass(frozen=True, slots=True)
 class TrainingWords:
     """Descriptions of training: steps for the display, epochs for the output."""
 
-    def __init__(
-        self, show: Show, epochs: int, batches: int, *, steps: int, quiet: bool
-    ) -> None:
-        self._show = show
-        self._epochs = epochs
-        self._batches = batches
-        self._steps = steps
-        self._quiet = quiet
+    show: Show
+    epochs: int
+    batches: int
+    _: KW_ONLY
+    steps: int
+    quiet: bool
 
-    def measured(self, at: "Measured") -> None:
+    def measured(self, at: Measured) -> None:
         """Show that a convolution's algorithm was timed before the first step."""
         text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
-        self._show(text, at.done, at.total, title="measuring")
+        self.show(text, at.done, at.total, title="measuring")
 
     def prepared(self, name: str, done: int, total: int) -> None:
         """Show that a node is measured for a plan before the first step."""
         text = f"measuring {name}" if done < total else "planning the step"
-        self._show(text, done, total, title="preparing")
+        self.show(text, done, total, title="preparing")
 
     def __call__(self, at: "Position", report: "EpochReport | None") -> None:
         """Show a step, or print a finished epoch."""
         if report is None:
-            self._show(
+            self.show(
                 f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
                 f"{_rate_text(at.images_per_s)}",
                 at.batch,
-                self._batches,
-                title=f"epoch {at.epoch + 1}/{self._epochs}",
-                left_s=at.ms / max(1, at.batch) * (self._steps - at.steps) / 1e3,
+                self.batches,
+                title=f"epoch {at.epoch + 1}/{self.epochs}",
+                left_s=at.ms / max(1, at.batch) * (self.steps - at.steps) / 1e3,
             )
-        elif not self._quiet:
-            click.echo(_epoch_line(report, self._epochs))
+        elif not self.quiet:
+            click.echo(_epoch_line(report, self.epochs))
             sys.stdout.flush()
 
-    def told(self, entry: "LogEntry") -> None:
+    def show_test(self, entry: "LogEntry") -> None:
         """Print the results of a test between epochs."""
-        if entry.kind == "evaluation" and not self._quiet:
+        if entry.kind == "evaluation" and not self.quiet:
             click.echo(
                 f"step {entry.step:,}  test loss {entry.test_loss:.4f}  "
                 f"test accuracy {entry.test_accuracy:.2%}"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.options import listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
+from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_display
 from mucudnn.cli.train_options import (
     budget_options,
     data_options,
@@ -27,12 +29,12 @@ from mucudnn.cli.train_options import (
     words_of,
 )
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
+from mucudnn.ir.fleet import StepPoint
 from mucudnn.ir.optimizers import parse_learning_rate
+from mucudnn.report.text import bytes_text, ms_text
 
 if TYPE_CHECKING:
-    from mucudnn.cli.progress import Show, TrainingWords
     from mucudnn.cli.train_data import Work
-    from mucudnn.ir.fleet import StepPoint
     from mucudnn.passes.placement.layout import PlacedStep
     from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import (
@@ -125,18 +127,36 @@ class _Training:
         self._settings = settings
         self._group = group
         self.leads = group is None or group.leads
+        from mucudnn.cli.train_data import work_of
+
+        self._make_work = partial(work_of, model, settings)
         with self._display(1) as show:
             show("reading the data", 0, 1)
-            self._work = _work(model, settings, group, show)
+            self._work = self._own_work(show)
         self._optimizer = optimizer_of(settings)
         self._words = words_of(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._open_checkpoints()
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
 
+    def _own_work(self, show: Show) -> "Work":
+        """Return the work of this process: everything, or its part."""
+        settings = self._settings
+        if self._group is None:
+            return self._make_work()
+        tuner = make_tuner(settings)
+
+        def measure(images: int) -> StepPoint:
+            show(f"measuring a step of {images} images", 0, 1)
+            return step_point(self._make_work(images).training, tuner, settings)
+
+        with tuner.cache:
+            batch = settings["batch"] // settings["accumulate"]
+            shares = self._group.shares(settings["shares"], batch, measure)
+        return self._group.part(self._make_work, shares)
+
     def run(self, *, quiet: bool) -> bool:
         """Train; return whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import TrainingWords
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
@@ -153,7 +173,7 @@ class _Training:
                 shown(at, report)
 
             with (
-                train_log(settings, self._resume, shown.told)
+                train_log(settings, self._resume, shown.show_test)
                 if self.leads  # one process logs for all
                 else nullcontext()
             ) as log:
@@ -180,7 +200,7 @@ class _Training:
         self._reports |= {report.epoch: report for report in reports}
         return False
 
-    def _between(self, shown: "TrainingWords") -> "Between | None":
+    def _between(self, shown: TrainingWords) -> "Between | None":
         """Replace the trainer between epochs if other shares are faster."""
         group = self._group
         if group is None:
@@ -192,7 +212,7 @@ class _Training:
                 return None
             state, steps = self._trainer.state.save(), self._trainer.steps
             self._trainer.close()
-            self._work = _part_of_work(self._model, self._settings, group, shares)
+            self._work = group.part(self._make_work, shares)
             self._trainer = self._make_trainer(shown)
             self._trainer.state.load(state)
             self._trainer.steps = steps
@@ -215,13 +235,11 @@ class _Training:
 
     def _display(
         self, total: int, *, titled: bool = False
-    ) -> "AbstractContextManager[Show]":
+    ) -> AbstractContextManager[Show]:
         """Show progress from one process for all."""
-        from mucudnn.cli.progress import progress_display
-
         if self.leads:
             return progress_display(total, titled=titled)
-        return nullcontext(lambda *_, **__: None)
+        return nullcontext(Show(Remaining(), lambda at: None))
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -263,7 +281,7 @@ class _Training:
             )
         return checkpoints, None
 
-    def _make_trainer(self, shown: "TrainingWords") -> "Trainer":
+    def _make_trainer(self, shown: TrainingWords) -> "Trainer":
         from mucudnn.runtime.training.history import plans_of, recall_races
         from mucudnn.runtime.training.trainer import Trainer
 
@@ -300,35 +318,6 @@ class _Training:
             )
 
 
-def _work(
-    model: str, settings: Mapping[str, Any], group: Group | None, show: "Show"
-) -> "Work":
-    """Return the work of this process: everything, or its part."""
-    from mucudnn.cli.train_data import work_of
-
-    if group is None:
-        return work_of(model, settings)
-    tuner = make_tuner(settings)
-
-    def measure(images: int) -> "StepPoint":
-        show(f"measuring a step of {images} images", 0, 1)
-        return step_point(work_of(model, settings, images).training, tuner, settings)
-
-    with tuner.cache:
-        batch = settings["batch"] // settings["accumulate"]
-        shares = group.shares(settings["shares"], batch, measure)
-    return _part_of_work(model, settings, group, shares)
-
-
-def _part_of_work(
-    model: str, settings: Mapping[str, Any], group: Group, shares: tuple[int, ...]
-) -> "Work":
-    from mucudnn.cli.train_data import work_of
-
-    whole = work_of(model, settings)
-    return group.part(whole, lambda n: work_of(model, settings, n), shares)
-
-
 # Results of a training: JSON and the last lines of `mucudnn train`.
 
 
@@ -342,8 +331,6 @@ class RankResult:
     budget_bytes: int | None
 
     def __str__(self) -> str:
-        from mucudnn.report.text import bytes_text, ms_text
-
         of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
             f"{self.samples} images, {ms_text(self.compute_ms)} ms without waiting; "
@@ -384,8 +371,6 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_results(trainer: "Trainer") -> None:
     """Print the last lines: time and memory of a step."""
-    from mucudnn.report.text import bytes_text, ms_text
-
     click.echo(
         f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
         f"{bytes_text(trainer.peak_bytes)} of memory"

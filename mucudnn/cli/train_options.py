@@ -1,15 +1,15 @@
 """Options and settings of `mucudnn train`, and its log files."""
 
-import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mucudnn.backends import Device
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import (
     MOST_IMAGES,
@@ -50,7 +50,6 @@ from mucudnn.ir.optimizers import (
 from mucudnn.ir.sizes import LARGEST
 
 if TYPE_CHECKING:
-    from mucudnn.backends import Device
     from mucudnn.cli.train_data import Work
     from mucudnn.runtime.training.checkpoints import Checkpoint
     from mucudnn.runtime.training.history import LogEntry, OnEntry, Position
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 def log_file(value: str) -> str:
     """Return a path that a log can be written to."""
-    if value == STDOUT or output_file(value) == STDOUT:
+    if output_file(value) == STDOUT:
         raise click.BadParameter("a log needs a file, such as FILE.csv or FILE.jsonl")
     from mucudnn.runtime.training.history import LogFile
 
@@ -79,9 +78,9 @@ AUTO, EQUAL = "auto", "equal"
 """Words for the division of images among processes, besides numbers."""
 
 
-def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
+def parse_shares(text: str) -> str | tuple[int, ...]:
     """Parse `auto`, `equal`, or numbers such as `9,3`."""
-    if isinstance(text, tuple) or text in (AUTO, EQUAL):
+    if text in (AUTO, EQUAL):
         return text
     words = text.split(",")
     if all(word.strip().isdecimal() and int(word) > 0 for word in words):
@@ -91,11 +90,11 @@ def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
     )
 
 
-def _parse_budget(text: str | int | tuple[int | str, ...]) -> Any:
+def _parse_budget(text: str) -> Any:
     """Parse `8GiB`, `device` for all free memory, or several separated by commas."""
-    if isinstance(text, tuple) or text == "device":
+    if text == "device":
         return text
-    if isinstance(text, str) and "," in text:
+    if "," in text:
         return tuple(_parse_budget(word.strip()) for word in text.split(","))
     try:
         return byte_size(text)
@@ -286,7 +285,7 @@ output_options = section(
 """Options for output."""
 
 
-def step_arguments(settings: Mapping[str, Any], device: "Device") -> dict[str, Any]:
+def step_arguments(settings: Mapping[str, Any], device: Device) -> dict[str, Any]:
     """Return the arguments of `Trainer` that say how a step is planned."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
@@ -361,8 +360,7 @@ def train_log(
     with ExitStack() as stack:
         if settings["log"] is not None:
             file = LogFile(settings["log"], since=since)
-            stack.callback(file.close)
-            writers.append(file)
+            writers.append(stack.enter_context(closing(file)))
         if settings["tensorboard"] is not None:
             writers.append(stack.enter_context(_event_writer(settings, since)))
 
@@ -380,7 +378,7 @@ def _event_writer(
     """Write event files for TensorBoard, flushed with every entry."""
     folder = settings["tensorboard"]
     for module in ("tensorboardX", "torch.utils.tensorboard"):
-        with contextlib.suppress(ImportError):
+        with suppress(ImportError):
             writer_class = importlib.import_module(module).SummaryWriter
             break
     else:
@@ -398,7 +396,5 @@ def _event_writer(
                 writer.add_scalar(f"{title}/{name}", value, entry.step)
         writer.flush()
 
-    try:
+    with closing(writer):
         yield tell
-    finally:
-        writer.close()

@@ -24,15 +24,17 @@ from mucudnn.passes.load_balancing import (
 )
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.distributed.collectives import (
+    Collectives,
+    MpiCollectives,
     RanksDifferError,
     check_alike,
     digest_of,
 )
+from mucudnn.runtime.environment import launched_processes
+from mucudnn.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
-    from mucudnn.runtime.distributed.collectives import Collectives
-    from mucudnn.runtime.tuning.tuner import Tuner
 
 _STEPS = 3
 
@@ -55,7 +57,7 @@ class Group:
         history: Shares of the training so far, the current ones last.
     """
 
-    def __init__(self, together: "Collectives") -> None:
+    def __init__(self, together: Collectives) -> None:
         self.together = together
         self.leads = together.rank == 0
         self.history: list[tuple[int, ...]] = []
@@ -63,7 +65,7 @@ class Group:
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
-        """Let an error of one process end all, with one line."""
+        """End all processes when one of them fails, with one line."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as e:
@@ -106,15 +108,17 @@ class Group:
             self.together, {"MODEL": model, **written, **environment, **versions}
         )
 
-    def part(self, work: "Work", made: Callable[[int], "Work"], shares: Any) -> "Work":
-        """Return the work of this process, its graphs made for its own `shares`.
+    def part(self, make: Callable[..., "Work"], shares: tuple[int, ...]) -> "Work":
+        """Return the work of this process, its graphs made for its own share.
 
-        The shares must be one per process, and add up to a part of the batch.
+        `make` returns the work of a single process, or with graphs for a number of
+        images. The shares must be one per process, and add up to a part of the batch.
         """
         from mucudnn.data import Loader
         from mucudnn.data.loader import PartOfBatches
 
-        loader, size, rank = work.batches, self.together.size, self.together.rank
+        work, size, rank = make(), self.together.size, self.together.rank
+        loader = work.batches
         assert isinstance(loader, Loader), "the work is still of one process"
         parts = work.words["accumulate"]
         batch = loader.batch // parts
@@ -128,9 +132,9 @@ class Group:
         spread = range(0, len(loader.dataset), -(-len(loader.dataset) // _COMPARED))
         digest = digest_of(loader.dataset.read(spread))
         check_alike(self.together, {**work.words, "data": digest})
-        self.history.append(tuple(shares))
+        self.history.append(shares)
         start = sum(shares[:rank])
-        own = made(shares[rank])
+        own = make(shares[rank])
         batches = PartOfBatches(loader, start, start + shares[rank], parts)
         return replace(own, batches=batches)
 
@@ -197,7 +201,7 @@ class Group:
         return None if found is None else found.samples
 
 
-def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> StepPoint:
+def step_point(graph: Graph, tuner: Tuner, settings: Mapping[str, Any]) -> StepPoint:
     """Measure a step of a network in this process, with others running beside it.
 
     Raises `PlanningError` or `OutOfMemoryError` if it does not fit.
@@ -243,10 +247,4 @@ def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[st
 
 def group_of() -> Group | None:
     """Return the processes started by `mpiexec`; None for a single process."""
-    from mucudnn.runtime.environment import launched_processes
-
-    if launched_processes() < 2:
-        return None
-    from mucudnn.runtime.distributed.collectives import MpiCollectives
-
-    return Group(MpiCollectives())
+    return Group(MpiCollectives()) if launched_processes() > 1 else None

@@ -1,10 +1,9 @@
 """`mucudnn tune`: planned against undivided; with `--plan-only`, a survey."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import cloup
@@ -35,12 +34,22 @@ from mucudnn.cli.output import (
     refuse_same,
 )
 from mucudnn.cli.own_code import import_option
+from mucudnn.cli.progress import LayerWords, progress_display
+from mucudnn.report.text import (
+    check_deepbench,
+    comparison_tables,
+    deepbench_tables,
+)
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.runtime.tuning.workers import process_pool
+from mucudnn.studies.algorithms import survey_algorithms
+from mucudnn.studies.convolutions import (
+    Comparison,
+    StudyInterrupted,
+    compare,
+    in_directions,
+)
 from mucudnn.suites import SUITES, Layer, load_suite
-
-if TYPE_CHECKING:
-    from mucudnn.runtime.tuning.tuner import Tuner
-    from mucudnn.studies.convolutions import Comparison
-
 
 _DESCRIBED = "cuda"
 """Backend that can list algorithms from a description of a device."""
@@ -122,8 +131,6 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     files = ("json", "report", "record")
     refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
     found = layers_of(sources, settings)
-    from mucudnn.studies.convolutions import in_directions
-
     layers = in_directions(found, settings["directions"])
     device = settings["device"]
     settings["backend"] = _with_device(settings["backend"], device)
@@ -139,11 +146,6 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
             "--plan-only, or run without --device where the device is"
         )
     from mucudnn.report.comparison import html_report
-    from mucudnn.report.text import (
-        check_deepbench,
-        comparison_tables,
-        deepbench_tables,
-    )
 
     if settings["style"] == "deepbench":
         with bad_input():
@@ -178,16 +180,14 @@ def _with_device(backend: str, device: str | None) -> str:
 
 def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
-) -> tuple["Comparison", Record]:
+) -> tuple[Comparison, Record]:
     """Measure with progress; Ctrl-C ends with the results so far."""
-    from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.convolutions import StudyInterrupted, compare
-
+    number = settings["workers"]
     with (
         progress_display(
             len(layers), lines=settings["verbose"], limit_s=settings["time_limit"]
         ) as show,
-        _worker_pool(settings["workers"]) as pool,
+        nullcontext() if number is None else process_pool(number) as pool,
     ):
         shown = LayerWords(show)
         if settings["record_file"] is not None and settings["batch_policy"] != "all":
@@ -211,15 +211,6 @@ def _compare(
                 comparison = e.found
             record.tables += [layer.table for layer in comparison.layers]
     return comparison, record
-
-
-def _worker_pool(number: int | None) -> AbstractContextManager["Executor | None"]:
-    """Start processes to measure in, if requested."""
-    if number is None:
-        return nullcontext()
-    from mucudnn.runtime.tuning.workers import process_pool
-
-    return process_pool(number)
 
 
 def _list_suites(json_file: str | None) -> None:
@@ -261,16 +252,12 @@ def refuse_measuring(settings: Mapping[str, Any]) -> None:
 
 def take_survey(
     ctx: click.Context,
-    tuner: "Tuner",
+    tuner: Tuner,
     layers: Sequence[Layer],
     settings: Mapping[str, Any],
     title: str,
 ) -> None:
     """List all algorithms and print them; Ctrl-C prints those found so far."""
-    from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.algorithms import survey_algorithms
-    from mucudnn.studies.convolutions import StudyInterrupted
-
     interrupted = False
     with progress_display(len(layers), lines=settings["verbose"]) as show:
         try:

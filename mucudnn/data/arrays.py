@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from mucudnn.data.dataset import (
     split_indices,
 )
 from mucudnn.data.files import (
-    check_is_file,
     check_labels,
     check_length,
     data_error,
@@ -35,6 +33,7 @@ from mucudnn.data.files import (
     shown,
 )
 from mucudnn.errors import DataError
+from mucudnn.files import check_file
 
 _MOST_NAMES = 1 << 24  # bytes
 _MOST_CLASSES = 2**31 - 1
@@ -158,12 +157,12 @@ def _labels(path: Path, classes: int = _MOST_CLASSES) -> NDArray[Any]:
 
 def _map(path: Path) -> tuple[NDArray[Any], int]:
     """Map a `.npy` file; return the array and the offset of its first element."""
-    check_is_file(path)
-    with readable(path), path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        shape, fortran, dtype = _read_header(path, file)
-        begin = file.tell()
+    with readable(path):
+        check_file(path)  # reading a FIFO may never end
+        with path.open("rb") as file:
+            shape, fortran, dtype = _read_header(path, file)
+            begin = file.tell()
+            size = file.seek(0, 2)
     empty = not shape or min(shape) < 1 or dtype.itemsize < 1
     if dtype.hasobject or empty:
         raise data_error(
@@ -242,7 +241,14 @@ class FolderDataset:
             )
         self.classes = classes
         self.image_shape = image_shape
-        self._pillow = _import_pillow()
+        try:
+            from PIL import Image, ImageOps
+        except ImportError as e:
+            raise DataError(
+                "image files are read with Pillow, which is not installed; "
+                "pip install pillow"
+            ) from e
+        self._pillow, self._crop = Image, ImageOps.fit
         self._paths = [path for path, _ in files]
         self._labels = np.array([label for _, label in files], np.int64)
 
@@ -269,13 +275,8 @@ class FolderDataset:
                 else:
                     image = file
                 image = image.convert(_MODES[channels])
-            scale = max(width / image.width, height / image.height)
-            wide, high = width / scale, height / scale  # of the centered crop
-            left = max(0.0, (image.width - wide) / 2)
-            top = max(0.0, (image.height - high) / 2)
-            right, bottom = min(image.width, left + wide), min(image.height, top + high)
-            box = left, top, right, bottom
-            image = image.resize((width, height), self._pillow.Resampling.BILINEAR, box)
+            bilinear = self._pillow.Resampling.BILINEAR
+            image = self._crop(image, (width, height), bilinear)
         except Exception as e:  # decoders raise anything, SyntaxError included
             raise DataError(f"{path}: not a whole image file: {e}") from e
         return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
@@ -339,14 +340,3 @@ def _list_files(
 def _folders(folder: Path) -> tuple[str, ...]:
     with readable(folder):
         return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-
-
-def _import_pillow() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError as e:
-        raise DataError(
-            "image files are read with Pillow, which is not installed; "
-            "pip install pillow"
-        ) from e
-    return Image

@@ -47,22 +47,19 @@ class Dataset(Protocol):
 
 
 class Subset:
-    """Images of another data set, in the order of `indices`."""
+    """Images of another data set, in the order of `indices`.
+
+    Attributes:
+        classes: Classes of the whole data set.
+        image_shape: (C, H, W).
+    """
 
     def __init__(self, dataset: Dataset, indices: Indices) -> None:
         checked_dataset(dataset)
+        self.classes = dataset.classes
+        self.image_shape = dataset.image_shape
         self._dataset = dataset
         self._indices = checked_indices(indices, len(dataset))
-
-    @property
-    def classes(self) -> tuple[str, ...] | int:
-        """Classes of the whole data set."""
-        return self._dataset.classes
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Shape of an image, (C, H, W)."""
-        return self._dataset.image_shape
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mucudnn.errors import DataError
-from mucudnn.files import check_file, read_whole
+from mucudnn.files import read_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
@@ -57,12 +57,6 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise DataError(f"{path}: {e.strerror or e}") from e
-
-
-def check_is_file(path: Path) -> None:
-    """Raise `DataError` unless the path is a file; reading a FIFO may never end."""
-    with readable(path):
-        check_file(path)
 
 
 def read_file(path: Path, most: Size = None) -> bytes:
@@ -148,14 +142,9 @@ def check_length(path: Path, found: int, expected: int, what: str) -> None:
 def check_labels(
     path: Path, labels: NDArray[Any], classes: int, first: int, stride: int
 ) -> None:
-    """Raise `DataError` where a label is out of range.
+    """Raise `DataError` where a label, one of (n,), is out of range.
 
-    Args:
-        path: The file.
-        labels: Labels in the file, (n,).
-        classes: Number of classes.
-        first: Offset of the first label in bytes.
-        stride: Bytes from one label to the next.
+    The `first` label is at that byte of the file, each other one `stride` bytes later.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:

@@ -9,9 +9,12 @@ batch).
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +33,11 @@ class Batch(NamedTuple):
     labels: Labels
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Loader:
     """Epochs of a data set in batches.
 
-    Args:
+    Attributes:
         dataset: Data set, read from `workers` threads at once.
         batch: Images in a batch; the last batch may be smaller.
         shuffle: Use a random order for each epoch, instead of the data set's order.
@@ -47,45 +51,34 @@ class Loader:
         ValueError: A number is out of range, or there is no full batch.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        transform: Transform | None = None,
-        drop_last: bool = False,
-        workers: int = 1,
-        depth: int = 2,
-    ) -> None:
-        check_integer("batch", batch, 1)
-        check_integer("seed", seed, 0)
-        check_integer("workers", workers, 0)
-        check_integer("depth", depth, 1)
-        checked_dataset(dataset)
-        check_bool("shuffle", shuffle)
-        check_bool("drop_last", drop_last)
-        if transform is not None:
-            check_function("transform", transform, "a function of (images, rng)")
-        if drop_last and len(dataset) < batch:
+    dataset: Dataset
+    batch: int
+    _: KW_ONLY
+    shuffle: bool = True
+    seed: int = 0
+    transform: Transform | None = None
+    drop_last: bool = False
+    workers: int = 1
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("seed", 0), ("workers", 0), ("depth", 1)):
+            check_integer(name, getattr(self, name), least)
+        checked_dataset(self.dataset)
+        check_bool("shuffle", self.shuffle)
+        check_bool("drop_last", self.drop_last)
+        if self.transform is not None:
+            check_function("transform", self.transform, "a function of (images, rng)")
+        if self.drop_last and len(self.dataset) < self.batch:
             raise ValueError(
-                f"a data set of {len(dataset)} images has no full batch of {batch}; "
-                "use a smaller batch or keep the last one"
+                f"a data set of {len(self.dataset)} images has no full batch of "
+                f"{self.batch}; use a smaller batch or keep the last one"
             )
-        self.dataset = dataset
-        self.batch = batch
-        self._shuffle = shuffle
-        self._seed = seed
-        self._transform = transform
-        self._drop_last = drop_last
-        self._workers = workers
-        self._depth = depth
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         count = len(self.dataset)
-        return count // self.batch if self._drop_last else -(-count // self.batch)
+        return count // self.batch if self.drop_last else -(-count // self.batch)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Iterate over the batches of one epoch.
@@ -107,78 +100,32 @@ class Loader:
                 f"{epoch}, start {start}"
             )
         order = np.arange(len(self.dataset))
-        if self._shuffle:
-            np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
+        if self.shuffle:
+            np.random.default_rng([self.seed, _ORDER, epoch]).shuffle(order)
         make = functools.partial(self._make, epoch, order)
         jobs = range(start, len(self))
-        return ordered_map(make, jobs, workers=self._workers, depth=self._depth)
+        return ordered_map(make, jobs, workers=self.workers, depth=self.depth)
 
     def _make(self, epoch: int, order: NDArray[np.intp], index: int) -> Batch:
         chosen = order[index * self.batch : (index + 1) * self.batch]
         images, labels = self.dataset.read(chosen)
-        if self._transform is not None:
-            rng = np.random.default_rng([self._seed, _TRANSFORM, epoch, index])
-            images = self._transform(images, rng)
+        if self.transform is not None:
+            rng = np.random.default_rng([self.seed, _TRANSFORM, epoch, index])
+            images = self.transform(images, rng)
         return Batch(images, labels)
 
 
 # Run jobs ahead of time on threads, and return the results in order.
 #
-# Worker threads claim jobs in order from a board and put results on it. The consumer
-# takes results in order, and each one taken lets another job be claimed, so that a
-# limited number of jobs is ahead. The consumer is a generator: however it ends
-# (exhaustion, `break`, an exception, Ctrl-C, garbage collection), its `finally` closes
-# the board and joins the workers. Workers reference the board but not the generator, so
-# that it can be collected while they run. A forked process has no workers: there the
-# generator runs the remaining jobs itself.
+# The consumer passes jobs with futures to worker threads, and waits for the futures in
+# order. Each result taken lets another job be passed, so that a limited number of jobs
+# is ahead. The consumer is a generator: however it ends (exhaustion, `break`, an
+# exception, Ctrl-C, garbage collection), its `finally` ends and joins the workers.
+# Workers do not reference the generator, so that it can be collected while they run. A
+# forked process has no workers: there the generator runs the remaining jobs itself.
 
 
 T = TypeVar("T")
-
-
-class _Board(Generic[T]):
-    """Claimed jobs and their results; at most `ahead` jobs are claimed, not taken."""
-
-    def __init__(self, jobs: Sequence[int], ahead: int) -> None:
-        self._jobs = jobs
-        self._claimable = ahead
-        self._claimed = 0
-        self._results: dict[int, Future[T]] = {}
-        self._changed = threading.Condition()
-
-    def claim(self) -> int | None:
-        """Wait until a job may be claimed and return it; None if none is left."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._claimed < self._claimable or self._claimed >= len(self._jobs)
-                )
-            )
-            if self._claimed >= len(self._jobs):
-                return None
-            self._claimed += 1
-            return self._jobs[self._claimed - 1]
-
-    def put(self, job: int, result: Future[T]) -> None:
-        """Store a result; after a failed one no more jobs are claimed."""
-        with self._changed:
-            self._results[job] = result
-            if result.exception() is not None:
-                self._jobs = self._jobs[: self._claimed]
-            self._changed.notify_all()
-
-    def take(self, job: int) -> Future[T]:
-        """Wait for a result, remove it, and allow another job to be claimed."""
-        with self._changed:
-            self._changed.wait_for(lambda: job in self._results)
-            self._claimable += 1
-            self._changed.notify_all()
-            return self._results.pop(job)
-
-    def close(self) -> None:
-        with self._changed:
-            self._jobs = self._jobs[: self._claimed]
-            self._changed.notify_all()
 
 
 def ordered_map(
@@ -186,58 +133,71 @@ def ordered_map(
 ) -> Iterator[T]:
     """Yield `make(job)` of every job, in order, made by `workers` threads.
 
-    Args:
-        make: Function of a job, called on several threads at once.
-        jobs: Distinct jobs.
-        workers: Number of threads; 0 makes each result on demand on the caller's
-            thread.
-        depth: Number of results ahead of the caller, at least one per worker.
-
-    Yields:
-        The results. An exception of `make` is raised in place of its result, with its
-        own traceback.
+    Up to `depth` results, but at least one per worker, are made ahead. Without workers,
+    each is made on demand on the caller's thread. An exception of `make` is raised in
+    place of its result, with its own traceback.
     """
     if workers == 0:
         yield from map(make, jobs)
         return
-    process = os.getpid()
-    board = _Board[T](jobs, max(depth, workers))
+    process, ahead = os.getpid(), max(depth, workers)
+    passed = SimpleQueue[tuple[int, Future[T]] | None]()
+    awaited = deque[Future[T]]()
+    over = list[bool]()  # no Event: garbage may be collected while its lock is held
     threads = list[threading.Thread]()
+
+    def pass_on(more: Iterable[int]) -> None:
+        for job in more:
+            awaited.append(Future())
+            passed.put((job, awaited[-1]))
+
+    def take(position: int) -> T:
+        result = awaited.popleft().result()
+        if not over:
+            pass_on(jobs[position + ahead : position + ahead + 1])
+        return result
+
+    pass_on(jobs[:ahead])
     try:
         for number in range(workers):
             # Daemon threads, as an open generator must not keep a script from ending.
             thread = threading.Thread(
                 target=_work,
-                args=(board, make),
+                args=(make, passed, over),
                 name=f"mucudnn-data-{number}",
                 daemon=True,
             )
             thread.start()
             threads.append(thread)
-        for job in jobs:
+        for position, job in enumerate(jobs):
             # Not assigned to a name, which would keep a batch that the caller drops.
-            if os.getpid() == process:
-                yield board.take(job).result()
-            else:
-                yield make(job)
+            yield take(position) if os.getpid() == process else make(job)
     finally:
-        if os.getpid() == process:  # in a fork, a worker may have held the lock
-            board.close()
+        if os.getpid() == process:
+            over.append(True)
+            for _ in threads:
+                passed.put(None)
             # The garbage collector may run this on a worker, which cannot join itself.
             if threading.current_thread() not in threads:
                 for thread in threads:
                     thread.join()
 
 
-def _work(board: _Board[T], make: Callable[[int], T]) -> None:
-    while (job := board.claim()) is not None:
-        result = Future[T]()
+def _work(
+    make: Callable[[int], T],
+    passed: SimpleQueue[tuple[int, Future[T]] | None],
+    over: list[bool],
+) -> None:
+    """Run jobs until there is None; after a failed one, no more are begun."""
+    # Asked before a job is taken: the consumer waits for every job that is taken.
+    while not over and (item := passed.get()) is not None:
+        job, result = item
         try:
             result.set_result(make(job))
         except BaseException as e:  # the consumer raises it
+            over.append(True)
             result.set_exception(e)
-        board.put(job, result)
-        del result  # or it would live until the next job is done
+        del item, result  # or they would live until the next job is done
 
 
 class PartOfBatches:

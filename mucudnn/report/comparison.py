@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import Direction
 from mucudnn.report.conv_charts import curve, timeline, undivided_perfs
 from mucudnn.report.page import header, interrupted, legend, page, rendered
 from mucudnn.report.svg import Markup, marker, tag
@@ -41,16 +41,8 @@ class _Layer:
     directions: Sequence[LayerResult]
 
     @property
-    def name(self) -> str:
-        return self.directions[0].name
-
-    @property
-    def problem(self) -> ConvProblem:
-        return self.directions[0].problem
-
-    @property
-    def count(self) -> int:
-        return self.directions[0].count
+    def first(self) -> LayerResult:
+        return self.directions[0]
 
     @property
     def measured(self) -> bool:
@@ -103,7 +95,7 @@ def comparison_body(comparison: Comparison, *, linked: bool = True) -> Markup:
     # Many layers without a result become one sentence.
     if len(empty) > MOST_EMPTY_ROWS:
         layers = [layer for layer in layers if not layer.empty]
-        firsts = (layer.directions[0].outcomes[0] for layer in empty)
+        firsts = (layer.first.outcomes[0] for layer in empty)
         folded = empty_text("layers", (str(first.missing) for first in firsts))
     shown = {layer.direction for layer in comparison.layers}
     return rendered(

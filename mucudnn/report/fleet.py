@@ -4,13 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from mucudnn.passes.load_balancing import FleetPlan
-from mucudnn.report.page import header, page, rendered
+from mucudnn.report.page import SHEETS, header, page, rendered
 from mucudnn.report.svg import Frame, Markup, Scale, box, drawing, linear_scale, tag
 from mucudnn.report.text import NOTHING, Table, ms_text, speedup_text
 from mucudnn.studies.fleet import FleetStudy
-
-SHEETS = ("style.css", "memory.css")
-"""Style sheets of the charts."""
 
 _KINDS = {
     "heavy": "compute",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from mucudnn.passes.planning.plan_step import PolicyResult, best_technique
 from mucudnn.passes.registry import name_of
+from mucudnn.passes.residency import PLANNED
 from mucudnn.report.memory_charts import (
     KINDS,
     Series,
@@ -12,7 +13,7 @@ from mucudnn.report.memory_charts import (
     speed_chart,
     stack_chart,
 )
-from mucudnn.report.page import header, page, rendered
+from mucudnn.report.page import SHEETS, header, page, rendered
 from mucudnn.report.svg import Markup
 from mucudnn.report.text import NOTHING, Table, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_results import MemoryStudy
@@ -24,11 +25,6 @@ _COLUMNS = (
 """Columns of techniques; `gap` bounds the distance to the best possible plan."""
 
 _SPARE = ("bound ms", "recomputed", "scheduler", "gap", "offloaded")
-
-SHEETS = ("style.css", "memory.css")
-"""Style sheets of the charts of a step."""
-
-_OURS = "planned"
 
 QUEUES = {
     "heavy": "convolutions and matrix products",
@@ -313,5 +309,5 @@ def speed_series(study: MemoryStudy) -> tuple[Series, ...]:
         if technique.step_ms is not None:
             speed = study.unbounded_ms / technique.step_ms
             points.setdefault(technique.policy, []).append((technique.budget, speed))
-    ours_first = sorted(points, key=lambda policy: policy != _OURS)
-    return tuple(Series(p, tuple(points[p]), p == _OURS) for p in ours_first)
+    ours_first = sorted(points, key=lambda policy: policy != PLANNED)
+    return tuple(Series(p, tuple(points[p]), p == PLANNED) for p in ours_first)

@@ -225,14 +225,11 @@ def speed_chart(
     *,
     width: float = WIDTH,
     height: float = 300.0,
-    ticks: int | None = None,
 ) -> Markup:
     """Draw speed against budget, relative to the speed without one."""
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     budgets = [budget for one in series for budget, _ in one.points]
-    x, unit, size = bytes_axis(
-        max(budgets, default=1), frame.left, frame.right, most_ticks=ticks
-    )
+    x, unit, size = bytes_axis(max(budgets, default=1), frame.left, frame.right)
     y = linear_scale(1.0, frame.bottom, frame.top, per_unit=0.01)
     parts = "; ".join(
         f"{one.name} {speed:.0%} within {bytes_text(budget)}"

@@ -17,15 +17,9 @@ from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import CountedPlan, StepPlan
 from mucudnn.report.comparison import comparison_body
 from mucudnn.report.conv_charts import curve, plan_bar, timeline
-from mucudnn.report.fleet import (
-    SHEETS as FLEET_SHEETS,
-    fleet_body,
-    fleet_facts,
-    fleet_heading,
-)
+from mucudnn.report.fleet import fleet_body, fleet_facts, fleet_heading
 from mucudnn.report.memory import (
     QUEUES,
-    SHEETS,
     budget_text,
     heading,
     memory_body,
@@ -37,7 +31,7 @@ from mucudnn.report.memory_charts import (
     memory_chart,
     stack_chart,
 )
-from mucudnn.report.page import header, legend, page, rendered, styles, table
+from mucudnn.report.page import SHEETS, header, legend, page, rendered, styles, table
 from mucudnn.report.survey import survey_tables
 from mucudnn.report.svg import Child, Markup, marker, tag
 from mucudnn.report.text import (
@@ -164,9 +158,7 @@ def _memory_study(study: MemoryStudy) -> str:
 @draw.register
 def _fleet_study(study: FleetStudy) -> str:
     """Return the report's cards, waiting chart and tables."""
-    return _piece(
-        FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
-    )
+    return _piece(SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study))
 
 
 @draw.register(tuple)

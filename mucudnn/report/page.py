@@ -19,6 +19,9 @@ from mucudnn.report.text import (
     speedup_text,
 )
 
+SHEETS = ("style.css", "memory.css")
+"""Style sheets of pages with charts of a step."""
+
 _LONG = dict.fromkeys(("plan", "reason"), "text plan")
 """Columns whose cells may have several lines."""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.passes.convolution.explain import counted
-from mucudnn.report.page import header, interrupted, page, rendered
+from mucudnn.report.page import SHEETS, header, interrupted, page, rendered
 from mucudnn.report.text import DIRECTIONS, NOTHING, Table, bytes_text, places_text
 from mucudnn.studies.algorithms import AlgorithmSurvey, SurveyedBatch
 
@@ -128,7 +128,7 @@ def survey_report(survey: AlgorithmSurvey, title: str) -> str:
     by_limit = "Largest micro-batch of the first choice"
     return page(
         title,
-        ("style.css", "memory.css"),
+        SHEETS,
         header(f"Algorithms within a limit: {title}", facts, warnings),
         rendered(
             "survey",

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TypeAlias
 
+from markupsafe import Markup as Markup
+
 Child: TypeAlias = "str | Iterable[Child]"
 """Text, an element, or any nesting of them."""
 
@@ -13,7 +15,7 @@ COLOURS = 10
 """Number of colour classes `a0` … in the style sheet."""
 
 
-def drawing(width: float, height: float, label: str, *children: Child) -> "Markup":
+def drawing(width: float, height: float, label: str, *children: Child) -> Markup:
     """Return an SVG that scales with the page and has an accessible label."""
     view = f"0 0 {width:g} {height:g}"
     return tag("svg", children, viewBox=view, role="img", aria_label=label)
@@ -27,7 +29,7 @@ def box(
     *,
     title: str = "",
     rx: int | None = None,
-) -> "Markup":
+) -> Markup:
     """Return a rectangle of `size` (width, height) with top left corner (x, y)."""
     width, height = size
     tip = _tooltip(title)
@@ -36,7 +38,7 @@ def box(
 
 def marker(
     index: int, x: float, y: float, *, title: str = "", filled: bool = True
-) -> "Markup":
+) -> Markup:
     """Return the mark of the `index`-th algorithm, unique by shape or colour."""
     r = 4.0
     shapes = (
@@ -66,19 +68,6 @@ def _tooltip(title: str) -> Child:
 # becomes the child of an element. The output is also well-formed XML.
 
 
-_VOID = frozenset({"meta", "link", "br", "hr", "img"})
-
-
-class Markup(str):
-    """Text that needs no escaping."""
-
-    __slots__ = ()
-
-    def __html__(self) -> str:
-        """Return the text itself, as templates expect."""
-        return self
-
-
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
     """Return an element.
 
@@ -90,10 +79,7 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    if name in _VOID:
-        return Markup(f"<{opening}/>")
-    content = "".join(flat(children))
-    return Markup(f"<{opening}>{content}</{name}>")
+    return Markup(f"<{opening}>{''.join(flat(children))}</{name}>")
 
 
 def flat(children: Iterable[Child]) -> Iterable[str]:

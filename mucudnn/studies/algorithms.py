@@ -18,10 +18,9 @@ from mucudnn.ir.numerics import Numerics, RowStatus
 from mucudnn.notebook import html_of
 from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
 from mucudnn.passes.registry import name_of
-from mucudnn.studies.convolutions import LayerProgress, StudyInterrupted, advancing
+from mucudnn.studies.convolutions import LayerProgress, StudyInterrupted, study_layers
 from mucudnn.suites import Layer
 
-SCHEMA = 1
 _ANYTHING = "*"
 """Stands for every algorithm if the library fails to list any."""
 
@@ -36,10 +35,6 @@ class Algorithm:
     deterministic: bool
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self) | {"notes": list(self.notes)}
-
 
 @dataclass(frozen=True, slots=True)
 class WithinLimit:
@@ -48,14 +43,6 @@ class WithinLimit:
     algorithms: int
     first_choice_fits: bool
     best: Algorithm | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "algorithms": self.algorithms,
-            "first_choice_fits": self.first_choice_fits,
-            "best": self.best and self.best.to_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +95,9 @@ class SurveyedBatch:
             "refused": self.refused,
             "least_workspace": self.least_workspace,
             "greatest_workspace": self.greatest_workspace,
-            "first_choice": first and first.to_json(),
-            "fits": {str(limit): self.within(limit).to_json() for limit in limits},
-            "all": [a.to_json() for a in self.algorithms],
+            "first_choice": first and asdict(first),
+            "fits": {str(limit): asdict(self.within(limit)) for limit in limits},
+            "all": [asdict(algorithm) for algorithm in self.algorithms],
             "failures": [{"algo": a, "reason": why} for a, why in self.failures],
         }
 
@@ -181,7 +168,7 @@ class AlgorithmSurvey:
                  "failures": [{"algo": …, "reason": …}, …]}]}]}
         """
         return {
-            "schema": SCHEMA,
+            "schema": 1,
             "backend": self.backend,
             "fingerprint": self.fingerprint,
             "batch_policy": self.batch_policy,
@@ -244,8 +231,7 @@ def survey_algorithms(
         return SurveyedLayer(layer.name, problem, tuple(batches))
 
     try:
-        for layer in advancing(layers, survey, progress):
-            done.append(layer)
+        study_layers(layers, survey, done, progress)
     except KeyboardInterrupt:
         raise StudyInterrupted(found()) from None
     return found()

@@ -8,9 +8,9 @@ the layers after it. Time left at the end goes to layers whose share was too sma
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, TypeVar
 
@@ -74,16 +74,14 @@ class LimitResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; missing ones are null."""
+        names = ("undivided_ms", "planned_ms", "predicted_ms")
         if self.choice is None:
-            names = ("undivided_ms", "planned_ms", "predicted_ms", "speedup")
-            empty = dict.fromkeys((*names, "workspace"))
+            empty = dict.fromkeys((*names, "speedup", "workspace"))
             return {**self.limit.to_json(), **empty, "steps": [], "reason": self.reason}
         choice, plan = self.choice, self.choice.plan
         return {
             **self.limit.to_json(),
-            "undivided_ms": choice.undivided_ms,
-            "planned_ms": choice.planned_ms,
-            "predicted_ms": choice.predicted_ms,
+            **{name: getattr(choice, name) for name in names},
             "speedup": self.speedup,
             "workspace": plan.workspace,
             "rejected": choice.rejected,
@@ -264,8 +262,7 @@ def compare(
             problems = [layer.problem for layer in layers]
             with suppress(PlanningError):  # a layer that is too large fails again later
                 tuner.measure_all(problems, time_limit_s=seconds, limits=run.limits)
-        for result in advancing(layers, one, progress):
-            done.append(result)
+        study_layers(layers, one, done, progress)
         short = [i for i, result in enumerate(done) if result.ran_out_of_time]
         for again, i in enumerate(short):
             done[i] = one(layers[i], len(short) - again)
@@ -275,22 +272,18 @@ def compare(
     return comparison(results, divided=True)
 
 
+@dataclass(slots=True)
 class _TimedComparison:
-    """A comparison's clock and its validated plans."""
+    """A comparison's clock and its validated plans, by plan and baseline."""
 
-    def __init__(
-        self,
-        tuner: Tuner,
-        planner: Planner,
-        time_limit_s: float | None,
-        limits: LimitRange,
-    ) -> None:
-        self._tuner = tuner
-        self._planner = planner
-        self.limits = limits
-        self._start = time.monotonic()
-        self._time_limit_s = time_limit_s
-        self._choices: dict[tuple[ConvPlan, ConvPlan | None], ValidatedPlan] = {}
+    tuner: Tuner
+    planner: Planner
+    time_limit_s: float | None
+    limits: LimitRange
+    start: float = field(default_factory=lambda: time.monotonic())
+    choices: dict[tuple[ConvPlan, ConvPlan | None], ValidatedPlan] = field(
+        default_factory=dict
+    )
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
@@ -323,11 +316,11 @@ class _TimedComparison:
         measured first at the whole mini-batch.
         """
         if seconds is None:
-            return self._tuner.measure(problem, limits=self.limits)
+            return self.tuner.measure(problem, limits=self.limits)
         ends = time.monotonic() + seconds * _MEASURING
-        self._tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
+        self.tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
         left = max(0.0, ends - time.monotonic())
-        return self._tuner.measure(problem, time_limit_s=left, limits=self.limits)
+        return self.tuner.measure(problem, time_limit_s=left, limits=self.limits)
 
     def divide(
         self, results: Sequence[LayerResult], limit: Limit
@@ -345,7 +338,7 @@ class _TimedComparison:
                 outcomes[i] = LimitResult(limit, None, str(e))
         else:
             for begun, (i, plan) in enumerate(zip(runnable, plans, strict=True)):
-                baseline = self._tuner.undivided(results[i].table, equal)
+                baseline = self.tuner.undivided(results[i].table, equal)
                 seconds = self.seconds_for(1.0, len(runnable) - begun)
                 outcomes[i] = self._validate(plan, baseline, limit, seconds)
             # Withdraw rejections that, together, would exceed the total: a rejected
@@ -359,7 +352,7 @@ class _TimedComparison:
                     break
                 if choice.rejected and choice.plan.workspace > plan.workspace:
                     used -= choice.plan.workspace - plan.workspace
-                    alone = self._tuner.validate(plan, None)
+                    alone = self.tuner.validate(plan, None)
                     kept = replace(
                         alone,
                         undivided=choice.undivided,
@@ -377,14 +370,14 @@ class _TimedComparison:
         if (reason := _why_unusable(table)) is not None:
             return LimitResult(limit, None, reason)
         try:
-            (plan,) = divided_by(self._planner, [table], limit.nbytes)
+            (plan,) = divided_by(self.planner, [table], limit.nbytes)
         except PlanningError as e:
             least = least_workspace(table)
             if least is None or least <= limit.nbytes:
                 return LimitResult(limit, None, str(e))
             needs = format_bytes(least, limit.nbytes)
             return LimitResult(limit, None, f"nothing fits; the smallest needs {needs}")
-        baseline = self._tuner.undivided(table, limit.nbytes)
+        baseline = self.tuner.undivided(table, limit.nbytes)
         return self._validate(plan, baseline, limit, seconds)
 
     def _validate(
@@ -395,26 +388,26 @@ class _TimedComparison:
         seconds: float | None,
     ) -> LimitResult:
         """Measure a plan against its undivided baseline, each pair once."""
-        choice = self._choices.get((plan, baseline))
+        choice = self.choices.get((plan, baseline))
         if choice is None:
             # Each is warmed up and run at least once.
             expected_ms = 2 * sum(p.time_ms for p in {plan, baseline} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
                 return LimitResult(limit, None, _OUT_OF_TIME)
             try:
-                choice = self._tuner.validate(
+                choice = self.tuner.validate(
                     plan, baseline, time_limit_s=inf if seconds is None else seconds
                 )
             except MucudnnError as e:
                 return LimitResult(limit, None, f"not compared: {e}")
-            self._choices[plan, baseline] = choice
+            self.choices[plan, baseline] = choice
         return LimitResult(limit, choice, _remark(plan.problem, choice, limit))
 
     def seconds_for(self, of_limit: float, parts: int) -> float | None:
         """Return the time for the next of `parts` equal parts of the remaining time."""
-        if self._time_limit_s is None:
+        if self.time_limit_s is None:
             return None
-        ends = self._start + of_limit * self._time_limit_s
+        ends = self.start + of_limit * self.time_limit_s
         return max(0.0, ends - time.monotonic()) / parts
 
 
@@ -446,7 +439,6 @@ def _remark(problem: ConvProblem, choice: ValidatedPlan, limit: Limit) -> str | 
 # Results of comparing planned with undivided convolutions.
 
 
-SCHEMA = 1
 _NOT_BEGUN = "interrupted"
 _NO_TIME = "time limit"
 _NO_MEMORY = "memory limit"
@@ -525,13 +517,10 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values that `json.dumps(…, allow_nan=False)` accepts."""
+        names = ("backend", "fingerprint", "batch_policy", "planner", "numerics")
         return {
-            "schema": SCHEMA,
-            "backend": self.backend,
-            "fingerprint": self.fingerprint,
-            "batch_policy": self.batch_policy,
-            "planner": self.planner,
-            "numerics": self.numerics,
+            "schema": 1,
+            **{name: getattr(self, name) for name in names},
             "interrupted": len(self.layers) < self.asked,
             "layers": [layer.to_json() for layer in self.layers],
             "summary": [entry.to_json() for entry in self.summary],
@@ -574,19 +563,19 @@ def _steps_to_json(plan: ConvPlan) -> list[dict[str, Any]]:
     return [{name: getattr(step, name) for name in names} for step in plan.steps]
 
 
-def advancing(
+def study_layers(
     layers: Sequence[Layer],
-    work: Callable[[Layer, int], R],
-    tell: Callable[[LayerProgress[R]], None] | None,
-) -> Iterator[R]:
-    """Yield a result per layer, each before its report, so that Ctrl-C keeps it.
+    study: Callable[[Layer, int], R],
+    done: list[R],
+    progress: Callable[[LayerProgress[R]], None] | None,
+) -> None:
+    """Append a result per layer to `done`, so that Ctrl-C keeps the finished ones.
 
-    `work` gets a layer and the number of layers left, with this one.
+    `study` gets a layer and the number of layers left, with this one.
     """
-    say = tell or (lambda at: None)
+    report = progress or (lambda at: None)
     for i, layer in enumerate(layers):
         begun: LayerProgress[R] = LayerProgress(layer, i, len(layers))
-        say(begun)
-        result = work(layer, len(layers) - i)
-        yield result
-        say(replace(begun, result=result))
+        report(begun)
+        done.append(study(layer, len(layers) - i))
+        report(replace(begun, result=done[-1]))

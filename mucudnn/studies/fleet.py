@@ -83,9 +83,6 @@ class Link:
     all_reduce_ms: float | None = None
 
 
-_UNKNOWN = Link()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStudy:
     """Result of `study_fleet`.
@@ -162,7 +159,7 @@ def study_fleet(
     devices: Sequence[str],
     *,
     most: int | None = None,
-    link: Link = _UNKNOWN,
+    link: Link = Link(),
     at_least: int = 0,
     memory: int | None = None,
     planned: bool = False,

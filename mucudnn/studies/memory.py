@@ -11,11 +11,11 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
-from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.sizes import format_bytes, parse_bytes
 from mucudnn.ir.tensor import Role
@@ -232,27 +232,27 @@ class MemoryTrials:
         say("the step without a budget", 0, 1)
         whole, *_ = costed.forms(math.inf)
         self._unbounded = unbounded(whole.graph, whole.profile)
-        self._budget = _device_memory(spec.device) if budget is None else budget
+        if budget is None and spec.device != CPU:
+            budget = int(get_device(spec.device).memory.value)
+        elif budget is None:
+            budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._budget = budget
+        self._found = MemoryStudy(
+            spec=spec,
+            image=costed.image,
+            parameters=costed.parameters,
+            budget=budget,
+            unbounded=self._unbounded,
+            figures=costed.figures,
+            convolutions=costed.convolutions,
+        )
         self._least_of: dict[tuple[int, str, str], tuple[Graph, int]] = {}
         self._free_ms_of: dict[int, tuple[Graph, float]] = {}
         self._least_of_cutting: dict[tuple[int, Cutting], int | None] = {}
         self._planned: dict[int, list[Graph]] = defaultdict(list)
-        self._techniques: list[PolicyResult] = []
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
-        self._splitting: SplitDecision | None = None
         self._least_in_parts: int | None = None
-        self._placed: PlacedStep | None = None
         self._placed_steps: list[PlacedStep] = []
-        self._placement_error = ""
-        self._minimum: int | None = None
-        self._least_ms: dict[int, float] = {}
-        self._bound_note: dict[int, str] = {}
-        self._curve: list[PolicyResult] = []
-        self._max_batch: dict[str, int] = {}
-        self._min_budget: dict[str, int] = {}
-        self._for_slowdown: SlowdownBudget | None = None
-        self._by_batch: dict[int, PolicyResult] = {}
-        self._scaling: tuple[ScalingRow, ...] = ()
 
     def run(
         self,
@@ -263,22 +263,22 @@ class MemoryTrials:
         slowdown: float | None,
     ) -> MemoryStudy:
         """Run all trials; Ctrl-C ends them with the results so far."""
-        interrupted = False
         try:
             # What every study has comes first, as Ctrl-C keeps what is complete.
             self._try_techniques()
             if self._splits:
                 self._say(IN_PARTS, 0, 1)
-                technique, self._splitting = self._in_parts(self._budget)
-                self._techniques.append(technique)
+                technique, splitting = self._in_parts(self._budget)
+                self._keep(splitting=splitting)
+                self._keep(techniques=(*self._found.techniques, technique))
             self._bound(self._budget)
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
-            self._minimum = self._least_of_all()
+            self._keep(minimum=self._least_of_all())
             if min_budget:
                 self._find_min_budgets()
             if slowdown is not None:
-                self._for_slowdown = self._find_budget_for(slowdown)
+                self._keep(for_slowdown=self._find_budget_for(slowdown))
             if max_batch:
                 self._find_max_batches()
                 self._compare_batches()
@@ -286,48 +286,27 @@ class MemoryTrials:
                 self._try_budgets()
             if isinstance(self._spec, DescribedStep) and self._spec.scaling:
                 self._say("other numbers of devices", 0, 1)
-                self._scaling = tuple(self._spec.scaling(self._budget))
+                self._keep(scaling=tuple(self._spec.scaling(self._budget)))
         except KeyboardInterrupt:
-            interrupted = True
-        return MemoryStudy(
-            spec=self._spec,
-            image=self._costed.image,
-            parameters=self._costed.parameters,
-            budget=self._budget,
-            unbounded=self._unbounded,
-            minimum=self._minimum,
-            figures=self._costed.figures,
-            convolutions=self._costed.convolutions,
-            techniques=tuple(self._techniques),
-            placed=self._placed,
-            placement_error=self._placement_error,
-            least_ms=self._least_ms,
-            bound_note=self._bound_note,
-            curve=tuple(self._curve),
-            max_batch=self._max_batch,
-            min_budget=self._min_budget,
-            for_slowdown=self._for_slowdown,
-            by_batch=self._by_batch,
-            splitting=self._splitting,
-            scaling=self._scaling,
-            interrupted=interrupted,
-        )
+            self._keep(interrupted=True)
+        return self._found
+
+    def _keep(self, **results: Any) -> None:
+        """Add results to the study."""
+        self._found = replace(self._found, **results)
 
     @property
     def _splits(self) -> bool:
         """True if the step may run in parts, and something in it can be cut."""
         return self._split != WHOLE and bool(self._costed.in_parts(self._budget))
 
-    def _requests(self, form: StepRequest, policy: str) -> list[StepRequest]:
-        """Return a request per scheduler, or one with the policy's own."""
-        asked = form.planned_by(self._policies[policy])
-        return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
-
     def _trials(
         self, forms: Sequence[StepRequest], policy: str
-    ) -> list[tuple[StepRequest, ...]]:
-        """Return the forms of a step, for every scheduler."""
-        return list(zip(*(self._requests(f, policy) for f in forms), strict=True))
+    ) -> list[list[StepRequest]]:
+        """Return the forms of a step for every scheduler, or for the policy's own."""
+        asked = [form.planned_by(self._policies[policy]) for form in forms]
+        schedulers = self._schedulers.values()
+        return [[form.scheduled(s) for form in asked] for s in schedulers] or [asked]
 
     @property
     def _fastest_policies(self) -> Sequence[str]:
@@ -343,7 +322,7 @@ class MemoryTrials:
         for i, forms in enumerate(trials):
             self._say(_describe_request(forms[0]), i, len(trials))
             found, request = self._try(forms)
-            self._techniques.append(found)
+            self._keep(techniques=(*self._found.techniques, found))
             self._requests_of[found.policy, found.scheduler] = request
 
     def _try(self, forms: Sequence[StepRequest]) -> tuple[PolicyResult, StepRequest]:
@@ -353,7 +332,7 @@ class MemoryTrials:
             fastest_ms = math.inf
             for request in forms:
                 if math.isfinite(fastest_ms) and self._free_ms(request) >= fastest_ms:
-                    continue  # slower however planned
+                    continue  # slower under any plan
                 technique = self._as_placed(try_technique(request), request)
                 if request is not forms[-1] and not self._fits(request, technique):
                     technique = replace(technique, plan=None)
@@ -389,7 +368,7 @@ class MemoryTrials:
         try:
             placed = place_step(request, found.plan)
         except PlanningError as e:
-            self._placement_error = str(e)
+            self._keep(placement_error=str(e))
             return replace(found, plan=None, least_bytes=e.least_bytes)
         self._placed_steps.append(placed)
         return replace(found, plan=placed.plan)
@@ -401,7 +380,7 @@ class MemoryTrials:
         try:
             if self._least(request) <= request.budget:
                 return True
-            place_step(request)  # it may do with less than it is sure to
+            place_step(request)  # it may fit less than the budget that surely suffices
         except PlanningError:
             return False
         return True
@@ -418,7 +397,8 @@ class MemoryTrials:
 
     def _bound(self, budget: int) -> None:
         """Find the lower bound on the step time within a budget."""
-        if budget in self._least_ms or budget in self._bound_note:
+        least_ms, notes = self._found.least_ms, self._found.bound_note
+        if budget in least_ms or budget in notes:
             return
         self._say("the bound of any plan", 0, 1)
         forms, planned = self._costed.forms(budget), self._planned[budget]
@@ -426,9 +406,9 @@ class MemoryTrials:
         bounds = [lower_bound(form, _MOST_ABSENCES) for form in used or forms]
         found = min(bounds, key=lambda bound: bound.step_ms)
         if math.isfinite(found.step_ms):
-            self._least_ms[budget] = found.step_ms
+            self._keep(least_ms={**least_ms, budget: found.step_ms})
         if found.reason:
-            self._bound_note[budget] = found.reason
+            self._keep(bound_note={**notes, budget: found.reason})
 
     def _in_parts(self, budget: int) -> tuple[PolicyResult, SplitDecision | None]:
         """Plan the step in parts, or whole if that is faster."""
@@ -443,7 +423,7 @@ class MemoryTrials:
                     continue
                 for tried in found.tried:
                     if tried.request is not None and tried.least_bytes is None:
-                        continue  # slower however planned
+                        continue  # slower under any plan
                     self._least_of_cutting[i, tried.cutting] = tried.least_bytes
                 plan = found.chosen.plan
                 name = "any" if plan is None else plan.scheduler
@@ -474,85 +454,77 @@ class MemoryTrials:
         return min(nbytes for nbytes in known.values() if nbytes is not None)
 
     def _place_best(self) -> None:
-        best = best_technique(self._techniques)
-        if best is None:
+        if (best := self._found.best) is None:
             return
         self._say("places in the arena", 0, 1)
         # The best technique may have been placed when it was planned.
         for placed in self._placed_steps:
             if placed.plan is best.plan:
-                self._placed, self._placement_error = placed, ""
+                self._keep(placed=placed, placement_error="")
                 return
-        if best.policy == IN_PARTS and self._splitting is not None:
-            request = self._splitting.chosen.request
+        if best.policy == IN_PARTS and self._found.splitting is not None:
+            request = self._found.splitting.chosen.request
             assert request is not None, "a split with a plan has a request"
         else:
             request = self._requests_of[best.policy, best.scheduler]
         try:
             if self._costed.tiers:
-                self._placed = place_tiered_step(request, self._costed.tiers)
+                placed = place_tiered_step(request, self._costed.tiers)
             else:
-                self._placed = place_step(request, best.plan)
+                placed = place_step(request, best.plan)
+            self._keep(placed=placed)
         except PlanningError as e:
-            self._placement_error = str(e)
+            self._keep(placement_error=str(e))
 
     def _try_budgets(self) -> None:
         most = self._unbounded.peak_bytes
         shares = [int(share * most) for share in _SHARES]
-        least = self._minimum or 0
+        least = self._found.minimum or 0
         budgets = sorted({*(b for b in shares if b > least), least}, reverse=True)
         done, total = 0, len(budgets) * len(self._policies)
         for budget in budgets:
             for policy in self._policies:
                 self._say(f"{policy} within {budget / most:.0%}", done, total)
                 forms, *_ = self._trials(self._costed.forms(budget), policy)
-                self._curve.append(self._try(forms)[0])
+                self._keep(curve=(*self._found.curve, self._try(forms)[0]))
                 done += 1
             self._bound(budget)
         for budget in budgets if self._splits else ():
             self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
-            self._curve.append(self._in_parts(budget)[0])
+            self._keep(curve=(*self._found.curve, self._in_parts(budget)[0]))
 
     def _least_of_policy(self, forms: Sequence[StepRequest], policy: str) -> int:
         """Return the least budget of a policy with any of its schedulers."""
-        return min(
-            self._least(r) for form in forms for r in self._requests(form, policy)
-        )
+        trials = self._trials(forms, policy)
+        return min(self._least(request) for trial in trials for request in trial)
 
     def _least_of_all(self) -> int:
         """Return the least budget; the planner's own search needs the least."""
         forms, ours = self._costed.forms(0), self._fastest_policies
         whole = min(self._least_of_policy(forms, policy) for policy in ours)
-        if self._splitting is not None:
+        if self._found.splitting is not None:
             self._least_in_parts = self._least_of_parts()
         return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:
-        forms = self._costed.forms(0)
+        forms, least = self._costed.forms(0), dict[str, int]()
         for i, policy in enumerate(self._policies):
             self._say(f"least budget of {policy}", i, len(self._policies))
-            self._min_budget[policy] = self._least_of_policy(forms, policy)
+            least[policy] = self._least_of_policy(forms, policy)
+            self._keep(min_budget=dict(least))
         if self._least_in_parts is not None:
-            self._min_budget[IN_PARTS] = self._least_in_parts
+            self._keep(min_budget={**least, IN_PARTS: self._least_in_parts})
 
     def _find_max_batches(self) -> None:
         forms = functools.cache(self._costed.at)
-
-        @functools.cache
-        def least(batch: int, policy: str) -> int:
-            return self._least_of_policy(forms(batch), policy)
-
         for i, policy in enumerate(self._policies):
 
-            def say(batch: int, policy: str = policy, i: int = i) -> None:
+            def least(batch: int, policy: str = policy, i: int = i) -> int:
                 self._say(f"{policy} at batch {batch}", i, len(self._policies))
+                return self._least_of_policy(forms(batch), policy)
 
-            self._max_batch[policy] = largest_batch_within(
-                functools.partial(least, policy=policy),
-                self._budget,
-                start=self._spec.batch,
-                progress=say,
-            )
+            most = largest_batch_within(least, self._budget, start=self._spec.batch)
+            self._keep(max_batch={**self._found.max_batch, policy: most})
 
     def _find_budget_for(self, slowdown: float) -> SlowdownBudget:
         """Find about the least budget in which a step is no slower than wanted."""
@@ -571,7 +543,7 @@ class MemoryTrials:
 
         try:
             budget = budget_for_slowdown(
-                slowdown, self._minimum or 0, self._most(slowdown), slowdown_at
+                slowdown, self._found.minimum or 0, self._most(slowdown), slowdown_at
             )
         except PlanningError as e:
             return SlowdownBudget(slowdown, None, str(e))
@@ -593,7 +565,7 @@ class MemoryTrials:
 
     def _compare_batches(self) -> None:
         """Plan batches up to the largest one, to compare their throughput."""
-        most = max(self._max_batch.values(), default=0)
+        most = max(self._found.max_batch.values(), default=0)
         if self._costed.timed_at is None:
             return
         for batch in batches_to_compare(most):
@@ -604,7 +576,7 @@ class MemoryTrials:
                 continue
             found = self._fastest_of(forms)
             if found is not None:
-                self._by_batch[batch] = found
+                self._keep(by_batch={**self._found.by_batch, batch: found})
 
     def _fastest_of(self, forms: Sequence[StepRequest]) -> PolicyResult | None:
         """Return the fastest technique that fits, of a step in several forms."""
@@ -620,9 +592,3 @@ def _describe_request(request: StepRequest) -> str:
     return f"{name_of(request.policy)}, " + (
         "any scheduler" if free else name_of(request.timing)
     )
-
-
-def _device_memory(device: str) -> int:
-    if device != CPU:
-        return int(get_device(device).memory.value)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

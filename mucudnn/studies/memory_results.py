@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.arguments import check_bool, check_type
@@ -190,21 +189,19 @@ class MemoryStudy:
     parameters: int
     budget: int
     unbounded: StepPlan
-    minimum: int | None
+    minimum: int | None = None
     figures: Mapping[str, str]
     convolutions: Coverage
-    techniques: tuple[PolicyResult, ...]
+    techniques: tuple[PolicyResult, ...] = ()
     placed: PlacedStep | None = None
     placement_error: str = ""
-    least_ms: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    bound_note: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    least_ms: Mapping[int, float] = field(default_factory=dict)
+    bound_note: Mapping[int, str] = field(default_factory=dict)
     curve: tuple[PolicyResult, ...] = ()
-    max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    max_batch: Mapping[str, int] = field(default_factory=dict)
+    min_budget: Mapping[str, int] = field(default_factory=dict)
     for_slowdown: SlowdownBudget | None = None
-    by_batch: Mapping[int, PolicyResult] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    by_batch: Mapping[int, PolicyResult] = field(default_factory=dict)
     splitting: SplitDecision | None = None
     scaling: tuple[ScalingRow, ...] = ()
     interrupted: bool = False
@@ -486,11 +483,8 @@ def _tiers(
 class StepForms:
     """The forms of one of our steps, each built and costed once.
 
-    Args:
-        spec: The step.
-        batch: Images in a mini-batch.
-        costs: Graph -> its profile; None if there is none.
-        request: Makes the planning request of a graph and its profile.
+    `costs` returns the profile of a graph, or None if there is none; `request` makes
+    the planning request of a graph and its profile.
     """
 
     def __init__(

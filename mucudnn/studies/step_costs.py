@@ -69,15 +69,10 @@ class StepCosts:
         self._device, self._measured = device, measured
         problems = _conv_problems(graph)
         self._recorded = read_fronts(recordings, problems) if recordings else None
-        if isinstance(measured, Profile):
-            self.profile = measured
-        else:
-            self.profile = self._costs(graph)
+        self.profile = measured if isinstance(measured, Profile) else self._costs(graph)
         self._known = graph
-        known = len(problems)
-        if device != CPU:
-            fronts = self._fronts(problems)
-            known = sum(problem in fronts for problem in problems)
+        fronts = self._fronts(problems)
+        known = sum(device == CPU or problem in fronts for problem in problems)
         where = None if self._recorded is None else self._recorded.device
         self.coverage = Coverage(known, len(problems) - known, where)
 
@@ -111,7 +106,7 @@ class StepCosts:
         return estimate(graph, self._device, fronts=fronts, tf32=True)
 
     def at_another_batch(self, graph: Graph) -> Profile:
-        """Return costs that are precise in sizes, for any device."""
+        """Return estimated costs with exact sizes; nothing is measured."""
         device = "null" if self._device == CPU else self._device
         fronts = self._fronts(_conv_problems(graph))
         return estimate(

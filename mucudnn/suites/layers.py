@@ -76,7 +76,14 @@ def problem_from_fields(
     Raises:
         ValueError: A key is missing or a value is not valid.
     """
-    values = _integers(fields, labels or {})
+    values = {}
+    for key, text in fields.items():
+        if key not in _TEXT:
+            least = 0 if key.startswith("pad") else 1
+            try:
+                values[key] = parse_integer(text, least=least, most=_MOST)
+            except ValueError as e:
+                raise ValueError(f"{(labels or {}).get(key, key)} is {e}") from None
     given = [i for i, pair in enumerate(_AXES[:2]) if values.keys() & {*pair}]
     axes = _AXES[min(given, default=2) :]
     inputs, filters = [i for i, _ in axes], [f for _, f in axes]
@@ -109,20 +116,6 @@ def short_name(problem: ConvProblem) -> str:
     image = "x".join(str(size) for size in reversed(problem.x_shape[2:]))
     kernel = "x".join(str(size) for size in reversed(problem.w_shape[2:]))
     return f"{image}x{problem.x_shape[1]}-{problem.w_shape[0]}-{kernel}"
-
-
-def _integers(fields: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, int]:
-    values = {}
-    for key, text in fields.items():
-        if key in _TEXT:
-            continue
-        label = labels.get(key, key)
-        least = 0 if key.startswith("pad") else 1
-        try:
-            values[key] = parse_integer(text, least=least, most=_MOST)
-        except ValueError as e:
-            raise ValueError(f"{label} is {e}") from None
-    return values
 
 
 def _per_axis(values: Mapping[str, int], step: str, axes: Sequence[str]) -> list[int]:
@@ -163,8 +156,6 @@ _DEEPBENCH = (
     *("w", "h", "c", "n", "k", "s", "r"),
     *("pad_w", "pad_h", "stride_w", "stride_h"),
 )
-
-_MOST_TIMES = 2**31 - 1
 
 
 def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
@@ -248,10 +239,10 @@ def _layer(
     labels = {key: f"column {label!r}" for key, label in columns.items()}
     text = row.pop("count", "1")
     try:
-        count = parse_integer(text, least=1, most=_MOST_TIMES)
+        count = parse_integer(text, least=1, most=_MOST)
     except ValueError:
         raise ValueError(
-            f"{at}: column 'count' is {text!r}, not an integer from 1 to {_MOST_TIMES}"
+            f"{at}: column 'count' is {text!r}, not an integer from 1 to {_MOST}"
         ) from None
     try:
         problem = problem_from_fields(

@@ -307,12 +307,7 @@ def _is_slow(plan: StepPlan) -> bool:
 
 
 def largest_batch_within(
-    least: Callable[[int], int],
-    budget: int,
-    *,
-    start: int = 1,
-    most: int = 1 << 20,
-    progress: Callable[[int], None] | None = None,
+    least: Callable[[int], int], budget: int, *, start: int = 1, most: int = 1 << 20
 ) -> int:
     """Return the largest mini-batch within a budget; 0 if there is none.
 
@@ -325,17 +320,10 @@ def largest_batch_within(
         budget: Budget in bytes.
         start: First batch to try.
         most: Largest batch to try.
-        progress: Called with every batch before it is tried.
     """
-
-    def needs(batch: int) -> int:
-        if progress is not None:
-            progress(batch)
-        return least(batch)
-
     low, known = 0, 0
     high = min(start, most)
-    while (need := needs(high)) <= budget:
+    while (need := least(high)) <= budget:
         low, known = high, need
         if high == most:
             return most
@@ -345,7 +333,7 @@ def largest_batch_within(
             break
         share = (budget - known) / (need - known) if guess % 3 else 0.5
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        found = needs(middle)
+        found = least(middle)
         if found <= budget:
             low, known = middle, found
         else:
