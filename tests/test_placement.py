@@ -9,7 +9,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import live_ranges, peak_bytes, rounded
+from mucudnn.passes.liveness import live_ranges, rounded
 from mucudnn.passes.ordering import ORDERS
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.placement.packing import (
@@ -21,7 +21,7 @@ from mucudnn.passes.placement.packing import (
     pack,
 )
 from tests.graphs import NETWORKS, graphs, scratch
-from tests.plain_schedule import keep_all
+from tests.plain_schedule import keep_all, peak_bytes
 
 RULES = {
     "lowest hole": lambda blocks: by_time(blocks, best_fit=False),

@@ -17,23 +17,6 @@ from typing import NamedTuple
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.tensor import Role
 
-__all__ = [
-    "ALIGNMENT",
-    "LiveRange",
-    "Touches",
-    "Use",
-    "last_uses",
-    "live_at_end",
-    "live_ranges",
-    "memory_curve",
-    "peak_bytes",
-    "rounded",
-    "touches",
-    "uses_by",
-    "uses_of",
-]
-
-
 ALIGNMENT = 512
 """Alignment of all sizes and offsets in an arena, in bytes; as in CUDA's allocator."""
 
@@ -293,36 +276,6 @@ def uses_by(
             size, cycle = old[1], period if old[4] else 0
         found[storage] = make(Use, (storage, size, at, wrote, cycle))
     return found
-
-
-def memory_curve(
-    graph: Graph,
-    workspaces: Mapping[str, int] | None = None,
-    *,
-    granularity: int = 1,
-) -> tuple[int, ...]:
-    """Return the bytes in use at each node, freeing storages after their last use."""
-    workspaces = workspaces or {}
-    end = len(graph.nodes)
-    change = [0] * (end + 1)
-    for storage, live in live_ranges(graph).items():
-        nbytes = rounded(graph.tensors[storage].nbytes, granularity)
-        change[live.first] += nbytes
-        if live.last < end:
-            change[live.last + 1] -= nbytes
-    return tuple(
-        used + rounded(workspaces.get(node.name, 0), granularity)
-        for used, node in zip(itertools.accumulate(change), graph.nodes, strict=False)
-    )
-
-
-def peak_bytes(
-    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
-) -> int:
-    """Return the peak memory in bytes; without nodes, that of resident tensors."""
-    always = (rounded(graph.tensors[s].nbytes, granularity) for s in live_ranges(graph))
-    curve = memory_curve(graph, workspaces, granularity=granularity)
-    return max(curve) if curve else sum(always)
 
 
 def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:

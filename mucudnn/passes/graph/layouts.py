@@ -169,18 +169,6 @@ class LayoutCosts:
     last: Mapping[str, float]
     transposed: Mapping[str, float]
 
-    def of(self, graph: Graph, chosen: frozenset[str]) -> float:
-        """Return the cost of a choice of nodes with channels last."""
-        nodes = sum(
-            self.last[name] if name in chosen else cost
-            for name, cost in self.first.items()
-        )
-        return nodes + sum(
-            self.transposed[name]
-            for name, tied in image_edges(graph, self.first).items()
-            if len({member in chosen for member in tied}) > 1
-        )
-
 
 def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
     """Return the nodes with channels last in the cheapest choice."""

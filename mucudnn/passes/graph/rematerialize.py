@@ -26,21 +26,6 @@ _MOST_MADE = 50_000
 """Limit of remembered nodes of one graph."""
 
 
-def rematerialize(
-    graph: Graph,
-    residency: Mapping[str, Residency],
-    saved: Collection[str] | None = None,
-) -> Graph:
-    """Copy the producers of recomputed tensors to just before their backward uses.
-
-    With `RECOMPUTE` one copy serves all later uses. With `RECOMPUTE_EACH` every
-    backward reader has a copy of its own, with its whole recompute chain. With
-    `RECOMPUTE_ALWAYS` so does every forward reader of a slice except the first, unless
-    the reader's results share bytes with its inputs.
-    """
-    return Rematerializer(graph, saved)(residency)
-
-
 @dataclass(frozen=True, slots=True)
 class Insertions:
     """Differences of a rewritten graph from the graph that it was made of.
@@ -63,7 +48,13 @@ class Rematerializer:
         self._made: dict[object, tuple[Node, tuple[TensorSpec, ...]]] = {}
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
-        """Return the graph rewritten for these residencies; see `rematerialize`."""
+        """Copy the producers of recomputed tensors to just before their backward uses.
+
+        With `RECOMPUTE` one copy serves all later uses. With `RECOMPUTE_EACH` every
+        backward reader has a copy of its own, with its whole recompute chain. With
+        `RECOMPUTE_ALWAYS` so does every forward reader of a slice except the first,
+        unless the reader's results share bytes with its inputs.
+        """
         return self.rewrite(residency)[0]
 
     def rewrite(

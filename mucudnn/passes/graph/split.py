@@ -30,7 +30,6 @@ from mucudnn.passes.graph.split_axis import (
     SAMPLES,
     Parts,
     SplitAxis,
-    along_batch,
     asked_of,
     cuttable,
     interleave_slices,
@@ -51,27 +50,20 @@ class Cut:
 _WHOLE = Batch((), ())
 
 
-def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Graph:
-    """Split the nodes of a step along the batch.
-
-    Args:
-        graph: A training graph without updates, before in-place rewriting.
-        parts: Number of parts of each node (1 for nodes missing in a mapping), at most
-            the number of samples. Nodes that cannot be split stay whole.
-        batch: Number of samples; by default the first axis of the first non-scalar
-            input.
-
-    Raises:
-        ValueError: A number of parts is below 1, or the batch size is unknown.
-        TypeError: A number of parts is not an integer.
-    """
-    return split_along(graph, parts, along_batch(graph, batch))
-
-
 def split_along(graph: Graph, parts: Parts, along: SplitAxis) -> Graph:
     """Split the nodes of a step along an axis.
 
     A node has at most as many parts as its smallest tensor has rows.
+
+    Args:
+        graph: A training graph without updates, before in-place rewriting.
+        parts: Number of parts of each node (1 for nodes missing in a mapping). Nodes
+            that cannot be split stay whole.
+        along: The axis.
+
+    Raises:
+        ValueError: A number of parts is below 1.
+        TypeError: A number of parts is not an integer.
     """
     return _Splitter(graph, asked_of(parts), along).run()
 
