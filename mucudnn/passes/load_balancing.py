@@ -388,28 +388,24 @@ def replanned(
     factors: Sequence[float],
     *,
     at_least: int = 0,
-    tolerance: float = DRIFT_TOLERANCE,
-    gain: float = GAIN,
 ) -> FleetPlan | None:
     """Return a better split if ranks drifted and the change pays; else None.
 
     Two thresholds keep the split from oscillating: drift within the tolerance is
-    ignored, and a change that saves less than the gain is not made.
+    ignored, and a change that saves less than `GAIN` is not made.
 
     Args:
         fleet: The fleet as it was measured.
         samples: The current split.
         factors: Current time of each rank over the time in its table.
         at_least: Minimum samples of every rank.
-        tolerance: Relative drift that is ignored.
-        gain: Fraction of the step's time that a change must save.
     """
-    low, high = 1 / (1 + tolerance), 1 + tolerance
+    low, high = 1 / (1 + DRIFT_TOLERANCE), 1 + DRIFT_TOLERANCE
     seen = [1.0 if low <= factor <= high else factor for factor in factors]
     now = drifted(fleet, seen)
     found = split_batch(now, sum(samples), at_least=at_least)
     kept = plan_of(now, samples)
-    return found if found.step_ms <= (1 - gain) * kept.step_ms else None
+    return found if found.step_ms <= (1 - GAIN) * kept.step_ms else None
 
 
 SIZE_TOLERANCE = 0.03

@@ -17,28 +17,11 @@ from mucudnn.passes.convolution.pareto import (
     fastest_division,
     fastest_undivided,
     no_plan,
-    pareto_plans,
-    plan_cost_ms,
+    pareto_plans as pareto_plans,
+    plan_cost_ms as plan_cost_ms,
     whole_batch,
 )
 from mucudnn.passes.registry import Strategies, name_of
-
-__all__ = [
-    "BATCH_POLICIES",
-    "PLANNERS",
-    "BatchPolicy",
-    "Planner",
-    "aligned_batches",
-    "candidate_batches",
-    "divided_by",
-    "minimum_workspace",
-    "pareto_plans",
-    "plan_cost_ms",
-    "undivided",
-    "workspace_division",
-    "workspace_division_exact",
-    "workspace_reuse",
-]
 
 BatchPolicy = (
     Literal["undivided", "powers_of_two", "all"] | Callable[[int], Sequence[int]]

@@ -14,8 +14,6 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.profile import MemoryTier, Profile, TierPlacement
 from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
 
-__all__ = ["Lane", "Prediction", "bound_ms", "simulate"]
-
 _STEPS_BEFORE = 2
 
 

@@ -251,21 +251,18 @@ def parts_by_bytes(
     limit: float,
     *,
     most: int | None = None,
-    window: int | None = None,
     along: SplitAxis | None = None,
 ) -> Mapping[str, int]:
     """Return the number of parts of each node that keeps slices below a limit in bytes.
 
-    There are at most `most` parts (by default the number of samples), and stretches of
-    up to `window` nodes with fewer parts are split like their neighbours.
+    There are at most `most` parts, by default the number of samples.
 
     Raises:
         ValueError: The limit is not positive.
     """
     check_number("the limit of a slice's bytes", limit, 0, above=True, finite=False)
     along = along_batch(graph) if along is None else along
-    if window is None:
-        window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
+    window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
     size = along.size
     most = size if most is None else min(size, check_integer("most", most, least=1))
     splittable = cuttable(graph, along)

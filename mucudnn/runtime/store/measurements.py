@@ -26,11 +26,7 @@ from mucudnn.ir.measurement import DeviceSummary, Measurement, Race, Verdict
 from mucudnn.plugins import installed_version
 from mucudnn.recording_format import MOST, read_recording
 from mucudnn.runtime.store.recordings import write_recording
-from mucudnn.runtime.store.sqlite_file import (
-    RecordFile,
-    transaction,
-    warn,
-)
+from mucudnn.runtime.store.sqlite_file import RecordFile, transaction, warn
 from mucudnn.runtime.store.tables import (
     OF_ALL,
     OF_ANY_DEVICE,
