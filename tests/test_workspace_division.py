@@ -18,8 +18,8 @@ from mucudnn.passes.convolution.knapsack import (
     Item,
     Selection,
     divide,
+    exact,
     ilp,
-    merge,
     reduce_to_core,
 )
 from mucudnn.passes.microbatch import (
@@ -117,7 +117,7 @@ def test_the_core_keeps_an_optimum_and_the_bound_holds(seed, capacity):
         if sum(item.workspace for item in pick) <= capacity
     )
     assert core.bound <= best + 1e-9
-    assert core.cost(merge(core).picks) == pytest.approx(best)
+    assert core.cost(exact(core).picks) == pytest.approx(best)
     left = [[core.groups[g][i] for i in items] for g, items in enumerate(core.open)]
     assert best == pytest.approx(
         min(
@@ -137,14 +137,14 @@ def test_ilp_solves_what_was_not_reduced(seed, capacity):
     selection = ilp(whole)
     assert selection.optimal
     assert core.workspace(selection.picks) <= core.capacity
-    assert core.cost(selection.picks) == pytest.approx(core.cost(merge(core).picks))
+    assert core.cost(selection.picks) == pytest.approx(core.cost(exact(core).picks))
 
 
 def test_merging_that_runs_out_of_effort_states_its_gap():
     tables, total = hard()
 
     def hasty(core):
-        return merge(core, effort=1, most_effort=2)
+        return exact(core, effort=1, most_effort=2)
 
     cut = divide(tables, total, solver=hasty)
     assert (cut.status, cut.solver) == ("feasible", "hasty")

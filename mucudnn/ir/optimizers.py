@@ -41,8 +41,7 @@ class Sgd:
     learning_rate: float = 0.1
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
+    __post_init__ = _check
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,7 @@ class Momentum:
     nesterov: bool = False
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
+    __post_init__ = _check
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +73,7 @@ class Adam:
     weight_decay: float = 0.0
     decoupled: bool = False
 
-    def __post_init__(self) -> None:
-        _check(self)
+    __post_init__ = _check
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +84,7 @@ class AdaGrad:
     eps: float = 1e-10
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
+    __post_init__ = _check
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +96,7 @@ class RmsProp:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
+    __post_init__ = _check
 
 
 Optimizer = Sgd | Momentum | Adam | AdaGrad | RmsProp

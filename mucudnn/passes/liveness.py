@@ -86,49 +86,31 @@ def live_at_end(graph: Graph) -> frozenset[str]:
     return frozenset(graph.storages[name] for name in (*asked, *persistent))
 
 
-def last_uses(graph: Graph) -> dict[str, int]:
-    """Return the last position of each storage's live range."""
-    storages, end = graph.storages, len(graph.nodes)
-    last: dict[str, int] = {}
-    for position, node in enumerate(graph.nodes):
-        for name in node.tensors:
-            last[storages[name]] = position
-    # An unused input is resident throughout.
-    for name in graph.inputs:
-        storage = storages[name]
-        if storage not in last and graph.tensors[storage].role is Role.INPUT:
-            last[storage] = end
-    last.update(dict.fromkeys(live_at_end(graph), end))
-    return last
-
-
 def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
     """Return the live range of every used storage.
 
     An unread input is live for the whole step, as it is fed all the same.
     """
-    first, last = _first_uses(graph), last_uses(graph)
-    return {
-        name: LiveRange(name, first[name], last[name])
-        for name in graph.tensors
-        if name in first
-    }
-
-
-def _first_uses(graph: Graph) -> dict[str, int]:
-    storages = graph.storages
+    storages, tensors, end = graph.storages, graph.tensors, len(graph.nodes)
     first: dict[str, int] = {}
+    last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.tensors:
             first.setdefault(storages[name], position)
-    for name in graph.inputs:
-        storage = storages[name]
-        if storage in first or graph.tensors[storage].role is Role.INPUT:
+            last[storages[name]] = position
+    for storage in (storages[name] for name in graph.inputs):
+        if storage in first or tensors[storage].role is Role.INPUT:
             first[storage] = 0
+            last.setdefault(storage, end)
     for storage in live_at_end(graph):
-        if graph.tensors[storage].role in PERSISTENT:
+        last[storage] = end
+        if tensors[storage].role in PERSISTENT:
             first[storage] = 0
-    return first
+    return {
+        name: LiveRange(name, first[name], last[name])
+        for name in tensors
+        if name in first
+    }
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:

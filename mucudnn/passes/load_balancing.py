@@ -75,14 +75,8 @@ class AskedTable:
         """Measure a size; if it does not fit, search for the largest that does."""
         if samples in self._known or self._fits(samples):
             return
-        most, beyond = max(n for n in self._known if n < samples), samples
-        while beyond - most > max(1, most // _FINE):
-            middle = (most + beyond) // 2
-            if self._fits(middle):
-                most = middle
-            else:
-                beyond = middle
-        self._most = most
+        fitting = max(n for n in self._known if n < samples)
+        self._most = _largest_fitting(fitting, samples, self._fits)
 
     def _fits(self, samples: int) -> bool:
         try:
@@ -90,6 +84,17 @@ class AskedTable:
         except self._unfitting:
             return False
         return True
+
+
+def _largest_fitting(most: int, beyond: int, fits: Callable[[int], bool]) -> int:
+    """Return about the largest size that fits, from one that does and one that not."""
+    while beyond - most > max(1, most // _FINE):
+        middle = (most + beyond) // 2
+        if fits(middle):
+            most = middle
+        else:
+            beyond = middle
+    return most
 
 
 def _extrapolate(points: list[StepPoint], samples: int) -> StepPoint:
@@ -441,14 +446,8 @@ def measured_table(
 
     # If the largest size does not fit, bisect for one that does.
     if not fits(most):
-        known[least], beyond = measure(least), most
-        most = least
-        while beyond - most > max(1, most // _FINE):
-            middle = (most + beyond) // 2
-            if fits(middle):
-                most = middle
-            else:
-                beyond = middle
+        known[least] = measure(least)
+        most = _largest_fitting(least, most, fits)
     elif least not in known:
         known[least] = measure(least)
 

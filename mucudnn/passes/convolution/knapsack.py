@@ -6,9 +6,9 @@ yields a price per byte. At that price the cheapest items give a lower bound, an
 other item raises the bound by its reduced cost. Items that raise the bound above the
 incumbent are in no better solution (Sinha and Zoltners, "The Multiple-Choice Knapsack
 Problem", Operations Research 27, 1979). The remaining core, usually a handful of items,
-is solved by `merge` or an ILP solver.
+is solved by `exact` or an ILP solver.
 
-`merge` is an exact dynamic program: it adds one group after another to the Pareto front
+`exact` is a dynamic program: it adds one group after another to the Pareto front
 of (workspace, cost) states and drops states that are dominated or exceed a bound.
 """
 
@@ -34,7 +34,7 @@ _EFFORT = (20_000, 100_000)
 """State extensions allowed in each pass that looks for a good incumbent."""
 
 _MOST_EFFORT = 8_000_000
-"""State extensions after which `merge` stops being exact: a few seconds."""
+"""State extensions after which `exact` stops being exact: a few seconds."""
 
 _CLOSED = 1e-9
 """Relative gap to the lower bound at which a selection counts as optimal."""
@@ -165,7 +165,7 @@ def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
     return core
 
 
-def merge(
+def exact(
     core: Core, *, effort: int = _EFFORT[-1], most_effort: int = _MOST_EFFORT
 ) -> Selection:
     """Return the cheapest selection by merging the groups' fronts one after another."""
@@ -384,11 +384,6 @@ def _by_cbc(core: Core, solver: Any) -> Selection | None:
     return Selection(tuple(picks), model.sol_status == pulp.LpSolutionOptimal)
 
 
-def exact(core: Core) -> Selection:
-    """Merge the kernels' fronts, limited by a number of states, not by time."""
-    return merge(core)
-
-
 SOLVERS: Strategies[Solver] = Strategies("solver", (ilp, exact))
 
 
@@ -480,7 +475,7 @@ def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
             selection = None
     if selection is None:
         _log.warning("solver %s gave no division; merging fronts instead", name)
-        selection, name = merge(core), "exact"
+        selection, name = exact(core), "exact"
     # A solver that stopped early or has a tolerance may be worse than the incumbent.
     if core.cost(core.incumbent) < core.cost(selection.picks):
         selection = Selection(core.incumbent, selection.optimal)

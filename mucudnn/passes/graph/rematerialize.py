@@ -20,7 +20,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import RECOMPUTED, Residency
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.graph.split import of_whole
+from mucudnn.passes.graph.split import aliased, of_whole
 
 _MOST_MADE = 50_000
 """Limit of remembered nodes of one graph."""
@@ -366,16 +366,9 @@ class _Rewriter:
         self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]
     ) -> str | None:
         """Return the alias of a result if its node reads these inputs."""
-        alias = spec.alias
-        if alias is None:
+        if spec.alias is None:
             return None
-        # A view of a copy shares the copy's bytes, not the original's.
-        now = dict(zip(node.inputs, inputs, strict=True))
-        if alias in now:
-            return now[alias]
-        storages = self._graph.storages
-        same = (now[t] for t in node.inputs if storages[t] == storages[alias])
-        return next(same, alias)
+        return aliased(self._graph, spec.alias, node, inputs) or spec.alias
 
 
 def recompute_chain(

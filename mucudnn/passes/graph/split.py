@@ -443,7 +443,7 @@ class SplitTensors:
         """Let an aliasing result share the bytes of its node's present inputs."""
         spec = self.tensors[name]
         if spec.alias is not None:
-            alias = self._alias(spec, node, inputs)
+            alias = aliased(self._graph, spec.alias, node, inputs)
             self.tensors[name] = replace(spec, alias=alias)
 
     def gathered(self, name: str, phase: Phase) -> tuple[str, ...]:
@@ -570,22 +570,25 @@ class SplitTensors:
         traits = replace(node.traits, batch=None, strips=None, joins_branches=False)
         self.nodes.append(replace(node, traits=traits))
 
-    def _alias(self, spec: TensorSpec, node: Node, inputs: Sequence[str]) -> str | None:
-        """Return the tensor whose bytes a slice of a result shares."""
-        if spec.alias is None:
-            return None
-        now = dict(zip(node.inputs, inputs, strict=False))
-        if spec.alias in now:
-            return now[spec.alias]
-        storages = self._graph.storages
-        same = (now[t] for t in node.inputs if storages[t] == storages[spec.alias])
-        return next(same, None)
-
 
 def _with_rows(spec: TensorSpec, name: str, axis: int, rows: Interval) -> TensorSpec:
     """Return a spec with another number of rows and the size of its shape."""
     shape = (*spec.shape[:axis], rows[1] - rows[0], *spec.shape[axis + 1 :])
     return replace(spec, name=name, shape=shape, storage_bytes=None)
+
+
+def aliased(graph: Graph, alias: str, node: Node, inputs: Sequence[str]) -> str | None:
+    """Return the tensor whose bytes a result shares if its node reads these inputs.
+
+    A view of a copy shares the copy's bytes, not those of the original `alias`. None if
+    no input has the storage of the original.
+    """
+    now = dict(zip(node.inputs, inputs, strict=False))
+    if alias in now:
+        return now[alias]
+    storages = graph.storages
+    same = (now[t] for t in node.inputs if storages[t] == storages[alias])
+    return next(same, None)
 
 
 def of_whole(name: str) -> str:

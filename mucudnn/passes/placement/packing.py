@@ -130,23 +130,22 @@ def _attempts(
 
 
 def placing_orders(blocks: Sequence[Block], selected: Sequence[int]) -> list[list[int]]:
-    """Return several orders in which to place some of the blocks."""
-    return [sorted(selected, key=key) for key in _keys(blocks)]
+    """Return orders in which to place some of the blocks.
 
-
-def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ...]:
-    """Return sort keys: by lifetime, by area, by size, by start and by end."""
+    The orders are by lifetime, by area, by size, by start and by end.
+    """
 
     def life(i: int) -> int:
         return blocks[i].last - blocks[i].first + 1
 
-    return (
+    keys: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (-life(i), -blocks[i].nbytes, blocks[i].first),
         lambda i: (-life(i) * blocks[i].nbytes, blocks[i].first),
         lambda i: (-blocks[i].nbytes, -life(i), blocks[i].first),
         lambda i: (blocks[i].first, -blocks[i].last),
         lambda i: (-blocks[i].last, blocks[i].first),
     )
+    return [sorted(selected, key=key) for key in keys]
 
 
 # Allocation heuristics: greedy assignment of offsets to blocks, without backtracking.

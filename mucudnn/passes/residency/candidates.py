@@ -58,9 +58,7 @@ class Candidate:
 
 _END_CHOICES = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
 
-_CHECKPOINT_CHOICES = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
-
-_CHEAP_CHOICES = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+_CHECKPOINT_CHOICES = (*RECOMPUTED_BACKWARD, Residency.OFFLOAD)
 
 _STRIDES = (1, 2)
 """Every how many block ends one is not recomputed."""
@@ -96,7 +94,7 @@ def blockwise(
     """
     ends = _ends(graph, candidates)
     for every, near, cheap, far in itertools.product(
-        _STRIDES, _CHECKPOINT_CHOICES, _CHEAP_CHOICES, _END_CHOICES
+        _STRIDES, _CHECKPOINT_CHOICES, RECOMPUTED_BACKWARD, _END_CHOICES
     ):
         stay = frozenset(ends[::every])
         yield {

@@ -108,12 +108,6 @@ class StepPlan:
         prediction = simulate(schedule, profile)
         return replace(self, schedule=schedule, plans=plans, prediction=prediction)
 
-    def step_ms_of(
-        self, intervals: Sequence[ResidencyInterval], plans: Mapping[str, ConvPlan]
-    ) -> float:
-        """Return the predicted time with other residency intervals and plans."""
-        return step_ms(self.schedule.graph, self.profile, intervals, plans)
-
     def _peak(
         self, intervals: Sequence[ResidencyInterval], workspaces: Mapping[str, int]
     ) -> int:

@@ -149,14 +149,6 @@ class Resumption:
     races: Mapping[str, tuple[float, float]]
 
 
-def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-    """Return races in the form in which a checkpoint stores them."""
-    return [
-        {"raced": raced, "first_ms": first, "second_ms": second}
-        for raced, (first, second) in races.items()
-    ]
-
-
 def read_resumption(checkpoint: Checkpoint) -> Resumption:
     """Read the progress of a checkpoint."""
     try:

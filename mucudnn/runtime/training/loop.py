@@ -24,7 +24,6 @@ from mucudnn.runtime.training.history import (
     LogEntry,
     OnEntry,
     Position,
-    race_rows,
     read_resumption,
 )
 from mucudnn.runtime.training.stepping import (
@@ -289,7 +288,10 @@ class _Run:
             return
         # The report of an unfinished epoch is made again when it is complete.
         whole = [r for r in self.reports if r.epoch < self.at.epoch]
-        races = race_rows(self.trainer.races)
+        races = [
+            {"raced": raced, "first_ms": first, "second_ms": second}
+            for raced, (first, second) in self.trainer.races.items()
+        ]
         self.checkpoints.save(
             Checkpoint(
                 step=self.at.steps,
