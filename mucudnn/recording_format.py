@@ -27,7 +27,7 @@ import io
 import json
 import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mucudnn.codecs import (
@@ -59,20 +59,9 @@ MOST = 1 << 29
 _DEVICE = ("fingerprint", "environment", "problems")
 
 
-def format_recording(
-    measurements: Iterable[Measurement],
-    environments: Mapping[str, Mapping[str, str]] | None = None,
-    *,
-    alignments: Mapping[str, int] | None = None,
-    verdicts: Iterable[Verdict] = (),
-    races: Iterable[Race] = (),
-    compress: bool = False,
-) -> bytes:
-    """Return a recording as bytes; equal measurements give equal bytes.
-
-    `environments` and `alignments` are by fingerprint, the latter in bytes.
-    """
-    known, aligned = environments or {}, alignments or {}
+def format_recording(recording: Recording, *, compress: bool = False) -> bytes:
+    """Return a recording as bytes; equal measurements give equal bytes."""
+    known, aligned = recording.environments, recording.alignments
     devices: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
     key_of = functools.cache(problem_key)
 
@@ -84,15 +73,15 @@ def format_recording(
     def array(lines: list[str]) -> str:
         return "[\n" + ",\n".join(lines) + "]"
 
-    for m in measurements:
+    for m in recording.measurements:
         row = perf_to_dict(m.perf)
         row |= {"measured_at": m.measured_at, "version": m.version}
         lines(m)[0].append(_dumps(row))
-    for v in verdicts:
+    for v in recording.verdicts:
         members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
         lines(v)[1].append(_dumps(members))
     raced: dict[str, list[str]] = {}
-    for r in races:
+    for r in recording.races:
         first, second = r.times_ms
         members = {"raced": r.raced, "first_ms": first, "second_ms": second}
         line = _dumps(members | {"measured_at": r.measured_at})

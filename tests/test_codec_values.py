@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn import codecs, recording_format
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.measurement import Measurement, Race, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
 from tests.conv_problems import conv_problems
 
 sizes = st.integers(1, 9)
@@ -169,12 +169,14 @@ def test_a_bad_key_is_refused():
 
 @given(st.lists(measurements(), max_size=5), st.booleans())
 def test_a_recording_survives(rows, compress):
-    data = recording_format.format_recording(rows, compress=compress)
+    recording = Recording(measurements=rows)
+    data = recording_format.format_recording(recording, compress=compress)
     parsed = recording_format.read_recording(data).measurements
     assert sorted(map(repr, parsed)) == sorted(map(repr, rows))
     fingerprints = tuple(dict.fromkeys(row.fingerprint for row in rows))
     assert tuple(recording_format.recorded_environments(data)) == fingerprints
-    assert recording_format.format_recording(parsed, compress=compress) == data
+    recording = Recording(measurements=parsed)
+    assert recording_format.format_recording(recording, compress=compress) == data
 
 
 ROWS = [
@@ -191,11 +193,13 @@ VERDICT = Verdict(fingerprint="gpu", problem=PROBLEM, signature="a / b", ratio=0
 RACE = Race(fingerprint="gpu", raced="a", times_ms=(1.0, 2.0), measured_at=3.0)
 RECORDING = json.loads(
     recording_format.format_recording(
-        ROWS,
-        {"gpu": {"driver": "580"}},
-        alignments={"gpu": 16},
-        verdicts=[VERDICT] * 2,
-        races=[RACE] * 2,
+        Recording(
+            measurements=ROWS,
+            environments={"gpu": {"driver": "580"}},
+            alignments={"gpu": 16},
+            verdicts=[VERDICT] * 2,
+            races=[RACE] * 2,
+        )
     )
 )
 GPU = ("devices", 0)
@@ -206,7 +210,8 @@ MISSING = object()
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_every_truncation_is_refused(compress):
-    data = recording_format.format_recording(ROWS, compress=compress)
+    recording = Recording(measurements=ROWS)
+    data = recording_format.format_recording(recording, compress=compress)
     for length in range(len(data.rstrip(b"\n"))):
         with pytest.raises(ValueError, match=r".+"):
             recording_format.read_recording(data[:length])
@@ -284,7 +289,9 @@ def test_other_files_are_refused():
 
 
 def test_a_device_occurs_once():
-    document = json.loads(recording_format.format_recording(ROWS))
+    document = json.loads(
+        recording_format.format_recording(Recording(measurements=ROWS))
+    )
     document["devices"] *= 2
     with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
         recording_format.read_recording(json.dumps(document).encode())

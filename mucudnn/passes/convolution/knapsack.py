@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
@@ -28,7 +28,7 @@ from mucudnn.passes.convolution.pareto import (
     pareto_front,
 )
 from mucudnn.passes.linear_program import cbc, import_pulp, solver_errors
-from mucudnn.passes.registry import Strategies, name_of
+from mucudnn.passes.registry import name_of
 
 _EFFORT = (20_000, 100_000)
 """State extensions allowed in each pass that looks for a good incumbent."""
@@ -384,62 +384,24 @@ def _by_cbc(core: Core, solver: Any) -> Selection | None:
     return Selection(tuple(picks), model.sol_status == pulp.LpSolutionOptimal)
 
 
-SOLVERS: Strategies[Solver] = Strategies("solver", (ilp, exact))
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Plans that share one total workspace, with a proven bound of their cost.
-
-    Attributes:
-        plans: One plan per kernel, in order.
-        cost_ms: Sum of the plans' times, noise and launches: the objective.
-        lower_bound_ms: Lower bound of the cost of any division within the total.
-        solver: Name of the solver, or `relaxation` if the linear relaxation left
-            nothing to choose.
-        status: `optimal`, or `feasible` if the solver stopped early.
-    """
-
-    plans: tuple[ConvPlan, ...]
-    cost_ms: float
-    lower_bound_ms: float
-    solver: str
-    status: Literal["optimal", "feasible"]
-
-    @property
-    def time_ms(self) -> float:
-        """Sum of the plans' times in milliseconds."""
-        return sum(plan.time_ms for plan in self.plans)
-
-    @property
-    def workspace(self) -> int:
-        """Total workspace of all kernels in bytes."""
-        return sum(plan.workspace for plan in self.plans)
-
-    @property
-    def gap(self) -> float:
-        """Relative optimality gap of the cost."""
-        excess = self.cost_ms - self.lower_bound_ms
-        return max(0.0, excess / self.cost_ms) if self.cost_ms else 0.0
-
-
 def divide(
-    tables: Sequence[PerfTable], total: int, *, solver: str | Solver = "ilp"
-) -> Division:
+    tables: Sequence[PerfTable], total: int, solve: Solver
+) -> tuple[ConvPlan, ...]:
     """Choose the cheapest divisions whose workspaces add up to at most `total` bytes.
 
     Args:
         tables: Measurements, one table per kernel; equal tables are examined once.
         total: Bytes of workspace for all kernels together.
-        solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
+        solve: `ilp` (CBC through PuLP), `exact` (front merging) or another function.
+
+    Returns:
+        One plan per kernel, in order.
 
     Raises:
         PlanningError: The total is too small; the message has the shortfall.
-        ValueError: The solver is unknown.
     """
-    solve = SOLVERS.resolve(solver)
     if not tables:
-        return Division((), 0.0, 0.0, "relaxation", "optimal")
+        return ()
     numbers: dict[PerfTable, int] = {}  # hash every table once, as it takes long
     which = [numbers.setdefault(table, len(numbers)) for table in tables]
     shared = [pareto_front(table, total) for table in numbers]
@@ -448,24 +410,14 @@ def divide(
     items = [[Item(d.workspace, d.cost_ms) for d in front] for front in shared]
     # Often the bounds leave nothing to solve.
     core = reduce_to_core([items[number] for number in which], total)
-    if core.closed:
-        selection, name = Selection(core.incumbent, optimal=True), "relaxation"
-    else:
-        selection, name = _solve(core, solve)
-    cost = core.cost(selection.picks)
-    return Division(
-        plans=tuple(
-            ConvPlan(table.problem, front[i].steps, workspace_limit=total)
-            for table, front, i in zip(tables, fronts, selection.picks, strict=True)
-        ),
-        cost_ms=cost,
-        lower_bound_ms=cost if selection.optimal else min(core.bound, cost),
-        solver=name,
-        status="optimal" if selection.optimal else "feasible",
+    picks = core.incumbent if core.closed else _solve(core, solve)
+    return tuple(
+        ConvPlan(table.problem, front[i].steps, workspace_limit=total)
+        for table, front, i in zip(tables, fronts, picks, strict=True)
     )
 
 
-def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
+def _solve(core: Core, solve: Solver) -> tuple[int, ...]:
     name = name_of(solve)
     selection = solve(core)
     if selection is not None:
@@ -475,11 +427,9 @@ def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
             selection = None
     if selection is None:
         _log.warning("solver %s gave no division; merging fronts instead", name)
-        selection, name = exact(core), "exact"
+        selection = exact(core)
     # A solver that stopped early or has a tolerance may be worse than the incumbent.
-    if core.cost(core.incumbent) < core.cost(selection.picks):
-        selection = Selection(core.incumbent, selection.optimal)
-    return selection, name
+    return min(selection.picks, core.incumbent, key=core.cost)
 
 
 def _check_total(

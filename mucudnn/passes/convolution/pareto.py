@@ -42,13 +42,8 @@ def check_divisible(batch: int, sizes: int) -> None:
         )
 
 
-def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
-    """Return the planners' objective: times, their noise, and extra launches."""
-    return division_cost_ms(plan.steps, launch_overhead_ms)
-
-
 def division_cost_ms(steps: Sequence[AlgoPerf], launch_overhead_ms: float) -> float:
-    """Return the cost of a plan that consists of these steps."""
+    """Return the planners' objective: times, their noise, and extra launches."""
     return sum(s.cost_ms for s in steps) + (len(steps) - 1) * launch_overhead_ms
 
 
@@ -106,7 +101,7 @@ class Divided(NamedTuple):
 
     Attributes:
         workspace: Bytes of the largest part.
-        cost_ms: Objective of the planners; see `plan_cost_ms`.
+        cost_ms: Objective of the planners; see `division_cost_ms`.
         steps: Algorithm and size of every part.
     """
 

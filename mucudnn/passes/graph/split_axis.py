@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from mucudnn.arguments import check_integer, check_number
 from mucudnn.ir.graph import Graph, Node
@@ -23,16 +22,7 @@ def pieces_of(
     outputs = tuple(tensors[name] for name in node.outputs)
     between, pieces = make(Operands(node.name, inputs, outputs, node.attrs))
     return between, tuple(
-        Node(
-            f"{node.name}:{piece.name}",
-            piece.op,
-            piece.inputs,
-            piece.outputs,
-            MappingProxyType(dict(piece.attrs)),
-            node.phase,
-            piece.mutates,
-            piece.traits,
-        )
+        replace(piece, name=f"{node.name}:{piece.name}", phase=node.phase)
         for piece in pieces
     )
 

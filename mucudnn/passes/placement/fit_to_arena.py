@@ -18,10 +18,9 @@ from mucudnn.passes.placement.packing import (
     Place,
     Shrinkable,
     improve_places,
-    in_period,
     place_shrinkable,
 )
-from mucudnn.passes.scheduling.intervals import ResidencyInterval, shifted
+from mucudnn.passes.scheduling.intervals import ResidencyInterval, in_period, shifted
 from mucudnn.passes.scheduling.problem import fastest_of, first_plans
 from mucudnn.passes.scheduling.schedulers import Clock, earliest_ends, latest_starts
 from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms

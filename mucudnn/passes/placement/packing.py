@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mucudnn.passes.scheduling.intervals import in_period
 from mucudnn.passes.scheduling.schedulers import Clock
 
 
@@ -675,17 +676,6 @@ class _Occupied:
         """Return a bucket with all rows that overlap a range, or all rows."""
         bucket = first // self._width
         return self._buckets[bucket] if last // self._width == bucket else self._rows
-
-
-def in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
-    """Wrap a range of positions into one period."""
-    if last - first + 1 >= period:
-        return ((0, period - 1),)
-    start = first % period
-    stop = start + last - first
-    if stop < period:
-        return ((start, stop),)
-    return ((start, period - 1), (0, stop - period))
 
 
 def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[tuple[int, int]]:
