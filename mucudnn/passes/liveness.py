@@ -26,12 +26,10 @@ class LiveRange:
     """Live range of a storage.
 
     Attributes:
-        storage: The tensor that owns the bytes.
         first: Position of the first node; 0 if live at the start.
         last: Position of the last node; the number of nodes if live at the end.
     """
 
-    storage: str
     first: int
     last: int
 
@@ -107,9 +105,7 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
         if tensors[storage].role in PERSISTENT:
             first[storage] = 0
     return {
-        name: LiveRange(name, first[name], last[name])
-        for name in tensors
-        if name in first
+        name: LiveRange(first[name], last[name]) for name in tensors if name in first
     }
 
 

@@ -22,7 +22,7 @@ from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut,
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role
 from mucudnn.notebook import html_of
-from mucudnn.passes.liveness import ALIGNMENT, rounded
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.packing import Block, in_gaps, live_peak, pack
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -45,11 +45,6 @@ class PageTable:
 
     chunk_bytes: int
     chunks: tuple[int, ...]
-
-    @property
-    def address_bytes(self) -> int:
-        """Bytes of the whole address range."""
-        return len(self.chunks) * self.chunk_bytes
 
     def map_ms(self, costs: ChunkCosts) -> float:
         """Return the time to map all chunks."""
@@ -91,11 +86,6 @@ class Layout:
     def mapped_chunks(self) -> int:
         """Number of mapped chunks."""
         return 0 if self.pages is None else len(self.pages.chunks)
-
-    @property
-    def address_bytes(self) -> int:
-        """Bytes of the address range; the arena's size without a page table."""
-        return self.nbytes if self.pages is None else self.pages.address_bytes
 
     @property
     def fragmentation(self) -> float:
@@ -148,16 +138,14 @@ class PlacedStep:
         return self.layout.nbytes + self.state_bytes
 
 
-def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
+def lay_out(schedule: Schedule) -> Layout:
     """Lay out everything in a schedule except resident parameters and state."""
-    blocks, fixed = step_blocks(schedule, alignment=alignment)
+    blocks, fixed = step_blocks(schedule)
     packing = pack(blocks, fixed=fixed)
     return layout_at(schedule, packing.offsets, packing.nbytes, live_peak(blocks))
 
 
-def step_blocks(
-    schedule: Schedule, *, alignment: int = ALIGNMENT
-) -> tuple[list[Block], dict[str, int]]:
+def step_blocks(schedule: Schedule) -> tuple[list[Block], dict[str, int]]:
     """Return residency intervals and workspaces, and the offsets of fixed ones.
 
     State that is live across steps is at the same place at both ends of the step, at
@@ -167,7 +155,7 @@ def step_blocks(
     fixed: dict[str, int] = {}
     bottom = 0
     for name, lives in lives_of(schedule).items():
-        nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
+        nbytes = rounded(schedule.graph.tensors[name].nbytes)
         names = [interval_name(name, i) for i in range(len(lives))]
         pairs = zip(names, lives, strict=True)
         blocks += (Block(own, nbytes, first, last) for own, (first, last) in pairs)
@@ -177,7 +165,7 @@ def step_blocks(
     # A workspace lives during its node only.
     for at, instruction in enumerate(schedule.instructions):
         if isinstance(instruction, Compute):
-            nbytes = rounded(schedule.workspaces.get(instruction.node, 0), alignment)
+            nbytes = rounded(schedule.workspaces.get(instruction.node, 0))
             if nbytes:
                 blocks.append(Block(workspace_name(instruction.node), nbytes, at, at))
     return blocks, fixed
