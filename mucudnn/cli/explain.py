@@ -41,7 +41,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     found = layers_of(() if source is None else (source,), settings)
     layers = found if name is None else (_find_layer(found, name),)
     from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.codecs import plan_to_dict
+    from mucudnn.codecs import encode_fields
     from mucudnn.report.text import DIRECTIONS, problem_text
     from mucudnn.studies.convolutions import in_directions
 
@@ -75,7 +75,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
             {
                 "name": layer.name,
                 "direction": layer.problem.direction.value,
-                "plan": plan_to_dict(plan),
+                "plan": encode_fields(plan),
                 "text": text,
             }
             for layer, plan, text in plans

@@ -41,7 +41,8 @@ class Sgd:
     learning_rate: float = 0.1
     weight_decay: float = 0.0
 
-    __post_init__ = _check
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Momentum:
     nesterov: bool = False
     weight_decay: float = 0.0
 
-    __post_init__ = _check
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class Adam:
     weight_decay: float = 0.0
     decoupled: bool = False
 
-    __post_init__ = _check
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class AdaGrad:
     eps: float = 1e-10
     weight_decay: float = 0.0
 
-    __post_init__ = _check
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class RmsProp:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    __post_init__ = _check
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 Optimizer = Sgd | Momentum | Adam | AdaGrad | RmsProp

@@ -318,8 +318,7 @@ class Emitter:
         """Declare the sum up to a slice; the last sum is the tensor itself."""
         total = name if index == cut.parts - 1 else f"{name}@0+{index}"
         self._totals[name] = total
-        self._slices.declare(name, total, alias=before)
-        return total
+        return self._slices.declare(name, total, alias=before)
 
 
 def _ends(
@@ -431,13 +430,12 @@ class SplitTensors:
 
     def partial(self, name: str, index: int) -> str:
         """Declare a slice's contribution to a sum."""
-        own_name = f"{name}@{index}"
-        self.declare(name, own_name, alias=None)
-        return own_name
+        return self.declare(name, f"{name}@{index}", alias=None)
 
-    def declare(self, name: str, own_name: str, alias: str | None) -> None:
-        """Declare a tensor like one of the whole graph."""
+    def declare(self, name: str, own_name: str, alias: str | None) -> str:
+        """Declare a tensor like one of the whole graph; return its name."""
         self.tensors[own_name] = replace(self.tensors[name], name=own_name, alias=alias)
+        return own_name
 
     def realias(self, name: str, node: Node, inputs: Sequence[str]) -> None:
         """Let an aliasing result share the bytes of its node's present inputs."""

@@ -18,11 +18,11 @@ from mucudnn.backends.base import Backend
 from mucudnn.codecs import (
     check_times,
     decode,
+    decode_fields,
     decode_race,
     list_of,
     members_of,
     object_of,
-    plan_from_dict,
 )
 from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
@@ -227,7 +227,7 @@ def _decoded(where: str, kind: Any, data: object) -> Any:
 def _plan(index: int, data: object) -> ConvPlan:
     where = f"plans[{index}]"
     try:
-        plan = plan_from_dict(data)
+        plan = decode_fields("plan", ConvPlan, data)
         for i, step in enumerate(plan.steps):
             check_times(f"steps[{i}]", step)
     except ValueError as e:

@@ -18,7 +18,7 @@ from mucudnn.backends import Device
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import Buffer
 from mucudnn.backends.recorded import recording_of
-from mucudnn.codecs import problem_from_dict, problem_to_dict
+from mucudnn.codecs import decode_fields, encode_fields
 from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.numerics import RowStatus, Traits
@@ -87,7 +87,7 @@ class SizeRequest:
     def to_message(self) -> Message:
         """Encode as plain values for another process, maybe of another machine."""
         return {
-            "problem": problem_to_dict(self.problem),
+            "problem": encode_fields(self.problem),
             "batch": self.batch,
             "workspaces": dict(self.workspaces),
             "best_ms": self.best_ms,
@@ -102,7 +102,7 @@ class SizeRequest:
     def from_message(cls, message: Message) -> "SizeRequest":
         """Decode `to_message`, with a deadline on this process's clock."""
         return cls(
-            problem=problem_from_dict(message["problem"]),
+            problem=decode_fields("problem", ConvProblem, message["problem"]),
             batch=message["batch"],
             workspaces=message["workspaces"],
             limits=MeasureLimits(
