@@ -200,37 +200,27 @@ def _decode_devices(data: bytes) -> list[_Device]:
             f"{SCHEMA}{newer}"
         )
     _, _, entries = members_of("recording", document, ("kind", "schema", "devices"))
-    found = [
-        _decode_device(f"devices[{i}]", entry)
-        for i, entry in enumerate(list_of("devices", entries))
-    ]
+    found = []
+    for i, entry in enumerate(list_of("devices", entries)):
+        where = f"devices[{i}]"
+        name, environment, problems, alignment, races = members_of(
+            where, entry, _DEVICE, {"split_alignment": None, "races": []}
+        )
+        if alignment is not None:
+            alignment = count_of(f"{where}.split_alignment", alignment)
+        at = f"{where}.environment"
+        environment = object_of(at, environment)
+        fingerprint = decode(f"{where}.fingerprint", str, name)
+        described = {
+            decode(at, str, key): decode(f"{at}.{key}", str, value)
+            for key, value in environment.items()
+        }
+        found.append(_Device(where, fingerprint, described, alignment, problems, races))
     names = [device.fingerprint for device in found]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise ValueError(f"devices[{i}].fingerprint: {name!r} occurs twice")
     return found
-
-
-def _decode_device(where: str, data: object) -> _Device:
-    name, environment, problems, alignment, races = members_of(
-        where, data, _DEVICE, {"split_alignment": None, "races": []}
-    )
-    if alignment is not None:
-        alignment = count_of(f"{where}.split_alignment", alignment)
-    described = object_of(f"{where}.environment", environment)
-    return _Device(
-        where,
-        decode(f"{where}.fingerprint", str, name),
-        {
-            decode(f"{where}.environment", str, key): decode(
-                f"{where}.environment.{key}", str, value
-            )
-            for key, value in described.items()
-        },
-        alignment,
-        problems,
-        races,
-    )
 
 
 def _decompress(data: bytes) -> str:

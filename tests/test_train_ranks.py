@@ -112,7 +112,7 @@ class Ranks:
         for table in self.tables:
             table.ask(self.batch // len(self.tables))
         while True:
-            told = [table.told() for table in self.tables]
+            told = [table.report() for table in self.tables]
             fleet = Fleet(tuple(Rank("", t.table, accumulates=False) for t in told))
             found = split_batch(fleet, self.batch, at_least=1).samples
             known = [t.knows(n) for t, n in zip(told, found, strict=True)]

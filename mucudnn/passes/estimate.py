@@ -127,8 +127,17 @@ def _algorithms(
         yield row("IMPLICIT_GEMM", problem.flops, ASSUMED.matmul, 0)
         return
     yield row("IMPLICIT_GEMM", problem.flops, ASSUMED.direct, 0)
-    yield row("GEMM", problem.flops, ASSUMED.matmul, _patch_bytes(problem))
-    if _winograd_suits(problem):
+    # A matrix with a row of inputs per output position.
+    n, _, *positions = problem.y_shape
+    patch = problem.groups * math.prod(problem.w_shape[1:])
+    patches = n * math.prod(positions) * patch * problem.itemsize
+    yield row("GEMM", problem.flops, ASSUMED.matmul, patches)
+    if (
+        problem.w_shape[2:] == (3, 3)
+        and set(problem.stride) == {1}
+        and set(problem.dilation) == {1}
+        and problem.groups == 1
+    ):
         gain = (3 * _TILE) ** 2 / (_TILE + 2) ** 2
         workspace = _tile_bytes(problem)
         yield row("WINOGRAD", problem.flops / gain, ASSUMED.matmul, workspace)
@@ -141,22 +150,6 @@ def _transpose_ms(problem: ConvProblem, figures: DeviceFigures) -> float:
     elements = math.prod(problem.x_shape) + math.prod(problem.y_shape)
     nbytes = 2 * elements * problem.itemsize
     return 1e3 * nbytes / (figures.bandwidth.value * ASSUMED.memory)
-
-
-def _patch_bytes(problem: ConvProblem) -> int:
-    """Return the bytes of a matrix with a row of inputs per output position."""
-    n, _, *positions = problem.y_shape
-    patch = problem.groups * math.prod(problem.w_shape[1:])
-    return n * math.prod(positions) * patch * problem.itemsize
-
-
-def _winograd_suits(problem: ConvProblem) -> bool:
-    return (
-        problem.w_shape[2:] == (3, 3)
-        and set(problem.stride) == {1}
-        and set(problem.dilation) == {1}
-        and problem.groups == 1
-    )
 
 
 def _tile_bytes(problem: ConvProblem) -> int:
@@ -176,15 +169,12 @@ def _node_ms(graph: Graph, node: Node, figures: DeviceFigures) -> float:
     nbytes = sum(graph.tensors[name].nbytes for name in touched)
     if "parts" in node.attrs:  # it reads only the rows that it writes
         nbytes = 2 * sum(graph.tensors[name].nbytes for name in node.outputs)
-    flops = _matmul_flops(graph, node) if node.op == "matmul" else 0.0
+    flops = 0.0
+    if node.op == "matmul":  # 2 M N K, and the three operands' sizes make (M N K)²
+        sizes = (math.prod(graph.tensors[name].shape) for name in node.tensors)
+        flops = 2.0 * math.sqrt(math.prod(sizes))
     peak = figures.peak(graph.tensors[node.tensors[0]].dtype)
     return _roofline(flops, peak * ASSUMED.matmul, nbytes, figures)
-
-
-def _matmul_flops(graph: Graph, node: Node) -> float:
-    """Return 2 M N K, where (M N K)² is the product of the three operands' sizes."""
-    a, b, out = (math.prod(graph.tensors[name].shape) for name in node.tensors)
-    return 2.0 * math.sqrt(a * b * out)
 
 
 def _roofline(flops: float, rate: float, nbytes: int, figures: DeviceFigures) -> float:

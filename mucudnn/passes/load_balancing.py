@@ -62,7 +62,7 @@ class AskedTable:
         self._most = most
         self._known = {least: measure(least)}
 
-    def told(self) -> RankReport:
+    def report(self) -> RankReport:
         """Return the table, extrapolated to the largest size that may fit."""
         points = [self._known[samples] for samples in sorted(self._known)]
         if points[-1].samples < self._most:
@@ -87,7 +87,7 @@ class AskedTable:
 
 
 def _largest_fitting(most: int, beyond: int, fits: Callable[[int], bool]) -> int:
-    """Return about the largest size that fits, from one that does and one that not."""
+    """Return the largest size that fits, up to a sixteenth; `beyond` does not fit."""
     while beyond - most > max(1, most // _FINE):
         middle = (most + beyond) // 2
         if fits(middle):
@@ -199,7 +199,12 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
     lines = [_Line(0, 0, 0, 0.0, 0.0, 0.0)]
     # Shares beyond what fits at once run as several passes, where these may be summed.
     largest = (most if rank.accumulates else at_once) if at_once else 0
-    sides = _segments(rank.table)
+    # A table's segments: first and last size, time at the first, slope.
+    points = rank.table.points
+    sides = [(0, points[0].samples, points[0].time_ms, 0.0)]
+    for before, after in pairwise(points):
+        slope = (after.time_ms - before.time_ms) / (after.samples - before.samples)
+        sides.append((before.samples, after.samples, before.time_ms, slope))
     longest = 0.0
     for first in range(1, largest + 1, max(1, at_once)):
         last, passes = min(first + at_once - 1, largest), -(-first // at_once)
@@ -216,15 +221,6 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
     return ShareTimes(
         tuple(lines), tuple(line.at(line.start) for line in lines), at_once
     )
-
-
-def _segments(table: StepTable) -> Sequence[tuple[int, int, float, float]]:
-    """Return a table's segments: first and last size, time at the first, slope."""
-    found = [(0, table.points[0].samples, table.points[0].time_ms, 0.0)]
-    for before, after in pairwise(table.points):
-        slope = (after.time_ms - before.time_ms) / (after.samples - before.samples)
-        found.append((before.samples, after.samples, before.time_ms, slope))
-    return found
 
 
 def _last(line: _Line, time_ms: float, fits: Callable[[float, float], bool]) -> int:

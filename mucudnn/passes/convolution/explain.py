@@ -91,7 +91,11 @@ def _plan_lines(
     if not plan.divided:
         yield f"- The plan does not divide: {_needs(plan.steps[0])}."
         if trial is not None and trial.ratio is not None and whole is not None:
-            yield f"- A division into {_parts(trial.plan)} was{_gain(whole, trial)}."
+            parts = " + ".join(
+                f"{len(list(same))} × {step.batch} by {step.algo}"
+                for step, same in groupby(trial.plan.steps)
+            )
+            yield f"- A division into {parts} was{_gain(whole, trial)}."
         return
     gain = ""
     if whole is not None:
@@ -119,13 +123,6 @@ def _gain(whole: AlgoPerf, trial: Trial) -> str:
     if trial.ratio >= 1:
         together = "not faster than undivided"
     return f" {together} when run together, {alone} from per-kernel timings"
-
-
-def _parts(plan: ConvPlan) -> str:
-    return " + ".join(
-        f"{len(list(same))} × {step.batch} by {step.algo}"
-        for step, same in groupby(plan.steps)
-    )
 
 
 def _excluded_lines(

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
 from mucudnn.passes.convolution.pareto import (
-    Divided,
     least_workspace,
     no_plan,
     pareto_front,
@@ -406,7 +405,17 @@ def divide(
     which = [numbers.setdefault(table, len(numbers)) for table in tables]
     shared = [pareto_front(table, total) for table in numbers]
     fronts = [shared[number] for number in which]
-    _check_total(tables, total, fronts)
+    needed = 0
+    for table, front in zip(tables, fronts, strict=True):
+        least = front[0].workspace if front else least_workspace(table)
+        if least is None:
+            raise no_plan(table, total, least)
+        needed += least
+    if needed > total:
+        raise PlanningError(
+            f"{len(tables)} kernels do not fit into {total} bytes of workspace in "
+            f"total: the smallest plans need {needed} bytes, {needed - total} more"
+        )
     items = [[Item(d.workspace, d.cost_ms) for d in front] for front in shared]
     # Often the bounds leave nothing to solve.
     core = reduce_to_core([items[number] for number in which], total)
@@ -430,19 +439,3 @@ def _solve(core: Core, solve: Solver) -> tuple[int, ...]:
         selection = exact(core)
     # A solver that stopped early or has a tolerance may be worse than the incumbent.
     return min(selection.picks, core.incumbent, key=core.cost)
-
-
-def _check_total(
-    tables: Sequence[PerfTable], total: int, fronts: Sequence[Sequence[Divided]]
-) -> None:
-    needed = 0
-    for table, front in zip(tables, fronts, strict=True):
-        least = front[0].workspace if front else least_workspace(table)
-        if least is None:
-            raise no_plan(table, total, least)
-        needed += least
-    if needed > total:
-        raise PlanningError(
-            f"{len(tables)} kernels do not fit into {total} bytes of workspace in "
-            f"total: the smallest plans need {needed} bytes, {needed - total} more"
-        )

@@ -199,7 +199,10 @@ class _Sweep:
         batch //= unit
         check_divisible(batch, len({p.batch for p in rows}))
         self._batch = batch
-        launch, *costs = _integers([launch_overhead_ms, *(p.cost_ms for p in rows)])
+        times = [launch_overhead_ms, *(p.cost_ms for p in rows)]
+        ratios = [float(ms).as_integer_ratio() for ms in times]
+        scale = max(denominator for _, denominator in ratios)
+        launch, *costs = (n * (scale // d) for n, d in ratios)
         self._part_bits = batch.bit_length()
         ordered = sorted(
             (p.batch // unit, p.workspace, (cost + launch << self._part_bits) + 1, i)
@@ -281,9 +284,3 @@ class _Sweep:
             steps.append(self._stairs[size][-1].perf)
             n -= size
         return tuple(sorted(steps, key=lambda perf: -perf.batch))
-
-
-def _integers(values: Sequence[float]) -> list[int]:
-    ratios = [float(value).as_integer_ratio() for value in values]
-    scale = max(denominator for _, denominator in ratios)
-    return [n * (scale // d) for n, d in ratios]

@@ -165,27 +165,17 @@ def place_virtually(
     end = arena_bytes // chunks.nbytes * chunks.nbytes
     step = _Step(plan, end, chunks.nbytes, plan.profile.fronts if grows else {})
     for places in step.attempts():
-        chosen = step.workspaces(places)
-        if chosen is not None:
-            return _placed(plan, places, chosen, chunks.nbytes)
+        if (chosen := step.workspaces(places)) is None:
+            continue
+        offsets, pages = with_addresses(places, chunks.nbytes)
+        if chosen:
+            plan = plan.with_plans({**plan.plans, **chosen})
+        top = max((pieces[-1].stop for pieces in places.values()), default=0)
+        if pages is not None:
+            top = (1 + max(pages.chunks)) * chunks.nbytes
+        peak = plan.peak_bytes - plan.state_bytes
+        return PlacedStep(plan, layout_at(plan.schedule, offsets, top, peak, pages))
     return None
-
-
-def _placed(
-    plan: StepPlan,
-    places: Mapping[str, Pieces],
-    chosen: Mapping[str, ConvPlan],
-    chunk_bytes: int,
-) -> PlacedStep:
-    """Return the step with addresses and the chosen convolution plans."""
-    offsets, pages = with_addresses(places, chunk_bytes)
-    if chosen:
-        plan = plan.with_plans({**plan.plans, **chosen})
-    top = max((pieces[-1].stop for pieces in places.values()), default=0)
-    if pages is not None:
-        top = (1 + max(pages.chunks)) * chunk_bytes
-    peak_bytes = plan.peak_bytes - plan.state_bytes
-    return PlacedStep(plan, layout_at(plan.schedule, offsets, top, peak_bytes, pages))
 
 
 class _Step:

@@ -49,21 +49,17 @@ def adaptive_window(
     Raises:
         PlanningError: A node's operands do not fit beside the resident storages.
     """
-    gaps = problem.swaps or _every_gap(problem)
-    problem = replace(problem, swaps=gaps)
+    graph = problem.graph
+    swaps = problem.swaps or {
+        use.storage: gaps
+        for use in problem.uses.values()
+        if not use.persistent and use.storage not in graph.immovable
+        if (gaps := [(i, j) for i, j in use.gaps() if j < len(graph.nodes)])
+    }
+    problem = replace(problem, swaps=swaps)
     problem.check()
     intervals = _slide(problem)
     return intervals, problem.ledger(intervals)
-
-
-def _every_gap(problem: SchedulingProblem) -> Swaps:
-    n, immovable = len(problem.graph.nodes), problem.graph.immovable
-    return {
-        use.storage: gaps
-        for use in problem.uses.values()
-        if not use.persistent and use.storage not in immovable
-        if (gaps := [(i, j) for i, j in use.gaps() if j < n])
-    }
 
 
 _UNMET, _AWAITED, _IN, _OUT, _HOST = range(5)

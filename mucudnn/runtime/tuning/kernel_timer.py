@@ -227,9 +227,11 @@ class LocalTimer:
         try:
             if self.backend.plan_serializer is not None:
                 run()  # builds the plan, which is not timed
-                traits, wrong = self._check(problem, arrays).judged(
-                    algo, scratch, self._scratch_bytes
-                )
+                # The operands of a micro-batch size stay as they are.
+                if (check := self._checks.get(problem.batch)) is None:
+                    check = ResultCheck(self.backend, problem, arrays, self._operands)
+                    self._checks[problem.batch] = check
+                traits, wrong = check.judged(algo, scratch, self._scratch_bytes)
                 if wrong:
                     return row_of(self.backend, problem, algo, nbytes, wrong)
             result = measure(
@@ -250,13 +252,6 @@ class LocalTimer:
                 logger.warning("%s failed on %s", algo, problem, exc_info=True)
             result = f"{type(e).__name__}: {e}"
         return row_of(self.backend, problem, algo, nbytes, result, traits)
-
-    def _check(self, problem: ConvProblem, arrays: tuple[Any, Any, Any]) -> ResultCheck:
-        """Return the check of a micro-batch size, whose operands stay as they are."""
-        if (found := self._checks.get(problem.batch)) is None:
-            found = ResultCheck(self.backend, problem, arrays, self._operands)
-            self._checks[problem.batch] = found
-        return found
 
     def _allocate(self, request: SizeRequest, nbytes: int) -> tuple[Any, Any, Any]:
         """Return operands at the requested size; `_scratch` has `nbytes` at least."""
