@@ -32,16 +32,11 @@ def main() -> None:
         number = None if interrupts is None else interrupts.number
         sys.exit(128 + (number or 2))
     finally:
-        _clear_interrupt_mark()
-
-
-def _clear_interrupt_mark() -> None:
-    """Keep `python -m` from killing itself by SIGINT after a handled Ctrl-C."""
-    # The interpreter remembers if `KeyboardInterrupt` ended the last `exec` or `eval`
-    # of a string, and then kills itself by SIGINT at exit, even if the exception was
-    # caught. Dataclasses and named tuples are built by `exec`, so any import may leave
-    # this mark.
-    exec("")
+        # The interpreter remembers if `KeyboardInterrupt` ended the last `exec` or
+        # `eval` of a string, and then kills itself by SIGINT at exit, even if the
+        # exception was caught. Dataclasses and named tuples are built by `exec`, so any
+        # import may leave this mark: clear it.
+        exec("")
 
 
 def _open_standard_streams() -> None:

@@ -26,16 +26,6 @@ _OPTIONAL: Mapping[object, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": N
 _LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
 
 
-def problem_to_dict(problem: ConvProblem) -> dict[str, Any]:
-    """Encode every field as JSON values."""
-    return _encode_fields(problem)
-
-
-def problem_from_dict(data: object) -> ConvProblem:
-    """Decode `problem_to_dict`; a ValueError names the invalid field."""
-    return _decode_fields("problem", ConvProblem, data)
-
-
 def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
     """Encode every field as JSON values."""
     data = {f.name: getattr(perf, f.name) for f in dataclasses.fields(perf)}
@@ -43,23 +33,8 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
     if perf.error is not None:
         data["time_ms"] = None
     # Refuse to write a row that could not be read back.
-    perf_from_dict(data)
+    decode_perf("perf", data)
     return data
-
-
-def perf_from_dict(data: object) -> AlgoPerf:
-    """Decode `perf_to_dict`; a ValueError names the invalid field."""
-    return decode_perf("perf", data)
-
-
-def plan_to_dict(plan: ConvPlan) -> dict[str, Any]:
-    """Encode every field as JSON values."""
-    return _encode_fields(plan)
-
-
-def plan_from_dict(data: object) -> ConvPlan:
-    """Decode `plan_to_dict`; a ValueError names the invalid field."""
-    return _decode_fields("plan", ConvPlan, data)
 
 
 def problem_key(problem: ConvProblem) -> str:
@@ -67,7 +42,7 @@ def problem_key(problem: ConvProblem) -> str:
 
     The key leaves N out, so that one measurement serves every mini-batch.
     """
-    data = problem_to_dict(problem)
+    data = encode_fields(problem)
     # Sorted members without spaces: equal problems have equal keys.
     data["x_shape"][0] = _ANY_BATCH
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -101,7 +76,7 @@ def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
                 f'{where}.x_shape: {reprlib.repr(shape)} does not start with "N"'
             )
         members = members | {"x_shape": [batch, *shape[1:]]}
-    return _decode_fields(where, ConvProblem, members)
+    return decode_fields(where, ConvProblem, members)
 
 
 def decode_perf(where: str, data: object) -> AlgoPerf:
@@ -113,7 +88,7 @@ def decode_perf(where: str, data: object) -> AlgoPerf:
         if members["time_ms"] is not None:
             raise ValueError(f"{where}.time_ms: must be null, the row has an error")
         members = members | {"time_ms": 0.0}
-    perf = _decode_fields(where, AlgoPerf, members)
+    perf = decode_fields(where, AlgoPerf, members)
     for name, least in _LEAST.items():
         if (value := getattr(perf, name)) < least:
             raise ValueError(f"{where}.{name}: {value} is below {least}")
@@ -128,20 +103,22 @@ def _encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
     if dataclasses.is_dataclass(value):
-        return _encode_fields(value)
+        return encode_fields(value)
     if value is not None and not isinstance(value, int | str):
         raise TypeError(f"{value!r} cannot be written as JSON")
     return value
 
 
-def _encode_fields(value: Any) -> dict[str, Any]:
+def encode_fields(value: Any) -> dict[str, Any]:
+    """Encode every field of a problem or plan as JSON values."""
     names = (f.name for f in dataclasses.fields(value) if f.init)
     members = {name: _encode(getattr(value, name)) for name in names}
     optional = _OPTIONAL.get(type(value), ())
     return {k: v for k, v in members.items() if k not in optional or v is not None}
 
 
-def _decode_fields(where: str, kind: Callable[..., T], data: object) -> T:
+def decode_fields(where: str, kind: Callable[..., T], data: object) -> T:
+    """Decode `encode_fields`; a `ValueError` names `where` and the invalid field."""
     hints = _hints(kind)
     optional = _OPTIONAL.get(kind, {})
     names = tuple(name for name in hints if name not in optional)
@@ -169,7 +146,7 @@ def decode(where: str, hint: Any, value: Any) -> Any:
     if hint is AlgoPerf:
         return decode_perf(where, value)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _decode_fields(where, hint, value)
+        return decode_fields(where, hint, value)
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return tuple(

@@ -27,7 +27,7 @@ import io
 import json
 import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mucudnn.codecs import (
@@ -59,20 +59,9 @@ MOST = 1 << 29
 _DEVICE = ("fingerprint", "environment", "problems")
 
 
-def format_recording(
-    measurements: Iterable[Measurement],
-    environments: Mapping[str, Mapping[str, str]] | None = None,
-    *,
-    alignments: Mapping[str, int] | None = None,
-    verdicts: Iterable[Verdict] = (),
-    races: Iterable[Race] = (),
-    compress: bool = False,
-) -> bytes:
-    """Return a recording as bytes; equal measurements give equal bytes.
-
-    `environments` and `alignments` are by fingerprint, the latter in bytes.
-    """
-    known, aligned = environments or {}, alignments or {}
+def format_recording(recording: Recording, *, compress: bool = False) -> bytes:
+    """Return a recording as bytes; equal measurements give equal bytes."""
+    known, aligned = recording.environments, recording.alignments
     devices: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
     key_of = functools.cache(problem_key)
 
@@ -84,15 +73,15 @@ def format_recording(
     def array(lines: list[str]) -> str:
         return "[\n" + ",\n".join(lines) + "]"
 
-    for m in measurements:
+    for m in recording.measurements:
         row = perf_to_dict(m.perf)
         row |= {"measured_at": m.measured_at, "version": m.version}
         lines(m)[0].append(_dumps(row))
-    for v in verdicts:
+    for v in recording.verdicts:
         members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
         lines(v)[1].append(_dumps(members))
     raced: dict[str, list[str]] = {}
-    for r in races:
+    for r in recording.races:
         first, second = r.times_ms
         members = {"raced": r.raced, "first_ms": first, "second_ms": second}
         line = _dumps(members | {"measured_at": r.measured_at})
@@ -211,37 +200,27 @@ def _decode_devices(data: bytes) -> list[_Device]:
             f"{SCHEMA}{newer}"
         )
     _, _, entries = members_of("recording", document, ("kind", "schema", "devices"))
-    found = [
-        _decode_device(f"devices[{i}]", entry)
-        for i, entry in enumerate(list_of("devices", entries))
-    ]
+    found = []
+    for i, entry in enumerate(list_of("devices", entries)):
+        where = f"devices[{i}]"
+        name, environment, problems, alignment, races = members_of(
+            where, entry, _DEVICE, {"split_alignment": None, "races": []}
+        )
+        if alignment is not None:
+            alignment = count_of(f"{where}.split_alignment", alignment)
+        at = f"{where}.environment"
+        environment = object_of(at, environment)
+        fingerprint = decode(f"{where}.fingerprint", str, name)
+        described = {
+            decode(at, str, key): decode(f"{at}.{key}", str, value)
+            for key, value in environment.items()
+        }
+        found.append(_Device(where, fingerprint, described, alignment, problems, races))
     names = [device.fingerprint for device in found]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise ValueError(f"devices[{i}].fingerprint: {name!r} occurs twice")
     return found
-
-
-def _decode_device(where: str, data: object) -> _Device:
-    name, environment, problems, alignment, races = members_of(
-        where, data, _DEVICE, {"split_alignment": None, "races": []}
-    )
-    if alignment is not None:
-        alignment = count_of(f"{where}.split_alignment", alignment)
-    described = object_of(f"{where}.environment", environment)
-    return _Device(
-        where,
-        decode(f"{where}.fingerprint", str, name),
-        {
-            decode(f"{where}.environment", str, key): decode(
-                f"{where}.environment.{key}", str, value
-            )
-            for key, value in described.items()
-        },
-        alignment,
-        problems,
-        races,
-    )
 
 
 def _decompress(data: bytes) -> str:

@@ -6,7 +6,8 @@ import signal
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from mucudnn.codecs import perf_from_dict, problem_from_dict
+from mucudnn.codecs import decode_fields, decode_perf
+from mucudnn.ir.conv import ConvProblem
 
 
 def cost_ms(problem, row):
@@ -37,10 +38,10 @@ class VirtualWorkers(Executor):
         while self._queue and self.free:
             future, fn, args = self._queue.pop(0)
             answer = fn(*args)
-            whole = problem_from_dict(args[0]["size"]["problem"])
+            whole = decode_fields("problem", ConvProblem, args[0]["size"]["problem"])
             ms = sum(
                 cost_ms(whole.with_batch(row.batch), row)
-                for row in map(perf_from_dict, answer["rows"])
+                for row in (decode_perf("perf", row) for row in answer["rows"])
             )
             self.work_ms += ms
             start = max(heapq.heappop(self.free), self.now_ms)

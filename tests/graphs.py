@@ -13,6 +13,8 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.split import split_along
+from mucudnn.passes.graph.split_axis import along_batch
 from mucudnn.passes.scheduling.problem import origin
 
 UNARY = ("relu", "bias", "scale", "mix")
@@ -171,6 +173,10 @@ def scratch(draw, graph):
     """Workspaces for some nodes of a graph."""
     sizes = st.sampled_from([0, 0, 4, 16, 40])
     return {node.name: nbytes for node in graph.nodes if (nbytes := draw(sizes))}
+
+
+def split_batch(graph, parts, batch=None):
+    return split_along(graph, parts, along_batch(graph, batch))
 
 
 def chain(depth, *, batch=2, channels=3, size=4):

@@ -107,3 +107,14 @@ def realistic_table(seed, batch, algos, shape, noise=0.0):
     return PerfTable(problem(batch), tuple(noisy)), PerfTable(
         problem(batch), tuple(clean)
     )
+
+
+def step_times(table, most):
+    """Return the times of 0, 1, … `most` samples: lines between measured steps."""
+    found = [0.0] + [table.points[0].time_ms] * table.points[0].samples
+    for before, after in itertools.pairwise(table.points):
+        width = after.samples - before.samples
+        slope = (after.time_ms - before.time_ms) / width
+        found += [before.time_ms + slope * k for k in range(1, width)]
+        found.append(after.time_ms)
+    return found[: most + 1]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs import problem_from_dict
+from mucudnn.codecs import decode_fields
 from mucudnn.errors import BackendError, BackendUnavailableError
-from mucudnn.ir.conv import Direction
+from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import BATCH_POLICIES
 from mucudnn.report.survey import survey_tables
@@ -145,7 +145,7 @@ def test_json_has_the_promised_form():
     assert data["interrupted"] is False
     for entry, asked in zip(data["layers"], LAYERS, strict=True):
         assert entry["direction"] == asked.problem.direction.value
-        assert problem_from_dict(entry["problem"]) == asked.problem
+        assert decode_fields("problem", ConvProblem, entry["problem"]) == asked.problem
         assert [b["batch"] for b in entry["batches"]] == [1, 2, 4, 8, 12]
         for batch in entry["batches"]:
             listed = batch["all"]

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.measurement import Measurement, Verdict, signature
+from mucudnn.ir.measurement import Measurement, Recording, Verdict, signature
 from mucudnn.recording_format import (
     format_recording,
     read_recording,
@@ -43,7 +43,8 @@ def row(fingerprint="gpu", batch=2, algo="GEMM"):
 @given(st.dictionaries(texts, environments, min_size=1, max_size=3), st.booleans())
 def test_environments_survive(known, compress):
     rows = [row(fingerprint) for fingerprint in known]
-    data = format_recording(rows, known, compress=compress)
+    recording = Recording(measurements=rows, environments=known)
+    data = format_recording(recording, compress=compress)
     assert recorded_environments(data) == known
     assert list(recorded_environments(data)) == list(known)
     assert read_recording(data).measurements == tuple(rows)
@@ -56,7 +57,8 @@ def test_environments_survive(known, compress):
 )
 def test_verdicts_and_alignments_survive(found, aligned, compress):
     rows = [row(fingerprint) for fingerprint in ("gpu", "other")]
-    data = format_recording(rows, alignments=aligned, verdicts=found, compress=compress)
+    recording = Recording(measurements=rows, alignments=aligned, verdicts=found)
+    data = format_recording(recording, compress=compress)
     recording = read_recording(data)
     assert recording.measurements == tuple(rows)
     assert recording.alignments == aligned
@@ -66,7 +68,7 @@ def test_verdicts_and_alignments_survive(found, aligned, compress):
 def test_a_file_without_verdicts_and_noise_is_as_good_as_ever():
     """As files were written before there were any."""
     rows = [row("a"), row("b", batch=3)]
-    data = format_recording(rows)
+    data = format_recording(Recording(measurements=rows))
     assert b"verdicts" not in data
     assert b"split_alignment" not in data
     recording = read_recording(data)
@@ -92,20 +94,23 @@ def test_a_signature_tells_plans_apart():
 
 
 def test_what_is_not_known_is_empty():
-    data = format_recording([row("a"), row("b")], {"b": {"driver": "580"}, "c": {}})
+    known = {"b": {"driver": "580"}, "c": {}}
+    rows = [row("a"), row("b")]
+    data = format_recording(Recording(measurements=rows, environments=known))
     assert recorded_environments(data) == {"a": {}, "b": {"driver": "580"}}
 
 
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path):
     file = tmp_path / "out.json"
-    write_recording(file, [row()])
+    write_recording(file, Recording(measurements=[row()]))
     before = file.read_bytes()
     with pytest.raises(ValueError, match="finite"):
-        write_recording(file, [row(), _unwritable()])
+        write_recording(file, Recording(measurements=[row(), _unwritable()]))
     assert file.read_bytes() == before
     assert [*tmp_path.iterdir()] == [file]
+    recording = Recording(measurements=[row()])
     with pytest.raises(CacheError, match="nowhere"):
-        write_recording(tmp_path / "nowhere" / "out.json", [row()])
+        write_recording(tmp_path / "nowhere" / "out.json", recording)
 
 
 def _unwritable():

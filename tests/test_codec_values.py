@@ -5,13 +5,14 @@ import dataclasses
 import gzip
 import json
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn import codecs, recording_format
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.measurement import Measurement, Race, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
 from tests.conv_problems import conv_problems
 
 sizes = st.integers(1, 9)
@@ -61,20 +62,20 @@ def through_json(data):
 
 @given(PROBLEMS)
 def test_a_problem_survives(problem):
-    data = through_json(codecs.problem_to_dict(problem))
-    assert codecs.problem_from_dict(data) == problem
+    data = through_json(codecs.encode_fields(problem))
+    assert codecs.decode_fields("problem", ConvProblem, data) == problem
 
 
 @given(perfs())
 def test_a_perf_survives(perf):
-    assert codecs.perf_from_dict(through_json(codecs.perf_to_dict(perf))) == perf
+    assert codecs.decode_perf("perf", through_json(codecs.perf_to_dict(perf))) == perf
 
 
 def test_a_plan_must_cover_its_batch():
-    data = codecs.plan_to_dict(ConvPlan(PROBLEM, (PERF, PERF)))
+    data = codecs.encode_fields(ConvPlan(PROBLEM, (PERF, PERF)))
     data["steps"].pop()
     with pytest.raises(ValueError, match="plan: plan covers 2 of 4"):
-        codecs.plan_from_dict(data)
+        codecs.decode_fields("plan", ConvPlan, data)
 
 
 def test_infinity_is_null():
@@ -90,9 +91,13 @@ def test_a_bad_time_without_an_error_is_not_written(bad):
 @pytest.mark.parametrize(
     ("value", "to_dict", "from_dict"),
     [
-        (PROBLEM, codecs.problem_to_dict, codecs.problem_from_dict),
-        (PERF, codecs.perf_to_dict, codecs.perf_from_dict),
-        (FAILED, codecs.perf_to_dict, codecs.perf_from_dict),
+        (
+            PROBLEM,
+            codecs.encode_fields,
+            partial(codecs.decode_fields, "problem", ConvProblem),
+        ),
+        (PERF, codecs.perf_to_dict, partial(codecs.decode_perf, "perf")),
+        (FAILED, codecs.perf_to_dict, partial(codecs.decode_perf, "perf")),
     ],
 )
 def test_each_field_is_needed_and_typed(value, to_dict, from_dict):
@@ -131,16 +136,16 @@ def test_a_bad_perf_is_named(field, bad):
     data = codecs.perf_to_dict(PERF) | {field: bad}
     named = "time_ms" if field == "error" and isinstance(bad, str) else field
     with pytest.raises(ValueError, match=rf"perf\.{named}"):
-        codecs.perf_from_dict(data)
+        codecs.decode_perf("perf", data)
 
 
 def test_contradictions_are_value_errors():
-    data = codecs.problem_to_dict(PROBLEM)
+    data = codecs.encode_fields(PROBLEM)
     with pytest.raises(ValueError, match=r"direction.*forward"):
-        codecs.problem_from_dict(data | {"direction": "sideways"})
+        codecs.decode_fields("problem", ConvProblem, data | {"direction": "sideways"})
     for shape in ([], [0, 3, 8, 7], [4, 2, 8, 7], [4, 3, 1, 1]):
         with pytest.raises(ValueError, match="problem"):
-            codecs.problem_from_dict(data | {"x_shape": shape})
+            codecs.decode_fields("problem", ConvProblem, data | {"x_shape": shape})
 
 
 @given(PROBLEMS, sizes)
@@ -169,12 +174,14 @@ def test_a_bad_key_is_refused():
 
 @given(st.lists(measurements(), max_size=5), st.booleans())
 def test_a_recording_survives(rows, compress):
-    data = recording_format.format_recording(rows, compress=compress)
+    recording = Recording(measurements=rows)
+    data = recording_format.format_recording(recording, compress=compress)
     parsed = recording_format.read_recording(data).measurements
     assert sorted(map(repr, parsed)) == sorted(map(repr, rows))
     fingerprints = tuple(dict.fromkeys(row.fingerprint for row in rows))
     assert tuple(recording_format.recorded_environments(data)) == fingerprints
-    assert recording_format.format_recording(parsed, compress=compress) == data
+    recording = Recording(measurements=parsed)
+    assert recording_format.format_recording(recording, compress=compress) == data
 
 
 ROWS = [
@@ -191,11 +198,13 @@ VERDICT = Verdict(fingerprint="gpu", problem=PROBLEM, signature="a / b", ratio=0
 RACE = Race(fingerprint="gpu", raced="a", times_ms=(1.0, 2.0), measured_at=3.0)
 RECORDING = json.loads(
     recording_format.format_recording(
-        ROWS,
-        {"gpu": {"driver": "580"}},
-        alignments={"gpu": 16},
-        verdicts=[VERDICT] * 2,
-        races=[RACE] * 2,
+        Recording(
+            measurements=ROWS,
+            environments={"gpu": {"driver": "580"}},
+            alignments={"gpu": 16},
+            verdicts=[VERDICT] * 2,
+            races=[RACE] * 2,
+        )
     )
 )
 GPU = ("devices", 0)
@@ -206,7 +215,8 @@ MISSING = object()
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_every_truncation_is_refused(compress):
-    data = recording_format.format_recording(ROWS, compress=compress)
+    recording = Recording(measurements=ROWS)
+    data = recording_format.format_recording(recording, compress=compress)
     for length in range(len(data.rstrip(b"\n"))):
         with pytest.raises(ValueError, match=r".+"):
             recording_format.read_recording(data[:length])
@@ -284,7 +294,9 @@ def test_other_files_are_refused():
 
 
 def test_a_device_occurs_once():
-    document = json.loads(recording_format.format_recording(ROWS))
+    document = json.loads(
+        recording_format.format_recording(Recording(measurements=ROWS))
+    )
     document["devices"] *= 2
     with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
         recording_format.read_recording(json.dumps(document).encode())
@@ -293,11 +305,11 @@ def test_a_device_occurs_once():
 @pytest.mark.parametrize("limit", [None, 0, 1 << 40])
 def test_a_plan_may_know_its_limit_and_older_files_do_not(limit):
     plan = ConvPlan(PROBLEM, (dataclasses.replace(PERF, batch=PROBLEM.batch),))
-    older = codecs.plan_to_dict(plan)
+    older = codecs.encode_fields(plan)
     assert set(older) == {"problem", "steps"}
-    assert codecs.plan_from_dict(older).workspace_limit is None
+    assert codecs.decode_fields("plan", ConvPlan, older).workspace_limit is None
     data = plan if limit is None else plan.under(limit)
-    again = codecs.plan_from_dict(codecs.plan_to_dict(data))
+    again = codecs.decode_fields("plan", ConvPlan, codecs.encode_fields(data))
     assert again == plan
     assert again.workspace_limit == limit
 
@@ -305,6 +317,6 @@ def test_a_plan_may_know_its_limit_and_older_files_do_not(limit):
 @pytest.mark.parametrize("bad", ["3", 1.5, True, 1 << 70])
 def test_a_limit_that_is_none_is_named(bad):
     plan = ConvPlan(PROBLEM, (dataclasses.replace(PERF, batch=PROBLEM.batch),))
-    data = codecs.plan_to_dict(plan) | {"workspace_limit": bad}
+    data = codecs.encode_fields(plan) | {"workspace_limit": bad}
     with pytest.raises(ValueError, match="workspace_limit"):
-        codecs.plan_from_dict(data)
+        codecs.decode_fields("plan", ConvPlan, data)

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from mucudnn.backends import get_backend
-from mucudnn.codecs import problem_from_dict
+from mucudnn.codecs import decode_fields
 from mucudnn.errors import BackendError
-from mucudnn.ir.conv import Direction
+from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.convolutions import StudyInterrupted, compare, in_directions
@@ -72,7 +72,7 @@ def test_json_has_the_promised_form():
     for entry, asked in zip(data["layers"], layers, strict=True):
         assert entry["name"] == asked.name
         assert entry["direction"] == asked.problem.direction.value
-        assert problem_from_dict(entry["problem"]) == asked.problem
+        assert decode_fields("problem", ConvProblem, entry["problem"]) == asked.problem
         for plan in entry["plans"]:
             assert plan["speedup"] == plan["undivided_ms"] / plan["planned_ms"]
             assert sum(s["batch"] for s in plan["steps"]) == asked.problem.batch

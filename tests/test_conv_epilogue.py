@@ -28,7 +28,6 @@ from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.precision import to_mixed_precision
-from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.graph.training_step import StepRecipe, build_step
 from mucudnn.runtime.training.measured_choices import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
@@ -39,6 +38,7 @@ from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import TOLERANCE, layer, layouts
 from tests.cudnn_fake import FakeCudnn
 from tests.doubles import Timer
+from tests.graphs import split_batch
 from tests.one_algorithm import one_algorithm
 from tests.reference import operands, reference, relative_error
 from tests.test_cuda_training import stand_in

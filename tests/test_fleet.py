@@ -21,6 +21,7 @@ from mucudnn.passes.load_balancing import (
     split_batch,
     step_bound_ms,
 )
+from tests.tables import step_times
 
 
 def a_table(name, *points):
@@ -79,7 +80,7 @@ def test_times_of_shares_are_those_of_their_steps(rank, most):
     of = share_times(rank, most)
     at_once = min(rank.most_at_once, most)
     assert of.most == (most if rank.accumulates and at_once else at_once)
-    table = rank.table.times(at_once)
+    table = step_times(rank.table, at_once)
     expected, longest = [], 0.0
     for samples in range(of.most + 1):
         passes = of.passes(samples)
@@ -217,10 +218,7 @@ def test_the_largest_step_within_memory_is_on_the_line_between_points(memory, mo
 
 def test_a_table_is_a_line_between_its_points():
     table = a_table("d", (4, 3.0), (2, 2.0))
-    assert table.times(4) == [0.0, 2.0, 2.0, 2.5, 3.0]
-    assert table.times(1) == [0.0, 2.0]
-    with pytest.raises(ValueError, match="ends at 4 samples, not 5"):
-        table.times(5)
+    assert share_times(Rank("r", table), 4).times_ms == (0.0, 2.0, 2.0, 2.5, 3.0)
     with pytest.raises(ValueError, match="two steps of 3"):
         a_table("d", (3, 1.0), (3, 2.0))
     with pytest.raises(ValueError, match="has no step"):

@@ -15,6 +15,7 @@ from mucudnn.runtime.store.recordings import load_step_table, save_step_table
 from mucudnn.studies.fleet import Link, study_fleet
 from mucudnn.studies.memory_results import StepSpec
 from tests import commands
+from tests.tables import step_times
 
 STEP = StepSpec(model="lenet", batch=64)
 
@@ -73,7 +74,7 @@ def test_few_sizes_make_a_table_that_is_right_in_between():
         return StepPoint(samples, max(5.0, 0.5 * samples))
 
     table = measured_table("d", 1, 256, measure)
-    times = table.times(256)
+    times = step_times(table, 256)
     assert max(abs(times[n] - max(5.0, 0.5 * n)) for n in range(1, 257)) < 1.0
     assert len(asked) == len(set(asked)) <= 12
     asked.clear()

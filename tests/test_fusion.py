@@ -14,8 +14,8 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.precision import to_mixed_precision
-from mucudnn.passes.graph.split import split_batch
 from tests.cuda_emulator import COMPILER, Emulator
+from tests.graphs import split_batch
 from tests.mirror_cases import Case, compute
 from tests.model_cases import furthest, narrow_model, random_feeds
 from tests.test_split import computed

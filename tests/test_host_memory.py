@@ -168,7 +168,6 @@ def test_what_fits_the_first_tier_goes_there(tmp_path):
     assert np.all(places["a"].buffer == 1)
     with pytest.raises(OutOfMemoryError, match=r"no room for .*80.* of host memory"):
         tiers.place([*blocks, Block("d", 80, 0, 9)], dict.fromkeys("abcd", 80))
-    tiers.close()
 
 
 def test_no_tiers_hold_nothing():

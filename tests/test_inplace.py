@@ -9,11 +9,11 @@ from mucudnn.ir.optimizers import Adam
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import live_at_end, peak_bytes
+from mucudnn.passes.liveness import live_at_end
 from mucudnn.passes.ordering import ORDERS
 from tests.graphs import NETWORKS, Symbols, graphs
 from tests.numpy_runner import execute
-from tests.plain_schedule import keep_all
+from tests.plain_schedule import keep_all, peak_bytes
 from tests.schedule_oracle import verify
 
 

@@ -6,14 +6,9 @@ from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import (
-    live_at_end,
-    live_ranges,
-    memory_curve,
-    peak_bytes,
-    rounded,
-)
+from mucudnn.passes.liveness import live_at_end, live_ranges, rounded
 from tests.graphs import NETWORKS, chain, graphs, scratch
+from tests.plain_schedule import memory_curve, peak_bytes
 
 
 def alive(graph, storage, at):

@@ -13,7 +13,6 @@ from mucudnn.ir.optimizers import Momentum, Sgd
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
@@ -21,6 +20,7 @@ from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples
+from tests.graphs import split_batch
 from tests.random_graphs import foreign, profiles, residencies, training_graphs
 
 NEARLY = 1 + 1e-6

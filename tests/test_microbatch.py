@@ -6,13 +6,13 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
+from mucudnn.passes.convolution.pareto import division_cost_ms
 from mucudnn.passes.microbatch import (
     BATCH_POLICIES,
     PLANNERS,
     candidate_batches,
     minimum_workspace,
     pareto_plans,
-    plan_cost_ms,
     undivided,
     workspace_reuse,
 )
@@ -32,7 +32,7 @@ limits = st.integers(0, 9)
 def test_workspace_reuse_equals_exhaustive_search(table, limit):
     (plan,) = workspace_reuse([table], limit)
     best = min((c, len(steps), w) for w, c, steps in divisions(table, limit))
-    cost = plan_cost_ms(plan, table.launch_overhead_ms)
+    cost = division_cost_ms(plan.steps, table.launch_overhead_ms)
     assert (cost, len(plan.steps), plan.workspace) == best
     assert set(plan.steps) <= set(table.usable)
 
@@ -48,7 +48,7 @@ def test_workspace_reuse_is_optimal_for_any_times(table, limit):
 def test_pareto_plans_are_the_front(table, limit):
     plans = pareto_plans(table, limit)
     launch = table.launch_overhead_ms
-    front = [(p.workspace, plan_cost_ms(p, launch)) for p in plans]
+    front = [(p.workspace, division_cost_ms(p.steps, launch)) for p in plans]
     every = list(divisions(table, limit))
     assert front == sorted(pareto_front({(w, c) for w, c, _ in every}))
     for plan, point in zip(plans, front, strict=True):
@@ -75,7 +75,7 @@ def test_minimum_workspace(table, limit, slowdown):
     every = [(w, c) for w, c, _ in divisions(table, limit)]
     allowed = (1 + slowdown) * min(c for _, c in every)
     assert plan.workspace == min(w for w, c in every if c <= allowed)
-    assert plan_cost_ms(plan, table.launch_overhead_ms) <= allowed
+    assert division_cost_ms(plan.steps, table.launch_overhead_ms) <= allowed
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS.table))

@@ -17,9 +17,9 @@ from mucudnn.ir.optimizers import (
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import dependencies, live_ranges, peak_bytes
+from mucudnn.passes.liveness import dependencies, live_ranges
 from tests.graphs import NETWORKS, Symbols, chain
-from tests.plain_schedule import keep_all
+from tests.plain_schedule import keep_all, peak_bytes
 from tests.schedule_oracle import verify
 
 INPUTS = {

@@ -10,11 +10,11 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import dependencies, memory_curve, peak_bytes
+from mucudnn.passes.liveness import dependencies
 from mucudnn.passes.ordering import ORDERS, Footprint, depth_first, least_peak
 from tests.examples import examples
 from tests.graphs import NETWORKS, Symbols, graphs, scratch
-from tests.plain_schedule import keep_all
+from tests.plain_schedule import keep_all, memory_curve, peak_bytes
 from tests.schedule_oracle import verify
 
 

@@ -88,7 +88,6 @@ def test_what_is_found_is_free_and_in_a_row_by_address(taken, nbytes):
 
 def test_a_table_says_where_bytes_are():
     pages = PageTable(10, (0, 1, 2, 2, 0))
-    assert pages.address_bytes == 50
     assert pages.extents(5, 25) == (Extent(5, 25),)
     assert pages.extents(35, 45) == (Extent(25, 30), Extent(0, 5))
     assert pages.extents(20, 40) == (Extent(20, 30), Extent(20, 30))

@@ -9,7 +9,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import live_ranges, peak_bytes, rounded
+from mucudnn.passes.liveness import ALIGNMENT, live_ranges, rounded
 from mucudnn.passes.ordering import ORDERS
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.placement.packing import (
@@ -21,7 +21,7 @@ from mucudnn.passes.placement.packing import (
     pack,
 )
 from tests.graphs import NETWORKS, graphs, scratch
-from tests.plain_schedule import keep_all
+from tests.plain_schedule import keep_all, peak_bytes
 
 RULES = {
     "lowest hole": lambda blocks: by_time(blocks, best_fit=False),
@@ -94,9 +94,9 @@ def test_nothing_to_pack():
     assert pack([Block("empty", 0, 0, 3)]).offsets == {"empty": 0}
 
 
-def check(graph, workspaces, alignment):
+def check(graph, workspaces):
     """Brute force: nothing that is needed at the same time overlaps."""
-    placement = lay_out(keep_all(graph, workspaces), alignment=alignment)
+    placement = lay_out(keep_all(graph, workspaces))
     ranges = live_ranges(graph)
     resident = {spec.name for spec in graph.with_role(*PERSISTENT)} & ranges.keys()
     assert placement.offsets.keys() == ranges.keys() - resident
@@ -111,10 +111,10 @@ def check(graph, workspaces, alignment):
             offset = placement.workspace_offsets[node.name]
             spans.append((i, i, offset, offset + nbytes))
     assert_disjoint(spans)
-    assert all(low % alignment == 0 and low >= 0 for _, _, low, _ in spans)
+    assert all(low % ALIGNMENT == 0 and low >= 0 for _, _, low, _ in spans)
     assert max((high for *_, high in spans), default=0) <= placement.nbytes
-    beside = sum(rounded(graph.tensors[name].nbytes, alignment) for name in resident)
-    peak = peak_bytes(graph, workspaces, granularity=alignment) - beside
+    beside = sum(rounded(graph.tensors[name].nbytes) for name in resident)
+    peak = peak_bytes(graph, workspaces, granularity=ALIGNMENT) - beside
     assert placement.live_peak == peak <= placement.nbytes
     return placement
 
@@ -123,7 +123,7 @@ def check(graph, workspaces, alignment):
 def test_placement_never_overlaps(data):
     graph = data.draw(graphs(most=20))
     workspaces = data.draw(scratch(graph))
-    check(graph, workspaces, data.draw(st.sampled_from([1, 16, 512])))
+    check(graph, workspaces)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -132,7 +132,7 @@ def test_small_networks(name, order):
     graph = in_place(with_updates(NETWORKS[name](), Momentum()))
     workspaces = {node.name: 5000 for node in graph.nodes if node.op == "conv"}
     ordered = ORDERS.resolve(order)(graph, workspaces)
-    assert check(ordered, workspaces, 512).fragmentation <= 0.03
+    assert check(ordered, workspaces).fragmentation <= 0.03
 
 
 @pytest.mark.parametrize(

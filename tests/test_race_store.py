@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.measurement import Race
+from mucudnn.ir.measurement import Race, Recording
 from mucudnn.recording_format import format_recording, read_recording
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.store.recordings import record_run
@@ -108,7 +108,7 @@ races = st.builds(
 
 @given(st.lists(races, max_size=5), st.booleans())
 def test_races_survive_in_a_recording(found, compress):
-    data = format_recording((), races=found, compress=compress)
+    data = format_recording(Recording(races=found), compress=compress)
     assert sorted(map(repr, read_recording(data).races)) == sorted(map(repr, found))
 
 

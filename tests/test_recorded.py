@@ -11,7 +11,7 @@ from mucudnn.backends.recorded import RecordedConv, recording_of
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.recording_format import format_recording
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
@@ -45,7 +45,9 @@ def recording(tmp_path, request):
         row("GEMM", 8, 9.0, fingerprint="other gpu"),
     ]
     file = tmp_path / request.param
-    file.write_bytes(format_recording(rows, compress=file.suffix == ".gz"))
+    file.write_bytes(
+        format_recording(Recording(measurements=rows), compress=file.suffix == ".gz")
+    )
     return f"recorded:{file}"
 
 
@@ -147,7 +149,10 @@ def test_devices_have_their_own_verdicts_and_alignments(tmp_path):
         for name, ratio in (("gpu", 0.5), ("gpu", 0.25), ("other gpu", 1.0))
     ]
     rows = [row("GEMM", 8, fingerprint=name) for name in ("gpu", "other gpu")]
-    data = format_recording(rows, alignments={"other gpu": 16}, verdicts=known)
+    recording = Recording(
+        measurements=rows, alignments={"other gpu": 16}, verdicts=known
+    )
+    data = format_recording(recording)
     file.write_bytes(data)
     for device, ratio, alignment in ((0, 0.25, 1), (1, 1.0, 16)):
         backend = get_backend(f"recorded:{file}", device)
@@ -167,10 +172,10 @@ def test_bad_files_are_one_clear_line(tmp_path):
     garbage = tmp_path / "garbage.json"
     garbage.write_bytes(b"\x1f\x8b not gzip")
     wrong = tmp_path / "wrong.json"
-    data = format_recording([row("GEMM", 8)])
+    data = format_recording(Recording(measurements=[row("GEMM", 8)]))
     wrong.write_bytes(data.replace(b'"workspace": 0', b'"workspace": "none"'))
     empty = tmp_path / "empty.json"
-    empty.write_bytes(format_recording([]))
+    empty.write_bytes(format_recording(Recording()))
     for name, message in (
         ("recorded", "needs a file"),
         ("recorded:", "needs a file"),

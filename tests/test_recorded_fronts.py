@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import Direction
+from mucudnn.ir.measurement import Recording
 from mucudnn.ir.numerics import TF32, Numerics
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.microbatch import pareto_plans
@@ -59,7 +60,7 @@ def test_numerics_are_those_of_a_tuner(tmp_path):
         row("TENSOR", 8, 1.0, math_mode=TF32),
         row("NARROW", 8, 0.5, math_mode="down_convert"),
     ]
-    write_recording(file, rows)
+    write_recording(file, Recording(measurements=rows))
     one = rows[0].problem
 
     def fastest(numerics=None):
@@ -90,7 +91,7 @@ def test_files_of_one_device_are_one(tmp_path):
 def test_the_newer_of_two_files_counts(tmp_path):
     files = [tmp_path / "new.json", tmp_path / "old.json"]
     for file, at, ms in zip(files, (2.0, 1.0), (5.0, 4.0), strict=True):
-        write_recording(file, [row("GEMM", 8, ms, at=at)])
+        write_recording(file, Recording(measurements=[row("GEMM", 8, ms, at=at)]))
     one = row("GEMM", 8).problem
     for order in (files, files[::-1]):
         (plan,) = read_fronts([*map(str, order)], [one]).fronts([one])[one]
@@ -110,7 +111,7 @@ def test_a_recording_of_other_things_is_refused(tmp_path):
     with pytest.raises(ValueError, match="none of this step's 1 different conv"):
         read_fronts([name], [problem(8, dilation=2)])
     empty = tmp_path / "empty.json"
-    write_recording(empty, [])
+    write_recording(empty, Recording())
     with pytest.raises(ValueError, match=r"empty.json: none of .* its 0 measured"):
         read_fronts([str(empty)], [problem(8)])
     with pytest.raises(BackendUnavailableError, match="gone"):

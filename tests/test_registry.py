@@ -23,7 +23,6 @@ TABLES = {
     ("mucudnn.passes.microbatch", "PLANNERS", "table"): 5,
     ("mucudnn.passes.microbatch", "BATCH_POLICIES", "table"): 3,
     ("mucudnn.passes.ordering", "ORDERS", "table"): 3,
-    ("mucudnn.passes.convolution.knapsack", "SOLVERS", "table"): 2,
     ("mucudnn.passes.planning.plan_step", "STEP_PLANNERS", ""): 2,
     ("mucudnn.passes.graph.autodiff", "RULES", ""): None,
     ("mucudnn.ir.operations", "OPERATIONS", ""): None,

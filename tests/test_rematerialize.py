@@ -10,7 +10,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.inplace import in_place, in_place_with_uses
-from mucudnn.passes.graph.rematerialize import Rematerializer, rematerialize
+from mucudnn.passes.graph.rematerialize import Rematerializer
 from mucudnn.passes.liveness import Touches, touches, uses_of
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 from mucudnn.passes.scheduling.problem import origin
@@ -37,7 +37,7 @@ def results(backend, graph, seed):
 def test_values_are_identical(backend, data):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
     residency = data.draw(residencies(graph))
-    again = in_place(rematerialize(graph, residency))
+    again = in_place(Rematerializer(graph)(residency))
     expected = results(backend, graph, 1)
     found = results(backend, again, 1)
     assert expected.keys() == found.keys()
@@ -49,7 +49,7 @@ def test_values_are_identical(backend, data):
 @given(data=st.data())
 def test_what_is_known_of_a_rewritten_graph_is_what_it_would_find_out(data):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
-    again = rematerialize(graph, data.draw(residencies(graph)))
+    again = Rematerializer(graph)(data.draw(residencies(graph)))
     for found in (again, in_place(again)):
         checked = Graph(
             found.tensors,
@@ -69,7 +69,7 @@ def test_a_graph_rewritten_time_and_again_is_rewritten_anew(data):
     rewrite = Rematerializer(graph)
     for _ in range(3):
         residency = data.draw(residencies(graph))
-        one, other = rewrite(residency), rematerialize(graph, residency)
+        one, other = rewrite(residency), Rematerializer(graph)(residency)
         assert (one.nodes, dict(one.tensors)) == (other.nodes, dict(other.tensors))
 
 
@@ -96,7 +96,7 @@ def test_uses_of_a_rewritten_graph_follow_from_those_of_the_graph(data):
 def test_uses_found_beside_what_is_in_place_are_those_of_the_graph(data):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
     final, uses = in_place_with_uses(
-        rematerialize(graph, data.draw(residencies(graph)))
+        Rematerializer(graph)(data.draw(residencies(graph)))
     )
     assert uses == uses_of(final)
 
@@ -114,7 +114,7 @@ def block(*, fuse=False):
 @pytest.mark.parametrize("mode", RECOMPUTED)
 def test_a_batch_norm_is_applied_again_by_its_statistics_and_updates_nothing(mode):
     graph = block()
-    again = rematerialize(graph, {saved.name: mode for saved in saved_tensors(graph)})
+    again = Rematerializer(graph)({saved.name: mode for saved in saved_tensors(graph)})
     (norm,) = (node for node in again.nodes if node.op == "batch_norm")
     copies = [node for node in again.nodes if origin(node.name) == norm.name][1:]
     assert {node.op for node in copies} == {"batch_norm_apply"}
@@ -126,7 +126,7 @@ def test_a_batch_norm_is_applied_again_by_its_statistics_and_updates_nothing(mod
 @pytest.mark.parametrize("mode", RECOMPUTED)
 def test_a_fused_batch_norm_that_runs_again_updates_nothing(mode):
     graph = block(fuse=True)
-    again = rematerialize(graph, {saved.name: mode for saved in saved_tensors(graph)})
+    again = Rematerializer(graph)({saved.name: mode for saved in saved_tensors(graph)})
     norms = [node for node in again.nodes if node.op == "batch_norm_relu"]
     updates = [node.attrs["update"] for node in norms]
     assert updates == [True] + [False] * (len(norms) - 1)
@@ -143,7 +143,7 @@ def test_a_batch_norm_made_again_has_the_same_bits(backend, dtype):
     graph = training_graph(g.build(g.mean_squared_error(g.tanh(y), target)))
     (norm,) = (node for node in graph.nodes if node.op == "batch_norm")
     tanh = next(node for node in graph.nodes if node.op == "tanh")
-    again = rematerialize(graph, dict.fromkeys(tanh.outputs, Residency.RECOMPUTE))
+    again = Rematerializer(graph)(dict.fromkeys(tanh.outputs, Residency.RECOMPUTE))
     (made,) = (node for node in again.nodes if node.op == "batch_norm_apply")
     values = execute(backend, again, feeds(again, 3))
     np.testing.assert_array_equal(values[made.outputs[0]], values[norm.outputs[0]])
@@ -151,8 +151,8 @@ def test_a_batch_norm_made_again_has_the_same_bits(backend, dtype):
 
 def test_a_copied_dropout_draws_the_same_mask():
     graph = block()
-    again = rematerialize(
-        graph, {saved.name: Residency.RECOMPUTE for saved in saved_tensors(graph)}
+    again = Rematerializer(graph)(
+        {saved.name: Residency.RECOMPUTE for saved in saved_tensors(graph)}
     )
     forward = [n for n in again.nodes if n.op == "dropout" and "dropout" in n.name]
     assert len({(n.attrs["seed"], n.inputs[1]) for n in forward}) == 1
@@ -163,7 +163,7 @@ def test_what_nobody_saved_is_computed_again_with_what_needs_it():
     """Else the normalised values would live on instead of the activations."""
     graph = block()
     (relu,) = (n for n in graph.nodes if n.op == "relu")
-    again = rematerialize(graph, {relu.outputs[0]: Residency.RECOMPUTE})
+    again = Rematerializer(graph)({relu.outputs[0]: Residency.RECOMPUTE})
     copies = [n.op for n in again.nodes if "~" in n.name]
     assert copies == ["batch_norm_apply", "relu"]
     (norm,) = (n for n in graph.nodes if n.op == "batch_norm")
@@ -179,7 +179,7 @@ def test_the_modes_differ_in_how_often():
     graph = training_graph(g.build(g.mean_squared_error(y, g.input("t", g.shape(y)))))
     (saved,) = (s for s in saved_tensors(graph) if s.producer.op == "sigmoid")
     counts = [
-        sum(n.op == "sigmoid" for n in rematerialize(graph, {saved.name: mode}).nodes)
+        sum(n.op == "sigmoid" for n in Rematerializer(graph)({saved.name: mode}).nodes)
         for mode in RECOMPUTED
     ]
     backward = [n for n in graph.readers[saved.name] if n.phase is Phase.BACKWARD]
@@ -189,7 +189,7 @@ def test_the_modes_differ_in_how_often():
 
 def test_nothing_to_do_is_the_same_graph():
     graph = block()
-    assert rematerialize(graph, {"conv": Residency.OFFLOAD}) is graph
+    assert Rematerializer(graph)({"conv": Residency.OFFLOAD}) is graph
 
 
 def test_long_chains_need_no_recursion():
@@ -200,5 +200,5 @@ def test_long_chains_need_no_recursion():
         x = g.tanh(x)
     graph = training_graph(g.build(g.mean_squared_error(x, g.input("t", (2, 3)))))
     saved = {s.name: Residency.RECOMPUTE for s in saved_tensors(graph)}
-    again = rematerialize(graph, saved)
+    again = Rematerializer(graph)(saved)
     assert len(again.nodes) >= len(graph.nodes) + 3000

@@ -8,9 +8,8 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.liveness import peak_bytes
 from tests.graphs import graphs, scratch
-from tests.plain_schedule import keep_all
+from tests.plain_schedule import keep_all, peak_bytes
 from tests.schedule_oracle import verify
 
 

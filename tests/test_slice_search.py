@@ -4,7 +4,6 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning import split_search as module
@@ -18,6 +17,7 @@ from mucudnn.passes.residency.candidates import (
     same_changes,
     slices_of,
 )
+from tests.graphs import split_batch
 from tests.schedule_oracle import verify
 
 GRAPH = training_graph(get_model("resnet20")(64))

@@ -13,12 +13,13 @@ from mucudnn.ir.graph import PERSISTENT, Phase
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import OPAQUE
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.rematerialize import rematerialize
-from mucudnn.passes.graph.split import of_whole, split_batch
+from mucudnn.passes.graph.rematerialize import Rematerializer
+from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.graph.split_axis import along_batch, cuttable
 from mucudnn.passes.liveness import live_ranges
 from mucudnn.passes.residency import Residency, saved_tensors
 from tests.examples import examples
+from tests.graphs import split_batch
 from tests.model_cases import furthest, narrow_model, random_feeds
 from tests.numpy_runner import execute
 from tests.race_detector import RaceDetector
@@ -134,7 +135,7 @@ def test_any_slices_may_be_computed_again_within_the_forward_pass(data):
     graph = split_batch(
         data.draw(training_graphs(most=6)), data.draw(st.integers(2, 4))
     )
-    again = rematerialize(graph, data.draw(residencies(graph)))
+    again = Rematerializer(graph)(data.draw(residencies(graph)))
     given = feeds(graph)
     found, expected = computed(again, given), computed(graph, given)
     for name, value in expected.items():
@@ -151,7 +152,7 @@ def test_a_slice_that_waits_for_the_whole_batch_takes_no_memory_until_then():
     ]
 
     def life(mode):
-        again = rematerialize(graph, dict.fromkeys(slices, mode))
+        again = Rematerializer(graph)(dict.fromkeys(slices, mode))
         found = live_ranges(again)
         return max(found[name].last - found[name].first for name in slices)
 

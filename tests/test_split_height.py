@@ -12,13 +12,14 @@ from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model, unet2d, unet3d
 from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import split_along, split_batch
+from mucudnn.passes.graph.split import split_along
 from mucudnn.passes.graph.split_axis import along_height, cuttable, interleave_slices
 from mucudnn.passes.graph.training_step import up_to_answers
-from mucudnn.passes.liveness import peak_bytes
 from mucudnn.passes.planning.cutting import Cutting, couples_batch
 from tests.examples import examples
+from tests.graphs import split_batch
 from tests.model_cases import furthest, narrow_model, random_feeds
+from tests.plain_schedule import peak_bytes
 from tests.race_detector import RaceDetector
 from tests.random_graphs import feeds, training_graphs
 from tests.swapping import Bench, same

@@ -5,7 +5,7 @@ import pytest
 
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import split_batch
+from tests.graphs import split_batch
 from tests.model_cases import furthest, random_feeds
 
 torch = pytest.importorskip("torch")

@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.codecs import perf_from_dict, perf_to_dict
+from mucudnn.codecs import decode_perf, perf_to_dict
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import NUMERICS, Numerics, RowStatus, Traits
@@ -38,8 +38,8 @@ def test_texts_of_older_files_have_their_status(text, status):
     assert row(text).status is status
     data = perf_to_dict(row(text))
     assert "status" not in data
-    assert perf_from_dict(data) == row(text)
-    assert perf_from_dict(data).status is status
+    assert decode_perf("perf", data) == row(text)
+    assert decode_perf("perf", data).status is status
     with BenchmarkCache() as cache:
         cache.put("gpu", problem(), [row(text)])
         assert [perf.status for perf in cache.get("gpu", problem())] == [status]

@@ -292,7 +292,7 @@ def test_a_step_whose_peer_dies_stops_and_leaves_nothing(bench, plan):
     with pytest.raises(BackendError, match="owned the memory of peer:1"):
         executor.run(bench.feeds())
     executor.close()
-    host.close()
+    peer.close()
     assert gone(peer)
 
 

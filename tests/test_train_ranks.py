@@ -14,6 +14,7 @@ from mucudnn.passes.load_balancing import (
     plan_of,
     split_batch,
 )
+from tests.tables import step_times
 
 
 class Pair:
@@ -82,7 +83,7 @@ def test_a_table_ends_where_steps_no_longer_fit(most):
     assert table.most <= min(most, 64)
     assert table.most >= min(most, 64) * 15 // 16
     assert len(asked) == len(set(asked)) <= 9
-    assert table.times(table.most) == pytest.approx(range(table.most + 1))
+    assert step_times(table, table.most) == pytest.approx(range(table.most + 1))
 
 
 class Ranks:
@@ -111,7 +112,7 @@ class Ranks:
         for table in self.tables:
             table.ask(self.batch // len(self.tables))
         while True:
-            told = [table.told() for table in self.tables]
+            told = [table.report() for table in self.tables]
             fleet = Fleet(tuple(Rank("", t.table, accumulates=False) for t in told))
             found = split_batch(fleet, self.batch, at_least=1).samples
             known = [t.knows(n) for t, n in zip(told, found, strict=True)]

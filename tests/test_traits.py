@@ -22,7 +22,7 @@ from mucudnn.ir.traits import OPAQUE, Batch, NodeTraits
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import RULES, training_graph
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.rematerialize import rematerialize
+from mucudnn.passes.graph.rematerialize import Rematerializer
 from mucudnn.passes.liveness import live_ranges, uses_of
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
@@ -278,7 +278,7 @@ def test_foreign_nodes_compute_the_same_values(data):
     residency = data.draw(residencies(graph))
     backend = get_backend("cpu")
     expected = execute(backend, graph, feeds(graph))
-    again = in_place(rematerialize(graph, residency))
+    again = in_place(Rematerializer(graph)(residency))
     found = execute(backend, again, feeds(again))
     for name in (*graph.outputs, *(s.name for s in graph.with_role(Role.PARAMETER))):
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
@@ -293,7 +293,7 @@ def test_what_was_overwritten_is_not_computed_again(data):
         saved.name: data.draw(st.sampled_from(RECOMPUTED))
         for saved in saved_tensors(graph)
     }
-    again = rematerialize(graph, residency)
+    again = Rematerializer(graph)(residency)
     symbols = Symbols()
     reads, left = symbols.meaning(graph)
     new_reads, new_left = symbols.meaning(again)
@@ -364,5 +364,5 @@ def test_a_view_in_the_backward_pass_follows_what_is_computed_again():
         Node("u", "view", ("v",), ("u",), phase=Phase.BACKWARD, traits=view),
         Node("z", "scale", ("u",), ("z",), phase=Phase.BACKWARD),
     )
-    graph = rematerialize(Graph(tensors, nodes, ("z",)), {"y": Residency.RECOMPUTE})
+    graph = Rematerializer(Graph(tensors, nodes, ("z",)))({"y": Residency.RECOMPUTE})
     assert graph.storages["u"] == graph.storages["v"] == "y~1"

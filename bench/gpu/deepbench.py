@@ -21,7 +21,7 @@ from bench.gpu.work import (
     recording_name,
 )
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.store.recordings import write_recording
@@ -73,13 +73,13 @@ def record(job: Job, cache: BenchmarkCache, *only: str) -> None:
     for name, rows in rows_of.items():
         if only and name not in only:
             continue
-        write_recording(
-            job.out / name,
-            rows,
-            {device.fingerprint: device.description()},
+        recording = Recording(
+            environments={device.fingerprint: device.description()},
             alignments={device.fingerprint: job.backend.split_alignment},
-            verdicts=verdicts_of.get(name, ()),
+            measurements=tuple(rows),
+            verdicts=tuple(verdicts_of.get(name, ())),
         )
+        write_recording(job.out / name, recording)
 
 
 def _file_of(of: Measurement | Verdict) -> str:

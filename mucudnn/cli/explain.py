@@ -19,7 +19,7 @@ from mucudnn.cli.options import (
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.progress import LayerWords, progress_display
-from mucudnn.codecs import plan_to_dict
+from mucudnn.codecs import encode_fields
 from mucudnn.report.text import DIRECTIONS, problem_text
 from mucudnn.studies.convolutions import in_directions
 from mucudnn.suites import Layer
@@ -74,7 +74,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
             {
                 "name": layer.name,
                 "direction": layer.problem.direction.value,
-                "plan": plan_to_dict(plan),
+                "plan": encode_fields(plan),
                 "text": text,
             }
             for layer, plan, text in plans

@@ -161,7 +161,7 @@ class Group:
         table = AskedTable("cpu", 1, most, measure, unfitting=unfitting)
         table.ask(batch // size)
         while True:
-            found = self.together.all_gather(table.told())
+            found = self.together.all_gather(table.report())
             shares = self._split_by_tables(found, batch)
             if all(t.knows(n) for t, n in zip(found, shares, strict=True)):
                 return shares

@@ -19,12 +19,7 @@ from typing import Literal
 
 from mucudnn.ir.conv import LAYOUTS
 from mucudnn.ir.graph import Graph, Node
-from mucudnn.ir.operations import (
-    OPERATIONS,
-    Attributes,
-    ChannelsLast,
-    channels_to_end,
-)
+from mucudnn.ir.operations import OPERATIONS, Attributes, ChannelsLast, channels_to_end
 from mucudnn.ir.tensor import TensorSpec
 
 Specs = tuple[TensorSpec, ...]

@@ -76,27 +76,6 @@ class StepTable:
             fitting = point
         return fitting.samples
 
-    def times(self, most: int) -> list[float]:
-        """Return the step times for 0, 1, … `most` samples; 0 samples take no time.
-
-        Raises:
-            ValueError: `most` is beyond the table.
-        """
-        if most > self.most:
-            raise ValueError(
-                f"the table of {self.device} ends at {self.most} samples, not {most}"
-            )
-        # Constant below the smallest measured step, where launches dominate.
-        found = [0.0] + [self.points[0].time_ms] * self.points[0].samples
-        for before, after in pairwise(self.points):
-            width = after.samples - before.samples
-            slope = (after.time_ms - before.time_ms) / width
-            found += [before.time_ms + slope * k for k in range(1, width)]
-            found.append(after.time_ms)
-            if len(found) > most:
-                break
-        return found[: most + 1]
-
     def scaled(self, factor: float) -> "StepTable":
         """Return the table of a device that is slower by a factor."""
         return StepTable(

@@ -19,8 +19,6 @@ from mucudnn.ir.initializers import CopyOf, Initializer
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 
-__all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
-
 PERSISTENT = (Role.PARAMETER, Role.STATE, Role.BORROWED)
 """Roles of tensors that outlive a step."""
 

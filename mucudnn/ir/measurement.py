@@ -104,7 +104,6 @@ class LimitRange:
             that fits into this limit is far ahead.
         most: Largest limit of any plan. Of algorithms that need more workspace, only
             those that may be faster are timed, to show what more workspace would gain.
-
     """
 
     least: float = 0.0

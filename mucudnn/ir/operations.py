@@ -36,7 +36,6 @@ from mucudnn.ir.traits import (
     Batch,
     NodeTraits,
     Operands as Whole,
-    Piece,
     Pieces,
     Recomputation,
     box_rows,
@@ -125,12 +124,12 @@ def _piece(
     *,
     traits: NodeTraits | None = None,
     mutates: tuple[str, ...] = (),
-) -> Piece:
+) -> Node:
     """Return a piece, by default with the traits of its operation."""
     if traits is None:
         known = OPERATIONS[op].traits
         traits = known if isinstance(known, NodeTraits) else known((), (), attrs)
-    return Piece(name, op, inputs, outputs, attrs, traits, mutates)
+    return Node(name, op, inputs, outputs, attrs, mutates=mutates, traits=traits)
 
 
 def batch_norm_pieces(whole: Whole) -> Pieces:
@@ -238,7 +237,7 @@ def _backward_of_sum(whole: Whole) -> Pieces:
     return between, (_masking(y, dy, masked), *pieces)
 
 
-def _masking(y: TensorSpec, dy: TensorSpec, masked: TensorSpec) -> Piece:
+def _masking(y: TensorSpec, dy: TensorSpec, masked: TensorSpec) -> Node:
     inputs = y.name, dy.name
     return _piece("mask", "relu_grad", inputs, (masked.name,), traits=_RELU_GRAD)
 

@@ -99,10 +99,6 @@ class TierPlacement:
     places: Mapping[str, tuple[int, int]]
     used: tuple[int, ...]
 
-    def of(self, storage: str) -> MemoryTier:
-        """Return the tier of a storage."""
-        return self.tiers[self.places[storage][0]]
-
     def names(self, number: int) -> tuple[str, ...]:
         """Return the storages assigned to a tier."""
         return tuple(name for name, (tier, _) in self.places.items() if tier == number)

@@ -8,9 +8,12 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mucudnn.ir.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from mucudnn.ir.graph import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +100,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A node that replaces part of a split node; `name` is appended to its name."""
-
-    name: str
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attrs: Mapping[str, Any]
-    traits: "NodeTraits"
-    mutates: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Operands:
     """The operands of a node that is split into pieces or strips."""
 
@@ -119,8 +109,10 @@ class Operands:
     attrs: Mapping[str, Any]
 
 
-Pieces = tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]
-"""Tensors between the pieces of a node, and its pieces in order."""
+Pieces = tuple[tuple[TensorSpec, ...], tuple["Node", ...]]
+"""Tensors between the pieces of a node, and its pieces in order.
+
+A piece is a node whose name is appended to that of the node that it is part of."""
 
 
 @dataclass(frozen=True, slots=True)

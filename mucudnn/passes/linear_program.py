@@ -34,17 +34,13 @@ def import_pulp() -> Any:
     return pulp
 
 
-def cbc(most_nodes: int, *, mip: bool = True) -> Any:
+def cbc(most_nodes: int) -> Any:
     """Return a CBC solver limited by nodes, not by time, so that results reproduce.
 
-    Args:
-        most_nodes: Limit of the branch-and-bound tree; the best solution so far is
-            returned when it is reached.
-        mip: Whether to enforce integrality.
+    When the branch-and-bound tree has `most_nodes`, the best solution so far counts.
     """
     return import_pulp().PULP_CBC_CMD(
         msg=False,
-        mip=mip,
         threads=1,
         maxNodes=most_nodes,
         options=["randomSeed 1", "randomCbcSeed 1"],

@@ -17,23 +17,6 @@ from typing import NamedTuple
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.tensor import Role
 
-__all__ = [
-    "ALIGNMENT",
-    "LiveRange",
-    "Touches",
-    "Use",
-    "last_uses",
-    "live_at_end",
-    "live_ranges",
-    "memory_curve",
-    "peak_bytes",
-    "rounded",
-    "touches",
-    "uses_by",
-    "uses_of",
-]
-
-
 ALIGNMENT = 512
 """Alignment of all sizes and offsets in an arena, in bytes; as in CUDA's allocator."""
 
@@ -43,12 +26,10 @@ class LiveRange:
     """Live range of a storage.
 
     Attributes:
-        storage: The tensor that owns the bytes.
         first: Position of the first node; 0 if live at the start.
         last: Position of the last node; the number of nodes if live at the end.
     """
 
-    storage: str
     first: int
     last: int
 
@@ -103,49 +84,29 @@ def live_at_end(graph: Graph) -> frozenset[str]:
     return frozenset(graph.storages[name] for name in (*asked, *persistent))
 
 
-def last_uses(graph: Graph) -> dict[str, int]:
-    """Return the last position of each storage's live range."""
-    storages, end = graph.storages, len(graph.nodes)
-    last: dict[str, int] = {}
-    for position, node in enumerate(graph.nodes):
-        for name in node.tensors:
-            last[storages[name]] = position
-    # An unused input is resident throughout.
-    for name in graph.inputs:
-        storage = storages[name]
-        if storage not in last and graph.tensors[storage].role is Role.INPUT:
-            last[storage] = end
-    last.update(dict.fromkeys(live_at_end(graph), end))
-    return last
-
-
 def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
     """Return the live range of every used storage.
 
     An unread input is live for the whole step, as it is fed all the same.
     """
-    first, last = _first_uses(graph), last_uses(graph)
-    return {
-        name: LiveRange(name, first[name], last[name])
-        for name in graph.tensors
-        if name in first
-    }
-
-
-def _first_uses(graph: Graph) -> dict[str, int]:
-    storages = graph.storages
+    storages, tensors, end = graph.storages, graph.tensors, len(graph.nodes)
     first: dict[str, int] = {}
+    last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.tensors:
             first.setdefault(storages[name], position)
-    for name in graph.inputs:
-        storage = storages[name]
-        if storage in first or graph.tensors[storage].role is Role.INPUT:
+            last[storages[name]] = position
+    for storage in (storages[name] for name in graph.inputs):
+        if storage in first or tensors[storage].role is Role.INPUT:
             first[storage] = 0
+            last.setdefault(storage, end)
     for storage in live_at_end(graph):
-        if graph.tensors[storage].role in PERSISTENT:
+        last[storage] = end
+        if tensors[storage].role in PERSISTENT:
             first[storage] = 0
-    return first
+    return {
+        name: LiveRange(first[name], last[name]) for name in tensors if name in first
+    }
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
@@ -293,36 +254,6 @@ def uses_by(
             size, cycle = old[1], period if old[4] else 0
         found[storage] = make(Use, (storage, size, at, wrote, cycle))
     return found
-
-
-def memory_curve(
-    graph: Graph,
-    workspaces: Mapping[str, int] | None = None,
-    *,
-    granularity: int = 1,
-) -> tuple[int, ...]:
-    """Return the bytes in use at each node, freeing storages after their last use."""
-    workspaces = workspaces or {}
-    end = len(graph.nodes)
-    change = [0] * (end + 1)
-    for storage, live in live_ranges(graph).items():
-        nbytes = rounded(graph.tensors[storage].nbytes, granularity)
-        change[live.first] += nbytes
-        if live.last < end:
-            change[live.last + 1] -= nbytes
-    return tuple(
-        used + rounded(workspaces.get(node.name, 0), granularity)
-        for used, node in zip(itertools.accumulate(change), graph.nodes, strict=False)
-    )
-
-
-def peak_bytes(
-    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
-) -> int:
-    """Return the peak memory in bytes; without nodes, that of resident tensors."""
-    always = (rounded(graph.tensors[s].nbytes, granularity) for s in live_ranges(graph))
-    curve = memory_curve(graph, workspaces, granularity=granularity)
-    return max(curve) if curve else sum(always)
 
 
 def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:

@@ -62,7 +62,7 @@ class AskedTable:
         self._most = most
         self._known = {least: measure(least)}
 
-    def told(self) -> RankReport:
+    def report(self) -> RankReport:
         """Return the table, extrapolated to the largest size that may fit."""
         points = [self._known[samples] for samples in sorted(self._known)]
         if points[-1].samples < self._most:
@@ -75,14 +75,8 @@ class AskedTable:
         """Measure a size; if it does not fit, search for the largest that does."""
         if samples in self._known or self._fits(samples):
             return
-        most, beyond = max(n for n in self._known if n < samples), samples
-        while beyond - most > max(1, most // _FINE):
-            middle = (most + beyond) // 2
-            if self._fits(middle):
-                most = middle
-            else:
-                beyond = middle
-        self._most = most
+        fitting = max(n for n in self._known if n < samples)
+        self._most = _largest_fitting(fitting, samples, self._fits)
 
     def _fits(self, samples: int) -> bool:
         try:
@@ -90,6 +84,17 @@ class AskedTable:
         except self._unfitting:
             return False
         return True
+
+
+def _largest_fitting(most: int, beyond: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest size that fits, up to a sixteenth; `beyond` does not fit."""
+    while beyond - most > max(1, most // _FINE):
+        middle = (most + beyond) // 2
+        if fits(middle):
+            most = middle
+        else:
+            beyond = middle
+    return most
 
 
 def _extrapolate(points: list[StepPoint], samples: int) -> StepPoint:
@@ -194,7 +199,12 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
     lines = [_Line(0, 0, 0, 0.0, 0.0, 0.0)]
     # Shares beyond what fits at once run as several passes, where these may be summed.
     largest = (most if rank.accumulates else at_once) if at_once else 0
-    sides = _segments(rank.table)
+    # A table's segments: first and last size, time at the first, slope.
+    points = rank.table.points
+    sides = [(0, points[0].samples, points[0].time_ms, 0.0)]
+    for before, after in pairwise(points):
+        slope = (after.time_ms - before.time_ms) / (after.samples - before.samples)
+        sides.append((before.samples, after.samples, before.time_ms, slope))
     longest = 0.0
     for first in range(1, largest + 1, max(1, at_once)):
         last, passes = min(first + at_once - 1, largest), -(-first // at_once)
@@ -211,15 +221,6 @@ def share_times(rank: Rank, most: int) -> ShareTimes:
     return ShareTimes(
         tuple(lines), tuple(line.at(line.start) for line in lines), at_once
     )
-
-
-def _segments(table: StepTable) -> Sequence[tuple[int, int, float, float]]:
-    """Return a table's segments: first and last size, time at the first, slope."""
-    found = [(0, table.points[0].samples, table.points[0].time_ms, 0.0)]
-    for before, after in pairwise(table.points):
-        slope = (after.time_ms - before.time_ms) / (after.samples - before.samples)
-        found.append((before.samples, after.samples, before.time_ms, slope))
-    return found
 
 
 def _last(line: _Line, time_ms: float, fits: Callable[[float, float], bool]) -> int:
@@ -388,28 +389,24 @@ def replanned(
     factors: Sequence[float],
     *,
     at_least: int = 0,
-    tolerance: float = DRIFT_TOLERANCE,
-    gain: float = GAIN,
 ) -> FleetPlan | None:
     """Return a better split if ranks drifted and the change pays; else None.
 
     Two thresholds keep the split from oscillating: drift within the tolerance is
-    ignored, and a change that saves less than the gain is not made.
+    ignored, and a change that saves less than `GAIN` is not made.
 
     Args:
         fleet: The fleet as it was measured.
         samples: The current split.
         factors: Current time of each rank over the time in its table.
         at_least: Minimum samples of every rank.
-        tolerance: Relative drift that is ignored.
-        gain: Fraction of the step's time that a change must save.
     """
-    low, high = 1 / (1 + tolerance), 1 + tolerance
+    low, high = 1 / (1 + DRIFT_TOLERANCE), 1 + DRIFT_TOLERANCE
     seen = [1.0 if low <= factor <= high else factor for factor in factors]
     now = drifted(fleet, seen)
     found = split_batch(now, sum(samples), at_least=at_least)
     kept = plan_of(now, samples)
-    return found if found.step_ms <= (1 - gain) * kept.step_ms else None
+    return found if found.step_ms <= (1 - GAIN) * kept.step_ms else None
 
 
 SIZE_TOLERANCE = 0.03
@@ -445,14 +442,8 @@ def measured_table(
 
     # If the largest size does not fit, bisect for one that does.
     if not fits(most):
-        known[least], beyond = measure(least), most
-        most = least
-        while beyond - most > max(1, most // _FINE):
-            middle = (most + beyond) // 2
-            if fits(middle):
-                most = middle
-            else:
-                beyond = middle
+        known[least] = measure(least)
+        most = _largest_fitting(least, most, fits)
     elif least not in known:
         known[least] = measure(least)
 

@@ -12,33 +12,16 @@ from typing import Literal, Protocol
 
 from mucudnn.arguments import check_integer, check_integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
-from mucudnn.passes.convolution.knapsack import divide
+from mucudnn.passes.convolution.knapsack import divide, exact, ilp
 from mucudnn.passes.convolution.pareto import (
+    division_cost_ms,
     fastest_division,
     fastest_undivided,
     no_plan,
-    pareto_plans,
-    plan_cost_ms,
+    pareto_plans as pareto_plans,
     whole_batch,
 )
 from mucudnn.passes.registry import Strategies, name_of
-
-__all__ = [
-    "BATCH_POLICIES",
-    "PLANNERS",
-    "BatchPolicy",
-    "Planner",
-    "aligned_batches",
-    "candidate_batches",
-    "divided_by",
-    "minimum_workspace",
-    "pareto_plans",
-    "plan_cost_ms",
-    "undivided",
-    "workspace_division",
-    "workspace_division_exact",
-    "workspace_reuse",
-]
 
 BatchPolicy = (
     Literal["undivided", "powers_of_two", "all"] | Callable[[int], Sequence[int]]
@@ -131,9 +114,10 @@ def minimum_workspace(
     for table in tables:
         best = fastest_division(table, workspace_limit)
         launch = table.launch_overhead_ms
-        allowed = (1 + slowdown) * plan_cost_ms(best, launch)
+        allowed = (1 + slowdown) * division_cost_ms(best.steps, launch)
         front = pareto_plans(table, workspace_limit)
-        plans.append(next(p for p in front if plan_cost_ms(p, launch) <= allowed))
+        costs = ((division_cost_ms(plan.steps, launch), plan) for plan in front)
+        plans.append(next(plan for cost, plan in costs if cost <= allowed))
     return tuple(plans)
 
 
@@ -141,14 +125,14 @@ def workspace_division(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
     """Divide one total workspace among all kernels at the least cost, by an ILP."""
-    return divide(tables, workspace_limit, solver="ilp").plans
+    return divide(tables, workspace_limit, ilp)
 
 
 def workspace_division_exact(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
     """Divide like `workspace_division`, by merging Pareto fronts without a solver."""
-    return divide(tables, workspace_limit, solver="exact").plans
+    return divide(tables, workspace_limit, exact)
 
 
 PLANNERS: Strategies[Planner] = Strategies(

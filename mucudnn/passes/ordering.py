@@ -15,17 +15,6 @@ from mucudnn.ir.graph import Graph, Phase
 from mucudnn.passes.liveness import dependencies, live_ranges
 from mucudnn.passes.registry import Strategies, name_of
 
-__all__ = [
-    "ORDERS",
-    "Order",
-    "builder",
-    "depth_first",
-    "least_peak",
-    "ordered",
-    "parts",
-]
-
-
 STATE_LIMIT = 20_000
 """Sets of nodes that an exact search visits before it gives up."""
 

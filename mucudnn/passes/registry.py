@@ -104,13 +104,9 @@ class Strategies(Generic[F]):
         known = self._table.get(choice)
         found = self._installed(choice) if known is None else known
         if found is None:
-            raise self.unknown(choice)
+            valid = ", ".join(sorted({*self.names} - {choice}))
+            raise ValueError(f"unknown {self._kind} {choice!r}; choose one of: {valid}")
         return found
-
-    def unknown(self, name: str) -> ValueError:
-        """Return the error for an unknown name."""
-        valid = ", ".join(sorted({*self.names} - {name}))
-        return ValueError(f"unknown {self._kind} {name!r}; choose one of: {valid}")
 
     @property
     def table(self) -> Mapping[str, F]:

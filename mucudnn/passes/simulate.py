@@ -14,9 +14,8 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.profile import MemoryTier, Profile, TierPlacement
 from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
 
-__all__ = ["Lane", "Prediction", "bound_ms", "simulate"]
-
-_STEPS_BEFORE = 2
+STEPS_BEFORE = 2
+"""Warm-up steps before the measured one, if storages are live across steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def simulate(
         placement: Memory tiers with links of their own, and the tier of each storage.
     """
     engines = _Engines(schedule, profile, placement)
-    for _ in range(_STEPS_BEFORE if schedule.live_across else 0):
+    for _ in range(STEPS_BEFORE if schedule.live_across else 0):
         engines.run()
     begin = engines.now
     lanes = engines.run()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mucudnn.backends import Backend
-from mucudnn.codecs import problem_to_dict
+from mucudnn.codecs import encode_fields
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics, RowStatus
@@ -125,7 +125,7 @@ class SurveyedLayer:
         return {
             "name": self.name,
             "direction": self.direction.value,
-            "problem": problem_to_dict(self.problem),
+            "problem": encode_fields(self.problem),
             "largest_batch": {str(n): self.largest_batch(n) for n in limits},
             "batches": [b.to_json(limits) for b in self.batches],
         }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, TypeVar
 
-from mucudnn.codecs import problem_to_dict
+from mucudnn.codecs import encode_fields
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.measurement import LimitRange
@@ -140,7 +140,7 @@ class LayerResult:
             "name": self.name,
             "direction": self.direction.value,
             "count": self.count,
-            "problem": problem_to_dict(self.problem),
+            "problem": encode_fields(self.problem),
             "plans": [outcome.to_json() for outcome in self.outcomes],
             "pareto": [
                 {"workspace": p.workspace, "time_ms": p.time_ms, "parts": len(p.steps)}

@@ -28,10 +28,10 @@ from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.codecs import (
     LONGEST_MS,
     decode,
+    decode_fields,
+    encode_fields,
     list_of,
     members_of,
-    plan_from_dict,
-    plan_to_dict,
 )
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
@@ -222,7 +222,7 @@ def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
         "network_ms": [profile.network_ms.get(name) for name in places.nodes],
         "workspaces": [profile.workspaces.get(name) for name in places.nodes],
         "fronts": [
-            [index[name], [plan_to_dict(plan) for plan in front]]
+            [index[name], [encode_fields(plan) for plan in front]]
             for name, front in profile.fronts.items()
         ],
         "out_bytes_per_ms": profile.out_bytes_per_ms,
@@ -275,7 +275,9 @@ def profile_from(data: object, places: "Places") -> Profile:
 
 def _front(rows: object) -> tuple[ConvPlan, ...]:
     """Decode plans of which each takes more workspace than the last, and less time."""
-    front = tuple(plan_from_dict(plan) for plan in list_of("fronts", rows))
+    front = tuple(
+        decode_fields("plan", ConvPlan, plan) for plan in list_of("fronts", rows)
+    )
     for plan in front:
         _amount("fronts", plan.time_ms, LONGEST_MS)
         _bytes("fronts", plan.workspace)

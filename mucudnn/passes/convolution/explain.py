@@ -91,7 +91,11 @@ def _plan_lines(
     if not plan.divided:
         yield f"- The plan does not divide: {_needs(plan.steps[0])}."
         if trial is not None and trial.ratio is not None and whole is not None:
-            yield f"- A division into {_parts(trial.plan)} was{_gain(whole, trial)}."
+            parts = " + ".join(
+                f"{len(list(same))} × {step.batch} by {step.algo}"
+                for step, same in groupby(trial.plan.steps)
+            )
+            yield f"- A division into {parts} was{_gain(whole, trial)}."
         return
     gain = ""
     if whole is not None:
@@ -119,13 +123,6 @@ def _gain(whole: AlgoPerf, trial: Trial) -> str:
     if trial.ratio >= 1:
         together = "not faster than undivided"
     return f" {together} when run together, {alone} from per-kernel timings"
-
-
-def _parts(plan: ConvPlan) -> str:
-    return " + ".join(
-        f"{len(list(same))} × {step.batch} by {step.algo}"
-        for step, same in groupby(plan.steps)
-    )
 
 
 def _excluded_lines(
@@ -183,13 +180,16 @@ def _further_limit_lines(
 
 def _failure_lines(table: PerfTable) -> Iterator[str]:
     """Yield lines on refused and failing algorithms; many failures share one line."""
-    kept_out = [(p.algo, p.error or "") for p in table.perfs if refused(p)]
+    kept_out = [
+        (p.algo, p.error or "") for p in table.perfs if p.status is RowStatus.REFUSED
+    ]
     if kept_out:
         yield f"- {_number(kept_out)} not accepted: {counted(kept_out)}."
     failed = sorted(
         (p.algo, " ".join(p.error.split()), p.batch)
         for p in table.perfs
-        if p.error is not None and not refused(p) and not hopeless(p)
+        if p.error is not None
+        and p.status not in (RowStatus.REFUSED, RowStatus.HOPELESS)
     )
     reasons = {(algo, error) for algo, error, _ in failed}
     if len(reasons) > _MOST_FAILURES:
@@ -203,16 +203,6 @@ def _failure_lines(table: PerfTable) -> Iterator[str]:
             else f"at {len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
         )
         yield f"- {algo} cannot run {where}: {_shortened(error)}"
-
-
-def refused(perf: AlgoPerf) -> bool:
-    """Return whether the requested numerics excluded the algorithm."""
-    return perf.status is RowStatus.REFUSED
-
-
-def hopeless(perf: AlgoPerf) -> bool:
-    """Return whether timing was skipped because another algorithm is far ahead."""
-    return perf.status is RowStatus.HOPELESS
 
 
 def counted(failures: Iterable[tuple[str, str]]) -> str:
@@ -232,10 +222,13 @@ def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
 
     Refused algorithms always share one entry.
     """
-    failing = [perf for perf in perfs if not hopeless(perf)]
-    rows = [(perf, perf.error) for perf in failing if perf.error is not None]
-    kept_out = [(perf.algo, error) for perf, error in rows if refused(perf)]
-    failed = {(perf.algo, error): None for perf, error in rows if not refused(perf)}
+    kept_out: list[tuple[str, str]] = []
+    failed: dict[tuple[str, str], None] = {}
+    for perf in perfs:
+        if perf.error is not None and perf.status is RowStatus.REFUSED:
+            kept_out.append((perf.algo, perf.error))
+        elif perf.error is not None and perf.status is not RowStatus.HOPELESS:
+            failed[perf.algo, perf.error] = None
     entries: list[tuple[str, str]] = []
     if kept_out:
         entries.append((_number(kept_out), RowStatus.REFUSED.text(counted(kept_out))))

@@ -6,9 +6,9 @@ yields a price per byte. At that price the cheapest items give a lower bound, an
 other item raises the bound by its reduced cost. Items that raise the bound above the
 incumbent are in no better solution (Sinha and Zoltners, "The Multiple-Choice Knapsack
 Problem", Operations Research 27, 1979). The remaining core, usually a handful of items,
-is solved by `merge` or an ILP solver.
+is solved by `exact` or an ILP solver.
 
-`merge` is an exact dynamic program: it adds one group after another to the Pareto front
+`exact` is a dynamic program: it adds one group after another to the Pareto front
 of (workspace, cost) states and drops states that are dominated or exceed a bound.
 """
 
@@ -17,24 +17,23 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
 from mucudnn.passes.convolution.pareto import (
-    Divided,
     least_workspace,
     no_plan,
     pareto_front,
 )
 from mucudnn.passes.linear_program import cbc, import_pulp, solver_errors
-from mucudnn.passes.registry import Strategies, name_of
+from mucudnn.passes.registry import name_of
 
 _EFFORT = (20_000, 100_000)
 """State extensions allowed in each pass that looks for a good incumbent."""
 
 _MOST_EFFORT = 8_000_000
-"""State extensions after which `merge` stops being exact: a few seconds."""
+"""State extensions after which `exact` stops being exact: a few seconds."""
 
 _CLOSED = 1e-9
 """Relative gap to the lower bound at which a selection counts as optimal."""
@@ -165,7 +164,7 @@ def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
     return core
 
 
-def merge(
+def exact(
     core: Core, *, effort: int = _EFFORT[-1], most_effort: int = _MOST_EFFORT
 ) -> Selection:
     """Return the cheapest selection by merging the groups' fronts one after another."""
@@ -384,112 +383,28 @@ def _by_cbc(core: Core, solver: Any) -> Selection | None:
     return Selection(tuple(picks), model.sol_status == pulp.LpSolutionOptimal)
 
 
-def exact(core: Core) -> Selection:
-    """Merge the kernels' fronts, limited by a number of states, not by time."""
-    return merge(core)
-
-
-SOLVERS: Strategies[Solver] = Strategies("solver", (ilp, exact))
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Plans that share one total workspace, with a proven bound of their cost.
-
-    Attributes:
-        plans: One plan per kernel, in order.
-        cost_ms: Sum of the plans' times, noise and launches: the objective.
-        lower_bound_ms: Lower bound of the cost of any division within the total.
-        solver: Name of the solver, or `relaxation` if the linear relaxation left
-            nothing to choose.
-        status: `optimal`, or `feasible` if the solver stopped early.
-    """
-
-    plans: tuple[ConvPlan, ...]
-    cost_ms: float
-    lower_bound_ms: float
-    solver: str
-    status: Literal["optimal", "feasible"]
-
-    @property
-    def time_ms(self) -> float:
-        """Sum of the plans' times in milliseconds."""
-        return sum(plan.time_ms for plan in self.plans)
-
-    @property
-    def workspace(self) -> int:
-        """Total workspace of all kernels in bytes."""
-        return sum(plan.workspace for plan in self.plans)
-
-    @property
-    def gap(self) -> float:
-        """Relative optimality gap of the cost."""
-        excess = self.cost_ms - self.lower_bound_ms
-        return max(0.0, excess / self.cost_ms) if self.cost_ms else 0.0
-
-
 def divide(
-    tables: Sequence[PerfTable], total: int, *, solver: str | Solver = "ilp"
-) -> Division:
+    tables: Sequence[PerfTable], total: int, solve: Solver
+) -> tuple[ConvPlan, ...]:
     """Choose the cheapest divisions whose workspaces add up to at most `total` bytes.
 
     Args:
         tables: Measurements, one table per kernel; equal tables are examined once.
         total: Bytes of workspace for all kernels together.
-        solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
+        solve: `ilp` (CBC through PuLP), `exact` (front merging) or another function.
+
+    Returns:
+        One plan per kernel, in order.
 
     Raises:
         PlanningError: The total is too small; the message has the shortfall.
-        ValueError: The solver is unknown.
     """
-    solve = SOLVERS.resolve(solver)
     if not tables:
-        return Division((), 0.0, 0.0, "relaxation", "optimal")
+        return ()
     numbers: dict[PerfTable, int] = {}  # hash every table once, as it takes long
     which = [numbers.setdefault(table, len(numbers)) for table in tables]
     shared = [pareto_front(table, total) for table in numbers]
     fronts = [shared[number] for number in which]
-    _check_total(tables, total, fronts)
-    items = [[Item(d.workspace, d.cost_ms) for d in front] for front in shared]
-    # Often the bounds leave nothing to solve.
-    core = reduce_to_core([items[number] for number in which], total)
-    if core.closed:
-        selection, name = Selection(core.incumbent, optimal=True), "relaxation"
-    else:
-        selection, name = _solve(core, solve)
-    cost = core.cost(selection.picks)
-    return Division(
-        plans=tuple(
-            ConvPlan(table.problem, front[i].steps, workspace_limit=total)
-            for table, front, i in zip(tables, fronts, selection.picks, strict=True)
-        ),
-        cost_ms=cost,
-        lower_bound_ms=cost if selection.optimal else min(core.bound, cost),
-        solver=name,
-        status="optimal" if selection.optimal else "feasible",
-    )
-
-
-def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
-    name = name_of(solve)
-    selection = solve(core)
-    if selection is not None:
-        excess = core.workspace(selection.picks) - core.capacity
-        if excess > 0:
-            _log.warning("solver %s exceeds the total by %d bytes", name, excess)
-            selection = None
-    if selection is None:
-        _log.warning("solver %s gave no division; merging fronts instead", name)
-        selection, name = merge(core), "exact"
-    # A solver that stopped early or has a tolerance may be worse than the incumbent.
-    if core.cost(core.incumbent) < core.cost(selection.picks):
-        selection = Selection(core.incumbent, selection.optimal)
-    return selection, name
-
-
-def _check_total(
-    tables: Sequence[PerfTable], total: int, fronts: Sequence[Sequence[Divided]]
-) -> None:
     needed = 0
     for table, front in zip(tables, fronts, strict=True):
         least = front[0].workspace if front else least_workspace(table)
@@ -501,3 +416,26 @@ def _check_total(
             f"{len(tables)} kernels do not fit into {total} bytes of workspace in "
             f"total: the smallest plans need {needed} bytes, {needed - total} more"
         )
+    items = [[Item(d.workspace, d.cost_ms) for d in front] for front in shared]
+    # Often the bounds leave nothing to solve.
+    core = reduce_to_core([items[number] for number in which], total)
+    picks = core.incumbent if core.closed else _solve(core, solve)
+    return tuple(
+        ConvPlan(table.problem, front[i].steps, workspace_limit=total)
+        for table, front, i in zip(tables, fronts, picks, strict=True)
+    )
+
+
+def _solve(core: Core, solve: Solver) -> tuple[int, ...]:
+    name = name_of(solve)
+    selection = solve(core)
+    if selection is not None:
+        excess = core.workspace(selection.picks) - core.capacity
+        if excess > 0:
+            _log.warning("solver %s exceeds the total by %d bytes", name, excess)
+            selection = None
+    if selection is None:
+        _log.warning("solver %s gave no division; merging fronts instead", name)
+        selection = exact(core)
+    # A solver that stopped early or has a tolerance may be worse than the incumbent.
+    return min(selection.picks, core.incumbent, key=core.cost)

@@ -42,13 +42,8 @@ def check_divisible(batch: int, sizes: int) -> None:
         )
 
 
-def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
-    """Return the planners' objective: times, their noise, and extra launches."""
-    return division_cost_ms(plan.steps, launch_overhead_ms)
-
-
 def division_cost_ms(steps: Sequence[AlgoPerf], launch_overhead_ms: float) -> float:
-    """Return the cost of a plan that consists of these steps."""
+    """Return the planners' objective: times, their noise, and extra launches."""
     return sum(s.cost_ms for s in steps) + (len(steps) - 1) * launch_overhead_ms
 
 
@@ -106,7 +101,7 @@ class Divided(NamedTuple):
 
     Attributes:
         workspace: Bytes of the largest part.
-        cost_ms: Objective of the planners; see `plan_cost_ms`.
+        cost_ms: Objective of the planners; see `division_cost_ms`.
         steps: Algorithm and size of every part.
     """
 
@@ -204,7 +199,10 @@ class _Sweep:
         batch //= unit
         check_divisible(batch, len({p.batch for p in rows}))
         self._batch = batch
-        launch, *costs = _integers([launch_overhead_ms, *(p.cost_ms for p in rows)])
+        times = [launch_overhead_ms, *(p.cost_ms for p in rows)]
+        ratios = [float(ms).as_integer_ratio() for ms in times]
+        scale = max(denominator for _, denominator in ratios)
+        launch, *costs = (n * (scale // d) for n, d in ratios)
         self._part_bits = batch.bit_length()
         ordered = sorted(
             (p.batch // unit, p.workspace, (cost + launch << self._part_bits) + 1, i)
@@ -286,9 +284,3 @@ class _Sweep:
             steps.append(self._stairs[size][-1].perf)
             n -= size
         return tuple(sorted(steps, key=lambda perf: -perf.batch))
-
-
-def _integers(values: Sequence[float]) -> list[int]:
-    ratios = [float(value).as_integer_ratio() for value in values]
-    scale = max(denominator for _, denominator in ratios)
-    return [n * (scale // d) for n, d in ratios]

@@ -269,11 +269,6 @@ def _rule(op: str, reads: str, of: str = "x0", *, with_attrs: bool = True) -> Ru
     return rule
 
 
-def _add_relu(tape: Tape, node: Node) -> None:
-    inputs = (node.outputs[0], tape.of(node))
-    tape.emit_shared("relu_grad", inputs, node.inputs)
-
-
 def _add(tape: Tape, node: Node) -> None:
     for term in node.inputs:
         tape.pass_on(term, tape.of(node))
@@ -327,7 +322,9 @@ def _mean_squared_error(tape: Tape, node: Node) -> None:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": _add,
-        "add_relu": _add_relu,
+        "add_relu": lambda tape, node: tape.emit_shared(
+            "relu_grad", (node.outputs[0], tape.of(node)), node.inputs
+        ),
         "avg_pool": _rule("avg_pool_grad", "dy"),
         "batch_norm": _rule(
             "batch_norm_grad", "x0 dy x1 y1 y2", "x0 x1 x2", with_attrs=False

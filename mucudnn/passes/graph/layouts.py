@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -169,18 +169,6 @@ class LayoutCosts:
     last: Mapping[str, float]
     transposed: Mapping[str, float]
 
-    def of(self, graph: Graph, chosen: frozenset[str]) -> float:
-        """Return the cost of a choice of nodes with channels last."""
-        nodes = sum(
-            self.last[name] if name in chosen else cost
-            for name, cost in self.first.items()
-        )
-        return nodes + sum(
-            self.transposed[name]
-            for name, tied in image_edges(graph, self.first).items()
-            if len({member in chosen for member in tied}) > 1
-        )
-
 
 def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
     """Return the nodes with channels last in the cheapest choice."""
@@ -318,15 +306,16 @@ def layout_trials(
         for spec in images
         if spec.layout == "NCHW"
     }
-    return LayoutTrials(trials.graph(), first, other, transposed)
+    every = Graph(MappingProxyType(trials.tensors), tuple(trials.nodes), ())
+    return LayoutTrials(every, first, other, transposed)
 
 
 class _Trials:
     """A graph of trials in which equal trials appear once."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, TensorSpec] = {}
-        self._nodes: list[Node] = []
+        self.tensors: dict[str, TensorSpec] = {}
+        self.nodes: list[Node] = []
         self._known: dict[Hashable, int] = {}
 
     def add(self, one: Graph) -> int:
@@ -339,34 +328,29 @@ class _Trials:
             if tape.wants(node.outputs[0]) and node.op in RULES:
                 tape.seed(node.outputs[0], None)
                 RULES[node.op](tape, node)
-            self._put(tape.tensors, tape.nodes, f"{self._known[key]}:")
+            self._put(tape, f"{self._known[key]}:")
         return self._known[key]
 
-    def graph(self) -> Graph:
-        """Return all trials as one graph."""
-        return Graph(MappingProxyType(self._tensors), tuple(self._nodes), ())
+    def _put(self, tape: Tape, prefix: str) -> None:
+        """Add the tensors and nodes of a trial under names with a prefix."""
 
-    def _put(
-        self, tensors: Mapping[str, TensorSpec], nodes: Iterable[Node], prefix: str
-    ) -> None:
-        for name, spec in tensors.items():
+        def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(prefix + name for name in names)
+
+        for name, spec in tape.tensors.items():
             alias = None if spec.alias is None else prefix + spec.alias
             own = replace(spec, name=prefix + name, alias=alias)
-            self._tensors[own.name] = own
-        for node in nodes:
-            reads, writes, mutates = (
-                tuple(prefix + name for name in names)
-                for names in (node.inputs, node.outputs, node.mutates)
+            self.tensors[own.name] = own
+        self.nodes += (
+            replace(
+                node,
+                name=prefix + node.name,
+                inputs=prefixed(node.inputs),
+                outputs=prefixed(node.outputs),
+                mutates=prefixed(node.mutates),
             )
-            self._nodes.append(
-                replace(
-                    node,
-                    name=prefix + node.name,
-                    inputs=reads,
-                    outputs=writes,
-                    mutates=mutates,
-                )
-            )
+            for node in tape.nodes
+        )
 
 
 def _with_wanted_gradients(one: Graph, fed: Collection[str]) -> Graph:

@@ -45,7 +45,6 @@ def overflow_checks(graph: Graph, gradients: Iterable[str]) -> tuple[Node, ...]:
             op="find_overflow",
             inputs=(gradient, COUNTS),
             outputs=(),
-            attrs=MappingProxyType({}),
             phase=Phase.UPDATE,
             mutates=(COUNTS,),
         )
@@ -97,7 +96,8 @@ def to_mixed_precision(graph: Graph, dtype: str) -> Graph:
     narrowing = _Narrowing(graph, dtype)
     for node in graph.nodes:
         narrowing.add(node)
-    return narrowing.graph()
+    tensors, nodes = MappingProxyType(narrowing.tensors), tuple(narrowing.nodes)
+    return replace(graph, tensors=tensors, nodes=nodes)
 
 
 class _Narrowing:
@@ -106,8 +106,8 @@ class _Narrowing:
     def __init__(self, graph: Graph, dtype: str) -> None:
         self._graph = graph
         self._dtype = dtype
-        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self._nodes: list[Node] = []
+        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self.nodes: list[Node] = []
         self._narrow: dict[str, str] = {}  # tensor -> its low-precision form
         self._wide: dict[str, str] = {}  # tensor computed in low precision -> wide form
         self._native: set[str] = set()
@@ -127,15 +127,7 @@ class _Narrowing:
                 else self._widened(name)
                 for name in node.inputs
             )
-            self._nodes.append(replace(node, inputs=inputs))
-
-    def graph(self) -> Graph:
-        """Return the rewritten graph."""
-        return replace(
-            self._graph,
-            tensors=MappingProxyType(self._tensors),
-            nodes=tuple(self._nodes),
-        )
+            self.nodes.append(replace(node, inputs=inputs))
 
     def _is_data(self, node: Node, name: str) -> bool:
         """Return whether an input gets low precision where its node does."""
@@ -156,13 +148,13 @@ class _Narrowing:
         read = dict(zip(node.inputs, inputs, strict=True))
         alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
         narrow = replace(spec, name=result, dtype=self._dtype, alias=alias)
-        self._tensors[result] = narrow
+        self.tensors[result] = narrow
         self._narrow[first] = result
         self._native.add(first)
         attrs = dict(node.attrs)
         if node.op == "conv":
             attrs["problem"] = replace(attrs["problem"], dtype=self._dtype)
-        self._nodes.append(
+        self.nodes.append(
             replace(
                 node,
                 inputs=inputs,
@@ -190,10 +182,10 @@ class _Narrowing:
         return self._wide[name]
 
     def _cast(self, source: str, spec: TensorSpec) -> str:
-        self._tensors[spec.name] = spec
+        self.tensors[spec.name] = spec
         name = f"{spec.name}:cast"
-        cast = make_node(self._tensors, name, "cast", (source,), (spec.name,))
-        self._nodes.append(cast)
+        cast = make_node(self.tensors, name, "cast", (source,), (spec.name,))
+        self.nodes.append(cast)
         return spec.name
 
 

@@ -20,25 +20,10 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import RECOMPUTED, Residency
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.graph.split import of_whole
+from mucudnn.passes.graph.split import aliased, of_whole
 
 _MOST_MADE = 50_000
 """Limit of remembered nodes of one graph."""
-
-
-def rematerialize(
-    graph: Graph,
-    residency: Mapping[str, Residency],
-    saved: Collection[str] | None = None,
-) -> Graph:
-    """Copy the producers of recomputed tensors to just before their backward uses.
-
-    With `RECOMPUTE` one copy serves all later uses. With `RECOMPUTE_EACH` every
-    backward reader has a copy of its own, with its whole recompute chain. With
-    `RECOMPUTE_ALWAYS` so does every forward reader of a slice except the first, unless
-    the reader's results share bytes with its inputs.
-    """
-    return Rematerializer(graph, saved)(residency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +48,13 @@ class Rematerializer:
         self._made: dict[object, tuple[Node, tuple[TensorSpec, ...]]] = {}
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
-        """Return the graph rewritten for these residencies; see `rematerialize`."""
+        """Copy the producers of recomputed tensors to just before their backward uses.
+
+        With `RECOMPUTE` one copy serves all later uses. With `RECOMPUTE_EACH` every
+        backward reader has a copy of its own, with its whole recompute chain. With
+        `RECOMPUTE_ALWAYS` so does every forward reader of a slice except the first,
+        unless the reader's results share bytes with its inputs.
+        """
         return self.rewrite(residency)[0]
 
     def rewrite(
@@ -375,16 +366,9 @@ class _Rewriter:
         self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]
     ) -> str | None:
         """Return the alias of a result if its node reads these inputs."""
-        alias = spec.alias
-        if alias is None:
+        if spec.alias is None:
             return None
-        # A view of a copy shares the copy's bytes, not the original's.
-        now = dict(zip(node.inputs, inputs, strict=True))
-        if alias in now:
-            return now[alias]
-        storages = self._graph.storages
-        same = (now[t] for t in node.inputs if storages[t] == storages[alias])
-        return next(same, alias)
+        return aliased(self._graph, spec.alias, node, inputs) or spec.alias
 
 
 def recompute_chain(

@@ -30,7 +30,6 @@ from mucudnn.passes.graph.split_axis import (
     SAMPLES,
     Parts,
     SplitAxis,
-    along_batch,
     asked_of,
     cuttable,
     interleave_slices,
@@ -51,27 +50,20 @@ class Cut:
 _WHOLE = Batch((), ())
 
 
-def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Graph:
-    """Split the nodes of a step along the batch.
-
-    Args:
-        graph: A training graph without updates, before in-place rewriting.
-        parts: Number of parts of each node (1 for nodes missing in a mapping), at most
-            the number of samples. Nodes that cannot be split stay whole.
-        batch: Number of samples; by default the first axis of the first non-scalar
-            input.
-
-    Raises:
-        ValueError: A number of parts is below 1, or the batch size is unknown.
-        TypeError: A number of parts is not an integer.
-    """
-    return split_along(graph, parts, along_batch(graph, batch))
-
-
 def split_along(graph: Graph, parts: Parts, along: SplitAxis) -> Graph:
     """Split the nodes of a step along an axis.
 
     A node has at most as many parts as its smallest tensor has rows.
+
+    Args:
+        graph: A training graph without updates, before in-place rewriting.
+        parts: Number of parts of each node (1 for nodes missing in a mapping). Nodes
+            that cannot be split stay whole.
+        along: The axis.
+
+    Raises:
+        ValueError: A number of parts is below 1.
+        TypeError: A number of parts is not an integer.
     """
     return _Splitter(graph, asked_of(parts), along).run()
 
@@ -326,8 +318,7 @@ class Emitter:
         """Declare the sum up to a slice; the last sum is the tensor itself."""
         total = name if index == cut.parts - 1 else f"{name}@0+{index}"
         self._totals[name] = total
-        self._slices.declare(name, total, alias=before)
-        return total
+        return self._slices.declare(name, total, alias=before)
 
 
 def _ends(
@@ -439,19 +430,18 @@ class SplitTensors:
 
     def partial(self, name: str, index: int) -> str:
         """Declare a slice's contribution to a sum."""
-        own_name = f"{name}@{index}"
-        self.declare(name, own_name, alias=None)
-        return own_name
+        return self.declare(name, f"{name}@{index}", alias=None)
 
-    def declare(self, name: str, own_name: str, alias: str | None) -> None:
-        """Declare a tensor like one of the whole graph."""
+    def declare(self, name: str, own_name: str, alias: str | None) -> str:
+        """Declare a tensor like one of the whole graph; return its name."""
         self.tensors[own_name] = replace(self.tensors[name], name=own_name, alias=alias)
+        return own_name
 
     def realias(self, name: str, node: Node, inputs: Sequence[str]) -> None:
         """Let an aliasing result share the bytes of its node's present inputs."""
         spec = self.tensors[name]
         if spec.alias is not None:
-            alias = self._alias(spec, node, inputs)
+            alias = aliased(self._graph, spec.alias, node, inputs)
             self.tensors[name] = replace(spec, alias=alias)
 
     def gathered(self, name: str, phase: Phase) -> tuple[str, ...]:
@@ -578,22 +568,25 @@ class SplitTensors:
         traits = replace(node.traits, batch=None, strips=None, joins_branches=False)
         self.nodes.append(replace(node, traits=traits))
 
-    def _alias(self, spec: TensorSpec, node: Node, inputs: Sequence[str]) -> str | None:
-        """Return the tensor whose bytes a slice of a result shares."""
-        if spec.alias is None:
-            return None
-        now = dict(zip(node.inputs, inputs, strict=False))
-        if spec.alias in now:
-            return now[spec.alias]
-        storages = self._graph.storages
-        same = (now[t] for t in node.inputs if storages[t] == storages[spec.alias])
-        return next(same, None)
-
 
 def _with_rows(spec: TensorSpec, name: str, axis: int, rows: Interval) -> TensorSpec:
     """Return a spec with another number of rows and the size of its shape."""
     shape = (*spec.shape[:axis], rows[1] - rows[0], *spec.shape[axis + 1 :])
     return replace(spec, name=name, shape=shape, storage_bytes=None)
+
+
+def aliased(graph: Graph, alias: str, node: Node, inputs: Sequence[str]) -> str | None:
+    """Return the tensor whose bytes a result shares if its node reads these inputs.
+
+    A view of a copy shares the copy's bytes, not those of the original `alias`. None if
+    no input has the storage of the original.
+    """
+    now = dict(zip(node.inputs, inputs, strict=False))
+    if alias in now:
+        return now[alias]
+    storages = graph.storages
+    same = (now[t] for t in node.inputs if storages[t] == storages[alias])
+    return next(same, None)
 
 
 def of_whole(name: str) -> str:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from mucudnn.arguments import check_integer, check_number
 from mucudnn.ir.graph import Graph, Node
@@ -23,16 +22,7 @@ def pieces_of(
     outputs = tuple(tensors[name] for name in node.outputs)
     between, pieces = make(Operands(node.name, inputs, outputs, node.attrs))
     return between, tuple(
-        Node(
-            f"{node.name}:{piece.name}",
-            piece.op,
-            piece.inputs,
-            piece.outputs,
-            MappingProxyType(dict(piece.attrs)),
-            node.phase,
-            piece.mutates,
-            piece.traits,
-        )
+        replace(piece, name=f"{node.name}:{piece.name}", phase=node.phase)
         for piece in pieces
     )
 
@@ -251,21 +241,18 @@ def parts_by_bytes(
     limit: float,
     *,
     most: int | None = None,
-    window: int | None = None,
     along: SplitAxis | None = None,
 ) -> Mapping[str, int]:
     """Return the number of parts of each node that keeps slices below a limit in bytes.
 
-    There are at most `most` parts (by default the number of samples), and stretches of
-    up to `window` nodes with fewer parts are split like their neighbours.
+    There are at most `most` parts, by default the number of samples.
 
     Raises:
         ValueError: The limit is not positive.
     """
     check_number("the limit of a slice's bytes", limit, 0, above=True, finite=False)
     along = along_batch(graph) if along is None else along
-    if window is None:
-        window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
+    window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
     size = along.size
     most = size if most is None else min(size, check_integer("most", most, least=1))
     splittable = cuttable(graph, along)

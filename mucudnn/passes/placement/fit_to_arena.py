@@ -18,13 +18,12 @@ from mucudnn.passes.placement.packing import (
     Place,
     Shrinkable,
     improve_places,
-    in_period,
     place_shrinkable,
 )
-from mucudnn.passes.scheduling.intervals import ResidencyInterval, shifted
+from mucudnn.passes.scheduling.intervals import ResidencyInterval, in_period, shifted
 from mucudnn.passes.scheduling.problem import fastest_of, first_plans
 from mucudnn.passes.scheduling.schedulers import Clock, earliest_ends, latest_starts
-from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 
 _TOLERATED = 0.005
 """Relative slowdown of a placement at which the search stops."""
@@ -127,7 +126,8 @@ class _Arena:
     def step_ms(self, places: Sequence[Place]) -> float:
         """Return the predicted time of a placement, with grown workspaces."""
         plans = self._grown_plans(places) if self._grows else self._plan.plans
-        return self._plan.step_ms_of(self._intervals(places), plans)
+        graph, profile = self._plan.schedule.graph, self._plan.profile
+        return step_ms(graph, profile, self._intervals(places), plans)
 
     def placed(self, places: Sequence[Place]) -> PlacedStep:
         """Return the step of a placement."""

@@ -10,7 +10,7 @@ workspace as long as its `Compute`. Host memory of a storage is in use from its 
 wait.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut,
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role
 from mucudnn.notebook import html_of
-from mucudnn.passes.liveness import ALIGNMENT, rounded
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.packing import Block, in_gaps, live_peak, pack
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -45,11 +45,6 @@ class PageTable:
 
     chunk_bytes: int
     chunks: tuple[int, ...]
-
-    @property
-    def address_bytes(self) -> int:
-        """Bytes of the whole address range."""
-        return len(self.chunks) * self.chunk_bytes
 
     def map_ms(self, costs: ChunkCosts) -> float:
         """Return the time to map all chunks."""
@@ -91,11 +86,6 @@ class Layout:
     def mapped_chunks(self) -> int:
         """Number of mapped chunks."""
         return 0 if self.pages is None else len(self.pages.chunks)
-
-    @property
-    def address_bytes(self) -> int:
-        """Bytes of the address range; the arena's size without a page table."""
-        return self.nbytes if self.pages is None else self.pages.address_bytes
 
     @property
     def fragmentation(self) -> float:
@@ -148,42 +138,59 @@ class PlacedStep:
         return self.layout.nbytes + self.state_bytes
 
 
-def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
+def lay_out(schedule: Schedule) -> Layout:
     """Lay out everything in a schedule except resident parameters and state."""
-    lives = lives_of(schedule)
-    blocks = []
+    blocks, fixed = step_blocks(schedule)
+    packing = pack(blocks, fixed=fixed)
+    return layout_at(schedule, packing.offsets, packing.nbytes, live_peak(blocks))
+
+
+def step_blocks(schedule: Schedule) -> tuple[list[Block], dict[str, int]]:
+    """Return residency intervals and workspaces, and the offsets of fixed ones.
+
+    State that is live across steps is at the same place at both ends of the step, at
+    the bottom.
+    """
+    blocks: list[Block] = []
     fixed: dict[str, int] = {}
     bottom = 0
-    # State that stays across steps is at the same place at both ends of the step.
-    for name in schedule.live_across:
-        for i in (0, len(lives[name]) - 1):
-            fixed[interval_name(name, i)] = bottom
-        bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
-    for name, of_name in lives.items():
-        nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
-        blocks += [
-            Block(interval_name(name, i), nbytes, first, last)
-            for i, (first, last) in enumerate(of_name)
-        ]
+    for name, lives in lives_of(schedule).items():
+        nbytes = rounded(schedule.graph.tensors[name].nbytes)
+        names = [interval_name(name, i) for i in range(len(lives))]
+        pairs = zip(names, lives, strict=True)
+        blocks += (Block(own, nbytes, first, last) for own, (first, last) in pairs)
+        if name in schedule.live_across:
+            fixed[names[0]] = fixed[names[-1]] = bottom
+            bottom += nbytes
     # A workspace lives during its node only.
-    scratch = []
     for at, instruction in enumerate(schedule.instructions):
         if isinstance(instruction, Compute):
-            nbytes = rounded(schedule.workspaces.get(instruction.node, 0), alignment)
+            nbytes = rounded(schedule.workspaces.get(instruction.node, 0))
             if nbytes:
-                scratch.append(instruction.node)
                 blocks.append(Block(workspace_name(instruction.node), nbytes, at, at))
-    packing = pack(blocks, fixed=fixed)
-    found = packing.offsets
-    offsets = {
-        name: tuple(found[interval_name(name, i)] for i in range(len(of_name)))
-        for name, of_name in lives.items()
+    return blocks, fixed
+
+
+def layout_at(
+    schedule: Schedule,
+    offsets: Mapping[str, int],
+    nbytes: int,
+    peak_bytes: int,
+    pages: PageTable | None = None,
+) -> Layout:
+    """Return the layout of a schedule with the offsets of its `step_blocks`."""
+    intervals = {
+        name: tuple(offsets[interval_name(name, i)] for i in range(len(lives)))
+        for name, lives in lives_of(schedule).items()
     }
+    names = {node: workspace_name(node) for node in schedule.workspaces}
+    scratch = {node: offsets[own] for node, own in names.items() if own in offsets}
     return Layout(
-        MappingProxyType(offsets),
-        MappingProxyType({node: found[workspace_name(node)] for node in scratch}),
-        packing.nbytes,
-        live_peak(blocks),
+        MappingProxyType(intervals),
+        MappingProxyType(scratch),
+        nbytes,
+        peak_bytes,
+        pages,
     )
 
 
@@ -253,24 +260,20 @@ def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
                 found.setdefault(name, []).append((at, end))
             case Free(name):
                 found[name][-1] = (found[name][-1][0], at)
-    for name in _touched(schedule):
-        found.setdefault(name, [(-1, end)])
+    # What the step uses or returns, without parameters and state.
+    inputs = (spec.name for spec in graph.with_role(Role.INPUT))
+    used = (name for node in graph.nodes for name in node.tensors)
+    elsewhere = {spec.name for spec in graph.with_role(*PERSISTENT)}
+    touched = (graph.storages[t] for t in (*inputs, *used, *graph.outputs))
+    for name in dict.fromkeys(touched):
+        if name not in elsewhere:
+            found.setdefault(name, [(-1, end)])
     for spec in graph.with_role(Role.INPUT):
         found[spec.name][0] = (-1, found[spec.name][0][1])
     for output in graph.outputs:
         if (name := graph.storages[output]) in found:
             found[name][-1] = (found[name][-1][0], end)
     return found
-
-
-def _touched(schedule: Schedule) -> list[str]:
-    """Return the storages a step uses or returns, without parameters and state."""
-    graph = schedule.graph
-    inputs = (spec.name for spec in graph.with_role(Role.INPUT))
-    used = (name for node in graph.nodes for name in node.tensors)
-    storages = (graph.storages[name] for name in (*inputs, *used, *graph.outputs))
-    elsewhere = {spec.name for spec in graph.with_role(*PERSISTENT)}
-    return [name for name in dict.fromkeys(storages) if name not in elsewhere]
 
 
 def interval_name(storage: str, number: int) -> str:
@@ -320,14 +323,13 @@ def with_addresses(
     table = list(range(-(-max(*ends, *tops) // chunk_bytes)))
     known: dict[tuple[int, ...], int] = {}
     for name, pieces in scattered.items():
-        chunks = tuple(_chunks(pieces, chunk_bytes))
+        chunks = tuple(
+            chunk
+            for start, stop in pieces
+            for chunk in range(start // chunk_bytes, -(-stop // chunk_bytes))
+        )
         if chunks not in known:
             known[chunks] = len(table) * chunk_bytes
             table += chunks
         offsets[name] = known[chunks] + pieces[0].start % chunk_bytes
     return offsets, PageTable(chunk_bytes, tuple(table))
-
-
-def _chunks(pieces: Sequence[Extent], chunk_bytes: int) -> Iterator[int]:
-    for piece in pieces:
-        yield from range(piece.start // chunk_bytes, -(-piece.stop // chunk_bytes))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mucudnn.passes.scheduling.intervals import in_period
 from mucudnn.passes.scheduling.schedulers import Clock
 
 
@@ -130,23 +131,22 @@ def _attempts(
 
 
 def placing_orders(blocks: Sequence[Block], selected: Sequence[int]) -> list[list[int]]:
-    """Return several orders in which to place some of the blocks."""
-    return [sorted(selected, key=key) for key in _keys(blocks)]
+    """Return orders in which to place some of the blocks.
 
-
-def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ...]:
-    """Return sort keys: by lifetime, by area, by size, by start and by end."""
+    The orders are by lifetime, by area, by size, by start and by end.
+    """
 
     def life(i: int) -> int:
         return blocks[i].last - blocks[i].first + 1
 
-    return (
+    keys: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (-life(i), -blocks[i].nbytes, blocks[i].first),
         lambda i: (-life(i) * blocks[i].nbytes, blocks[i].first),
         lambda i: (-blocks[i].nbytes, -life(i), blocks[i].first),
         lambda i: (blocks[i].first, -blocks[i].last),
         lambda i: (-blocks[i].last, blocks[i].first),
     )
+    return [sorted(selected, key=key) for key in keys]
 
 
 # Allocation heuristics: greedy assignment of offsets to blocks, without backtracking.
@@ -676,17 +676,6 @@ class _Occupied:
         """Return a bucket with all rows that overlap a range, or all rows."""
         bucket = first // self._width
         return self._buckets[bucket] if last // self._width == bucket else self._rows
-
-
-def in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
-    """Wrap a range of positions into one period."""
-    if last - first + 1 >= period:
-        return ((0, period - 1),)
-    start = first % period
-    stop = start + last - first
-    if stop < period:
-        return ((start, stop),)
-    return ((start, period - 1), (0, stop - period))
 
 
 def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[tuple[int, int]]:

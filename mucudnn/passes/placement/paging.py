@@ -8,39 +8,22 @@ heads and tails, are lost to fragmentation.
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Compute
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import (
     Extent,
-    Layout,
     PlacedStep,
-    interval_name,
     joined,
-    lives_of,
+    layout_at,
+    step_blocks,
     with_addresses,
     workspace_name,
 )
-from mucudnn.passes.placement.packing import Block, SqueakyWheel, placing_orders
+from mucudnn.passes.placement.packing import SqueakyWheel, placing_orders
 from mucudnn.passes.scheduling.problem import fastest_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
-
-
-class _Ends(NamedTuple):
-    """Free extents by their position in chunks.
-
-    Attributes:
-        tails: Free ends of chunks that are not entirely free.
-        runs: Runs of consecutive free chunks.
-        heads: Free beginnings of chunks that are not entirely free.
-    """
-
-    tails: list[Extent]
-    runs: list[Extent]
-    heads: list[Extent]
 
 
 class FreeMemory:
@@ -65,9 +48,8 @@ class FreeMemory:
     @property
     def most(self) -> int:
         """Bytes of the largest tensor that fits."""
-        ends = self._ends()
-        chunks = sum(map(_size, ends.runs))
-        scattered = _longest(ends.tails) + chunks + _longest(ends.heads)
+        tails, runs, heads = self._ends()
+        scattered = _longest(tails) + sum(map(_size, runs)) + _longest(heads)
         return max(_longest(self._free), scattered)
 
     def find(self, nbytes: int) -> tuple[Extent, ...] | None:
@@ -95,20 +77,24 @@ class FreeMemory:
         found.append(Extent(head.start, head.start + rest - first))
         return joined(piece for piece in found if _size(piece))
 
-    def _ends(self) -> _Ends:
-        found = _Ends([], [], [])
+    def _ends(self) -> tuple[list[Extent], list[Extent], list[Extent]]:
+        """Return free ends of chunks, runs of free chunks, and free beginnings.
+
+        Ends and beginnings are of chunks that are not entirely free.
+        """
+        tails, runs, heads = list[Extent](), list[Extent](), list[Extent]()
         for start, stop in self._free:
             low = -(-start // self._chunk) * self._chunk
             high = stop // self._chunk * self._chunk
             if low > high:  # in the middle of a chunk
                 continue
             if start < low:
-                found.tails.append(Extent(start, low))
+                tails.append(Extent(start, low))
             if low < high:
-                found.runs.append(Extent(low, high))
+                runs.append(Extent(low, high))
             if high < stop:
-                found.heads.append(Extent(high, stop))
-        return found
+                heads.append(Extent(high, stop))
+        return tails, runs, heads
 
 
 def _size(extent: Extent) -> int:
@@ -179,40 +165,17 @@ def place_virtually(
     end = arena_bytes // chunks.nbytes * chunks.nbytes
     step = _Step(plan, end, chunks.nbytes, plan.profile.fronts if grows else {})
     for places in step.attempts():
-        chosen = step.workspaces(places)
-        if chosen is not None:
-            return _placed(plan, places, chosen, chunks.nbytes)
+        if (chosen := step.workspaces(places)) is None:
+            continue
+        offsets, pages = with_addresses(places, chunks.nbytes)
+        if chosen:
+            plan = plan.with_plans({**plan.plans, **chosen})
+        top = max((pieces[-1].stop for pieces in places.values()), default=0)
+        if pages is not None:
+            top = (1 + max(pages.chunks)) * chunks.nbytes
+        peak = plan.peak_bytes - plan.state_bytes
+        return PlacedStep(plan, layout_at(plan.schedule, offsets, top, peak, pages))
     return None
-
-
-def _placed(
-    plan: StepPlan,
-    places: Mapping[str, Pieces],
-    chosen: Mapping[str, ConvPlan],
-    chunk_bytes: int,
-) -> PlacedStep:
-    """Return the step with addresses and the chosen convolution plans."""
-    offsets, pages = with_addresses(places, chunk_bytes)
-    if chosen:
-        plan = plan.with_plans({**plan.plans, **chosen})
-    of_storage = {
-        name: tuple(offsets[interval_name(name, i)] for i in range(len(lives)))
-        for name, lives in lives_of(plan.schedule).items()
-    }
-    scratch = {n: offsets[workspace_name(n)] for n in plan.schedule.workspaces}
-    top = max((pieces[-1].stop for pieces in places.values()), default=0)
-    if pages is not None:
-        top = (1 + max(pages.chunks)) * chunk_bytes
-    return PlacedStep(
-        plan,
-        Layout(
-            MappingProxyType(of_storage),
-            MappingProxyType(scratch),
-            top,
-            plan.peak_bytes - plan.state_bytes,
-            pages,
-        ),
-    )
 
 
 class _Step:
@@ -227,8 +190,14 @@ class _Step:
     ) -> None:
         self._schedule = plan.schedule
         self._end, self._chunk, self._fronts = end, chunk_bytes, fronts
-        self._fixed: dict[str, Pieces] = {}
-        self._blocks = [*self._intervals(), *self._fixed_workspaces()]
+        blocks, fixed = step_blocks(plan.schedule)
+        chosen_later = {workspace_name(node) for node in fronts}
+        self._blocks = [block for block in blocks if block.name not in chosen_later]
+        self._fixed: dict[str, Pieces] = {
+            block.name: (Extent(at, at + block.nbytes),)
+            for block in blocks
+            if (at := fixed.get(block.name)) is not None
+        }
 
     def attempts(self) -> Iterator[dict[str, Pieces]]:
         """Yield placements of everything except workspaces of nodes with fronts."""
@@ -295,26 +264,3 @@ class _Step:
             for piece in places.get(block.name, ())
         ]
         return FreeMemory.between(taken, self._end, self._chunk)
-
-    def _intervals(self) -> Iterator[Block]:
-        """Yield residency intervals; fix those live across steps at the bottom."""
-        tensors, across = self._schedule.graph.tensors, self._schedule.live_across
-        bottom = 0
-        for name, lives in lives_of(self._schedule).items():
-            nbytes = rounded(tensors[name].nbytes)
-            for i, (first, last) in enumerate(lives):
-                block = Block(interval_name(name, i), nbytes, first, last)
-                if name in across and i in (0, len(lives) - 1):
-                    self._fixed[block.name] = (Extent(bottom, bottom + nbytes),)
-                yield block
-            bottom += nbytes if name in across else 0
-
-    def _fixed_workspaces(self) -> Iterator[Block]:
-        for at, instruction in enumerate(self._schedule.instructions):
-            if (
-                isinstance(instruction, Compute)
-                and instruction.node not in self._fronts
-            ):
-                nbytes = rounded(self._schedule.workspaces.get(instruction.node, 0))
-                if nbytes:
-                    yield Block(workspace_name(instruction.node), nbytes, at, at)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from mucudnn.ir.graph import Graph
 from mucudnn.passes.graph.rematerialize import (
     is_checkpoint,
-    recompute_chain,
     recompute_ms,
 )
 from mucudnn.passes.graph.split import of_whole
@@ -39,13 +38,11 @@ class Candidate:
     Attributes:
         saved: The tensor.
         recompute_ms: Time of its recompute chain.
-        parents: Names of saved tensors that the chain reads, ascending.
         checkpoint: Whether recomputation is expensive; see `is_checkpoint`.
     """
 
     saved: Saved
     recompute_ms: float
-    parents: tuple[str, ...]
     checkpoint: bool
 
 
@@ -58,9 +55,7 @@ class Candidate:
 
 _END_CHOICES = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
 
-_CHECKPOINT_CHOICES = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
-
-_CHEAP_CHOICES = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+_CHECKPOINT_CHOICES = (*RECOMPUTED_BACKWARD, Residency.OFFLOAD)
 
 _STRIDES = (1, 2)
 """Every how many block ends one is not recomputed."""
@@ -96,7 +91,7 @@ def blockwise(
     """
     ends = _ends(graph, candidates)
     for every, near, cheap, far in itertools.product(
-        _STRIDES, _CHECKPOINT_CHOICES, _CHEAP_CHOICES, _END_CHOICES
+        _STRIDES, _CHECKPOINT_CHOICES, RECOMPUTED_BACKWARD, _END_CHOICES
     ):
         stay = frozenset(ends[::every])
         yield {
@@ -203,12 +198,8 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
         if saved.producer.recomputable and not saved.producer.remakes(saved.name):
             continue
         again = recompute_ms(step.graph, step.profile, saved.name, names.__contains__)
-        # Parents are the saved tensors from which a recomputation starts.
-        nodes = recompute_chain(step.graph, saved.name, names.__contains__)
-        read = {step.graph.storages[t] for node in nodes for t in node.inputs}
-        parents = tuple(sorted((read & names) - {saved.name}))
         checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
-        found.append(Candidate(saved, again, parents, checkpoint))
+        found.append(Candidate(saved, again, checkpoint))
     return found
 
 

@@ -130,6 +130,17 @@ def _written(use: Use, start: int, stop: int) -> bool:
     return False
 
 
+def in_period(first: int, last: int, period: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of one period that a cyclic range (inclusive) covers."""
+    if last - first + 1 >= period:
+        return ((0, period - 1),)
+    start = first % period
+    stop = start + last - first
+    if stop < period:
+        return ((start, stop),)
+    return ((start, period - 1), (0, stop - period))
+
+
 def shifted(interval: ResidencyInterval, nodes: int) -> ResidencyInterval:
     """Return the interval with its positions shifted by a number of nodes."""
     return interval._replace(
@@ -279,7 +290,7 @@ class MemoryLedger:
         if start >= 0 and stop < len(self._bytes):
             self._add(start, stop, nbytes)
             return
-        for first, last in self._in_step(start, stop):
+        for first, last in in_period(start, stop, len(self._bytes)):
             self._add(first, last, nbytes)
 
     def _add(self, first: int, last: int, nbytes: int) -> None:
@@ -400,14 +411,3 @@ class MemoryLedger:
         start = chunk * _WIDTH
         within = self._bytes[start : start + _WIDTH]
         return most, start + within.index(most - self._everywhere[chunk])
-
-    def _in_step(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the inclusive ranges of one step that a cyclic range covers."""
-        n = len(self._bytes)
-        if start > stop:
-            return
-        first = start % n
-        last = first + stop - start
-        yield first, min(last, n - 1)
-        if last >= n:
-            yield 0, last - n

@@ -19,6 +19,7 @@ from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
     Swaps,
     check_fits,
+    in_period,
     least_occupancy,
     split,
     unsplit,
@@ -126,9 +127,9 @@ class SchedulingProblem:
                     change[i + 1] -= nbytes
                     change[j] += nbytes
                     continue
-                for first, behind in _within_step(i + 1, j, n):
+                for first, last in in_period(i + 1, j - 1, n):
                     change[first] -= nbytes
-                    change[behind] += nbytes
+                    change[last + 1] += nbytes
         used = itertools.accumulate(change)
         return [a + b for a, b in zip(self.scratch(), used, strict=False)]
 
@@ -176,14 +177,6 @@ def changes_of(uses: Iterable[Use], count: int) -> list[int]:
             change[min(positions[0], count)] += nbytes
             change[min(positions[-1] + 1, count)] -= nbytes
     return change
-
-
-def _within_step(first: int, behind: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of one step that a cyclic range covers."""
-    if first < count:
-        yield first, min(behind, count)
-    if behind > count:
-        yield max(first - count, 0), behind - count
 
 
 class Scheduler(Protocol):

@@ -21,7 +21,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 
 from mucudnn.passes.liveness import Use
@@ -39,54 +39,27 @@ PREFETCH_FACTOR = 1.5
 """Limit of the swap-in window relative to the budget, unwritten results included."""
 
 
-@dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """Residency intervals, and the fill levels of both windows over time.
-
-    Attributes:
-        intervals: Intervals of all storages that are not always resident.
-        in_bytes: Bytes of the swap-in window when each node was planned, and at the
-            end; prefetches that were cancelled later are included.
-        out_bytes: Bytes of the swap-out window at the same times.
-        prefetch_bytes: Bytes of the swap-in window, unwritten results included.
-    """
-
-    intervals: tuple[ResidencyInterval, ...]
-    in_bytes: tuple[int, ...]
-    out_bytes: tuple[int, ...]
-    prefetch_bytes: tuple[int, ...]
-
-
 def adaptive_window(
     problem: SchedulingProblem,
 ) -> tuple[list[ResidencyInterval], MemoryLedger]:
     """Schedule copies by two windows over one budget, without regard to time.
 
     If the problem names no gaps for offload, all gaps may be used.
-    """
-    intervals = windows(problem).intervals
-    return list(intervals), problem.ledger(intervals)
-
-
-def windows(problem: SchedulingProblem) -> WindowPlan:
-    """Schedule copies by two windows.
 
     Raises:
         PlanningError: A node's operands do not fit beside the resident storages.
     """
-    problem = replace(problem, swaps=problem.swaps or _every_gap(problem))
-    problem.check()
-    return _slide(problem)
-
-
-def _every_gap(problem: SchedulingProblem) -> Swaps:
-    n, immovable = len(problem.graph.nodes), problem.graph.immovable
-    return {
+    graph = problem.graph
+    swaps = problem.swaps or {
         use.storage: gaps
         for use in problem.uses.values()
-        if not use.persistent and use.storage not in immovable
-        if (gaps := [(i, j) for i, j in use.gaps() if j < n])
+        if not use.persistent and use.storage not in graph.immovable
+        if (gaps := [(i, j) for i, j in use.gaps() if j < len(graph.nodes)])
     }
+    problem = replace(problem, swaps=swaps)
+    problem.check()
+    intervals = _slide(problem)
+    return intervals, problem.ledger(intervals)
 
 
 _UNMET, _AWAITED, _IN, _OUT, _HOST = range(5)
@@ -158,7 +131,7 @@ class _Item:
         return tuple.__new__(ResidencyInterval, fields)
 
 
-def _slide(problem: SchedulingProblem) -> WindowPlan:
+def _slide(problem: SchedulingProblem) -> list[ResidencyInterval]:
     """Slide both windows over the accesses: [tail, begin) and [begin, head).
 
     One loop with local variables: it is the hottest of a search.
@@ -172,7 +145,6 @@ def _slide(problem: SchedulingProblem) -> WindowPlan:
     accesses, places, bounds, begun = _accesses(problem, items, nodes)
     transfers: set[int] = set()  # accesses that took over a storage from the last one
     intervals: list[ResidencyInterval] = []
-    levels = []
     head = tail = 0
     inside = outside = ahead = 0
     count = len(accesses)
@@ -243,7 +215,6 @@ def _slide(problem: SchedulingProblem) -> WindowPlan:
         for item in fresh:
             item.enter(node, node, prefetched=False)
         inside = need
-        levels.append((inside, outside, ahead))
         # Free or offload storages that no other node in the window uses.
         for index in range(begin, end):
             item = accesses[index]
@@ -267,14 +238,10 @@ def _slide(problem: SchedulingProblem) -> WindowPlan:
     for item in items:
         if item.state == _IN:
             item.last = nodes
-            inside -= item.nbytes
-            ahead -= item.nbytes
             intervals.append(item.leave(nodes, kept=False))
         elif item.state == _OUT:  # host-resident
-            outside -= item.nbytes
             intervals.append(item.leave(nodes - 1, kept=True))
-    levels.append((inside, outside, ahead))
-    return WindowPlan(tuple(intervals), *zip(*levels, strict=True))
+    return intervals
 
 
 def _accesses(

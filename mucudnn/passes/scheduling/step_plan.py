@@ -29,7 +29,7 @@ from mucudnn.passes.scheduling.problem import (
     timed_by,
     workspaces_of,
 )
-from mucudnn.passes.simulate import Lane, Prediction, simulate
+from mucudnn.passes.simulate import STEPS_BEFORE, Lane, Prediction, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,6 @@ class StepPlan:
         prediction = simulate(schedule, profile)
         return replace(self, schedule=schedule, plans=plans, prediction=prediction)
 
-    def step_ms_of(
-        self, intervals: Sequence[ResidencyInterval], plans: Mapping[str, ConvPlan]
-    ) -> float:
-        """Return the predicted time with other residency intervals and plans."""
-        return step_ms(self.schedule.graph, self.profile, intervals, plans)
-
     def _peak(
         self, intervals: Sequence[ResidencyInterval], workspaces: Mapping[str, int]
     ) -> int:
@@ -153,10 +147,6 @@ class StepPlan:
 
 _ROUNDED = 1 - 1e-9
 """Margin for the rounding of sums in another order."""
-
-
-_STEPS_BEFORE = 2
-"""Warm-up steps before the measured one, if storages are live across steps."""
 
 
 _IN, _OUT, _WAIT = range(3)
@@ -244,7 +234,7 @@ def step_ms(
     left = sum(node_ms) * _ROUNDED
     clock = _Clock(node_ms, before, behind, exchanges_of(graph, profile))
     # Copies of one step delay the next: measure when this has settled.
-    for _ in range(_STEPS_BEFORE if cyclic else 0):
+    for _ in range(STEPS_BEFORE if cyclic else 0):
         clock.run(math.inf, 0.0)
     begin = clock.now
     # The limit has a margin, as sums in another order round differently.

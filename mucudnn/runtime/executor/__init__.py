@@ -104,7 +104,6 @@ class Executor:
         watcher: Watcher | None = None,
         around: HookFactory | None = None,
     ) -> None:
-        self.arena_bytes = layout.nbytes
         self.host_bytes = 0
         self._backend, self._step_io = backend, step_io
         self._graph = schedule.graph

@@ -89,7 +89,6 @@ class Pool:
     Attributes:
         blocks: Live blocks by name.
         holes: Offset -> bytes of each free range.
-        peak_bytes: Maximum of `reserved_bytes` so far.
     """
 
     def __init__(self, device: Device, nbytes: int, name: str = "the pool") -> None:
@@ -100,7 +99,6 @@ class Pool:
         self.nbytes = nbytes
         self.blocks: dict[str, Block] = {}
         self.holes = {0: nbytes} if nbytes else {}
-        self.peak_bytes = 0
         self._device = device
         self._name = name
         self._arena: Buffer | None = device.allocate(nbytes)
@@ -140,7 +138,6 @@ class Pool:
             if size > reserved:
                 self.holes[offset + reserved] = size - reserved
         self.blocks[name] = Block(offset, nbytes, reserved)
-        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         return offset
 
     def free(self, name: str) -> None:

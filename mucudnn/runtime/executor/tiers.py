@@ -168,11 +168,6 @@ class Tiers:
     def _slot(self, tier: int, offset: int, nbytes: int) -> HostSlot:
         return HostSlot(tier, offset, self._tiers[tier].view(offset, nbytes), tier)
 
-    def close(self) -> None:
-        """Close all tiers."""
-        for tier in self._tiers:
-            tier.close()
-
 
 def _reserve(file: int, nbytes: int, where: Path) -> None:
     """Give a file its full size; a sparse file where space cannot be reserved."""

@@ -17,6 +17,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.microbatch import pareto_plans
+from mucudnn.passes.scheduling.problem import fastest_of
 from mucudnn.runtime.profiling.links import ColdBench, cold_bench
 from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces, working_sets
 from mucudnn.runtime.tuning.timing import StoppingRule
@@ -72,7 +73,7 @@ def profile(
     limit = min(tuner.memory_limit, math.inf if memory is None else memory)
     convolutions = [node for node in graph.nodes if node.op == "conv"]
     fronts = _fronts(tuner, graph, convolutions, limit, done)
-    plans = _within(limit, (_fastest(front) for front in fronts.values()))
+    plans = _within(limit, (fastest_of(front) for front in fronts.values()))
     # One pool for all timings, as large as the largest working set needs.
     sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
@@ -83,7 +84,7 @@ def profile(
         out_rate, in_rate = bench.link()
     # Every node gets the time of its fastest plan.
     fronts_of = {node.name: fronts[node.attrs["problem"]] for node in convolutions}
-    node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
+    node_ms = {name: fastest_of(front).time_ms for name, front in fronts_of.items()}
     return Profile(
         node_ms=node_ms | kernels_ms,
         workspaces=workspaces,
@@ -124,12 +125,8 @@ def refine(
         for name, front in known.fronts.items()
     }
     node_ms = dict(known.node_ms)
-    node_ms.update((name, _fastest(front).time_ms) for name, front in fronts.items())
+    node_ms.update((name, fastest_of(front).time_ms) for name, front in fronts.items())
     return replace(known, fronts=fronts, node_ms=node_ms)
-
-
-def _fastest(front: Iterable[ConvPlan]) -> ConvPlan:
-    return min(front, key=lambda plan: plan.time_ms)
 
 
 def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
@@ -169,7 +166,7 @@ def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPla
     """Scale plans to their times within a step."""
     # The tuner times repeated kernels with their operands in the caches; the fastest
     # plan was also timed cold. Scale the others by the same ratio.
-    known = _fastest(front).time_ms
+    known = fastest_of(front).time_ms
     if measured is None or not known:
         return tuple(front)
     return tuple(_scaled_to(plan, plan.time_ms * measured / known) for plan in front)

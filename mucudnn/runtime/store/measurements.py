@@ -22,15 +22,11 @@ from mucudnn.codecs import check_times, decode_race, load_json, problem_key
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.measurement import DeviceSummary, Measurement, Race, Verdict
+from mucudnn.ir.measurement import DeviceSummary, Measurement, Race, Recording, Verdict
 from mucudnn.plugins import installed_version
 from mucudnn.recording_format import MOST, read_recording
 from mucudnn.runtime.store.recordings import write_recording
-from mucudnn.runtime.store.sqlite_file import (
-    RecordFile,
-    transaction,
-    warn,
-)
+from mucudnn.runtime.store.sqlite_file import RecordFile, transaction, warn
 from mucudnn.runtime.store.tables import (
     OF_ALL,
     OF_ANY_DEVICE,
@@ -344,9 +340,11 @@ class BenchmarkCache:
         """
         if self.path is not None and Path(file).resolve() == self.path:
             raise CacheError(f"{file} is the cache itself; name another file")
-        rows = self.rows()
-        write_recording(file, rows, verdicts=self.verdicts(), races=self.races())
-        return len(rows)
+        recording = Recording(
+            measurements=self.rows(), verdicts=self.verdicts(), races=self.races()
+        )
+        write_recording(file, recording)
+        return len(recording.measurements)
 
     def import_json(self, file: Path | str) -> int:
         """Merge a recording, all of it or nothing; the newest measurement wins.

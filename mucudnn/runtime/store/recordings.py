@@ -10,7 +10,7 @@ A recording has kernels at some micro-batch sizes. Every mini-batch size that is
 of those has a Pareto front of divisions, computed as on the recorded machine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from mucudnn.errors import CacheError
 from mucudnn.files import read_whole, write_whole
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.fleet import StepTable
-from mucudnn.ir.measurement import Measurement, Race, Verdict
+from mucudnn.ir.measurement import Recording
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import aligned_batches, pareto_plans
 from mucudnn.recording_format import (
@@ -42,29 +42,13 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1 << 62
 
 
-def write_recording(
-    file: Path | str,
-    measurements: Iterable[Measurement],
-    environments: Mapping[str, Mapping[str, str]] | None = None,
-    *,
-    alignments: Mapping[str, int] | None = None,
-    verdicts: Iterable[Verdict] = (),
-    races: Iterable[Race] = (),
-) -> None:
+def write_recording(file: Path | str, recording: Recording) -> None:
     """Write a recording; a file name in `.gz` is compressed.
 
-    An existing file is replaced, unless a newer version wrote it. The keys of
-    `environments` and `alignments` are fingerprints of devices.
+    An existing file is replaced, unless a newer version wrote it.
     """
     target = Path(file)
-    data = format_recording(
-        measurements,
-        environments,
-        alignments=alignments,
-        verdicts=verdicts,
-        races=races,
-        compress=target.suffix == ".gz",
-    )
+    data = format_recording(recording, compress=target.suffix == ".gz")
     try:
         spare_newer(target)
         write_whole(target, data)
@@ -109,14 +93,15 @@ def record_run(
     if not rows:
         raise CacheError(f"nothing was measured, so {file} was not written")
     device, layers = tuner.backend.device, {m.problem.with_batch(1) for m in rows}
-    write_recording(
-        file,
-        rows,
-        {device.fingerprint: device.description()},
+    verdicts = (v for v in tuner.verdicts if v.problem.with_batch(1) in layers)
+    recording = Recording(
+        environments={device.fingerprint: device.description()},
         alignments={device.fingerprint: tuner.backend.split_alignment},
-        verdicts=[v for v in tuner.verdicts if v.problem.with_batch(1) in layers],
+        measurements=tuple(rows),
+        verdicts=tuple(verdicts),
         races=tuner.cache.races(device.fingerprint),
     )
+    write_recording(file, recording)
     return len(rows)
 
 

@@ -18,11 +18,11 @@ from mucudnn.backends.base import Backend
 from mucudnn.codecs import (
     check_times,
     decode,
+    decode_fields,
     decode_race,
     list_of,
     members_of,
     object_of,
-    plan_from_dict,
 )
 from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
@@ -149,14 +149,6 @@ class Resumption:
     races: Mapping[str, tuple[float, float]]
 
 
-def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-    """Return races in the form in which a checkpoint stores them."""
-    return [
-        {"raced": raced, "first_ms": first, "second_ms": second}
-        for raced, (first, second) in races.items()
-    ]
-
-
 def read_resumption(checkpoint: Checkpoint) -> Resumption:
     """Read the progress of a checkpoint."""
     try:
@@ -235,7 +227,7 @@ def _decoded(where: str, kind: Any, data: object) -> Any:
 def _plan(index: int, data: object) -> ConvPlan:
     where = f"plans[{index}]"
     try:
-        plan = plan_from_dict(data)
+        plan = decode_fields("plan", ConvPlan, data)
         for i, step in enumerate(plan.steps):
             check_times(f"steps[{i}]", step)
     except ValueError as e:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mucudnn.arguments import check_function, check_integer, check_type
 from mucudnn.backends.device import Event
-from mucudnn.codecs import plan_to_dict
+from mucudnn.codecs import encode_fields
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.processes import deferred_interrupt
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
@@ -24,7 +24,6 @@ from mucudnn.runtime.training.history import (
     LogEntry,
     OnEntry,
     Position,
-    race_rows,
     read_resumption,
 )
 from mucudnn.runtime.training.stepping import (
@@ -289,7 +288,10 @@ class _Run:
             return
         # The report of an unfinished epoch is made again when it is complete.
         whole = [r for r in self.reports if r.epoch < self.at.epoch]
-        races = race_rows(self.trainer.races)
+        races = [
+            {"raced": raced, "first_ms": first, "second_ms": second}
+            for raced, (first, second) in self.trainer.races.items()
+        ]
         self.checkpoints.save(
             Checkpoint(
                 step=self.at.steps,
@@ -299,7 +301,7 @@ class _Run:
                     "position": asdict(self.at),
                     "epochs": [asdict(report) for report in whole],
                     "device": self.trainer.backend.device.fingerprint,
-                    "plans": [plan_to_dict(p) for p in self.trainer.plans.values()],
+                    "plans": [encode_fields(p) for p in self.trainer.plans.values()],
                     **({"races": races} if races else {}),
                 },
             )

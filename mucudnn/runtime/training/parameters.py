@@ -81,9 +81,20 @@ class StateStore(Mapping[str, Array]):
         self._arrays = {
             s.name: device.view(self._buffer, offsets[s.name], s) for s in here
         }
-        self.host_buffers = self._on_host(tiers)
+        there = [s for s in self._specs.values() if s.name in self._hosted]
+        self.host_buffers: dict[str, Buffer] = {}
+        if tiers is not None:
+            self.host_buffers = {s.name: tiers.view(s.name, s.nbytes) for s in there}
+        elif there:
+            offsets, nbytes = _layout(there)
+            slab = HostTier(device, nbytes)
+            self.host_buffers = {
+                s.name: slab.view(offsets[s.name], s.nbytes) for s in there
+            }
         if isinstance(device, VirtualDevice):  # has no memory to view or to fill
-            self._arrays |= self.host_buffers
+            for name, buffer in self.host_buffers.items():
+                self._arrays[name] = device.view(buffer, 0, self._specs[name])
+            self._hosted = frozenset()
             return
         for name, buffer in self.host_buffers.items():
             spec = self._specs[name]
@@ -103,16 +114,6 @@ class StateStore(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-    def _on_host(self, tiers: Tiers | None) -> dict[str, Buffer]:
-        specs = [spec for spec in self._specs.values() if spec.name in self._hosted]
-        if not specs:
-            return {}
-        if tiers is not None:
-            return {spec.name: tiers.view(spec.name, spec.nbytes) for spec in specs}
-        offsets, nbytes = _layout(specs)
-        tier = HostTier(self._device, nbytes)
-        return {spec.name: tier.view(offsets[spec.name], spec.nbytes) for spec in specs}
 
     def _write(self, name: str, value: Any) -> None:
         if name in self._hosted:

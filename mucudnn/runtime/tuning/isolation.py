@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs import perf_from_dict, perf_to_dict
+from mucudnn.codecs import decode_perf, perf_to_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import RowStatus
@@ -134,7 +134,7 @@ class ChildTimer:
                 raise
             if not answer["usable"]:
                 self.close()
-            return perf_from_dict(answer["row"])
+            return decode_perf("perf", answer["row"])
 
     def release(self) -> None:
         """Let the child free its buffers; the next kernel allocates them anew."""

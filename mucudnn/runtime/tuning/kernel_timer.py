@@ -18,7 +18,7 @@ from mucudnn.backends import Device
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import Buffer
 from mucudnn.backends.recorded import recording_of
-from mucudnn.codecs import problem_from_dict, problem_to_dict
+from mucudnn.codecs import decode_fields, encode_fields
 from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.numerics import RowStatus, Traits
@@ -87,7 +87,7 @@ class SizeRequest:
     def to_message(self) -> Message:
         """Encode as plain values for another process, maybe of another machine."""
         return {
-            "problem": problem_to_dict(self.problem),
+            "problem": encode_fields(self.problem),
             "batch": self.batch,
             "workspaces": dict(self.workspaces),
             "best_ms": self.best_ms,
@@ -102,7 +102,7 @@ class SizeRequest:
     def from_message(cls, message: Message) -> "SizeRequest":
         """Decode `to_message`, with a deadline on this process's clock."""
         return cls(
-            problem=problem_from_dict(message["problem"]),
+            problem=decode_fields("problem", ConvProblem, message["problem"]),
             batch=message["batch"],
             workspaces=message["workspaces"],
             limits=MeasureLimits(
@@ -227,9 +227,11 @@ class LocalTimer:
         try:
             if self.backend.plan_serializer is not None:
                 run()  # builds the plan, which is not timed
-                traits, wrong = self._check(problem, arrays).judged(
-                    algo, scratch, self._scratch_bytes
-                )
+                # The operands of a micro-batch size stay as they are.
+                if (check := self._checks.get(problem.batch)) is None:
+                    check = ResultCheck(self.backend, problem, arrays, self._operands)
+                    self._checks[problem.batch] = check
+                traits, wrong = check.judged(algo, scratch, self._scratch_bytes)
                 if wrong:
                     return row_of(self.backend, problem, algo, nbytes, wrong)
             result = measure(
@@ -250,13 +252,6 @@ class LocalTimer:
                 logger.warning("%s failed on %s", algo, problem, exc_info=True)
             result = f"{type(e).__name__}: {e}"
         return row_of(self.backend, problem, algo, nbytes, result, traits)
-
-    def _check(self, problem: ConvProblem, arrays: tuple[Any, Any, Any]) -> ResultCheck:
-        """Return the check of a micro-batch size, whose operands stay as they are."""
-        if (found := self._checks.get(problem.batch)) is None:
-            found = ResultCheck(self.backend, problem, arrays, self._operands)
-            self._checks[problem.batch] = found
-        return found
 
     def _allocate(self, request: SizeRequest, nbytes: int) -> tuple[Any, Any, Any]:
         """Return operands at the requested size; `_scratch` has `nbytes` at least."""

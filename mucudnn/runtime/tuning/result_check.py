@@ -11,7 +11,7 @@ Only the two ends of a large result are compared.
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mucudnn.backends.base import Backend
@@ -122,35 +122,32 @@ class ResultCheck:
 
         Two that agree in TF32 alone are second best.
         """
+        conv, problem = self._backend.conv, self._problem
+
+        def doubts(name: str) -> tuple[bool, bool]:
+            traits = conv.traits(problem, name)
+            return not {*_LESS_TRIED}.isdisjoint(
+                traits.notes
+            ), traits.math_mode != NATIVE
+
+        # Well-tried algorithms come first.
+        fitting = [name for name, size in conv.algorithms(problem) if size <= nbytes]
         found: list[tuple[str, Any]] = []
         coarse = None
-        for name in self._candidates(nbytes):
+        for name in sorted(fitting, key=doubts)[:_CANDIDATES]:
             try:
                 result = self._result(name, scratch)
             except MucudnnError:
                 continue
             for other, before in found:
                 error = self._error(result, before)
-                if error <= rounding_error(self._problem, {NATIVE}, 1):
+                if error <= rounding_error(problem, {NATIVE}, 1):
                     return other, before
-                if coarse is None and error <= rounding_error(
-                    self._problem, {TF32, DOWN_CONVERT}, 1
-                ):
+                in_tf32 = rounding_error(problem, {TF32, DOWN_CONVERT}, 1)
+                if coarse is None and error <= in_tf32:
                     coarse = other, before
             found.append((name, result))
         return coarse
-
-    def _candidates(self, nbytes: int) -> Iterator[str]:
-        """Yield algorithms that fit into the workspace, well-tried ones first."""
-        conv, problem = self._backend.conv, self._problem
-
-        def doubts(name: str) -> tuple[bool, bool]:
-            traits = conv.traits(problem, name)
-            tried = not {*_LESS_TRIED} & {*traits.notes}
-            return not tried, traits.math_mode != NATIVE
-
-        fitting = [name for name, size in conv.algorithms(problem) if size <= nbytes]
-        yield from sorted(fitting, key=doubts)[:_CANDIDATES]
 
     def _result(self, algo: str, scratch: Buffer) -> Any:
         """Return both ends of a result, which is written over random numbers."""

@@ -141,10 +141,15 @@ def measure_together(
     round_s = sum(warm) / 1e3
     samples: list[list[float]] = [[] for _ in runs]
     while not all(len(s) >= rule.min_samples and rule.enough(s) for s in samples):
-        if clock() + round_s >= deadline or _clear(warm, samples, rule):
+        if clock() + round_s >= deadline:
             break
-        if challenger and _beaten(samples, rule):
-            break
+        # A round over the budget may already show the order.
+        if all(samples) and sum(map(sum, samples)) >= rule.budget_ms:
+            mine, *others = map(min, samples)
+            if challenger and any(mine >= other for other in others):
+                break
+            if _is_clear(warm, samples, rule.clear):
+                break
         for (run, count), taken in zip(counted, samples, strict=True):
             taken.append(_sample(run, device, count))
     # No round was taken: the warm-ups are all there is.
@@ -153,26 +158,16 @@ def measure_together(
     return tuple(Timing.of(taken) for taken in samples)
 
 
-def _clear(
-    warm: Sequence[float], samples: Sequence[Sequence[float]], rule: StoppingRule
+def _is_clear(
+    warm: Sequence[float], samples: Sequence[Sequence[float]], ratio: float
 ) -> bool:
     """Return whether more runs could not change the order of slow ones."""
     if len(samples) < 2 or not all(sum(taken) for taken in samples):
         return False
-    if sum(map(sum, samples)) < rule.budget_ms:
-        return False
     runs = sorted(
         ([w, *taken] for w, taken in zip(warm, samples, strict=True)), key=min
     )
-    return all(rule.clear * max(a) <= min(b) for a, b in itertools.pairwise(runs))
-
-
-def _beaten(samples: Sequence[Sequence[float]], rule: StoppingRule) -> bool:
-    """Return whether a round over the budget showed the first not to be fastest."""
-    if sum(map(sum, samples)) < rule.budget_ms or not all(samples):
-        return False
-    mine, *others = map(min, samples)
-    return any(mine >= other for other in others)
+    return all(ratio * max(a) <= min(b) for a, b in itertools.pairwise(runs))
 
 
 def _sample(run: Callable[[], None], device: Device, launches: int = 1) -> float:

@@ -298,12 +298,9 @@ class Tuner:
         """
         tables = self.measure_all(problems, limits=self._limits)
         limit, total = self.workspace_limit, self.total_workspace
-        if total is None:
-            plans = divided_by(self.planner, tables, limit)
-            plans = tuple(plan.under(limit) for plan in plans)
-        else:  # a plan's limit is the workspace that it was given
-            plans = divided_by(self.planner, tables, total)
-            plans = tuple(plan.under(plan.workspace) for plan in plans)
+        plans = divided_by(self.planner, tables, limit if total is None else total)
+        # Of a total, a plan's limit is the workspace that it was given.
+        plans = tuple(p.under(limit if total is None else p.workspace) for p in plans)
         if not self._validates:
             return plans
         return tuple(map(self._validator.accept_if_faster, plans, tables))

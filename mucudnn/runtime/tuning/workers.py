@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.codecs import perf_from_dict, perf_to_dict
+from mucudnn.codecs import decode_perf, perf_to_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.processes import SIGNALS, PerProcess
@@ -218,7 +218,7 @@ class Workers:
         mine, other = backend.device.fingerprint, reply["fingerprint"]
         refuse_other_model(mine, other, f" of the worker {reply['where']}")
         for row in reply["rows"]:
-            sent.filler.keep(perf_from_dict(row))
+            sent.filler.keep(decode_perf("perf", row))
 
     def _measure_here(self, sent: _Sent) -> None:
         timer = self._isolation.timer(sent.filler.backend)
