@@ -88,6 +88,16 @@ def test_stopped_and_resumed(run, tmp_path):
     assert Checkpoints(tmp_path).steps()[0] == 9
 
 
+def test_state_on_the_host_is_saved_and_loaded_without_computing(run, tmp_path):
+    # Momentum and parameters are offloaded, and the null backend has no bytes.
+    options = ("resnet20", *NULL, "--batch", 4, "--budget", "3MiB", "--checkpoint")
+    options += (tmp_path, "--data", "synthetic:length=8", "--lr-schedule", "constant")
+    for more in (["--epochs", 1], ["--epochs", 2, "--resume"]):
+        done = run(*options, *more)
+        assert done.exit_code == 0, done.output
+    assert Checkpoints(tmp_path).steps()[0] == 4
+
+
 def test_every_option_is_taken(run):
     done = run(
         *("digits", *NULL, "--batch", 12, "--image", "1x16x16", "--classes", 20),
