@@ -382,12 +382,12 @@ def test_cudnn_has_engines_for_it(dtype, layout, cudnn_library):
     )
 
     def listed(graph):
-        return engines(session.calls, graph, session.description, dtype)
+        return engines(session, graph, dtype)
 
     def with_bias(kind):
-        return listed(bias_relu_graph(session.calls, problem, kind, alignment=16))
+        return listed(bias_relu_graph(session, problem, kind, alignment=16))
 
-    plain = listed(operation_graph(session.calls, problem, accumulate=False))
+    plain = listed(operation_graph(session, problem, accumulate=False))
     own = with_bias(dtype)
     assert len(plain) > len(own) > 30
     # A bias in float32 beside halves: few engines, and none with channels first.

@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
 from mucudnn.backends.cuda.kernels.source import Program
@@ -17,7 +15,6 @@ from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryErr
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.plugins import installed_version
-from mucudnn.processes import PerProcess
 
 _RANDOM_SLICE = 1 << 20
 _LOADED_LATE = 256 << 20  # reserve for kernel modules; assumed, not measured
@@ -328,35 +325,3 @@ class PeerMemory:
     def close(self) -> None:
         """Release the slab."""
         self._slab = None
-
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class LruCache(Generic[K, V]):
-    """A cache of up to `most` values that evicts the least recently used one."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()
-        self._lock = PerProcess(threading.Lock)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, key: K) -> V | None:
-        """Return the value of a key; None if there is none."""
-        with self._lock.value:
-            value = self._values.get(key)
-            if value is not None:
-                self._values.move_to_end(key)
-            return value
-
-    def put(self, key: K, value: V) -> None:
-        """Store a value, replacing the key's previous one."""
-        with self._lock.value:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._most:
-                self._values.popitem(last=False)

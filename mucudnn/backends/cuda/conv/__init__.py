@@ -5,6 +5,7 @@ Rows of the graph API come first, in the order of its heuristics; rows of the fi
 micro-batches summed in float32.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from mucudnn.backends.cuda.conv.graph_api import (
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.legacy_api import LegacyLibrary
 from mucudnn.backends.cuda.descriptors import Session
-from mucudnn.backends.cuda.device import LruCache
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -46,8 +46,7 @@ class CudaConv:
         self._absent = absent
         self.graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
-        self._launches: LruCache[tuple[object, ...], Sequence[Launch]]
-        self._launches = LruCache(_LAUNCHES)
+        self._launches = functools.lru_cache(_LAUNCHES)(self.launches)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""
@@ -100,13 +99,9 @@ class CudaConv:
     ) -> None:
         """See `ConvLibrary.run`; the call is cached."""
         operands = operands_of(a, b, out, workspace)
-        key = (problem, algo, operands, accumulate)
-        launches = self._launches.get(key)
-        if launches is None:
-            launches = self.launches(
-                problem, algo, operands, first=True, accumulate=accumulate
-            )
-            self._launches.put(key, launches)
+        launches = self._launches(
+            problem, algo, operands, first=True, accumulate=accumulate
+        )
         execute(self.session, launches)
 
     def launches(

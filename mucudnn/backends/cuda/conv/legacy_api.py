@@ -5,6 +5,7 @@ It has 8 + 6 + 7 algorithms (by direction) in four math types. It is deprecated 
 """
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +22,6 @@ from mucudnn.backends.cuda.conv.launch import (
     strides_of,
 )
 from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
-from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     AlgoPerf,
     BackwardDataAlgo,
@@ -96,15 +96,12 @@ class LegacyLibrary:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._calls = session.calls
-        self._rows: LruCache[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]]
-        self._rows = LruCache(_LISTINGS)
+        self.rows = functools.lru_cache(_LISTINGS)(self._rows)
 
-    def rows(
+    def _rows(
         self, problem: ConvProblem
     ) -> tuple[Mapping[str, LegacyRow], Mapping[str, str]]:
         """Return usable algorithms and the others' reasons, both by name."""
-        if (known := self._rows.get(problem)) is not None:
-            return known
         rows: dict[str, LegacyRow] = {}
         reasons: dict[str, str] = {}
         nondeterministic = self._nondeterministic(problem)
@@ -116,7 +113,6 @@ class LegacyLibrary:
             else:
                 traits = _traits(problem, algo, math, algo not in nondeterministic)
                 rows[name] = LegacyRow(algo, math, nbytes, traits)
-        self._rows.put(problem, (rows, reasons))
         return rows, reasons
 
     def launch(
