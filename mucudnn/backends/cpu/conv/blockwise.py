@@ -21,6 +21,7 @@ from mucudnn.backends.cpu.conv.im2col import (
     grouped,
     matrix_buffer,
     overlap,
+    pointwise,
     tap_windows,
 )
 from mucudnn.backends.cpu.threads import Workers, available, product
@@ -149,7 +150,7 @@ class PatchBlock:
         self._steps: list[tuple[Any, Any, Any, Any]] = []
         self._by_tap: tuple[Any, Any, list[Axis], Sequence[slice]] | None = None
         rank = len(gather.axes)
-        if pointwise(gather, source.shape[3:]):
+        if pointwise(gather.axes, source.shape[3:]):
             self.matrix = as_matrix(part[(..., *tile)], 1, rank)
             return
         target, matrix = tap_block(buffers[0], block, tile, last=last)
@@ -201,14 +202,6 @@ class PatchBlock:
             if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
                 written, read = hit
                 np.copyto(target[(..., *tap, *written)], part[(n, ..., *read)])
-
-
-def pointwise(gather: Gather, spatial: Sequence[int]) -> bool:
-    """Return whether each output reads exactly the pixel at its own position."""
-    return all(
-        (axis.start, axis.out_step, axis.taps, axis.outs) == (0, 1, 1, size)
-        for axis, size in zip(gather.axes, spatial, strict=True)
-    )
 
 
 def reach(
@@ -290,7 +283,7 @@ class Blockwise:
         self._gather = forward_gather(problem)
         self._rank = len(problem.stride)
         self._last = problem.layout == "NHWC"
-        self._pixelwise = pointwise(self._gather, problem.x_shape[2:])
+        self._pixelwise = pointwise(self._gather.axes, problem.x_shape[2:])
         outs, groups = self._gather.out_shape, problem.groups
         self._pixels = math.prod(outs)
         pixels = min(max(_PIXELS, room // _PER_PIXEL), self._pixels)

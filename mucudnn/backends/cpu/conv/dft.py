@@ -222,18 +222,8 @@ _CHUNK_BYTES = 1 << 20  # of intermediate arrays; about a core's second-level ca
 _CHANNELS = 16  # unit of the number of channels of a chunk smaller than a sample
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Samples and channels of a tensor that are transformed together."""
-
-    samples: slice
-    channels: slice
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of samples and of channels."""
-        samples, channels = self.samples, self.channels
-        return samples.stop - samples.start, channels.stop - channels.start
+Chunk = tuple[slice, slice]
+"""Samples and channels of a tensor that are transformed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +287,7 @@ class Separable:
         samples, channels = self.chunk_shape(nworkers)
         for n in range(0, self.batch, samples):
             for c in range(0, self.channels, channels):
-                yield Chunk(
-                    slice(n, min(n + samples, self.batch)),
-                    slice(c, min(c + channels, self.channels)),
-                )
+                yield slice(n, n + samples), slice(c, c + channels)
 
     def bind(
         self,
@@ -311,13 +298,13 @@ class Separable:
         workspace: Any,
     ) -> "ChunkTransform":
         """Return the transform of a chunk of `tensor` and its part of `spectrum`."""
-        image = tensor[chunk.samples, chunk.channels]
+        image = tensor[chunk]
+        *arrays, tile = carve(workspace, self.scratch(*image.shape[:2]))
         rank = len(self.sizes)
         if self.channels_last:
             image = image.transpose(0, *range(2, 2 + rank), 1)
         else:
             image = image.reshape(-1, *image.shape[2:])
-        *arrays, tile = carve(workspace, self.scratch(*chunk.shape))
         states, products = arrays[: rank - 1], arrays[rank - 1 :]
         # The first axis has real lines: its product already is the state of the second.
         if rank > 1:
@@ -326,7 +313,7 @@ class Separable:
             self,
             tables,
             image,
-            spectrum[..., chunk.samples, chunk.channels],
+            spectrum[(..., *chunk)],
             [None, *states],
             products,
             tile,

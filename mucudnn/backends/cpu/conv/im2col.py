@@ -70,6 +70,14 @@ class Gather:
         return tuple(axis.outs for axis in self.axes)
 
 
+def pointwise(axes: Sequence[Axis], spatial: Sequence[int]) -> bool:
+    """Return whether each output reads exactly the pixel at its own position."""
+    return all(
+        (axis.start, axis.out_step, axis.taps, axis.outs) == (0, 1, 1, size)
+        for axis, size in zip(axes, spatial, strict=True)
+    )
+
+
 def forward_gather(problem: ConvProblem) -> Gather:
     """Return the gather of x for a forward convolution or a filter gradient."""
     axes = tuple(
@@ -287,13 +295,9 @@ class Patches:
             and axis.reads(0, axis.outs).stop <= size
             for axis, size in zip(axes, spatial, strict=True)
         )
-        pointwise = all(
-            axis.taps == 1 and axis.out_step == 1 and axis.outs == size
-            for axis, size in zip(axes, spatial, strict=True)
-        )
         padded = 0 if inside else samples * channels * math.prod(reach)
         # A 1×1 convolution is its own matrix, unless samples separate channels.
-        own_matrix = inside and pointwise and (channels_last or samples == 1)
+        own_matrix = pointwise(axes, spatial) and (channels_last or samples == 1)
         columns = 0 if own_matrix else channels * taps * pixels
         self.regions: list[Region] = [((padded,), dtype), ((columns,), dtype)]
 

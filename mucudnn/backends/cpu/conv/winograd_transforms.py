@@ -91,19 +91,6 @@ MINIMAL = {
 """F(2, 3) and F(4, 3) by outputs a tile (Lavin and Gray 2016, section 4)."""
 
 
-def window(
-    tiles: tuple[int, int], step: int, reach: int, pad: int, size: int
-) -> tuple[int, int]:
-    """Return start and stop of the stretch of an axis that a range of tiles reads.
-
-    Tile t reads `reach` items from `t * step - pad` on; the axis has `size`. The
-    stretch is empty if the tiles see padding only.
-    """
-    start = max(0, tiles[0] * step - pad)
-    stop = min(size, (tiles[1] - 1) * step - pad + reach)
-    return min(start, size), max(stop, min(start, size))
-
-
 def band(
     out: Any, matrix: Any, tiles: tuple[int, int], step: int, pad: int, start: int
 ) -> None:
