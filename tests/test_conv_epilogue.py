@@ -241,7 +241,7 @@ def test_the_arithmetic_and_the_workspace_of_the_plan_are_kept(library):
     work.bind(8)()
     assert [e.algo[0] for e in library.executions] == [1, 0]
     assert work.bind(8, math_mode=TF32, workspace=1024) is None
-    rows = work.conv.fused_rows(work.problem, "float32")
+    rows = work.conv.graph_rows(work.problem, "float32")
     assert DOWN_CONVERT in {row.traits.math_mode for row in rows.values()}
     assert work.agrees()
 

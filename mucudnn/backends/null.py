@@ -58,14 +58,11 @@ class NullConv:
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
         """Return a prepared kernel."""
-        return self._device.kernel(problem, algo, *_cost(problem, algo))
-
-
-def _cost(problem: ConvProblem, algo: str) -> tuple[int, float]:
-    if algo not in _MS_PER_SAMPLE:
-        raise UnsupportedError(f"null backend has no algorithm {algo!r}")
-    nbytes = _FAST_BYTES_PER_SAMPLE * problem.batch if algo == "FAST" else 0
-    return nbytes, problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS
+        if algo not in _MS_PER_SAMPLE:
+            raise UnsupportedError(f"null backend has no algorithm {algo!r}")
+        ms = problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS
+        nbytes = dict(self.algorithms(problem))[algo]
+        return self._device.kernel(problem, algo, nbytes, ms)
 
 
 class NullKernels(Mapping[str, Kernel]):

@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.base import Kernel
@@ -343,40 +342,36 @@ def _logarithms(call: LibraryCall) -> _Passed:
     return *how, call.one, t, call.reads[0], call.zero, t, call.writes[1]
 
 
-OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
-    {
-        "batch_norm": LibraryOperation(
-            "cudnnBatchNormalizationForwardTraining", _batch_norm_takes, _training
-        ),
-        "batch_norm_eval": LibraryOperation(
-            "cudnnBatchNormalizationForwardInference", _batch_norm_takes, _inference
-        ),
-        "batch_norm_grad": LibraryOperation(
-            "cudnnBatchNormalizationBackward", _batch_norm_takes, _gradient
-        ),
-        "lrn": LibraryOperation(
-            "cudnnLRNCrossChannelForward", _lrn_takes, _lrn_forward
-        ),
-        "lrn_grad": LibraryOperation(
-            "cudnnLRNCrossChannelBackward", _lrn_takes, _lrn_gradient
-        ),
-        "avg_pool": LibraryOperation(
-            "cudnnPoolingForward", _pooling_takes, _pooling_forward
-        ),
-        "avg_pool_grad": LibraryOperation(
-            "cudnnPoolingBackward", _pooling_takes, _average_gradient
-        ),
-        "max_pool": LibraryOperation(
-            "cudnnPoolingForward", _pooling_takes, _pooling_forward, unwritten=(1,)
-        ),
-        "softmax_cross_entropy": LibraryOperation(
-            "cudnnSoftmaxForward",
-            lambda case: describable(case.inputs[0], case.outputs[1]),
-            _logarithms,
-            left={GIVEN: True},
-        ),
-    }
-)
+OPERATIONS: Mapping[str, LibraryOperation] = {
+    "batch_norm": LibraryOperation(
+        "cudnnBatchNormalizationForwardTraining", _batch_norm_takes, _training
+    ),
+    "batch_norm_eval": LibraryOperation(
+        "cudnnBatchNormalizationForwardInference", _batch_norm_takes, _inference
+    ),
+    "batch_norm_grad": LibraryOperation(
+        "cudnnBatchNormalizationBackward", _batch_norm_takes, _gradient
+    ),
+    "lrn": LibraryOperation("cudnnLRNCrossChannelForward", _lrn_takes, _lrn_forward),
+    "lrn_grad": LibraryOperation(
+        "cudnnLRNCrossChannelBackward", _lrn_takes, _lrn_gradient
+    ),
+    "avg_pool": LibraryOperation(
+        "cudnnPoolingForward", _pooling_takes, _pooling_forward
+    ),
+    "avg_pool_grad": LibraryOperation(
+        "cudnnPoolingBackward", _pooling_takes, _average_gradient
+    ),
+    "max_pool": LibraryOperation(
+        "cudnnPoolingForward", _pooling_takes, _pooling_forward, unwritten=(1,)
+    ),
+    "softmax_cross_entropy": LibraryOperation(
+        "cudnnSoftmaxForward",
+        lambda case: describable(case.inputs[0], case.outputs[1]),
+        _logarithms,
+        left={GIVEN: True},
+    ),
+}
 """Operation -> how the library computes it."""
 
 
@@ -404,7 +399,7 @@ class CudnnKernels:
     def beside(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
         """Return a kernel table in which nodes can ask for the library's kernels."""
         both = {op: self._either(op, kernels[op]) for op in OPERATIONS}
-        return MappingProxyType({**kernels, **both})
+        return {**kernels, **both}
 
     def _either(self, op: str, own: Kernel) -> Kernel:
         def prebind(*arguments: Any) -> Callable[[], None]:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import (
@@ -20,18 +19,16 @@ from mucudnn.backends.cuda.libcudnn import (
 )
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 
-_C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
-    {
-        AttributeType.HANDLE: ctypes.c_void_p,
-        AttributeType.BOOLEAN: ctypes.c_bool,
-        AttributeType.INT64: ctypes.c_int64,
-        AttributeType.FLOAT: ctypes.c_float,
-        AttributeType.DOUBLE: ctypes.c_double,
-        AttributeType.VOID_PTR: ctypes.c_void_p,
-        AttributeType.BACKEND_DESCRIPTOR: ctypes.c_void_p,
-        AttributeType.CHAR: ctypes.c_char,
-    }
-)
+_C_TYPES: Mapping[AttributeType, Any] = {
+    AttributeType.HANDLE: ctypes.c_void_p,
+    AttributeType.BOOLEAN: ctypes.c_bool,
+    AttributeType.INT64: ctypes.c_int64,
+    AttributeType.FLOAT: ctypes.c_float,
+    AttributeType.DOUBLE: ctypes.c_double,
+    AttributeType.VOID_PTR: ctypes.c_void_p,
+    AttributeType.BACKEND_DESCRIPTOR: ctypes.c_void_p,
+    AttributeType.CHAR: ctypes.c_char,
+}
 """Other attribute types are enumerations, which are C ints."""
 
 
@@ -125,18 +122,16 @@ class Descriptor:
         return count.value
 
 
-_KINDS: Mapping[type, AttributeType] = MappingProxyType(
-    {
-        ConvolutionMode: AttributeType.CONVOLUTION_MODE,
-        DataType: AttributeType.DATA_TYPE,
-        Descriptor: AttributeType.BACKEND_DESCRIPTOR,
-        HeurMode: AttributeType.HEUR_MODE,
-        NanPropagation: AttributeType.NAN_PROPOGATION,
-        PointwiseMode: AttributeType.POINTWISE_MODE,
-        bool: AttributeType.BOOLEAN,
-        float: AttributeType.FLOAT,
-    }
-)
+_KINDS: Mapping[type, AttributeType] = {
+    ConvolutionMode: AttributeType.CONVOLUTION_MODE,
+    DataType: AttributeType.DATA_TYPE,
+    Descriptor: AttributeType.BACKEND_DESCRIPTOR,
+    HeurMode: AttributeType.HEUR_MODE,
+    NanPropagation: AttributeType.NAN_PROPOGATION,
+    PointwiseMode: AttributeType.POINTWISE_MODE,
+    bool: AttributeType.BOOLEAN,
+    float: AttributeType.FLOAT,
+}
 """Python type of values to attribute type; whole numbers are INT64."""
 
 

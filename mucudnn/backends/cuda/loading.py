@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from mucudnn.errors import (
     BackendError,
@@ -267,26 +266,24 @@ def _words(*instructions: int) -> bytes:
     return struct.pack(f"<{len(instructions)}I", *instructions)
 
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {
-        "x86_64": Machine(
-            elf=62,
-            # mov eax, 100; ret
-            refuse=b"\xb8" + struct.pack("<I", _NO_DEVICE) + b"\xc3",
-            # mov dword ptr [rdi], 13000; xor eax, eax; ret
-            version=b"\xc7\x07" + struct.pack("<I", _DRIVER_VERSION) + b"\x31\xc0\xc3",
+MACHINES: Mapping[str, Machine] = {
+    "x86_64": Machine(
+        elf=62,
+        # mov eax, 100; ret
+        refuse=b"\xb8" + struct.pack("<I", _NO_DEVICE) + b"\xc3",
+        # mov dword ptr [rdi], 13000; xor eax, eax; ret
+        version=b"\xc7\x07" + struct.pack("<I", _DRIVER_VERSION) + b"\x31\xc0\xc3",
+    ),
+    "aarch64": Machine(
+        elf=183,
+        # mov w0, #100; ret
+        refuse=_words(0x52800000 | _NO_DEVICE << 5, 0xD65F03C0),
+        # mov w1, #13000; str w1, [x0]; mov w0, #0; ret
+        version=_words(
+            0x52800001 | _DRIVER_VERSION << 5, 0xB9000001, 0x52800000, 0xD65F03C0
         ),
-        "aarch64": Machine(
-            elf=183,
-            # mov w0, #100; ret
-            refuse=_words(0x52800000 | _NO_DEVICE << 5, 0xD65F03C0),
-            # mov w1, #13000; str w1, [x0]; mov w0, #0; ret
-            version=_words(
-                0x52800001 | _DRIVER_VERSION << 5, 0xB9000001, 0x52800000, 0xD65F03C0
-            ),
-        ),
-    }
-)
+    ),
+}
 """`platform.machine()` to the architecture's properties."""
 
 

@@ -33,22 +33,8 @@ def batch_norm_eval(call: KernelCall) -> None:
 def batch_norm_grad(call: KernelCall) -> None:
     """Compute gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
     x, dy, gamma, mean, inv_std = call.inputs
-    dx, dgamma, dbeta = call.outputs
-    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
-
-    def block(item: tuple[slice, Chunks]) -> None:
-        channels, chunks = item
-        centre = mean[channels, None]
-        inverse = inv_std[channels].astype(np.float64)
-        total, dots = sums_and_dots(x, dy, centre, chunks, call.scratch)
-        dbeta[channels] = total
-        dgamma[channels] = dots * inverse
-        scales = gradient_scales(gamma[channels], inverse, total, dots, x)
-        for chunk in chunks:
-            deviation = deviations(x[chunk], centre, call.scratch)
-            finish_gradient(deviation, dy[chunk], dx[chunk], *scales)
-
-    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
+    dy = as_ncs(dy)
+    _gradient(call, (x, gamma, mean, inv_std), dy, dy.__getitem__)
 
 
 # Batch normalisation followed by an optional sum and a ReLU, in the same tiles.
@@ -74,32 +60,16 @@ def batch_norm_relu(call: KernelCall) -> None:
 def batch_norm_relu_grad(call: KernelCall) -> None:
     """Run `batch_norm_grad` on dy masked to positive inputs of the ReLU."""
     x, dy, gamma, beta, mean, inv_std = call.inputs
-    dx, dgamma, dbeta = call.outputs
-    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
+    images, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(call.outputs[0])
 
-    def block(item: tuple[slice, Chunks]) -> None:
-        channels, chunks = item
-        centre, threshold = mean[channels, None], 0.0 - beta[channels, None]
-        factor = factor_of(gamma[channels], inv_std[channels], x)
-        total: Any = 0.0
-        dots: Any = 0.0
-        # First pass: mask dy by the sign of the ReLU's input, and sum it by channel.
-        for chunk in chunks:
-            part, masked = deviations(x[chunk], centre, call.scratch), dx[chunk]
-            part *= factor
-            _mask_above(part, threshold, dy[chunk], masked)
-            total = total + row_sums(masked)
-            deviation = deviations(x[chunk], centre, call.scratch)
-            dots = dots + row_dots(deviation, masked)
-        inverse = inv_std[channels].astype(np.float64)
-        dbeta[channels], dgamma[channels] = total, dots * inverse
-        scales = gradient_scales(gamma[channels], inverse, total, dots, x)
-        # Second pass: deviations are computed again, as storing them takes more memory.
-        for chunk in chunks:
-            deviation = deviations(x[chunk], centre, call.scratch)
-            finish_gradient(deviation, dx[chunk], dx[chunk], *scales)
+    def masked(chunk: tuple[slice, ...]) -> Any:
+        channels = chunk[1]
+        part = deviations(images[chunk], mean[channels, None], call.scratch)
+        part *= factor_of(gamma[channels], inv_std[channels], images)
+        _mask_above(part, 0.0 - beta[channels, None], dy[chunk], dx[chunk])
+        return dx[chunk]
 
-    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
+    _gradient(call, (x, gamma, mean, inv_std), dx, masked)
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
@@ -180,7 +150,8 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
-        total, dots = sums_and_dots(x, dy, mean[channels, None], chunks, call.scratch)
+        centre = mean[channels, None]
+        total, dots = sums_and_dots(x, dy.__getitem__, centre, chunks, call.scratch)
         dbeta[channels] = total
         dgamma[channels] = dots * inv_std[channels].astype(np.float64)
 
@@ -297,30 +268,58 @@ def deviations(x: Any, centre: Any, scratch: Scratch) -> Any:
     return np.subtract(x, centre, out=scratch.like(x))
 
 
+def _gradient(
+    call: KernelCall,
+    operands: tuple[Any, Any, Any, Any],
+    dy: Any,
+    read: Callable[[tuple[slice, ...]], Any],
+) -> None:
+    """Compute dx, dgamma and dbeta from (x, gamma, mean, inv_std).
+
+    `read` returns a chunk of the gradient when it is first needed; then it is in `dy`.
+    """
+    x, gamma, mean, inv_std = operands
+    dx, dgamma, dbeta = call.outputs
+    x, dx = as_ncs(x), as_ncs(dx)
+    count = x.shape[0] * x.shape[2]
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        centre = mean[channels, None]
+        inverse = inv_std[channels].astype(np.float64)
+        total, dots = sums_and_dots(x, read, centre, chunks, call.scratch)
+        dbeta[channels], dgamma[channels] = total, dots * inverse
+        factor = gamma[channels] * inverse
+        along = column(-factor * inverse**2 * dots / count, x)
+        scales = column(factor, x), along, column(-factor * total / count, x)
+        # Deviations are computed again, as storing them takes more memory.
+        for chunk in chunks:
+            deviation = deviations(x[chunk], centre, call.scratch)
+            finish_gradient(deviation, dy[chunk], dx[chunk], *scales)
+
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
+
+
 def sums_and_dots(
-    x: Any, dy: Any, centre: Any, chunks: Chunks, scratch: Scratch
+    x: Any,
+    read: Callable[[tuple[slice, ...]], Any],
+    centre: Any,
+    chunks: Chunks,
+    scratch: Scratch,
 ) -> tuple[Any, Any]:
-    """Sum dy, and dy (x - centre), over the chunks of some channels."""
+    """Sum a gradient dy, and dy (x - centre), over the chunks of some channels."""
     total: Any = 0.0
     dots: Any = 0.0
     for chunk in chunks:
-        total = total + row_sums(dy[chunk])
-        dots = dots + row_dots(deviations(x[chunk], centre, scratch), dy[chunk])
+        dy = read(chunk)
+        total = total + row_sums(dy)
+        dots = dots + row_dots(deviations(x[chunk], centre, scratch), dy)
     return total, dots
 
 
 def factor_of(gamma: Any, inv_std: Any, x: Any) -> Any:
     """Return the factor of deviations, from saved statistics so that reruns agree."""
     return column(gamma * inv_std.astype(np.float64), x)
-
-
-def gradient_scales(
-    gamma: Any, inverse: Any, total: Any, dots: Any, x: Any
-) -> tuple[Any, Any, Any]:
-    """Return the last arguments of `finish_gradient` from a whole batch's sums."""
-    count, factor = x.shape[0] * x.shape[2], gamma * inverse
-    along = -factor * inverse**2 * dots / count
-    return column(factor, x), column(along, x), column(-factor * total / count, x)
 
 
 def finish_gradient(

@@ -5,7 +5,7 @@ has one value per channel or per element; both broadcast with a last axis of siz
 S.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,26 +104,17 @@ def group_norm(call: KernelCall) -> None:
 
 def group_norm_grad(call: KernelCall) -> None:
     """Compute dgamma and dbeta, then dx, which may overwrite dy."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (grouped.view(v) for v in call.inputs[:2])
-    gamma = call.inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
+    grouped, x, dy, gamma, mean, inv_std = _gradient_operands(call)
     dx = grouped.view(call.outputs[0])
-    dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[1:])
-    affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
-    size = x.itemsize
+    affine_grads(call, grouped, (x, dy, mean, inv_std), call.outputs[1:])
 
     def block(part: tuple[slice, slice]) -> None:
-        centre, inverse = mean[part], inv_std[part]
-        total, dots = weighted_sums(grouped, x, dy, gamma, mean, part)
-        inv = inverse[..., 0, 0].astype(np.float64)
-        offset = (-inv * total / grouped.count).astype(x.dtype)[..., None, None]
-        along = (-(inv**3) * dots / grouped.count).astype(x.dtype)[..., None, None]
-        numbers = centre, inverse, along, offset
-        for c in grouped.chunks(part, size):
+        sums = weighted_sums(grouped, x, dy, gamma, mean, part)
+        numbers = _coefficients(mean[part], inv_std[part], sums, grouped.count)
+        for c in grouped.chunks(part, x.itemsize):
             input_grad(x[c], dy[c], gamma[grouped.affine_part(c)], numbers, dx[c])
 
-    call.share(grouped.groups(size), block)
+    call.share(grouped.groups(x.itemsize), block)
 
 
 # Group and layer normalisation of image strips, split into per-strip operations.
@@ -165,13 +156,9 @@ def group_norm_apply(call: KernelCall) -> None:
 
 def group_norm_grad_sums(call: KernelCall) -> None:
     """Compute a strip's share of dgamma and dbeta, and of its groups' sums."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
-    gamma = call.inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
-    dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[:2])
-    totals = call.outputs[2]
-    affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
+    grouped, x, dy, gamma, mean, inv_std = _gradient_operands(call)
+    *gradients, totals = call.outputs
+    affine_grads(call, grouped, (x, dy, mean, inv_std), gradients)
 
     def block(part: tuple[slice, slice]) -> None:
         for place, found in enumerate(weighted_sums(grouped, x, dy, gamma, mean, part)):
@@ -182,23 +169,35 @@ def group_norm_grad_sums(call: KernelCall) -> None:
 
 def group_norm_grad_apply(call: KernelCall) -> None:
     """Compute dx of a strip from the sums of its whole image."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
-    gamma = call.inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in call.inputs[3:5])
-    total, dots = call.inputs[5].astype(np.float64)
-    dx = call.outputs[0].reshape(grouped.shape)
-    inv, count = inv_std[..., 0, 0].astype(np.float64), call.attrs["count"]
-    offset = (-inv * total / count).astype(x.dtype)[..., None, None]
-    along = (-(inv**3) * dots / count).astype(x.dtype)[..., None, None]
+    grouped, x, dy, gamma, mean, inv_std = _gradient_operands(call)
+    sums, dx = call.inputs[5].astype(np.float64), grouped.view(call.outputs[0])
+    whole = _coefficients(mean, inv_std, sums, call.attrs["count"])
 
     def tile(part: Part) -> None:
-        group = part[:2]
-        numbers = mean[group], inv_std[group], along[group], offset[group]
+        numbers = [number[part[:2]] for number in whole]
         affine = gamma[grouped.affine_part(part)]
         input_grad(x[part], dy[part], affine, numbers, dx[part])
 
     call.share(tiles(grouped.shape, BLOCK_BYTES // x.itemsize), tile)
+
+
+def _gradient_operands(call: KernelCall) -> tuple[Grouped, Any, Any, Any, Any, Any]:
+    """Return the grouping, and views of x, dy, gamma, mean and inv_std."""
+    x, dy, gamma, mean, inv_std = call.inputs[:5]
+    grouped = Grouped.of(x, call.attrs)
+    gamma = gamma.reshape(grouped.affine)
+    statistics = mean[..., None, None], inv_std[..., None, None]
+    return grouped, grouped.view(x), grouped.view(dy), gamma, *statistics
+
+
+def _coefficients(
+    mean: Any, inv_std: Any, sums: Sequence[Any], count: int
+) -> tuple[Any, Any, Any, Any]:
+    """Return what `input_grad` takes, from the `weighted_sums` of whole groups."""
+    (total, dots), inverse = sums, inv_std[..., 0, 0].astype(np.float64)
+    offset = (-inverse * total / count).astype(inv_std.dtype)[..., None, None]
+    along = (-(inverse**3) * dots / count).astype(inv_std.dtype)[..., None, None]
+    return mean, inv_std, along, offset
 
 
 _SAMPLES = 64  # most samples summed in single precision for gradients of gamma
@@ -217,9 +216,7 @@ def weighted_sums(
     return total, dots
 
 
-def input_grad(
-    x: Any, dy: Any, gamma: Any, numbers: tuple[Any, Any, Any, Any], out: Any
-) -> None:
+def input_grad(x: Any, dy: Any, gamma: Any, numbers: Sequence[Any], out: Any) -> None:
     """Compute dx of a tile from (mean, inv_std, along, offset) of its groups."""
     centre, inverse, along, offset = numbers
     deviation = x - centre
@@ -231,10 +228,11 @@ def input_grad(
 
 
 def affine_grads(
-    call: KernelCall, grouped: Grouped, arrays: tuple[Any, ...], dgamma: Any, dbeta: Any
+    call: KernelCall, grouped: Grouped, arrays: Sequence[Any], gradients: Sequence[Any]
 ) -> None:
     """Sum dy x̂ and dy over samples, and over pixels unless gamma is per element."""
     x, dy, mean, inv_std = arrays
+    dgamma, dbeta = (v.reshape(grouped.affine) for v in gradients)
     samples = grouped.shape[0]
     per_element = grouped.affine[3] == grouped.shape[3]
 

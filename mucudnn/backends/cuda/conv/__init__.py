@@ -50,7 +50,7 @@ class CudaConv:
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""
-        rows = [(n, row.workspace) for n, row in self._graph_rows(problem).items()]
+        rows = [(n, row.workspace) for n, row in self.graph_rows(problem).items()]
         if self._legacy is not None:
             legacy, _ = self._legacy.rows(problem)
             rows += [(name, row.workspace) for name, row in legacy.items()]
@@ -63,7 +63,7 @@ class CudaConv:
         """See `ConvLibrary.excluded`."""
         reasons = []
         try:
-            self.graph.rows(problem)
+            self.graph.rows(problem, None)
         except UnsupportedError as e:
             reasons.append((_NO_GRAPH, str(e)))
         if self._legacy is None:
@@ -75,7 +75,7 @@ class CudaConv:
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
         """See `ConvLibrary.traits`."""
         name = algo.removesuffix(float32_sum.SUFFIX)
-        if (row := self._graph_rows(problem).get(name)) is not None:
+        if (row := self.graph_rows(problem).get(name)) is not None:
             traits = row.traits
         elif self._legacy is not None and name in self._legacy.rows(problem)[0]:
             traits = self._legacy.rows(problem)[0][name].traits
@@ -140,11 +140,13 @@ class CudaConv:
         )
         return [self._launch(problem, name, part, False), added]
 
-    def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
-        """Return the engines fused with bias and ReLU, in heuristic order."""
+    def graph_rows(
+        self, problem: ConvProblem, bias: str | None = None
+    ) -> Mapping[str, GraphRow]:
+        """Return engines (fused with bias and ReLU if given), in heuristic order."""
         try:
             return self.graph.rows(problem, bias)
-        except UnsupportedError:
+        except UnsupportedError:  # `excluded` says why
             return {}
 
     def dumps(
@@ -169,12 +171,6 @@ class CudaConv:
         return self.graph.launch(
             PlanKey(problem, name, accumulate, alignment), operands
         )
-
-    def _graph_rows(self, problem: ConvProblem) -> Mapping[str, GraphRow]:
-        try:
-            return self.graph.rows(problem)
-        except UnsupportedError:  # `excluded` says why
-            return {}
 
 
 def _plan_key(problem: ConvProblem, algo: str, accumulate: bool) -> PlanKey:
@@ -214,16 +210,11 @@ _KNOWN = 64  # sets of addresses in the cache; at this number all are dropped
 
 @dataclass(slots=True)
 class _Bound:
-    steps: Sequence[tuple[AlgoPerf, int, Sequence[Launch]]]
+    """The launches of a plan (with algorithm and first sample), and their calls."""
+
+    launches: Sequence[tuple[Launch, str, int]]
     calls: Sequence[tuple[Callable[..., int], tuple[Any, ...]]]
     graph: Callable[[], None] | None = None
-
-    def at(self, position: int) -> tuple[AlgoPerf, int, Launch]:
-        return [
-            (step, start, launch)
-            for step, start, launches in self.steps
-            for launch in launches
-        ][position]
 
 
 class CudaPlan:
@@ -257,11 +248,11 @@ class CudaPlan:
         self._launch(bound)
 
     def _bind(self, operands: Operands, accumulate: bool) -> _Bound:
-        steps = []
+        launches: list[tuple[Launch, str, int]] = []
         sums = self.plan.problem.direction is Direction.BACKWARD_FILTER
         for step, start, micro in self._parts:
             try:
-                launches = self._conv.launches(
+                made = self._conv.launches(
                     micro,
                     step.algo,
                     step_operands(self.plan, start, operands),
@@ -270,9 +261,8 @@ class CudaPlan:
                 )
             except MucudnnError as e:
                 raise StepFailedError(step.algo, 0, e) from e
-            steps.append((step, start, launches))
-        calls = [(c.function, c.arguments) for _, _, cs in steps for c in cs]
-        return _Bound(steps, calls)
+            launches += [(launch, step.algo, start) for launch in made]
+        return _Bound(launches, [(c.function, c.arguments) for c, _, _ in launches])
 
     def _launch(self, bound: _Bound) -> None:
         position, session = 0, self._conv.session
@@ -281,10 +271,10 @@ class CudaPlan:
             for position, (function, arguments) in enumerate(bound.calls):
                 status = function(handle, *arguments)
                 if status:
-                    session.calls.raise_for(bound.at(position)[2].name, status)
+                    session.calls.raise_for(bound.launches[position][0].name, status)
         except MucudnnError as e:
-            step, start, _ = bound.at(position)
-            raise StepFailedError(step.algo, start, e) from e
+            _, algo, start = bound.launches[position]
+            raise StepFailedError(algo, start, e) from e
 
     def _replay(self, bound: _Bound, capture: Capture) -> None:
         """Launch the graph, captured on the second run, when all kernels are loaded.
@@ -337,7 +327,7 @@ class CudaEpilogues:
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
         """See `Epilogues.offers`."""
-        return bool(self._conv.fused_rows(problem, bias))
+        return bool(self._conv.graph_rows(problem, bias))
 
     def bind(
         self, plan: ConvPlan, x: Any, w: Any, bias: Any, y: Any, scratch: Any
@@ -371,7 +361,7 @@ class CudaEpilogues:
             alignment //= 2
         fitting = (
             name
-            for name, row in self._conv.fused_rows(micro, dtype).items()
+            for name, row in self._conv.graph_rows(micro, dtype).items()
             if row.workspace <= operands.nbytes
             and row.traits.math_mode == step.math_mode
             and row.traits.deterministic >= step.deterministic

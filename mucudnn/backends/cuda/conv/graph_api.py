@@ -4,7 +4,6 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from mucudnn.backends.cuda.conv.launch import (
     DATA_TYPES,
@@ -302,7 +301,7 @@ def _note(
 # The operation graphs: of one convolution, and of a convolution, a bias and a ReLU.
 
 
-UIDS: Mapping[str, int] = MappingProxyType({"x": 1, "w": 2, "y": 3})
+UIDS: Mapping[str, int] = {"x": 1, "w": 2, "y": 3}
 """Ids of the tensors in a variant pack."""
 
 BIAS_UID = 4
@@ -310,25 +309,23 @@ BIAS_UID = 4
 
 _PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
 
-NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = MappingProxyType(
-    {
-        Direction.FORWARD: (
-            DescriptorType.OPERATION_CONVOLUTION_FORWARD,
-            "OPERATION_CONVOLUTION_FORWARD",
-            "X W Y",
-        ),
-        Direction.BACKWARD_DATA: (
-            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
-            "OPERATION_CONVOLUTION_BWD_DATA",
-            "DX W DY",
-        ),
-        Direction.BACKWARD_FILTER: (
-            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-            "OPERATION_CONVOLUTION_BWD_FILTER",
-            "X DW DY",
-        ),
-    }
-)
+NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = {
+    Direction.FORWARD: (
+        DescriptorType.OPERATION_CONVOLUTION_FORWARD,
+        "OPERATION_CONVOLUTION_FORWARD",
+        "X W Y",
+    ),
+    Direction.BACKWARD_DATA: (
+        DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
+        "OPERATION_CONVOLUTION_BWD_DATA",
+        "DX W DY",
+    ),
+    Direction.BACKWARD_FILTER: (
+        DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
+        "OPERATION_CONVOLUTION_BWD_FILTER",
+        "X DW DY",
+    ),
+}
 """Type of a direction's node, prefix of its attributes, its names of x, w and y."""
 
 

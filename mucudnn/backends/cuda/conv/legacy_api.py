@@ -9,7 +9,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -47,27 +46,23 @@ class _Kind:
     documented_nondeterministic: tuple[int, ...]
 
 
-_KINDS: Mapping[Direction, _Kind] = MappingProxyType(
-    {
-        Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
-        Direction.BACKWARD_DATA: _Kind(
-            "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
-        ),
-        Direction.BACKWARD_FILTER: _Kind(
-            "BackwardFilter",
-            BackwardFilterAlgo,
-            (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
-        ),
-    }
-)
-_SUFFIXES: Mapping[MathType, str] = MappingProxyType(
-    {
-        MathType.DEFAULT_MATH: "",
-        MathType.TENSOR_OP_MATH: "[tensor_op]",
-        MathType.TENSOR_OP_MATH_ALLOW_CONVERSION: "[conversion]",
-        MathType.FMA_MATH: "[fma]",
-    }
-)
+_KINDS: Mapping[Direction, _Kind] = {
+    Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
+    Direction.BACKWARD_DATA: _Kind(
+        "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
+    ),
+    Direction.BACKWARD_FILTER: _Kind(
+        "BackwardFilter",
+        BackwardFilterAlgo,
+        (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
+    ),
+}
+_SUFFIXES: Mapping[MathType, str] = {
+    MathType.DEFAULT_MATH: "",
+    MathType.TENSOR_OP_MATH: "[tensor_op]",
+    MathType.TENSOR_OP_MATH_ALLOW_CONVERSION: "[conversion]",
+    MathType.FMA_MATH: "[fma]",
+}
 _LISTINGS = 4096
 
 
