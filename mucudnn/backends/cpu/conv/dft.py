@@ -289,52 +289,34 @@ class Separable:
             for c in range(0, self.channels, channels):
                 yield slice(n, n + samples), slice(c, c + channels)
 
-    def bind(
-        self,
-        tables: Sequence[Any],
-        tensor: Any,
-        spectrum: Any,
-        chunk: Chunk,
-        workspace: Any,
-    ) -> "ChunkTransform":
-        """Return the transform of a chunk of `tensor` and its part of `spectrum`."""
-        image = tensor[chunk]
-        *arrays, tile = carve(workspace, self.scratch(*image.shape[:2]))
-        rank = len(self.sizes)
-        if self.channels_last:
-            image = image.transpose(0, *range(2, 2 + rank), 1)
-        else:
-            image = image.reshape(-1, *image.shape[2:])
-        states, products = arrays[: rank - 1], arrays[rank - 1 :]
-        # The first axis has real lines: its product already is the state of the second.
-        if rank > 1:
-            products.insert(0, states[0])
-        return ChunkTransform(
-            self,
-            tables,
-            image,
-            spectrum[(..., *chunk)],
-            [None, *states],
-            products,
-            tile,
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class ChunkTransform:
-    """The transform of one chunk with all of its arrays.
+    """The transform of a chunk of a tensor and its part of a spectrum.
 
     Images are (planes, …, size) or, channels last, (samples, …, size, channels); states
     have an axis of columns in front.
     """
 
-    plan: Separable
-    tables: Sequence[Any]
-    image: Any
-    spectrum: Any
-    states: Sequence[Any]
-    products: Sequence[Any]
-    tile: Any
+    def __init__(
+        self,
+        plan: Separable,
+        tables: Sequence[Any],
+        tensor: Any,
+        spectrum: Any,
+        chunk: Chunk,
+        workspace: Any,
+    ) -> None:
+        image, rank = tensor[chunk], len(plan.sizes)
+        *arrays, self.tile = carve(workspace, plan.scratch(*image.shape[:2]))
+        states, products = arrays[: rank - 1], arrays[rank - 1 :]
+        # The first axis has real lines: its product already is the state of the second.
+        self.states, self.products = [None, *states], [*states[:1], *products]
+        if plan.channels_last:
+            self.image = image.transpose(0, *range(2, 2 + rank), 1)
+        else:
+            self.image = image.reshape(-1, *image.shape[2:])
+        self.plan, self.tables = plan, tables
+        self.spectrum = spectrum[(..., *chunk)]
 
     def forward(self) -> None:
         """Transform the image into the spectrum."""

@@ -173,8 +173,8 @@ def _window(start: int, width: int, size: int) -> Window:
 # workspace, which therefore grows with the micro-batch.
 
 
-_Job = tuple[Separable, Sequence[Any], Any, Any]
-"""Transform, its tables, tensor, spectrum."""
+_Job = tuple[Separable, Sequence[Any], Any]
+"""Transform, its tables, spectrum."""
 
 
 @dataclass(frozen=True)
@@ -205,34 +205,30 @@ class Spectral:
         if self.problem.direction is Direction.BACKWARD_FILTER:  # of the inverse
             basis[:r] *= 1 / math.prod(self._lengths)
             basis[r:] *= 2 / math.prod(self._lengths)
-        of_x, of_y = tables[0::3], tables[1::3]
+        x, y = (self._x, tables[0::3], xs), (self._y, tables[1::3], ys)
         flat_x, flat_y = (s.reshape(*s.shape[:2], -1, s.shape[-1]) for s in (xs, ys))
         products, back = self._products, methodcaller("inverse", accumulate)
-        match self.problem.direction:
-            case Direction.FORWARD:
-                _transform(workers, scratch, (self._x, of_x, a, xs))
-                w = self._stored(b)
-                products.apply(workers, basis, flat_x, flat_y, w, kernel, scratch)
-                _transform(workers, scratch, (self._y, of_y, out, ys), back)
-            case Direction.BACKWARD_DATA:
-                _transform(workers, scratch, (self._y, of_y, a, ys))
-                w = self._stored(b)
-                products.apply(workers, basis, flat_y, flat_x, w, kernel, scratch)
-                _transform(workers, scratch, (self._x, of_x, out, xs), back)
-            case Direction.BACKWARD_FILTER:
-                _transform(workers, scratch, (self._x, of_x, a, xs))
-                _transform(workers, scratch, (self._y, of_y, b, ys))
-                products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
-                dw = self._stored(out).reshape(-1)
+        if self.problem.direction is Direction.BACKWARD_FILTER:
+            _transform(workers, scratch, x, a)
+            _transform(workers, scratch, y, b)
+            products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
+            dw = self._stored(out).reshape(-1)
 
-                def add(_: int, start: int, stop: int) -> None:
-                    target = dw[start:stop]
-                    if not accumulate:
-                        target[...] = 0
-                    for share in kernel:
-                        np.add(target, share[start:stop], out=target)
+            def add(_: int, start: int, stop: int) -> None:
+                target = dw[start:stop]
+                if not accumulate:
+                    target[...] = 0
+                for share in kernel:
+                    np.add(target, share[start:stop], out=target)
 
-                workers.ranges(len(dw), add)
+            workers.ranges(len(dw), add)
+            return
+        (source, flat), (result, target) = (x, flat_x), (y, flat_y)
+        if self.problem.direction is Direction.BACKWARD_DATA:
+            source, flat, result, target = result, target, source, flat
+        _transform(workers, scratch, source, a)
+        products.apply(workers, basis, flat, target, self._stored(b), kernel, scratch)
+        _transform(workers, scratch, result, out, back)
 
     @cached_property
     def _x(self) -> Separable:
@@ -308,13 +304,15 @@ def _transform(
     workers: Workers,
     scratch: Any,
     job: _Job,
+    tensor: Any,
     transform: Callable[[ChunkTransform], None] = ChunkTransform.forward,
 ) -> None:
     """Transform all chunks of a tensor."""
-    plan, tables, tensor, spectrum = job
+    plan, tables, spectrum = job
 
     def work(worker: int, chunk: Chunk) -> None:
-        transform(plan.bind(tables, tensor, spectrum, chunk, scratch[worker]))
+        own = scratch[worker]
+        transform(ChunkTransform(plan, tables, tensor, spectrum, chunk, own))
 
     workers.each(plan.chunks(workers.count), work)
 

@@ -116,16 +116,20 @@ def avg_pool_grad(call: KernelCall) -> None:
     counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
-        gradient = _CoveringWindows(windows, dy)
-        share_of = gradient.image[gradient.inside]
-        share_of /= _divisors(counts, gradient.source, dy.dtype)
+        # Zeros where no window exists: borders are no special case.
+        flat = np.zeros(windows.size + windows.spare, dy.dtype)
+        inside, source = windows.covering()
+        share_of = flat[: windows.size].reshape(windows.lengths)[inside]
+        np.divide(dy[source], _divisors(counts, source, dy.dtype), out=share_of)
         # Elements in the same phase of the strides are reached by the same taps.
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
             total: Any = None
             for tap in windows.taps():
                 where, offset = windows.locate(tap)
                 if where == phase:
-                    part = gradient.displaced(offset)
+                    # For each position, the window whose element of this tap is there.
+                    start = windows.spare - offset
+                    part = flat[start : start + windows.size]
                     total = part.copy() if total is None else np.add(total, part, total)
             windows.scatter(phase, total, dx)
 
@@ -184,35 +188,6 @@ def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
     call.share(tiles((len(planes),), rows), tile)
 
 
-class _CoveringWindows:
-    """Results of all windows that cover a tile, including those that start before it.
-
-    They are zero where no window exists, so gradients need no special case at borders.
-    `image` is a copy, one element per window, of `source` in its part `inside`.
-    """
-
-    def __init__(self, windows: "Windows", results: Any) -> None:
-        self._size, self._spare = windows.size, windows.spare
-        self._flat = np.zeros(self._size + self._spare, results.dtype)
-        self.image = self._flat[: self._size].reshape(windows.lengths)
-        inside, source = [], []
-        for axis, start, length in zip(
-            windows.axes, windows.starts, windows.lengths, strict=True
-        ):
-            first = start - axis.reach
-            low = min(length, max(0, -first))
-            high = max(low, min(length, axis.out - first))
-            inside.append(slice(low, high))
-            source.append(slice(first + low, first + high))
-        self.inside, self.source = tuple(inside), tuple(source)
-        self.image[self.inside] = results[self.source]
-
-    def displaced(self, offset: int) -> Any:
-        """Return, per position, the window whose element at this offset is there."""
-        start = self._spare - offset
-        return self._flat[start : start + self._size]
-
-
 def _divisors(counts: Sequence[Any], place: tuple[slice, ...], dtype: Any) -> Any:
     """Return divisors from the counts along each axis; one number if they are equal."""
     along = [of[part] for of, part in zip(counts, place, strict=True)]
@@ -267,17 +242,15 @@ def _search_inside(
         number[found & windows.element(inside, tap) & ~np.isfinite(best)] = i
 
 
-def _pitches(axes: list[Axis]) -> list[int]:
-    sizes = [axis.size for axis in axes]
-    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+def _pitches(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
 def _steps(axes: list[Axis]) -> Any:
     """Return the flat distance of each element of a window from its first."""
-    along = (
-        np.arange(axis.kernel) * pitch
-        for axis, pitch in zip(axes, _pitches(axes), strict=True)
-    )
+    pitches = _pitches([axis.size for axis in axes])
+    pairs = zip(axes, pitches, strict=True)
+    along = (np.arange(axis.kernel) * pitch for axis, pitch in pairs)
     return functools.reduce(np.add.outer, along).reshape(-1)
 
 
@@ -286,7 +259,8 @@ def _corners(
 ) -> Any:
     """Return the flat positions of windows' first elements, maybe in the padding."""
     along = [np.arange(planes) * pixels]
-    for axis, pitch, s in zip(axes, _pitches(axes), part, strict=True):
+    pitches = _pitches([axis.size for axis in axes])
+    for axis, pitch, s in zip(axes, pitches, part, strict=True):
         first = np.arange(s.start, s.stop) * axis.stride - axis.padding
         along.append(first * pitch)
     return functools.reduce(np.add.outer, along)
@@ -349,8 +323,7 @@ class Windows:
     @functools.cached_property
     def pitches(self) -> tuple[int, ...]:
         """Flat distance of neighbours along each axis."""
-        lengths = self.lengths
-        return tuple(math.prod(lengths[i + 1 :]) for i in range(len(lengths)))
+        return _pitches(self.lengths)
 
     @functools.cached_property
     def spare(self) -> int:
@@ -418,6 +391,22 @@ class Windows:
             inside.append(slice(low, high))
             reached = slice(begin, begin + (high - low) * axis.stride, axis.stride)
             source.append(reached if high > low else slice(0, 0))
+        return tuple(inside), tuple(source)
+
+    def covering(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the windows that cover the tile, some of which start before it.
+
+        As slices of an image of one element per window, and of a tensor of windows.
+        """
+        inside, source = [], []
+        for axis, start, length in zip(
+            self.axes, self.starts, self.lengths, strict=True
+        ):
+            first = start - axis.reach
+            low = min(length, max(0, -first))
+            high = max(low, min(length, axis.out - first))
+            inside.append(slice(low, high))
+            source.append(slice(first + low, first + high))
         return tuple(inside), tuple(source)
 
     def reduce(

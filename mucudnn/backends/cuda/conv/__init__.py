@@ -181,11 +181,8 @@ def _plan_key(problem: ConvProblem, algo: str, accumulate: bool) -> PlanKey:
 
 def operands_of(a: Any, b: Any, out: Any, workspace: Any) -> Operands:
     """Return the addresses of CuPy arrays."""
-    if workspace is None:
-        return Operands(a.data.ptr, b.data.ptr, out.data.ptr, 0, 0)
-    return Operands(
-        a.data.ptr, b.data.ptr, out.data.ptr, workspace.data.ptr, workspace.nbytes
-    )
+    scratch = (0, 0) if workspace is None else (workspace.data.ptr, workspace.nbytes)
+    return Operands(a.data.ptr, b.data.ptr, out.data.ptr, *scratch)
 
 
 def execute(session: Session, launches: Sequence[Launch]) -> None:
