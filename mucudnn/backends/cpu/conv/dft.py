@@ -249,27 +249,18 @@ class Separable:
         shape = (sum(frequencies(self.lengths)), 2, *tiles, self.batch, self.channels)
         return shape, self.dtype
 
-    def _states(self, planes: int) -> list[tuple[int, ...]]:
-        """Return the shapes (columns, planes x pixels) before the later axes."""
-        return [
-            (math.prod(self.lengths[:i]), planes * math.prod(self.sizes[i:]))
-            for i in range(1, len(self.sizes))
-        ]
-
-    def _products(self, planes: int) -> list[tuple[int, ...]]:
-        """Return shapes of the products with a table that are not states."""
-        rank = len(self.sizes)
-        return [
-            (math.prod(self.lengths[: i + 1]), planes * math.prod(self.sizes[i + 1 :]))
-            for i in range(min(1, rank - 1), rank)
-        ]
-
     def scratch(self, samples: int, channels: int) -> list[Region]:
         """Return a chunk's intermediate regions: states, products, an output tile."""
-        planes = samples * channels
+        planes, rank = samples * channels, len(self.sizes)
+        # After `done` axes an array is (columns, planes x pixels). States are between
+        # axes. The product with the first table is a state, the later ones are not.
+        states, products = range(1, rank), range(min(2, rank), rank + 1)
+        shapes: list[tuple[int, ...]] = [
+            (math.prod(self.lengths[:done]), planes * math.prod(self.sizes[done:]))
+            for done in (*states, *products)
+        ]
         widest = max(w.stop - w.start for w in self.windows[0])
-        tile: tuple[int, ...] = (planes * math.prod(self.sizes[1:]) * widest,)
-        shapes = [*self._states(planes), *self._products(planes), tile]
+        shapes.append((planes * math.prod(self.sizes[1:]) * widest,))
         return [(shape, self.dtype) for shape in shapes]
 
     def chunk_shape(self, nworkers: int) -> tuple[int, int]:

@@ -369,7 +369,11 @@ class Plan:
 
 def make_plan(problem: ConvProblem, workers: int) -> Plan:
     """Choose tile size and cuts for a problem that Winograd can run."""
-    (c, source), (k, result), pads = _images(problem)
+    (_, c, *source), (_, k, *result) = problem.x_shape, problem.y_shape
+    pads = problem.padding
+    if problem.direction is Direction.BACKWARD_DATA:
+        c, source, k, result = k, result, c, source
+        pads = tuple(TAPS - 1 - pad for pad in pads)
     minimal = MINIMAL[_tile(problem, result)]
     tiles = [-(-size // minimal.step) for size in result]
     # Bands of the first axis, and how many samples of them are a block.
@@ -392,8 +396,8 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
     plan = Plan(
         minimal,
         problem.batch,
-        Image(c, source, pads, minimal.points),
-        Image(k, result, (0,) * len(result), minimal.step),
+        Image(c, tuple(source), pads, minimal.points),
+        Image(k, tuple(result), (0,) * len(result), minimal.step),
         tuple(ranges),
         samples,
         crew,
@@ -423,17 +427,6 @@ def _samples(
     room = max(_BLOCK_BYTES, filter_bytes)
     most = min(_BLOCK_SAMPLES, max(1, room // sample_bytes))
     return -(-batch // -(-batch // most)), 0
-
-
-def _images(
-    problem: ConvProblem,
-) -> tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]], tuple[int, ...]]:
-    """Return (channels, sizes) of source and result, and the source's padding."""
-    x = problem.x_shape[1], problem.x_shape[2:]
-    y = problem.y_shape[1], problem.y_shape[2:]
-    if problem.direction is Direction.BACKWARD_DATA:
-        return y, x, tuple(TAPS - 1 - pad for pad in problem.padding)
-    return x, y, problem.padding
 
 
 def _tile(problem: ConvProblem, result: Sequence[int]) -> int:

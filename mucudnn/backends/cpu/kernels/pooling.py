@@ -56,7 +56,11 @@ def max_pool_grad(call: KernelCall) -> None:
     pixels = math.prod(axis.size for axis in spatial)
     dy, index = (v.reshape([axis.out for axis in axes]) for v in call.inputs)
     dx = call.outputs[0].reshape(planes.size, pixels)
-    steps = _steps(spatial)
+    # Flat distance of each element of a window from its first.
+    pitches = _pitches([axis.size for axis in spatial])
+    pairs = zip(spatial, pitches, strict=True)
+    along = [np.arange(axis.kernel) * pitch for axis, pitch in pairs]
+    steps = functools.reduce(np.add.outer, along).reshape(-1)
     parts = tiles(dy.shape[1:], _INDEXED)
     together = max(1, _INDEXED // math.prod(dy.shape[1:]))
     alike = len(parts) == 1  # then corners are equal for all blocks of planes
@@ -244,14 +248,6 @@ def _search_inside(
 
 def _pitches(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-
-
-def _steps(axes: list[Axis]) -> Any:
-    """Return the flat distance of each element of a window from its first."""
-    pitches = _pitches([axis.size for axis in axes])
-    pairs = zip(axes, pitches, strict=True)
-    along = (np.arange(axis.kernel) * pitch for axis, pitch in pairs)
-    return functools.reduce(np.add.outer, along).reshape(-1)
 
 
 def _corners(

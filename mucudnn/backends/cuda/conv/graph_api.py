@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -69,7 +69,9 @@ class GraphLibrary:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.rows = functools.lru_cache(_LISTINGS)(self._rows)
-        self._slot = functools.lru_cache(_PLANS)(_empty_slot)
+        # The place of each plan, empty until it is built.
+        self._slot: Callable[[PlanKey], list[Descriptor]]
+        self._slot = functools.lru_cache(_PLANS)(lambda key: [])
 
     def _rows(
         self, problem: ConvProblem, bias: str | None = None
@@ -146,11 +148,6 @@ class GraphLibrary:
             return plan.set(Attribute.EXECUTION_PLAN_HANDLE, handle, kind=kind)
         description = self._session.description
         return plan.set(Attribute.EXECUTION_PLAN_DEVICEPROP, description)
-
-
-def _empty_slot(key: PlanKey) -> list[Descriptor]:
-    """Return the place in which a cache keeps the plan of a key once it is built."""
-    return []
 
 
 # Enumeration of all engine configurations of cuDNN for a convolution.

@@ -6,6 +6,7 @@ It has 8 + 6 + 7 algorithms (by direction) in four math types. It is deprecated 
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -76,15 +77,6 @@ class LegacyRow:
     traits: Traits
 
 
-def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]:
-    """Return every algorithm of a direction in every math type, by name."""
-    return {
-        f"{algo.name}{suffix}": (algo, math)
-        for math, suffix in _SUFFIXES.items()
-        for algo in _KINDS[direction].algorithms
-    }
-
-
 class LegacyLibrary:
     """The algorithms of the first API, to be listed and called; needs a device."""
 
@@ -100,14 +92,17 @@ class LegacyLibrary:
         rows: dict[str, LegacyRow] = {}
         reasons: dict[str, str] = {}
         nondeterministic = self._nondeterministic(problem)
-        for name, (algo, math) in legacy_names(problem.direction).items():
+        algorithms = _KINDS[problem.direction].algorithms
+        for (math, suffix), algo in itertools.product(_SUFFIXES.items(), algorithms):
+            name, nbytes = f"{algo.name}{suffix}", ctypes.c_size_t()
             try:
-                nbytes = self._workspace(problem, algo, math)
+                bound = _Bound(self._calls, problem, math)
+                self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
             except MucudnnError as e:
                 reasons[name] = str(e)
             else:
                 traits = _traits(problem, algo, math, algo not in nondeterministic)
-                rows[name] = LegacyRow(algo, math, nbytes, traits)
+                rows[name] = LegacyRow(algo, math, nbytes.value, traits)
         return rows, reasons
 
     def launch(
@@ -155,11 +150,6 @@ class LegacyLibrary:
             for perf in perfs[: count.value]
             if perf.determinism == Determinism.NON_DETERMINISTIC
         )
-
-    def _workspace(self, problem: ConvProblem, algo: IntEnum, math: MathType) -> int:
-        nbytes, bound = ctypes.c_size_t(), _Bound(self._calls, problem, math)
-        self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
-        return nbytes.value
 
     def _ask(self, what: str, bound: "_Bound", *arguments: Any) -> None:
         """Call `cudnnGetConvolution…` of the problem's direction."""
