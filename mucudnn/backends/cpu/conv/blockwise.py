@@ -317,27 +317,24 @@ class Blockwise:
 
         `buffers` are flat arrays of `room` elements, one per participating worker.
         """
-        groups = self._problem.groups
+        direction, groups = self._problem.direction, self._problem.groups
         one = grouped(a, groups, 1)
-        match self._problem.direction:
-            case Direction.FORWARD:
-                dest, filters = grouped(out, groups, 1), self._filters(b)
-                self._correlate(one, filters, dest, buffers, workers, accumulate)
-            case Direction.BACKWARD_FILTER:
-                if not accumulate:
-                    out[...] = 0
-                dy, dw = grouped(b, groups, 1), self._filters(out)
-                self._sum_filters(one, dy, dw, buffers, workers)
-            # With 1×1 filters nothing overlaps: dx is a product like the result.
-            case Direction.BACKWARD_DATA if self._pixelwise:
-                dest = grouped(out, groups, 1)
-                filters = self._filters(b).transpose(0, 2, 1)
-                self._correlate(one, filters, dest, buffers, workers, accumulate)
-            case Direction.BACKWARD_DATA:
-                if not accumulate:
-                    out[...] = 0
-                dest = grouped(out, groups, 1)
-                self._scatter(one, self._filters(b), dest, buffers, workers)
+        if direction is Direction.BACKWARD_FILTER:
+            if not accumulate:
+                out[...] = 0
+            dy, dw = grouped(b, groups, 1), self._filters(out)
+            self._sum_filters(one, dy, dw, buffers, workers)
+            return
+        dest, filters = grouped(out, groups, 1), self._filters(b)
+        if direction is Direction.BACKWARD_DATA and not self._pixelwise:
+            if not accumulate:
+                out[...] = 0
+            self._scatter(one, filters, dest, buffers, workers)
+            return
+        # With 1×1 filters nothing overlaps: dx is a product like the result.
+        if direction is Direction.BACKWARD_DATA:
+            filters = filters.transpose(0, 2, 1)
+        self._correlate(one, filters, dest, buffers, workers, accumulate)
 
     def _filters(self, w: Any) -> Any:
         """Return filters, or their gradients, as a view (groups, outputs, terms)."""

@@ -99,8 +99,7 @@ def group_norm_apply(call: KernelCall) -> None:
     """Normalise a strip by the statistics of its image."""
     blocks, sizes = _parts(call)
     arguments = *call.inputs, *call.outputs, *sizes
-    beside = call.inputs[1]
-    call.launch(GROUP, "group_norm_apply", blocks, *arguments, beside=beside)
+    call.launch(GROUP, "group_norm_apply", blocks, *arguments, beside=call.inputs[1])
 
 
 def group_norm_grad_sums(call: KernelCall) -> None:
