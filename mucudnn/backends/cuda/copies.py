@@ -94,10 +94,9 @@ class CudaCopier:
         """Wait for the launched copies, which cannot be cancelled."""
         self._closed = True
         for stream in (self._out, self._in):
-            try:
+            # If the device is lost, so is every copy.
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
                 stream.synchronize()
-            except self._runtime.CUDARuntimeError:
-                continue  # the device is lost, and with it every copy
         self._free.clear()
         self._held.clear()
 

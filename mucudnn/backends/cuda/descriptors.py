@@ -60,7 +60,7 @@ class Descriptor:
         if kind is AttributeType.BACKEND_DESCRIPTOR:
             self._kept += values
             values = tuple(value.pointer for value in values)
-        array = (_c_type(kind) * len(values))(*values)
+        array = (_C_TYPES.get(kind, ctypes.c_int) * len(values))(*values)
         arguments = self.pointer, attribute, kind, len(values), array
         self._calls.call("cudnnBackendSetAttribute", *arguments)
         return self
@@ -93,7 +93,7 @@ class Descriptor:
         most: int = 1,
     ) -> Any:
         """Return up to `most` values of an attribute, as a list."""
-        values = (_c_type(kind) * most)()
+        values = (_C_TYPES.get(kind, ctypes.c_int) * most)()
         return list(values[: self._get(attribute, kind, most, values)])
 
     def get_text(self, attribute: Attribute) -> str:
@@ -133,10 +133,6 @@ _KINDS: Mapping[type, AttributeType] = {
     float: AttributeType.FLOAT,
 }
 """Python type of values to attribute type; whole numbers are INT64."""
-
-
-def _c_type(kind: AttributeType) -> Any:
-    return _C_TYPES.get(kind, ctypes.c_int)
 
 
 _LARGEST_INT = 2**31 - 1

@@ -36,6 +36,7 @@ class CudaDevice:
         self._cudnn = cudnn
         self._queues: dict[int, Queue] = {}
         self._properties: dict[str, Any] = cupy.cuda.runtime.getDeviceProperties(index)
+        self._name: str = self._properties["name"].decode()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -46,11 +47,6 @@ class CudaDevice:
         return "/".join(
             ["cuda", self._name, arch, cudnn, f"mucudnn-{installed_version()}"]
         )
-
-    @property
-    def _name(self) -> str:
-        name: str = self._properties["name"].decode()
-        return name
 
     def description(self) -> Mapping[str, str]:
         """Return GPU, driver, libraries, memory and clocks."""
@@ -238,12 +234,8 @@ class DescribedDevice:
 
     def __init__(self, text: str, cudnn: int) -> None:
         self._fields: dict[str, Any] = json.loads(text)
+        self.name = str(self._fields["deviceName"])
         self._cudnn = cudnn
-
-    @property
-    def name(self) -> str:
-        """Name of the GPU."""
-        return str(self._fields["deviceName"])
 
     @property
     def fingerprint(self) -> str:

@@ -249,8 +249,6 @@ class Tiling:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> Cut:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         places = map(int, np.unravel_index(index, self._counts))
         samples, *tile = (
             slice(at * block, min((at + 1) * block, size))

@@ -24,8 +24,6 @@ from mucudnn.backends.cpu.conv.winograd_transforms import (
     analyse,
     band,
     filter_region,
-    intermediate_items,
-    spare_items,
     synthesise,
 )
 from mucudnn.backends.cpu.threads import Workers
@@ -89,7 +87,8 @@ def _regions(problem: ConvProblem, plan: "Plan", nworkers: int) -> list[Region]:
     rooms = max(1, plan.crew)
     # Each worker has a sum and the next block's summand.
     kernels = 2 * plan.crew if adjoint and plan.crew else 1
-    spare = spare_items(problem) if adjoint else 0
+    k, c_per_group, *taps = problem.w_shape
+    spare = max(k, math.prod(taps)) * c_per_group if adjoint else 0
     even, odd = plan.scratch_items(adding=not adjoint)
     return [
         filter_region(problem, plan.minimal, kernels),
@@ -339,14 +338,15 @@ class Plan:
         return self.values * rows * self.samples * self.columns * image.channels
 
     def scratch_items(self, *, adding: bool) -> tuple[int, int]:
-        """Return the items of the two scratch arrays of one worker."""
+        """Return the items of the two scratch arrays of one worker; see `analyse`."""
         tiles, needs = list(map(_widest, self.ranges)), [0, 0]
         for image in (self.source, self.result):
             spans = [_widest(self._windows(image, axis)) for axis in range(self.rank)]
-            items = intermediate_items(
-                self.minimal.points, tiles, spans, image.channels
-            )
-            needs = list(map(max, needs, items))
+            # The earlier axes are items of the image still, the others are values.
+            for axis in range(1, self.rank):
+                values = self.minimal.points ** (self.rank - axis)
+                values *= math.prod(tiles[axis:]) * math.prod(spans[:axis])
+                needs[axis % 2] = max(needs[axis % 2], values * image.channels)
         if adding:  # `spans` are now those of the result
             summed = math.prod(spans) * self.result.channels
             needs[self.rank % 2] = max(needs[self.rank % 2], summed)

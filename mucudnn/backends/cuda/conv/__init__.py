@@ -6,6 +6,7 @@ micro-batches summed in float32.
 """
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from mucudnn.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
 _LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
@@ -331,43 +332,31 @@ class CudaEpilogues:
     ) -> Callable[[], None] | None:
         """See `Epilogues.bind`."""
         operands, address = operands_of(x, w, y, scratch), bias.data.ptr
-        launches: list[Launch] = []
+        kind, launches = bias.dtype.name, []
         for window, step in plan.slices():
             micro = plan.problem.with_batch(step.batch)
             own = step_operands(plan, window.start, operands)
-            launch = self._launch(micro, step, own, bias.dtype.name, address)
-            if launch is None:
+            alignment = own.alignment(ALIGNMENT)
+            # The engine may assume this alignment of every address, also the bias's.
+            while address % alignment:
+                alignment //= 2
+            fitting = (
+                name
+                for name, row in self._conv.graph_rows(micro, kind).items()
+                if row.workspace <= own.nbytes
+                and row.traits.math_mode == step.math_mode
+                and row.traits.deterministic >= step.deterministic
+            )
+            # Some engines refuse only when they are built: try the next ones.
+            for name in itertools.islice(fitting, _TRIED):
+                key = PlanKey(micro, name, alignment=alignment, bias=kind)
+                try:
+                    launches.append(self._conv.graph.launch(key, own, address))
+                    break
+                except MucudnnError as e:
+                    logger.debug("%s for %s: %s", name, micro, e)
+            else:
                 logger.info("no engine does bias and ReLU within %s", plan)
                 return None
-            launches.append(launch)
         session = self._conv.session
         return lambda: execute(session, launches)
-
-    def _launch(
-        self,
-        micro: ConvProblem,
-        step: AlgoPerf,
-        operands: Operands,
-        dtype: str,
-        bias: int,
-    ) -> Launch | None:
-        """Return the call of the first usable engine for a micro-batch."""
-        alignment = operands.alignment(ALIGNMENT)
-        # The engine may assume this alignment of every address, also the bias's.
-        while bias % alignment:
-            alignment //= 2
-        fitting = (
-            name
-            for name, row in self._conv.graph_rows(micro, dtype).items()
-            if row.workspace <= operands.nbytes
-            and row.traits.math_mode == step.math_mode
-            and row.traits.deterministic >= step.deterministic
-        )
-        # Some engines refuse only when they are built: try the next ones.
-        for _, name in zip(range(_TRIED), fitting, strict=False):
-            key = PlanKey(micro, name, alignment=alignment, bias=dtype)
-            try:
-                return self._conv.graph.launch(key, operands, bias)
-            except MucudnnError as e:
-                logger.debug("%s for %s: %s", name, micro, e)
-        return None
