@@ -51,12 +51,7 @@ class VirtualDevice:
     """
 
     def __init__(
-        self,
-        fingerprint: str = "null",
-        description: Mapping[str, str] | None = None,
-        *,
-        out_bytes_per_ms: float = LINK_BYTES_PER_MS,
-        in_bytes_per_ms: float = LINK_BYTES_PER_MS,
+        self, fingerprint: str = "null", description: Mapping[str, str] | None = None
     ) -> None:
         self.fingerprint = fingerprint
         self._description = dict(description or {})
@@ -64,10 +59,7 @@ class VirtualDevice:
         # added.
         self.now = Fraction(0)
         self.rates: Mapping[Way, Fraction]
-        self.rates = {
-            "out": Fraction(out_bytes_per_ms),
-            "back": Fraction(in_bytes_per_ms),
-        }
+        self.rates = dict.fromkeys(("out", "back"), Fraction(LINK_BYTES_PER_MS))
 
     def description(self) -> Mapping[str, str]:
         """Return the description of the represented machine."""
@@ -166,6 +158,24 @@ class VirtualDevice:
     def peer(self, index: int, nbytes: int) -> "VirtualPeer":
         """Return virtual memory of another virtual device."""
         return VirtualPeer(f"peer:{index}", nbytes)
+
+
+def run_kernel(
+    self: Any,
+    problem: ConvProblem,
+    algo: str,
+    a: Any,
+    b: Any,
+    out: Any,
+    workspace: Any,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Advance the clock by a kernel's time: the method `ConvLibrary.run` of a library.
+
+    The library's method `kernel` prepares the kernel.
+    """
+    self.kernel(problem, algo)(a, b, out, workspace, accumulate)
 
 
 @dataclass(frozen=True, slots=True)

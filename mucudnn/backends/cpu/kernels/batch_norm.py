@@ -13,7 +13,13 @@ import numpy as np
 
 from mucudnn.backends.cpu.kernels.elementwise import apply_mask, rectify
 from mucudnn.backends.cpu.kernels.reductions import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import (
+    LARGE_BYTES,
+    KernelCall,
+    Part,
+    Run,
+    as_ncs,
+)
 from mucudnn.backends.cpu.threads import Scratch
 
 
@@ -49,7 +55,7 @@ def batch_norm_relu(call: KernelCall) -> None:
     terms = call.inputs[5:]
     term = as_ncs(terms[0]) if terms else None
 
-    def finish(part: Any, chunk: tuple[slice, ...]) -> None:
+    def finish(part: Any, chunk: Part) -> None:
         if term is not None:
             part += term[chunk]
         rectify(part, part)
@@ -62,7 +68,7 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
     x, dy, gamma, beta, mean, inv_std = call.inputs
     images, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(call.outputs[0])
 
-    def masked(chunk: tuple[slice, ...]) -> Any:
+    def masked(chunk: Part) -> Any:
         channels = chunk[1]
         part = deviations(images[chunk], mean[channels, None], call.scratch)
         part *= factor_of(gamma[channels], inv_std[channels], images)
@@ -168,7 +174,7 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     offset = column(-scale * dbeta / call.attrs["count"], x)
     factor, centre = column(scale, x), mean[:, None]
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out, channels = dx[part], part[1]
         scales = factor[channels], along[channels], offset[channels]
         deviation = deviations(x[part], centre[channels], call.scratch)
@@ -207,12 +213,10 @@ def _mask_above(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
     np.bitwise_and(mask, dy.view(kind), out=out.view(kind))
 
 
-Chunks = list[tuple[slice, ...]]
+Chunks = list[Part]
 
 
-def normalise_batch(
-    call: KernelCall, finish: Callable[[Any, tuple[slice, ...]], None]
-) -> None:
+def normalise_batch(call: KernelCall, finish: Callable[[Any, Part], None]) -> None:
     """Run `batch_norm`, and finish each chunk of the result in place, in the cache.
 
     `finish` is called with a part of the result, (n, c, s), and its slices.
@@ -254,7 +258,7 @@ def normalise(
 ) -> None:
     """Compute y = (x - centre) factor + shift, tile by tile; (C, 1) each."""
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out, channels = y[part], part[1]
         np.subtract(x[part], centre[channels], out=out)
         out *= factor[channels]
@@ -269,10 +273,7 @@ def deviations(x: Any, centre: Any, scratch: Scratch) -> Any:
 
 
 def _gradient(
-    call: KernelCall,
-    operands: tuple[Any, Any, Any, Any],
-    dy: Any,
-    read: Callable[[tuple[slice, ...]], Any],
+    call: KernelCall, operands: Sequence[Any], dy: Any, read: Callable[[Part], Any]
 ) -> None:
     """Compute dx, dgamma and dbeta from (x, gamma, mean, inv_std).
 
@@ -301,11 +302,7 @@ def _gradient(
 
 
 def sums_and_dots(
-    x: Any,
-    read: Callable[[tuple[slice, ...]], Any],
-    centre: Any,
-    chunks: Chunks,
-    scratch: Scratch,
+    x: Any, read: Callable[[Part], Any], centre: Any, chunks: Chunks, scratch: Scratch
 ) -> tuple[Any, Any]:
     """Sum a gradient dy, and dy (x - centre), over the chunks of some channels."""
     total: Any = 0.0

@@ -16,12 +16,11 @@ from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
     KernelCall,
+    Part,
     Run,
     as_ncs,
     tiles,
 )
-
-Part = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)

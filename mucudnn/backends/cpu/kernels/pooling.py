@@ -18,6 +18,7 @@ from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
     KernelCall,
+    Part,
     Run,
     tiles,
 )
@@ -66,7 +67,7 @@ def max_pool_grad(call: KernelCall) -> None:
     alike = len(parts) == 1  # then corners are equal for all blocks of planes
     corners = _corners(spatial, parts[0], together, pixels) if alike else None
 
-    def block(part: tuple[slice, ...]) -> None:
+    def block(part: Part) -> None:
         (some,) = part
         target = dx[some].reshape(-1)
         target[...] = 0
@@ -175,7 +176,7 @@ def _global_mean(call: KernelCall, x: Any, y: Any) -> None:
     planes, means = x.reshape(-1, pixels), y.reshape(-1)
     share_of = np.full(pixels, 1 / pixels, x.dtype)
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         np.matmul(planes[part], share_of, out=means[part])
 
     call.share(tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
@@ -185,14 +186,14 @@ def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
     pixels = math.prod(dx.shape[2:])
     planes, column = dx.reshape(-1, pixels), dy.reshape(-1, 1)
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         np.multiply(column[part], 1 / pixels, out=planes[part])
 
     rows = max(1, 2 * BLOCK_BYTES // dx[0, 0].nbytes)
     call.share(tiles((len(planes),), rows), tile)
 
 
-def _divisors(counts: Sequence[Any], place: tuple[slice, ...], dtype: Any) -> Any:
+def _divisors(counts: Sequence[Any], place: Part, dtype: Any) -> Any:
     """Return divisors from the counts along each axis; one number if they are equal."""
     along = [of[part] for of, part in zip(counts, place, strict=True)]
     if all((of == of[:1]).all() for of in along):
@@ -250,9 +251,7 @@ def _pitches(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
-def _corners(
-    axes: list[Axis], part: tuple[slice, ...], planes: int, pixels: int
-) -> Any:
+def _corners(axes: list[Axis], part: Part, planes: int, pixels: int) -> Any:
     """Return the flat positions of windows' first elements, maybe in the padding."""
     along = [np.arange(planes) * pixels]
     pitches = _pitches([axis.size for axis in axes])
@@ -344,7 +343,7 @@ class Windows:
         phase, offset = self.locate(tap)
         return images[phase][offset : offset + self.size]
 
-    def outputs(self) -> tuple[slice, ...]:
+    def outputs(self) -> Part:
         """Return the tile's slices in a tensor of windows."""
         pairs = zip(self.starts, self.counts, strict=True)
         return tuple(slice(start, start + count) for start, count in pairs)
@@ -374,7 +373,7 @@ class Windows:
 
     def overlap(
         self, phase: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    ) -> tuple[Part, Part]:
         """Return the part of a phase's image in the tensor, as slices of both."""
         inside, source = [], []
         for axis, start, r, length in zip(
@@ -389,7 +388,7 @@ class Windows:
             source.append(reached if high > low else slice(0, 0))
         return tuple(inside), tuple(source)
 
-    def covering(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    def covering(self) -> tuple[Part, Part]:
         """Return the windows that cover the tile, some of which start before it.
 
         As slices of an image of one element per window, and of a tensor of windows.

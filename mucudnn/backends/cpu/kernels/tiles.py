@@ -16,6 +16,9 @@ from mucudnn.backends.cpu.threads import Scratch, Workers
 
 T = TypeVar("T")
 Attrs = Mapping[str, Any]
+Part = tuple[slice, ...]
+"""Slices of an array, one per axis."""
+
 BLOCK_BYTES = 512 << 10
 """Bytes of each operand of a tile."""
 
@@ -42,10 +45,7 @@ class KernelCall:
         self.workers.each(items, lambda _, item: fn(item), max(1, len(items)))
 
     def tiles_of(
-        self,
-        array: Any,
-        fn: Callable[[tuple[slice, ...]], object],
-        nbytes: int = BLOCK_BYTES,
+        self, array: Any, fn: Callable[[Part], object], nbytes: int = BLOCK_BYTES
     ) -> None:
         """Call `fn(part)` for each tile of an array."""
         most = shared(array.size, nbytes // array.itemsize)
@@ -89,7 +89,7 @@ def even(total: int, limit: int, unit: int = 1) -> int:
     return min(max(1, limit), -(-portion // unit) * unit)
 
 
-def tiles(shape: Sequence[int], limit: int) -> list[tuple[slice, ...]]:
+def tiles(shape: Sequence[int], limit: int) -> list[Part]:
     """Return slices that cover a shape in tiles of at most `limit` elements.
 
     Tiles are as large as possible and whole along the last axes.
